@@ -1,0 +1,65 @@
+# Each target brings what it needs: a fresh checkout, a Python from 3.11 to 3.13 and a network are
+# enough for `make demo`. The set-up is repeated only when its inputs change.
+#
+#   PYTHON           interpreter for .venv; default: the first fitting one on PATH
+#   TORCH_INDEX_URL  package index to take torch from, where the default one would bring CUDA packages
+#   EXTRAS           extras to install; default: dev, and gpu on Linux
+#   JOBS             processes of `make test`; default 2
+#   ARGS             further arguments of the command, as in: make test ARGS="-k layouts"
+
+PYTHON ?=
+TORCH_INDEX_URL ?=
+EXTRAS ?=
+JOBS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+
+.NOTPARALLEL:
+.PHONY: help setup demo test suites lint types figures docs wheel nightly clean
+
+help:
+	@echo "make demo     quantise a weight, plant faults, name them, write a report to open"
+	@echo "make test     lint, types and all suites that this machine can run"
+	@echo "make figures  measure what docs/figures.md states"
+	@echo "also: setup lint types suites docs wheel clean nightly"
+
+setup:
+	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" EXTRAS="$(EXTRAS)" sh .ci/setup
+
+demo: setup
+	@$(BIN)/degarble demo $(ARGS)
+
+test: lint types suites
+
+lint: setup
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "lint: run $(BIN)/ruff format ." >&2; exit 1; }
+
+types: setup
+	@MYPYPATH=.types $(BIN)/mypy --no-error-summary --explicit-package-bases -p degarble
+
+suites: setup
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 300 $(ARGS)
+
+figures: setup
+	@$(BIN)/python -m degarble.suites.bench.figures $(ARGS)
+
+docs: setup
+	@$(BIN)/python -m degarble.suites.house.command_line
+
+wheel: setup
+	@rm -rf build
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . >build-wheel.log || { cat build-wheel.log >&2; exit 1; }
+	@rm -rf build build-wheel.log
+	@ls dist/*.whl
+
+nightly:
+	@echo "make nightly: not built yet; the CPU part of a night is make test" >&2
+	@exit 2
+
+# The environment stays: delete .venv to have it built anew.
+clean:
+	rm -rf build dist out degarble-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

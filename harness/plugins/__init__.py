@@ -1,0 +1,1 @@
+"""Where degarble plugs into other programs: pytest, and later vLLM."""

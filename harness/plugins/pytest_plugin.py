@@ -1,0 +1,274 @@
+"""The pytest plugin: options, markers, the seed of a test, and an honest list of what did not run.
+
+A suite that this machine cannot run is deselected, and the summary says which, how many and why.
+Suites that cost much run only when `-m` asks for them. Asking by `-m` for a device that is absent
+ends the session with status 2, never green. A requirement that is missing while CI is set, or
+under a `strict` suite, is a failure instead of an omission.
+
+The plugin judges only suites that live in this repository or its installed wheel: in another
+project its markers mean nothing. It imports nothing heavy when it is loaded.
+Kept honest by suites/harness/plugins/.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from degarble.harness.errors import MissingDevice, Refused, UnknownName, UnreadableFile
+from degarble.harness.plugins.presence import DEVICES, missing_device, missing_requirement
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+OPT_IN = ("slow", "faults", "serve")
+
+MARKERS = (
+    "b200: runs on an sm_100 device only",
+    "h200: runs on an sm_90 device only",
+    "gpu: runs on any CUDA device",
+    "slow: takes minutes; runs only when -m asks for it",
+    "faults: replays the museum of faults; runs only when -m asks for it",
+    "serve: starts a server on the loopback address; runs only when -m asks for it",
+    "strict: may not be left out: where it is skipped or cannot run, it fails",
+    "needs(*names): a system program, an optional package, or an option such as --checkpoint",
+)
+
+PATH_OPTIONS = {
+    "--checkpoint": "checkpoint under test: a folder of safetensors",
+    "--reference": "BF16 or official checkpoint that judges quality",
+    "--captures": "folder of captures to judge instead of running anew",
+}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line said, read once."""
+
+    checkpoint: Path | None
+    reference: Path | None
+    captures: Path | None
+    backend: str
+    report_dir: Path | None
+    ci: bool
+
+    def given(self, option: str) -> bool:
+        """Tell whether `option`, such as --checkpoint, was given."""
+        return getattr(self, option.removeprefix("--").replace("-", "_")) is not None
+
+
+@dataclass
+class _Omissions:
+    """What was left out: (marker or requirement, reason) to the node ids."""
+
+    groups: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+
+    def add(self, name: str, reason: str, nodeids: Iterable[str]) -> None:
+        self.groups.setdefault((name, reason), set()).update(nodeids)
+
+    def packed(self) -> list[list[Any]]:
+        """Plain lists, which is what xdist can send from a worker."""
+        return [[*key, sorted(nodeids)] for key, nodeids in sorted(self.groups.items())]
+
+
+_RUN = pytest.StashKey[RunOptions]()
+_OMITTED = pytest.StashKey[_Omissions]()
+_REFUSAL = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the contract."""
+    group = parser.getgroup("degarble")
+    for option, text in PATH_OPTIONS.items():
+        group.addoption(option, metavar="DIR", default=None, help=text)
+    group.addoption("--backend", metavar="NAME", default="torch", help="torch, cutedsl, vllm, ...")
+    group.addoption("--report-dir", metavar="DIR", default=None, help="where reports are written")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and read options and environment once."""
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+    config.stash[_OMITTED] = _Omissions()
+    config.stash[_RUN] = RunOptions(
+        checkpoint=_path(config, "--checkpoint"),
+        reference=_path(config, "--reference"),
+        captures=_path(config, "--captures"),
+        backend=config.getoption("--backend"),
+        report_dir=_path(config, "--report-dir"),
+        ci=os.environ.get("CI", "").lower() not in ("", "0", "false"),
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End at once, with status 2, when what was asked for is not there."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for option in PATH_OPTIONS:
+        path = _path(session.config, option)
+        if path and not path.exists():
+            _refuse(UnreadableFile(option, str(path), "an existing path", "Check the spelling."))
+    expression = session.config.getoption("markexpr")
+    for marker in sorted(asked_markers(expression) & set(DEVICES)):
+        reason = missing_device(marker)
+        if reason:
+            remedy = f"{reason[:1].upper()}{reason[1:]}."
+            _refuse(MissingDevice("-m", expression, f"a machine with {marker}", remedy))
+
+
+def pytest_collection() -> None:
+    """Make Hypothesis deterministic before the first suite is imported."""
+    from hypothesis import settings  # noqa: PLC0415  heavy: not when the plugin is loaded
+
+    settings.register_profile("degarble", derandomize=True, database=None, deadline=None)
+    settings.load_profile("degarble")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out what cannot run or was not asked for; keep, to fail, what may not be left out."""
+    run = config.stash[_RUN]
+    asked = asked_markers(config.getoption("markexpr"))
+    kept, left_out = [], []
+    for item in items:
+        name, reason, binding = _objection(item, asked, run)
+        if reason and binding:
+            item.stash[_REFUSAL] = f"{name}: {reason}"
+        if reason and not binding:
+            config.stash[_OMITTED].add(name, reason, [item.nodeid])
+            left_out.append(item)
+        else:
+            kept.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail what may not be left out and cannot run."""
+    refusal = item.stash.get(_REFUSAL, None)
+    if refusal:
+        pytest.fail(f"not run, although it must: {refusal}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn the skip of a strict suite into a failure."""
+    report = yield
+    if report.skipped and _ours(item) and item.get_closest_marker("strict"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid}: strict suites may not be skipped: {report.longrepr}"
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand a worker's omissions to the process that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["degarble_omitted"] = session.config.stash[_OMITTED].packed()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take a worker's omissions; every worker collects the same suites, so sets are united."""
+    for name, reason, nodeids in getattr(node, "workeroutput", {}).get("degarble_omitted", ()):
+        node.config.stash[_OMITTED].add(name, reason, nodeids)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what did not run, how many, where, and why."""
+    packed = config.stash[_OMITTED].packed()
+    if not packed:
+        return
+    terminalreporter.section("not run")
+    for name, reason, nodeids in packed:
+        files = sorted({nodeid.partition("::")[0] for nodeid in nodeids})
+        terminalreporter.line(f"{name}: {len(nodeids)} in {', '.join(files)}: {reason}")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """32 bits from the test's node id: a test keeps its data when others come and go."""
+    return int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "big")
+
+
+@pytest.fixture(scope="session")
+def run_options(pytestconfig: pytest.Config) -> RunOptions:
+    """Give the options of this run; a suite that cannot do without one is marked needs("--...")."""
+    return pytestconfig.stash[_RUN]
+
+
+def asked_markers(expression: str) -> set[str]:
+    """Names that a `-m` expression asks for: those not under a `not`."""
+    try:
+        tree = ast.parse(expression.strip() or "None", mode="eval").body
+    except SyntaxError:
+        return set()  # pytest refuses or reads it by its own rules; no marker of ours looks so
+    return _positive(tree, negated=False)
+
+
+def _positive(node: ast.expr, *, negated: bool) -> set[str]:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return _positive(node.operand, negated=not negated)
+    if isinstance(node, ast.BoolOp):
+        return set().union(*(_positive(value, negated=negated) for value in node.values))
+    if isinstance(node, ast.Call):
+        return _positive(node.func, negated=negated)
+    return {node.id} if isinstance(node, ast.Name) and not negated else set()
+
+
+def _objection(item: pytest.Item, asked: set[str], run: RunOptions) -> tuple[str, str | None, bool]:
+    """Return (name, reason, binding): why `item` cannot run, and whether that is a failure."""
+    if not _ours(item):
+        return "", None, False
+    names = {mark.name for mark in item.iter_markers()}
+    for marker in OPT_IN:
+        if marker in names and marker not in asked:
+            return marker, f"run with -m {marker}", False
+    strict = "strict" in names
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            reason, binding = _unmet(name, run)
+            if reason:
+                return name, reason, strict or binding
+    for marker in DEVICES:
+        reason = missing_device(marker) if marker in names else None
+        if reason:
+            return marker, reason, strict
+    return "", None, False
+
+
+def _unmet(name: str, run: RunOptions) -> tuple[str | None, bool]:
+    """Return (reason, binding) for one argument of `needs`; CI has to bring programs, packages."""
+    if name.startswith("--"):
+        if name not in {*PATH_OPTIONS, "--report-dir"}:
+            raise UnknownName.among("needs", name, [*PATH_OPTIONS, "--report-dir"])
+        return (None if run.given(name) else "not given"), False
+    reason = missing_requirement(name)
+    return (f"{reason}; CI must bring it" if reason and run.ci else reason), run.ci
+
+
+def _ours(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(HOUSE)
+
+
+def _path(config: pytest.Config, option: str) -> Path | None:
+    value = config.getoption(option)
+    return Path(value).absolute() if value else None
+
+
+def _refuse(error: Refused) -> NoReturn:
+    pytest.exit(f"REFUSED: {error}", returncode=error.exit_status)

@@ -1,0 +1,49 @@
+"""The import graph of the house, read from syntax: deferred and type-only imports count.
+
+Owns how an import statement becomes an edge between modules. Refuses relative imports, which hide
+the floor that they reach. Kept honest by the planted violations of test_floors.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+PACKAGE = "degarble"
+
+
+def edges_of(source: ast.Module, known: Collection[str]) -> set[tuple[str, int]]:
+    """Collect (module, line) of every import of this package; a name counts as its module."""
+    found = set()
+    for target, line in _imports(source):
+        if target.split(".")[0] == PACKAGE:
+            parent = target.rpartition(".")[0]
+            is_name = target not in known and parent in known
+            found.add((parent if is_name else target, line))
+    return found
+
+
+def _imports(source: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield f"{PACKAGE}.<relative>", node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and _is_import_call(node.func):
+            yield from (
+                (argument.value, node.lineno)
+                for argument in node.args[:1]
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
+
+
+def _is_import_call(function: ast.expr) -> bool:
+    names = {"import_module", "__import__", "run_module"}
+    return (isinstance(function, ast.Attribute) and function.attr in names) or (
+        isinstance(function, ast.Name) and function.id in names
+    )

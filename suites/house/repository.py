@@ -1,0 +1,86 @@
+"""What the house suites read: the repository's own files, as paths, module names and syntax trees.
+
+Owns the one list of what belongs to the house. Refuses nothing. Caches, the environment and
+outputs are no sources.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("harness", "references", "kernels", "suites", "reports")
+TOP_FILES = (
+    "conftest.py",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    ".gitignore",
+    "README.md",
+    "NOTICE",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
+TEXT_FOLDERS = ("docs", "changelog.d", ".ci", ".github")
+
+
+def files_under(folder: Path) -> list[Path]:
+    """Every file of a folder, without caches."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+    )
+
+
+@cache
+def package_files() -> tuple[Path, ...]:
+    """Every file of the five folders."""
+    return tuple(path for folder in FOLDERS for path in files_under(ROOT / folder))
+
+
+@cache
+def modules() -> tuple[Path, ...]:
+    """Every Python file of the five folders, and the root conftest.py."""
+    return (
+        *(path for path in package_files() if path.suffix == ".py"),
+        ROOT / "conftest.py",
+    )
+
+
+@cache
+def documents() -> tuple[Path, ...]:
+    """Every Markdown file that people read."""
+    top = [ROOT / name for name in TOP_FILES if name.endswith(".md")]
+    return (*top, *(p for f in TEXT_FOLDERS for p in files_under(ROOT / f) if p.suffix == ".md"))
+
+
+@cache
+def texts() -> tuple[Path, ...]:
+    """Every file of the house, whatever its kind."""
+    rest = [path for folder in TEXT_FOLDERS for path in files_under(ROOT / folder)]
+    return (*package_files(), *(ROOT / name for name in TOP_FILES), *rest)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> str:
+    """The import name of a file: harness/formats/codec.py is degarble.harness.formats.codec."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts == ["conftest"]:
+        return "conftest"
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(["degarble", *parts])
+
+
+def shown(path: Path) -> str:
+    """A path as people write it, from the root of the repository."""
+    return path.relative_to(ROOT).as_posix()

@@ -1,0 +1,151 @@
+"""Documents say what is: the command line, links, the index, fragments of the changelog."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from degarble.suites.house.command_line import PAGE, commands, page, parameters
+from degarble.suites.house.repository import ROOT, documents, shown
+
+README = ROOT / "README.md"
+EVERYWHERE = {"--json", "--quiet", "--cluster", "--version"}
+KINDS = ("added", "changed", "fixed", "removed", "security")
+
+# The contract: scripts rely on these names.
+CONTRACT = {
+    *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate"),
+    *("serve", "faults", "history", "bisect"),
+}
+
+
+def lines_of_readme(text: str) -> dict[str, str]:
+    """The code block of the command line: command to its line, after the command."""
+    block = text.split("## The command line")[1].split("```")[1].strip().splitlines()
+    found = {}
+    for line in block:
+        words = line.split()
+        name = words[:2]
+        if words[1] == "faults":
+            name = words[:3]
+        found[" ".join(name)] = " ".join(words[len(name) :])
+    return found
+
+
+def options_of(line: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z-]*", line)) - EVERYWHERE
+
+
+def differences(text: str) -> list[str]:
+    """What the README says about the command line, and the command line does not."""
+    said = lines_of_readme(text)
+    real = dict(commands())
+    found = []
+    for name, line in said.items():
+        if name not in real:
+            found.append(f"{name}: no such command")
+        elif "..." not in line or "[ID ...]" in line:
+            options = {o for p in parameters(name, real[name]) for o in p.opts if o[:2] == "--"}
+            found += [f"{name}: {o} in one only" for o in options_of(line) ^ (options - EVERYWHERE)]
+    named = {name.split()[1] for name in said}
+    missing = {name.split()[1] for name in real if name != "degarble"} - named
+    return [*found, *(f"{name}: not in the README" for name in sorted(missing))]
+
+
+def test_readme_shows_the_command_line_as_it_is() -> None:
+    assert differences(README.read_text(encoding="utf-8")) == []
+
+
+def test_every_command_of_the_contract_exists() -> None:
+    assert {name.split()[1] for name, _ in commands() if name != "degarble"} == CONTRACT
+
+
+def test_every_value_has_a_name_and_every_option_a_sentence() -> None:
+    for name, command in commands():
+        assert (command.help or "").strip().endswith("."), name
+        for parameter in parameters(name, command):
+            assert parameter.help, (name, parameter.name)
+            assert parameter.metavar or parameter.is_flag, (name, parameter.name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("degarble serve CKPT\n", "", "serve: not in the README"),
+        ("degarble serve CKPT\n", "degarble sell CKPT\n", "degarble sell: no such command"),
+        ("[--loader MAP] ", "", "degarble audit: --loader in one only"),
+        ("[--prove]", "[--prove] [--trust]", "degarble convert: --trust in one only"),
+    ],
+)
+def test_planted_difference_in_the_readme_is_found(old: str, new: str, expected: str) -> None:
+    text = README.read_text(encoding="utf-8")
+    assert old in text
+    assert expected in differences(text.replace(old, new))
+
+
+def test_cli_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: make docs"
+
+
+def dead_links(place: str, text: str) -> list[str]:
+    folder = (ROOT / place).parent
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    return [
+        f"{place}: {target}"
+        for target in targets
+        if not re.match(r"[a-z]+:", target) and not (folder / target).exists()
+    ]
+
+
+def test_links_lead_somewhere() -> None:
+    dead = [d for p in documents() for d in dead_links(shown(p), p.read_text(encoding="utf-8"))]
+    assert dead == []
+    assert dead_links("docs/x.md", "[a](README.md) [b](nowhere.md)") == ["docs/x.md: nowhere.md"]
+
+
+def test_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = set(re.findall(r"\]\(([^)#\s]+)\)", index.read_text(encoding="utf-8")))
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert pages - listed == {"README.md"}
+
+
+def fragment_faults(name: str, text: str) -> list[str]:
+    """What is wrong with a fragment of the changelog."""
+    found = []
+    if not re.fullmatch(rf"[a-z0-9]+(-[a-z0-9]+)*\.({'|'.join(KINDS)})\.md", name):
+        found.append("name is not <what>.<kind>.md")
+    if "\n\n" in text.strip() or not text.strip():
+        found.append("not one paragraph")
+    if not text.strip().endswith("."):
+        found.append("no full stop")
+    if len(text) > 400:
+        found.append("longer than 400 characters")
+    if "additionally" in text.lower():
+        found.append("two changes in one")
+    return found
+
+
+def test_fragments_have_their_form() -> None:
+    folder = ROOT / "changelog.d"
+    fragments = [path for path in folder.iterdir() if path.name != "README.md"]
+    assert fragments
+    for path in fragments:
+        assert fragment_faults(path.name, path.read_text(encoding="utf-8")) == [], path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Formats.added.md", "A."),
+        ("formats.new.md", "A."),
+        ("formats.added.md", "A.\n\nB."),
+        ("formats.added.md", ""),
+        ("formats.added.md", "No stop"),
+        ("formats.added.md", "A" * 400 + "."),
+        ("formats.added.md", "One; additionally, another."),
+    ],
+)
+def test_planted_fault_in_a_fragment_is_found(name: str, text: str) -> None:
+    assert fragment_faults(name, text)

@@ -1,0 +1,64 @@
+"""Every module imports alone, silently and without a warning; light modules bring nothing heavy.
+
+Files of tests are left to pytest, which imports each by itself, with warnings as errors as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.suites.house.repository import ROOT, modules, name_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Loaded at every start of pytest or of the command line, or promised to run without torch.
+LIGHT = (
+    "degarble.harness.errors",
+    "degarble.harness.protocols",
+    "degarble.harness.version",
+    "degarble.harness.plugins.",
+    "degarble.harness.cli.",
+    "degarble.harness.record.",
+    "degarble.reports.",
+)
+
+
+def failures(light: list[str], others: list[str], extra_path: Path) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(extra_path)}
+    script = "degarble.suites.house.import_alone"
+    command = [sys.executable, "-m", script, *light, "--", *others]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=240
+    )
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_every_module_imports_alone(tmp_path: Path) -> None:
+    plants = {
+        "planted_warning": "import warnings\nwarnings.warn('old', DeprecationWarning)\n",
+        "planted_print": "print('hello')\n",
+        "planted_error": "import degarble.harness.there_is_no_such_module\n",
+        "planted_heavy": "import torch\n",
+    }
+    for name, text in plants.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    names = [name_of(path) for path in modules() if not path.stem.startswith("test_")]
+    light = [name for name in names if name.startswith(LIGHT)]
+    others = [name for name in names if name not in light]
+    found = failures(
+        [*light, "planted_heavy"], [*others, *sorted(set(plants) - {"planted_heavy"})], tmp_path
+    )
+    assert found.pop("planted_warning") == "DeprecationWarning: old"
+    assert found.pop("planted_print") == "prints on import: 'hello\\n'"
+    assert found.pop("planted_error").startswith("ModuleNotFoundError")
+    assert found.pop("planted_heavy").startswith("brings torch")
+    assert not found, "\n" + "\n".join(f"{name}: {error}" for name, error in found.items())

@@ -1,0 +1,128 @@
+"""The shape of the repository: one import package, links for type checkers, mirrored suites."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from degarble.harness import errors
+from degarble.suites.house.repository import FOLDERS, ROOT, modules, shown, tree
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Suites that judge more than one module together.
+ACROSS = {
+    "suites/anatomy/test_transformers.py": "tensors, layouts and name maps against one oracle",
+    "suites/cli/test_messages.py": "help and refusals of every command, as snapshots",
+    "suites/references/test_v32_against_transformers.py": "a whole model against one oracle",
+    "suites/references/test_v4_against_transformers.py": "a whole model against one oracle",
+    "suites/references/test_models.py": "both models, composed of all components",
+}
+
+
+def test_top_folders_are_namespaces() -> None:
+    """A top-level import name `kernels` would shadow the distribution of that name."""
+    assert [f for f in FOLDERS if (ROOT / f / "__init__.py").exists()] == []
+
+
+def test_subfolders_with_modules_are_packages_with_a_docstring_only() -> None:
+    folders = {path.parent for path in modules()} - {ROOT, *(ROOT / f for f in FOLDERS)}
+    for folder in folders - set((ROOT / "suites").rglob("*")):
+        package = tree(folder / "__init__.py")
+        assert len(package.body) == 1, folder
+        assert ast.get_docstring(package), folder
+
+
+def test_folders_of_suites_are_no_packages() -> None:
+    """With an __init__.py, pytest would import suites/kernels as `kernels`, over the real one."""
+    assert [shown(path) for path in (ROOT / "suites").rglob("__init__.py")] == []
+
+
+def test_link_tree_leads_type_checkers_to_the_folders() -> None:
+    links = {path.name: path for path in (ROOT / ".types" / "degarble").iterdir()}
+    assert set(links) == set(FOLDERS)
+    for name, link in links.items():
+        assert link.is_symlink(), name
+        assert link.resolve() == ROOT / name
+        assert not link.readlink().is_absolute()
+
+
+def test_suites_mirror_what_they_judge() -> None:
+    """suites/formats/test_codec_oracles.py stands for harness/formats/codec.py."""
+    free = {"house", "bench", "faults"}
+    orphans = []
+    for path in modules():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] != "suites" or not parts[-1].startswith("test_") or parts[1] in free:
+            continue
+        homes = [ROOT / top / "/".join(parts[1:-1]) for top in (".", "harness")]
+        if shown(path) not in ACROSS and not any(
+            has_module(home, parts[-1].removeprefix("test_")) for home in homes
+        ):
+            orphans.append(shown(path))
+    assert not orphans, "\n" + "\n".join(orphans)
+    assert all((ROOT / name).exists() for name in ACROSS)
+
+
+def has_module(home: Path, stem: str) -> bool:
+    """Tell whether a module or folder shares the suite's stem, or the beginning of it."""
+    words = stem.split("_")
+    stems = {"_".join(words[:end]) for end in range(len(words), 0, -1)}
+    modules_there = {path.stem for path in home.iterdir()} if home.is_dir() else set()
+    return any(name in stems or name.startswith(f"{words[0]}_") for name in modules_there)
+
+
+def error_tree(docstring: str) -> dict[str, str]:
+    """Class to parent, as drawn at the top of errors.py."""
+    drawn: dict[str, str] = {}
+    path: list[str] = []
+    for line in docstring.splitlines():
+        match = re.match(r"([│├└─ ]+)([A-Z]\w+) |()([A-Z]\w+)$", line)
+        if match:
+            depth = len(match[1] or "") // 4
+            name = match[2] or match[4]
+            path = [*path[:depth], name]
+            drawn[name] = path[-2] if depth else "Exception"
+    return drawn
+
+
+def test_error_tree_is_drawn_as_it_is() -> None:
+    classes = {
+        name: value.__bases__[0].__name__
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert error_tree(errors.__doc__ or "") == classes
+
+
+def test_a_missing_branch_of_the_error_tree_is_found() -> None:
+    drawn = (errors.__doc__ or "").replace("│   ├── ShapeMismatch", "│   ├── Shape")
+    assert "ShapeMismatch" not in error_tree(drawn)
+    assert error_tree("Base\n└── Leaf  text\n") == {"Base": "Exception", "Leaf": "Base"}
+
+
+def test_every_error_tells_cause_and_says_what_to_do() -> None:
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.DegarbleError):
+            assert value.__doc__, name
+
+
+def test_constraints_pin_every_requirement_exactly() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
+    assert pins == list(dict.fromkeys(pins))
+    pinned = {canonical(pin.partition("==")[0]) for pin in pins}
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {canonical(re.split(r"[^\w.-]", line)[0]) for line in wanted}
+    assert names - pinned == set()
+
+
+def canonical(name: str) -> str:
+    """PEP 503: case, dots, dashes and underscores do not tell distributions apart."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,112 @@
+"""No unfinished marks, machine paths, pickles or American names; each check sees a planted one."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from degarble.suites.house.repository import modules, shown, texts, tree
+from degarble.suites.house.words import american_names, forbidden_in, unsafe_in
+
+# (file, reason) with text that has to name what is forbidden
+EXEMPT = {
+    "suites/house/words.py": "holds the patterns",
+    "suites/house/test_words.py": "plants the offences",
+}
+
+# Calls that are needed: (file, call) to reason
+OWN_FILE = "between two processes of one suite, in its own temporary folder"
+NEEDED = {
+    ("suites/references/transformers_cases.py", "torch.save"): OWN_FILE,
+    ("suites/references/transformers_cases.py", "torch.load"): OWN_FILE,
+    ("suites/references/transformers_oracle.py", "torch.save"): OWN_FILE,
+    ("suites/references/transformers_oracle.py", "torch.load"): OWN_FILE,
+    ("suites/anatomy/test_config.py", "import of pickle"): "own records travel between processes",
+}
+
+
+def listed(lines: list[str]) -> str:
+    return "\n" + "\n".join(lines)
+
+
+def test_no_forbidden_words() -> None:
+    found: list[str] = []
+    for path in texts():
+        if shown(path) in EXEMPT:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # weights and pictures
+        found += forbidden_in(shown(path), text)
+    assert not found, listed(found)
+
+
+def test_our_own_names_are_british() -> None:
+    found = [line for path in modules() for line in american_names(shown(path), tree(path))]
+    assert not found, listed(found)
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    found = [line for path in modules() for line in unsafe_in(shown(path), tree(path))]
+    excused = {
+        key: [line for line in found if line.startswith(key[0]) and f": {key[1]}:" in line]
+        for key in NEEDED
+    }
+    assert all(excused.values()), "an exception is no longer needed"
+    assert all(file.startswith("suites/") for file, _ in NEEDED)
+    rest = [line for line in found if not any(line in lines for lines in excused.values())]
+    assert not rest, listed(rest)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# TODO: later",
+        "# FIXME",
+        "x = 1  # a placeholder",
+        "def f(): ...  # stub",
+        "# keep in sync with y.py",
+        'open("/home/somebody/file")',
+        "the ground truth",
+        "pip install --index-url https://example.org/simple/",
+    ],
+)
+def test_planted_word_is_found(line: str) -> None:
+    assert [text.split(":")[0] for text in forbidden_in("planted.py", line)] == ["planted.py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["methods", "/usr/bin/env sh", "http://127.0.0.1:8000/v1/", "stubborn", "type stubs", "# XXXL"],
+)
+def test_harmless_text_passes(line: str) -> None:
+    assert list(forbidden_in("planted.py", line)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import yaml\nyaml.load('x')",
+        "eval('1')",
+    ],
+)
+def test_planted_unsafe_call_is_found(text: str) -> None:
+    assert len(list(unsafe_in("planted.py", ast.parse(text)))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def quantize(): ...", "def f(normalized): ...", "behavior = 1", "class Serializer: ..."],
+)
+def test_planted_american_name_is_found(text: str) -> None:
+    assert len(list(american_names("planted.py", ast.parse(text)))) == 1
+
+
+def test_upstream_names_may_be_called() -> None:
+    assert list(american_names("x.py", ast.parse("import a\na.quantize(normalized=a.b)"))) == []

@@ -1,0 +1,240 @@
+"""The plugin leaves out what cannot run, says so, and never turns an omission into green."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+from degarble.harness.plugins import presence, pytest_plugin
+from degarble.suites.house.repository import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest_plugins = ["pytester"]
+
+PLUGIN = "degarble.harness.plugins.pytest_plugin"
+
+SUITE = """
+import pytest
+
+@pytest.mark.b200
+def test_device():
+    pass
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_museum():
+    pass
+
+@pytest.mark.needs("chromium")
+def test_browser():
+    pass
+
+@pytest.mark.needs("--checkpoint")
+def test_checkpoint(run_options):
+    assert run_options.checkpoint.name == "ckpt"
+
+def test_plain():
+    pass
+"""
+
+
+class House:
+    """A project that the plugin takes for its own, on a machine that has what is named."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pytester = pytester
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(pytest_plugin, "HOUSE", pytester.path)
+        monkeypatch.delenv("CI", raising=False)
+        self.has()
+
+    def has(self, *names: str) -> None:
+        present = {"gpu": "no CUDA device", "h200": "no CUDA device", "b200": "device is sm_90"}
+        self.monkeypatch.setattr(
+            pytest_plugin, "missing_device", lambda m: None if m in names else present[m]
+        )
+        self.monkeypatch.setattr(
+            pytest_plugin, "missing_requirement", lambda n: None if n in names else f"no {n}"
+        )
+
+    def run(self, text: str, *arguments: str) -> tuple[int, str]:
+        self.pytester.makepyfile(test_planted=text)
+        result = self.pytester.runpytest_inprocess("-p", PLUGIN, "-rA", *arguments)
+        return int(result.ret), "\n".join([*result.outlines, *result.errlines])
+
+
+@pytest.fixture
+def house(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(pytester, monkeypatch)
+
+
+def test_what_cannot_run_is_left_out_by_name_and_reason(house: House) -> None:
+    status, text = house.run(SUITE)
+    assert status == 0
+    assert "PASSED test_planted.py::test_plain" in text
+    assert "b200: 1 in test_planted.py: device is sm_90" in text
+    assert "slow: 1 in test_planted.py: run with -m slow" in text
+    assert "chromium: 1 in test_planted.py: no chromium" in text
+    assert "--checkpoint: 1 in test_planted.py: not given" in text
+    assert "1 passed, 4 deselected" in text
+
+
+def test_what_can_run_runs(house: House) -> None:
+    house.has("b200", "chromium")
+    (house.pytester.path / "ckpt").mkdir()
+    status, text = house.run(SUITE, "--checkpoint", "ckpt")
+    assert status == 0
+    assert "4 passed, 1 deselected" in text
+
+
+def test_asking_for_an_absent_device_ends_with_status_2(house: House) -> None:
+    status, text = house.run(SUITE, "-m", "b200")
+    assert status == 2
+    assert "REFUSED: -m = 'b200': expected a machine with b200. Device is sm_90." in text
+    assert "passed" not in text
+
+
+def test_asking_for_everything_but_a_device_is_no_request(house: House) -> None:
+    status, text = house.run(SUITE, "-m", "not b200")
+    assert status == 0
+    assert "1 passed" in text
+
+
+def test_opt_in_suites_run_when_every_marker_is_asked_for(house: House) -> None:
+    assert "1 passed" in house.run(SUITE, "-m", "slow and faults")[1]
+    assert "faults: 1 in test_planted.py: run with -m faults" in house.run(SUITE, "-m", "slow")[1]
+
+
+def test_ci_fails_where_a_requirement_is_missing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "true")
+    status, text = house.run(SUITE)
+    assert status == 1
+    assert "must: chromium: no chromium; CI must bring it" in text
+    assert "--checkpoint: 1 in test_planted.py: not given" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "@pytest.mark.strict\ndef test_s(): pytest.skip('no time')",
+        "@pytest.mark.strict\n@pytest.mark.needs('chromium')\ndef test_s(): pass",
+        "@pytest.mark.strict\n@pytest.mark.b200\ndef test_s(): pass",
+    ],
+)
+def test_strict_suites_are_never_left_out(house: House, body: str) -> None:
+    status, text = house.run(f"import pytest\n{body}\n")
+    assert status == 1
+    assert "FAILED test_planted.py::test_s" in text or "ERROR test_planted.py::test_s" in text
+
+
+def test_unknown_requirement_is_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest_plugin, "missing_requirement", presence.missing_requirement)
+    text = "import pytest\n@pytest.mark.needs('{}')\ndef test_s(): pass\n"
+    for name, near in [("chromum", "chromium"), ("--chekpoint", "--checkpoint")]:
+        status, output = house.run(text.format(name))
+        assert status != 0
+        assert f"Did you mean {near}" in output
+
+
+def test_other_projects_are_left_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest_plugin, "HOUSE", house.pytester.path / "elsewhere")
+    status, text = house.run(SUITE.replace("run_options.checkpoint.name == 'ckpt'", "True"))
+    assert "deselected" not in text
+    assert "PASSED test_planted.py::test_museum" in text
+    assert status == 1  # the checkpoint suite runs, and has none
+
+
+def test_an_option_that_names_nothing_ends_with_status_2(house: House) -> None:
+    status, text = house.run(SUITE, "--captures", "nowhere")
+    assert status == 2
+    assert "nowhere': expected an existing path. Check the spelling." in text
+
+
+def test_seed_comes_from_the_node_id(house: House) -> None:
+    suite = "import pytest\n@pytest.mark.parametrize('x', 'ab')\ndef test_s(x, seed): print(seed)\n"
+    expected = [
+        int.from_bytes(hashlib.sha256(f"test_planted.py::test_s[{x}]".encode()).digest()[:4], "big")
+        for x in "ab"
+    ]
+    alone = house.run(suite, "-k", "b")[1].splitlines()
+    together = house.run("def test_first(): pass\n" + suite)[1].splitlines()
+    assert str(expected[1]) in alone
+    assert [line for line in together if line in map(str, expected)] == list(map(str, expected))
+
+
+@pytest.mark.parametrize(
+    ("expression", "asked"),
+    [
+        ("", set()),
+        ("b200", {"b200"}),
+        ("not b200", set()),
+        ("b200 and not slow", {"b200"}),
+        ("not (slow or not h200)", {"h200"}),
+        ("needs(chromium=1) or faults", {"needs", "faults"}),
+        ("b200 and", set()),
+    ],
+)
+def test_asked_markers(expression: str, asked: set[str]) -> None:
+    assert pytest_plugin.asked_markers(expression) == asked
+
+
+def test_hypothesis_is_deterministic() -> None:
+    assert settings.default is not None
+    assert settings.default.derandomize
+    assert settings.default.database is None
+
+
+def test_what_several_workers_omit_is_counted_once(house: House) -> None:
+    conftest = f"""
+        from types import SimpleNamespace
+        from {PLUGIN.rpartition(".")[0]} import pytest_plugin
+
+        def pytest_sessionfinish(session):
+            omitted = [["b200", "no device", ["a.py::test_x", "b.py::test_y"]]]
+            output = {{"degarble_omitted": omitted}}
+            for _ in range(2):
+                node = SimpleNamespace(config=session.config, workeroutput=output)
+                pytest_plugin.pytest_testnodedown(node)
+    """
+    house.pytester.makeconftest(conftest)
+    assert "b200: 2 in a.py, b.py: no device" in house.run("def test_plain(): pass")[1]
+
+
+def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
+    """In real processes, with the plugin's files lying as a wheel lays them."""
+    shutil.copytree(ROOT / "harness" / "plugins", tmp_path / "degarble" / "harness" / "plugins")
+    shutil.copy(ROOT / "harness" / "errors.py", tmp_path / "degarble" / "harness")
+    (tmp_path / "pytest.ini").touch()
+    suite = tmp_path / "degarble" / "suites" / "test_planted.py"
+    suite.parent.mkdir()
+    suite.write_text(
+        "import pytest\n"
+        "@pytest.mark.b200\n@pytest.mark.h200\ndef test_both(): pass\n"  # no machine is both
+        "def test_plain(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-n", "1", str(suite)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    omitted = [line for line in done.stdout.splitlines() if "00: 1 in" in line]
+    assert len(omitted) == 1, done.stdout
+    assert "degarble/suites/test_planted.py" in omitted[0]
