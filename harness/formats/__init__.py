@@ -1,0 +1,1 @@
+"""Number formats: codecs, block scaling, packing, layouts."""

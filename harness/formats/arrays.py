@@ -1,0 +1,226 @@
+"""Whole tensors to codes and back: the fast twin of harness.formats.codec, bit for bit.
+
+Owns `encode_array`, `decode_array` and the bit views between torch dtypes and codes. Codes are
+never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`). Encoding works on the
+bits of the float64 value in integers, so it rounds exactly once from float16, bfloat16, float32 and
+float64 alike. -0, NaN, infinities, overflow and UE8M0 follow the rules of the codec.
+
+Refuses what the codec refuses, other dtypes than those four, and codes out of range. Kept honest
+by suites/formats/test_codec.py: one suite for this and the codec; ml_dtypes and gfloat beside it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.errors import DtypeMismatch, InvalidArgument
+from degarble.harness.formats.codec import (
+    encoded_nan,
+    overflow_code,
+    points_toward_zero,
+    refuse_silent_overflow,
+)
+from degarble.harness.formats.element_formats import BF16, E4M3, E5M2, FP16, FP32, UE8M0
+from degarble.harness.formats.types import NanRule, Overflow, Rounding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.harness.formats.types import ElementFormat
+
+# Elements handled at once: the int64 temporaries of one piece stay near the cache, and peak memory
+# does not grow with the tensor.
+_PIECE = 1 << 17
+
+_F64_MANTISSA_BITS = 52  # IEEE 754 binary64
+_F64_BIAS = 1023
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+FORMAT_OF_DTYPE: dict[torch.dtype, ElementFormat] = {
+    torch.bfloat16: BF16,
+    torch.float16: FP16,
+    torch.float32: FP32,
+    torch.float8_e4m3fn: E4M3,
+    torch.float8_e5m2: E5M2,
+    torch.float8_e8m0fnu: UE8M0,
+}
+_BIT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def code_dtype(fmt: ElementFormat) -> torch.dtype:
+    """Return the dtype that holds codes of `fmt`, every one of them without a sign."""
+    if fmt.bits <= 8:
+        return torch.uint8
+    return torch.int32 if fmt.bits <= 16 else torch.int64
+
+
+def codes_of(tensor: Tensor) -> Tensor:
+    """Reinterpret a tensor of a torch float dtype as codes of FORMAT_OF_DTYPE; nothing rounds."""
+    fmt = FORMAT_OF_DTYPE.get(tensor.dtype)
+    if fmt is None:
+        raise DtypeMismatch(
+            "tensor",
+            tensor.dtype,
+            f"one of {', '.join(str(dtype) for dtype in FORMAT_OF_DTYPE)}",
+            "Other formats have no torch dtype; pass their codes.",
+        )
+    bits = tensor.contiguous().view(_BIT_VIEW[tensor.element_size()])
+    return bits.to(code_dtype(fmt)) & (fmt.code_count - 1)
+
+
+def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the float32 values that `codes` (any integer dtype) stand for, exactly."""
+    if codes.dtype not in _INTEGER_DTYPES:
+        raise DtypeMismatch(
+            f"{fmt.name} codes",
+            codes.dtype,
+            "an integer dtype",
+            "Decode bit patterns, not values; codes_of reinterprets a float tensor.",
+        )
+    return _in_pieces(codes, torch.float32, lambda piece: _decode_piece(piece, fmt))
+
+
+def encode_array(
+    values: Tensor,
+    fmt: ElementFormat,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    overflow: Overflow = Overflow.SATURATE,
+    nan: NanRule = NanRule.REFUSE,
+) -> Tensor:
+    """Return the codes of `values`, each rounded once by the named rules."""
+    if values.dtype not in _FLOAT_DTYPES:
+        raise DtypeMismatch(
+            f"values for {fmt.name}",
+            values.dtype,
+            "float16, bfloat16, float32 or float64",
+            "Convert on purpose before encoding.",
+        )
+    refuse_silent_overflow(fmt, overflow)
+    return _in_pieces(
+        values, code_dtype(fmt), lambda piece: _encode_piece(piece, fmt, rounding, overflow, nan)
+    )
+
+
+def is_nan_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return which codes stand for no number."""
+    if isinstance(fmt.nan_codes, str):
+        return (codes & fmt.magnitude_mask) > fmt.exponent_mask << fmt.mantissa_bits
+    found = torch.zeros_like(codes, dtype=torch.bool)
+    for code in fmt.nan_codes:
+        found |= codes == code
+    return found
+
+
+def _in_pieces(source: Tensor, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply an elementwise conversion piece by piece."""
+    flat = source.reshape(-1)
+    result = torch.empty(flat.shape, dtype=dtype, device=flat.device)
+    for start in range(0, flat.numel(), _PIECE):
+        result[start : start + _PIECE] = convert(flat[start : start + _PIECE])
+    return result.reshape(source.shape)
+
+
+def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    code = codes.to(torch.int64)
+    if codes.dtype is not torch.uint8 or fmt.bits < 8:
+        wrong = (code < 0) | (code >= fmt.code_count)
+        if bool(wrong.any()):
+            raise InvalidArgument(
+                f"{fmt.name} code",
+                int(code[wrong][0]),
+                f"an integer from 0 to {fmt.code_count - 1}",
+                "Mask the codes to the width of the format first.",
+            )
+    magnitude = code & fmt.magnitude_mask
+    exponent = magnitude >> fmt.mantissa_bits
+    significand = magnitude & fmt.mantissa_mask
+    if fmt.subnormals:
+        significand = significand + (exponent > 0).to(torch.int64) * (1 << fmt.mantissa_bits)
+        exponent = exponent.clamp(min=1)
+    else:
+        significand = significand + (1 << fmt.mantissa_bits)
+    # A power of two from its bits: pow and ldexp of torch promise no exactness at the ends.
+    exponent_f64 = exponent + (_F64_BIAS - fmt.bias - fmt.mantissa_bits)
+    power = (exponent_f64 << _F64_MANTISSA_BITS).view(torch.float64)
+    value = significand.to(torch.float64) * power
+    if fmt.infinity_code is not None:
+        value[magnitude == fmt.infinity_code] = torch.inf
+    value = torch.where((code & fmt.sign_mask) != 0, -value, value)
+    value[is_nan_array(code, fmt)] = torch.nan
+    return value.to(torch.float32)
+
+
+def _encode_piece(
+    values: Tensor,
+    fmt: ElementFormat,
+    rounding: Rounding,
+    overflow: Overflow,
+    nan: NanRule,
+) -> Tensor:
+    value = values.to(torch.float64)
+    is_nan = value.isnan()
+    negative = value.signbit()
+    if not fmt.signed and bool((value < 0).any()):
+        raise InvalidArgument(
+            f"value for {fmt.name}",
+            float(value[value < 0][0]),
+            "a number that is not negative",
+            "The format has no sign; encode the magnitude, or look why a scale is negative.",
+        )
+    code = _round_magnitude(value.abs(), negative, fmt, rounding)
+    sign = negative.to(torch.int64) * fmt.sign_mask
+    beyond = overflow_code(fmt, overflow, 0)
+    largest = torch.full_like(code, fmt.largest_code)
+    # An infinity of the input is no overflow: no rounding rule makes a finite number of it.
+    kept = _toward_zero(rounding, negative) & ~value.isinf()
+    code = torch.where(
+        code > fmt.largest_code, torch.where(kept, largest, torch.full_like(code, beyond)), code
+    )
+    if beyond == fmt.nan_code:
+        sign = sign * (code != beyond).to(torch.int64)  # the one NaN is positive
+    code = code | sign
+    if bool(is_nan.any()):
+        code[is_nan] = encoded_nan(fmt, nan)
+    return code.to(code_dtype(fmt))
+
+
+def _toward_zero(rounding: Rounding, negative: Tensor) -> Tensor:
+    """Tell for each sign whether the rule never increases the magnitude."""
+    below, above = (points_toward_zero(rounding, sign) for sign in (True, False))
+    return (negative & below) | (~negative & above)
+
+
+def _round_magnitude(
+    magnitude: Tensor, negative: Tensor, fmt: ElementFormat, rule: Rounding
+) -> Tensor:
+    """Return magnitude codes as if the exponent had no upper end (NaN yields anything)."""
+    bits = magnitude.view(torch.int64)
+    field = bits >> _F64_MANTISSA_BITS
+    hidden = (field > 0).to(torch.int64) << _F64_MANTISSA_BITS
+    significand = (bits & ((1 << _F64_MANTISSA_BITS) - 1)) | hidden
+    binade = field.clamp(min=1) - _F64_BIAS
+    below = (fmt.min_exponent - binade).clamp(min=0)
+    # 54 places empty the 53-bit significand and leave it under half: more would say the same.
+    shift = (below + (_F64_MANTISSA_BITS - fmt.mantissa_bits)).clamp(max=_F64_MANTISSA_BITS + 2)
+    lower = significand >> shift
+    remainder = significand - (lower << shift)
+    code = lower + ((binade.clamp(min=fmt.min_exponent) - fmt.min_exponent) << fmt.mantissa_bits)
+    if not fmt.subnormals:
+        code = code - (1 << fmt.mantissa_bits)
+    if rule in {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}:
+        half = torch.ones_like(shift) << (shift - 1)
+        ties_up = (code & 1) == 1 if rule is Rounding.NEAREST_EVEN else torch.ones_like(negative)
+        up = (remainder > half) | ((remainder == half) & ties_up)
+    else:
+        up = (remainder > 0) & ~_toward_zero(rule, negative)
+    if not fmt.subnormals:
+        # All below the smallest number becomes the smallest number: there is no zero.
+        up = up & (code >= 0)
+        code = code.clamp(min=0)
+    return code + up.to(torch.int64)

@@ -1,0 +1,155 @@
+"""One parameter as a component receives it: plain values, or codes with their scales.
+
+Owns the record that checkpoints produce, references and kernels consume, and `--patch` files
+replace as a whole or by field. It says how its codes are to be read (`storage`), so a field can be
+exchanged without the reading changing; what does not fit together is refused when it is read.
+
+Kept honest by suites/formats/test_weight.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.formats.quantise import dequantise
+from degarble.harness.formats.quantised import QuantisedTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from degarble.harness.formats.dialects import Dialect
+    from degarble.harness.formats.layouts import ScaleLayout
+    from degarble.harness.formats.types import BlockFormat, NibbleOrder, ScaleDirection
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How codes and scales are to be read."""
+
+    format: BlockFormat
+    dialect: Dialect
+    layout: ScaleLayout
+    direction: ScaleDirection | None
+    nibble_order: NibbleOrder | None
+    shape: tuple[int, ...]
+
+
+class _Decoded(NamedTuple):
+    """Values, and everything that they were decoded from."""
+
+    parts: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    storage: Storage | None
+    values: Tensor
+    version: int
+
+
+@dataclass(eq=False)
+class Weight:
+    """Either `value`, or `codes`, `block_scale` and `tensor_scale` read by `storage`.
+
+    `input_scale` is the decode scale of the activations in front of it, where a checkpoint has one.
+    """
+
+    value: Tensor | None = None
+    codes: Tensor | None = None
+    block_scale: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+    storage: Storage | None = None
+    _decoded: dict[torch.dtype, _Decoded] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, tensor: QuantisedTensor, input_scale: Tensor | None = None) -> Weight:
+        """Take a quantised tensor apart into replaceable fields."""
+        storage = Storage(
+            tensor.format,
+            tensor.dialect,
+            tensor.layout,
+            tensor.direction,
+            tensor.nibble_order,
+            tensor.shape,
+        )
+        return cls(
+            codes=tensor.codes,
+            block_scale=tensor.block_scale,
+            tensor_scale=tensor.tensor_scale,
+            input_scale=input_scale,
+            storage=storage,
+        )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether codes stand for the values."""
+        return self.storage is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical extents."""
+        if self.storage is not None:
+            return self.storage.shape
+        return tuple(self._plain().shape)
+
+    def quantised(self) -> QuantisedTensor:
+        """Codes and scales as one checked tensor."""
+        if self.storage is None or self.codes is None or self.block_scale is None:
+            raise InvalidArgument(
+                "weight", "without codes", "codes, block_scale and storage", "Read `value` instead."
+            )
+        how = self.storage
+        return QuantisedTensor(
+            codes=self.codes,
+            block_scale=self.block_scale,
+            tensor_scale=self.tensor_scale,
+            format=how.format,
+            dialect=how.dialect,
+            layout=how.layout,
+            direction=how.direction,
+            nibble_order=how.nibble_order,
+            shape=how.shape,
+        )
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The numbers, in `dtype`; decoded once while no field changes."""
+        if self.storage is None and self.value is not None and self.value.dtype is dtype:
+            return self.value
+        fields = (self.value, self.codes, self.block_scale, self.tensor_scale)
+        parts = tuple(part for part in fields if part is not None)
+        if any(part.is_inference() for part in parts):
+            return self._decode(dtype)  # no version counter would tell of a change
+        # Trap: a patch may write into a tensor; its version counter tells, its identity does not.
+        versions = tuple(part._version for part in parts)  # noqa: SLF001
+        known = self._decoded.get(dtype)
+        if (
+            known is not None
+            and known.versions == versions
+            and known.storage == self.storage
+            and known.values._version == known.version  # noqa: SLF001  nobody wrote into it since
+            and _same(known.parts, parts)
+        ):
+            return known.values
+        values = self._decode(dtype)
+        version = 0 if values.is_inference() else values._version  # noqa: SLF001
+        if not values.is_inference():
+            self._decoded[dtype] = _Decoded(parts, versions, self.storage, values, version)
+        return values
+
+    def _decode(self, dtype: torch.dtype) -> Tensor:
+        return (
+            self._plain().to(dtype) if self.storage is None else dequantise(self.quantised(), dtype)
+        )
+
+    def _plain(self) -> Tensor:
+        if self.value is None:
+            raise InvalidArgument(
+                "weight", "empty", "either value or codes with storage", "Fill one of the two."
+            )
+        return self.value
+
+
+def _same(before: tuple[Tensor, ...], now: tuple[Tensor, ...]) -> bool:
+    """Tell whether these are the very tensors; a new one may lie where an old one was."""
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
