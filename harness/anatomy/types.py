@@ -1,0 +1,179 @@
+"""The vocabulary of anatomy: layer types, rotary facts, blocks, boxes. Imports no sibling.
+
+Owns the words that every other module of this folder uses. A *block* is one decoder layer or one
+drafter layer; a *box* is a half-open range per dimension of a tensor. Everything here is data;
+what is impossible is refused where the data is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import prod
+
+
+class Dtype(StrEnum):
+    """How a stored tensor's elements are typed, by the names that safetensors headers use."""
+
+    BF16 = "BF16"
+    F32 = "F32"
+    F8_E4M3 = "F8_E4M3"
+    F8_E8M0 = "F8_E8M0"
+    I8 = "I8"
+    U8 = "U8"
+    I32 = "I32"
+    I64 = "I64"
+
+    @property
+    def size(self) -> int:
+        """Bytes of one element."""
+        return _SIZES[self]
+
+
+_SIZES = {
+    Dtype.BF16: 2,
+    Dtype.F32: 4,
+    Dtype.F8_E4M3: 1,
+    Dtype.F8_E8M0: 1,
+    Dtype.I8: 1,
+    Dtype.U8: 1,
+    Dtype.I32: 4,
+    Dtype.I64: 8,
+}
+
+
+class LayerType(StrEnum):
+    """What attention of a block looks at; the values are transformers' words."""
+
+    SLIDING = "sliding_attention"  # V4, ratio 0: the window alone
+    SPARSE = "compressed_sparse_attention"  # V4, ratio 4: window and the indexer's top-k
+    HEAVY = "heavily_compressed_attention"  # V4, ratio 128: window and all complete groups
+    INDEXED = "indexed_attention"  # V3.2: the indexer's top-k tokens
+
+
+class MlpType(StrEnum):
+    """How a block's feed-forward half chooses experts."""
+
+    HASH = "hash_moe"  # V4: a table from token id to expert ids
+    SCORED = "moe"  # top-k of scores plus correction bias
+    DENSE = "dense"  # V3.2: one wide MLP
+
+
+class Kind(StrEnum):
+    """What a parameter is; only a LINEAR one can be quantised by a recipe."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    NORM = "norm"
+    PLAIN = "plain"  # stored under its own name, without `.weight`
+
+    @property
+    def has_suffix(self) -> bool:
+        """True where the tensor's name ends with `.weight`."""
+        return self is not Kind.PLAIN
+
+
+class Pairing(StrEnum):
+    """Which two dims a rotation mixes."""
+
+    INTERLEAVED = "interleaved"  # (2i, 2i + 1)
+    HALVES = "halves"  # (i, i + dims / 2)
+
+
+class End(StrEnum):
+    """Which end of a head carries the rotary dims."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN's facts as the config states them; mscale is None where the config has none."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How one place of the model rotates: base, how many dims, which, and YaRN where it applies."""
+
+    theta: float
+    dims: int
+    pairing: Pairing
+    end: End
+    yarn: Yarn | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer (`layers.17`) or one drafter layer (`mtp.0`)."""
+
+    scope: str  # "layers" or "mtp"
+    index: int
+    layer_type: LayerType
+    mlp_type: MlpType
+    ratio: int  # tokens in one compressed entry; 0: no compressor
+
+    @property
+    def prefix(self) -> str:
+        """`layers.17`, the way sites and DeepSeek's own tensors begin."""
+        return f"{self.scope}.{self.index}"
+
+    @property
+    def is_drafter(self) -> bool:
+        """True for a block that drafts tokens ahead and is no part of the main model."""
+        return self.scope == "mtp"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A half-open range per dimension; of a scalar, no range at all."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers all of `shape`."""
+        return cls(tuple((0, extent) for extent in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the box."""
+        return tuple(stop - start for start, stop in self.ranges)
+
+    @property
+    def count(self) -> int:
+        """Elements inside; 1 for a scalar."""
+        return prod(self.shape)
+
+    def overlaps(self, other: Box) -> bool:
+        """Tell whether an element lies in both."""
+        pairs = zip(self.ranges, other.ranges, strict=True)
+        return all(a0 < b1 and b0 < a1 for (a0, a1), (b0, b1) in pairs)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: name, shape, dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+    @property
+    def count(self) -> int:
+        """Elements; 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.count * self.dtype.size
