@@ -1,0 +1,240 @@
+"""Compile a CuTe DSL entry for a target, once, and keep the result on disk.
+
+Owns `compile_kernel`: cute.compile with the target named, PTX and cubin at hand, and a cache of
+object files. The key is the entry and its arguments, the target, the versions of DSL, CUDA and
+Python, what the environment tells the DSL, and the text of everything that a kernel may import
+(harness/formats, harness/anatomy, kernels: the floors of the house keep it at that), so that no
+stale kernel survives an edit. Sources edited after they were imported switch the cache off.
+
+Compiling needs no GPU. Calling the result needs the target's GPU: pass pointers of make_ptr over
+device addresses and, last, the stream (`current_stream`). An entry takes pointers, DSL numbers and
+constants that have a stable text; anything else is refused, because the cache could not tell it
+from another. A damaged cache entry is compiled anew. Kept honest by
+suites/kernels/common/test_compiling.py, which edits a source, a constant and a cached file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import InvalidArgument, MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from degarble.kernels.common.settings import CompileSettings
+    from degarble.kernels.common.targets import Target
+
+_SOURCE_FOLDERS = ("harness/formats", "harness/anatomy", "kernels")
+_OBJECT, _PTX, _CUBIN, _MANIFEST = "kernel.o", "kernel.ptx", "kernel.cubin", "manifest.json"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A callable entry with the machine code behind it."""
+
+    name: str
+    target: Target
+    ptx: str
+    cubin: bytes
+    from_cache: bool
+    _run: Callable[..., Any]
+    _owner: object  # the loaded object file has to outlive the callable
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch on the stream that is the last argument."""
+        self._run(*arguments)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be compiled; the key tells it from every other."""
+
+    entry: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    target: Target
+    dsl_environment: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Stem of file names."""
+        return f"{self.entry.__module__.rpartition('.')[2]}.{self.entry.__name__}"
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of all that the machine code depends on."""
+        parts = [
+            f"{_dsl('cutlass').__version__} {_dsl('cutlass').CUDA_VERSION}",
+            f"{sys.implementation.cache_tag} {platform.machine()}",
+            *self.dsl_environment,
+            self.target.name,
+            f"{self.entry.__module__}.{self.entry.__qualname__}",
+            *(_described(argument) for argument in self.arguments),
+            _SOURCES_AT_IMPORT,
+        ]
+        return _digest("\n".join(parts).encode())[:24]
+
+    @property
+    def symbol(self) -> str:
+        """Prefix of the symbols in the object file."""
+        return f"degarble_{self.key}"
+
+
+def compile_kernel(
+    entry: Callable[..., Any],
+    arguments: Sequence[Any],
+    target: Target,
+    settings: CompileSettings,
+) -> CompiledKernel:
+    """Compile `entry` (a cute.jit function) for `arguments`, or take it from the cache.
+
+    Arguments that the entry declares Constexpr are part of the kernel and not passed to it later.
+    """
+    request = _Request(entry, tuple(arguments), target, settings.dsl_environment)
+    stem = f"{request.name}.{target.name}"
+    folder = settings.cache_folder and settings.cache_folder / f"{stem}.{request.key}"
+    if sources_digest(package_root()) != _SOURCES_AT_IMPORT:
+        folder = None  # what is in memory and what the files say are two kernels
+    compiled = _load(request, folder) if folder else None
+    if compiled is None:
+        compiled = _compile(request, folder)
+    if settings.keep_folder:
+        settings.keep_folder.mkdir(parents=True, exist_ok=True)
+        (settings.keep_folder / f"{stem}.{request.key}.ptx").write_text(compiled.ptx)
+        (settings.keep_folder / f"{stem}.{request.key}.cubin").write_bytes(compiled.cubin)
+    return compiled
+
+
+def current_stream(device: int = 0) -> Any:
+    """Return torch's current stream of a device as the DSL takes it."""
+    return _dsl("cuda.bindings.driver").CUstream(torch.cuda.current_stream(device).cuda_stream)
+
+
+def any_stream() -> Any:
+    """Return a stream to compile with, where no GPU is needed; the call brings the real one."""
+    return _dsl("cuda.bindings.driver").CUstream(0)
+
+
+def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
+    cute, runtime = _dsl("cutlass.cute"), _dsl("cutlass.cute.runtime")
+    with tempfile.TemporaryDirectory() as dump:
+        options = f"--gpu-arch {request.target.name} --keep-ptx --keep-cubin --dump-dir {dump}"
+        run = cute.compile(request.entry, *request.arguments, options=options)
+        ptx, cubin = run.artifacts.PTX, run.artifacts.CUBIN
+    if folder:
+        # Trap: exporting resolves the launch symbols, and finds them only in a library that is
+        # loaded for everyone.
+        for library in runtime.find_runtime_libraries(enable_tvm_ffi=False):
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        objects = run.dump_to_object(request.symbol)
+        _store(folder, {_OBJECT: objects, _PTX: ptx.encode(), _CUBIN: cubin})
+    return CompiledKernel(
+        name=request.name,
+        target=request.target,
+        ptx=ptx,
+        cubin=cubin,
+        from_cache=False,
+        _run=run,
+        _owner=run,
+    )
+
+
+def _load(request: _Request, folder: Path) -> CompiledKernel | None:
+    """Return the cached kernel if every file is there and has the bytes that were written."""
+    try:
+        recorded = json.loads((folder / _MANIFEST).read_text())
+        files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _CUBIN)}
+    except (OSError, ValueError):
+        return None
+    if recorded != {file: _digest(text) for file, text in files.items()}:
+        return None
+    module = _dsl("cutlass.cute.runtime").load_module(str(folder / _OBJECT))
+    return CompiledKernel(
+        name=request.name,
+        target=request.target,
+        ptx=files[_PTX].decode(),
+        cubin=files[_CUBIN],
+        from_cache=True,
+        _run=module[request.symbol],
+        _owner=module,
+    )
+
+
+def _store(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a cache entry so that a reader sees all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
+    for file, text in files.items():
+        (staged / file).write_bytes(text)
+    manifest = {file: _digest(text) for file, text in files.items()}
+    (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
+    try:
+        staged.rename(folder)
+    except OSError:  # another process was faster, with the same kernel
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _described(argument: Any) -> str:
+    """Return a text that is equal for two arguments exactly if they compile alike."""
+    if hasattr(argument, "__cache_key__"):  # pointers: element type, memory space, alignment
+        return f"{type(argument).__name__}{argument.__cache_key__}"
+    if type(argument).__module__.partition(".")[0] in {"cutlass", "cuda"}:
+        return type(argument).__name__  # a number or a stream, known at the call only
+    text = f"{type(argument).__module__}.{type(argument).__qualname__} {argument!r}"
+    is_constant = isinstance(argument, bool | int | float | str | None) or is_dataclass(argument)
+    if is_constant and " at 0x" not in text:
+        return text
+    raise InvalidArgument(
+        "argument to compile with",
+        text,
+        "a pointer, a DSL number, a stream, a Python constant or a frozen record of constants",
+        "Pass a name, and look the object up inside the kernel.",
+    )
+
+
+def package_root() -> Path:
+    """Return the folder that holds harness/ and kernels/."""
+    return Path(__file__).resolve().parents[2]
+
+
+def sources_digest(root: Path) -> str:
+    """Digest the text of everything that a kernel may import."""
+    digest = hashlib.sha256()
+    for folder in _SOURCE_FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _dsl(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingDependency(
+            module,
+            str(error),
+            "the CuTe DSL",
+            'Install it with: pip install "degarble[gpu]"',
+        ) from error
+
+
+_SOURCES_AT_IMPORT = sources_digest(package_root())
