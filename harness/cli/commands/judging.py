@@ -1,0 +1,110 @@
+"""`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from degarble.harness.cli import values
+from degarble.harness.cli.command import NOT_BUILT, command
+from degarble.harness.cli.options import (
+    Backend,
+    CapturePath,
+    CheckpointPath,
+    JsonFile,
+    Prompt,
+    Prompts,
+    ReportFolder,
+)
+from degarble.harness.cli.terminal import Terminal
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """Options of `degarble capture`."""
+
+    checkpoint: CheckpointPath
+    out: Annotated[Path, typer.Option(metavar="CAPTURE", help="Where the capture is written.")]
+    backend: Backend = "torch"
+    prompt: Prompt = None
+    prompts: Prompts = None
+    amax_only: Annotated[
+        bool, typer.Option("--amax-only", help="Keep only the ranges that calibration needs.")
+    ] = False
+    patch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py", help="Python file with patch(candidate). It is executed: trust it."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of `degarble check`."""
+
+    capture: CapturePath
+    reference: Annotated[
+        Path, typer.Option(metavar="CKPT", help="BF16 or official checkpoint: judges quality.")
+    ]
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CKPT",
+            help="Quantised checkpoint of the twin: judges correctness.",
+            show_default="the one that the capture names",
+        ),
+    ] = None
+    backend: Backend = "torch"
+    device: Annotated[
+        str, typer.Option(metavar="|".join(DEVICES), help="Where the twin is computed.")
+    ] = "cpu"
+    report: ReportFolder = None
+    json: JsonFile = None
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `degarble compare`."""
+
+    first: CapturePath
+    second: CapturePath
+    report: ReportFolder = None
+    json: JsonFile = None
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    command(app, "capture", CaptureOptions, panel=NOT_BUILT)(capture)
+    command(app, "check", CheckOptions, panel=NOT_BUILT)(check)
+    command(app, "compare", CompareOptions, panel=NOT_BUILT)(compare)
+
+
+def capture(options: CaptureOptions, _terminal: Terminal) -> int:
+    """Run a model and record what goes into and comes out of every component."""
+    values.existing("CKPT", options.checkpoint)
+    values.backend("--backend", options.backend)
+    values.at_most_one(prompt=options.prompt, prompts=options.prompts)
+    values.existing("--prompts", options.prompts)
+    values.existing("--patch", options.patch)
+    raise values.not_built("capture", "running a model")
+
+
+def check(options: CheckOptions, _terminal: Terminal) -> int:
+    """Judge a captured run: which layer, which component, why, with what evidence."""
+    values.existing("CAPTURE", options.capture)
+    values.existing("--reference", options.reference)
+    values.existing("--checkpoint", options.checkpoint)
+    values.backend("--backend", options.backend)
+    values.one_of("--device", options.device, DEVICES)
+    raise values.not_built("check", "judging a capture")
+
+
+def compare(options: CompareOptions, _terminal: Terminal) -> int:
+    """Set two captures beside each other, site by site."""
+    values.existing("CAPTURE", options.first)
+    values.existing("CAPTURE", options.second)
+    raise values.not_built("compare", "judging a capture")

@@ -1,0 +1,48 @@
+"""The message for an exception that nobody expected: our mistake, told as one.
+
+Owns that text: what happened, where, and what a report needs. The traceback appears only with
+DEGARBLE_TRACEBACK=1, because a user cannot act on it.
+What keeps it honest: suites/cli/test_crash.py raises one on purpose.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from degarble.harness.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from degarble.harness.cli.terminal import Environment
+
+EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h: outside the contract's 0, 1 and 2
+
+
+def tell(error: Exception, arguments: Sequence[str], environment: Environment) -> int:
+    """Print the message to stderr and give the exit status."""
+    if environment.traceback:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.write(crash_text(error, arguments))
+    return EXIT_CRASHED
+
+
+def crash_text(error: Exception, arguments: Sequence[str]) -> str:
+    """Say what happened, where, and what to send."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    message = "".join(c if c.isprintable() else "?" for c in str(error))[:300]
+    command = shlex.join(["degarble", *arguments])
+    return (
+        f"degarble: this is a mistake of degarble, not of yours\n"
+        f"  what     {type(error).__name__}: {message}\n"
+        f"  where    {place}\n"
+        f"  command  {command}\n"
+        f"  version  degarble {VERSION}, Python {platform.python_version()}, {sys.platform}\n"
+        f"  remedy   Report these lines as an issue (CONTRIBUTING.md says where); "
+        f"DEGARBLE_TRACEBACK=1 adds the traceback.\n"
+    )

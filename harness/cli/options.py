@@ -1,0 +1,28 @@
+"""Option types that several commands share, each worded once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="Checkpoint: a directory with safetensors files.")
+]
+CapturePath = Annotated[
+    Path, typer.Argument(metavar="CAPTURE", help="Recorded tensors of one run.")
+]
+ReportFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write the checkpoint's page into DIR.")
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the result as JSON to FILE; - is stdout."),
+]
+Backend = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),
+]
+Prompt = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")]
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file with one prompt a line.")
+]

@@ -1,0 +1,100 @@
+"""Checks of option values that every command shares. They run before any work, and raise only.
+
+Owns: paths that must exist, names from a registry, options that exclude each other, ranges,
+backends. What keeps it honest: suites/cli/test_values.py.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from degarble.harness.errors import InvalidArgument, NotBuilt, UnknownName, UnreadableFile
+from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+BACKENDS = ("torch", "cutedsl", "vllm")
+_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def existing(name: str, path: Path | None) -> None:
+    """Refuse a path that is not there."""
+    if path is not None and not path.exists():
+        raise UnreadableFile(
+            name, str(path), "a file or directory that exists", "Check the path for a typo."
+        )
+
+
+def one_of(name: str, value: str | None, known: Iterable[str]) -> None:
+    """Refuse a name that is not among `known`."""
+    known = tuple(known)
+    if value is not None and value not in known:
+        raise UnknownName.among(name, value, known)
+
+
+def named_or_file(name: str, value: str, known: Iterable[str], suffixes: tuple[str, ...]) -> None:
+    """Accept one of the names, or a file by its suffix, which then must exist."""
+    from pathlib import Path  # noqa: PLC0415  only here at run time
+
+    if value.endswith(suffixes):
+        existing(name, Path(value))
+    else:
+        one_of(name, value, known)
+
+
+def exactly_one(**given: object) -> None:
+    """Refuse none, and more than one, of options that exclude each other."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    present = [flag for flag, value in flags.items() if value not in (None, False)]
+    if len(present) != 1:
+        raise InvalidArgument(
+            " and ".join(present) if present else "input",
+            [str(flags[flag]) for flag in present],
+            f"exactly one of {', '.join(flags)}",
+            "Keep one of them." if present else "Add one of them.",
+        )
+
+
+def at_most_one(**given: object) -> None:
+    """Refuse more than one of options that exclude each other."""
+    if any(value not in (None, False) for value in given.values()):
+        exactly_one(**given)
+
+
+def within(name: str, value: float | None, low: float, high: float) -> None:
+    """Refuse a number outside low..high; NaN is outside."""
+    if value is not None and not low <= value <= high:
+        upper = "" if high == float("inf") else f" and at most {high:g}"
+        raise InvalidArgument(
+            name, value, f"a number of at least {low:g}{upper}", f"Give {name} within its range."
+        )
+
+
+def backend(name: str, value: str | None) -> None:
+    """Refuse what is no backend: built in, installed as an entry point, or `module:factory`."""
+    if value is None or _FACTORY.fullmatch(value):
+        return
+    installed = (point.name for point in entry_points(group=BACKEND_ENTRY_POINT_GROUP))
+    if ":" in value:
+        raise InvalidArgument(
+            name,
+            value,
+            "module:factory, both importable names",
+            "For example my_kernels:make_backend.",
+        )
+    one_of(name, value, {*BACKENDS, *installed})
+
+
+def not_built(command: str, wanted: str) -> NotBuilt:
+    """Make the refusal of a command that parses but cannot run; `wanted` is what it lacks."""
+    return NotBuilt(
+        "command",
+        command,
+        f"a command that this version can run; {wanted} is not among them yet",
+        "The arguments are right. CHANGELOG.md tells which version runs it; "
+        "degarble demo, audit, quantise, convert and faults list run now.",
+    )

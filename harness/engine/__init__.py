@@ -1,0 +1,1 @@
+"""Judging: compares, localises, names causes. Receives reference and candidate as values."""

@@ -1,0 +1,1 @@
+"""Checkpoint, reference, engine and report put together: what the commands call."""

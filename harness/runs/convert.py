@@ -1,0 +1,123 @@
+"""`degarble convert` as one run: the conversion over processes, its proof, what was found.
+
+Owns the verdict: AGREES or DIFFERS where the proof was asked for; without one nothing is compared,
+so the JSON says null. A broken proof leaves the target in place, to be looked at.
+Refuses nothing itself; conversions refuse what they cannot read.
+What keeps it honest: suites/runs/test_convert.py, with a planted fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.checkpoint.convert.prove import prove
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.quantise import usable_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.convert.job import Job
+    from degarble.harness.checkpoint.convert.prove import Proof
+    from degarble.harness.checkpoint.plan import ShardPlan
+
+_SHOWN = 40  # lines of a proof for a person; the JSON has all of them
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, and the proof where one was asked for."""
+
+    to: str
+    target: Path
+    content: str
+    shards: int
+    converted: int
+    copied: int
+    left_out: int
+    proof: Proof | None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None where nothing was compared."""
+        if self.proof is None:
+            return None
+        return Verdict.AGREES if self.proof.holds else Verdict.DIFFERS
+
+    @property
+    def exit_status(self) -> int:
+        """0 done; 1 where the proof is broken."""
+        return Verdict.AGREES.exit_status if self.verdict is None else self.verdict.exit_status
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        first = (
+            f"Wrote {self.converted:,} converted and {self.copied:,} copied tensors,"
+            f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
+        )
+        if self.proof is None:
+            return [first, "The values were not compared; --prove does so."]
+        found = list(islice(self.proof.lines(), _SHOWN + 1))
+        if len(found) > _SHOWN:
+            found[_SHOWN:] = ["and more; --json lists all of them."]
+        return [first, *found]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        return {
+            "verdict": self.verdict,
+            "origins": [],
+            "cosines": [],
+            "to": self.to,
+            "target": str(self.target),
+            "content": self.content,
+            "shards": self.shards,
+            "converted": self.converted,
+            "copied": self.copied,
+            "left_out": self.left_out,
+            "proof": None if self.proof is None else _told(self.proof),
+        }
+
+
+def convert(
+    job: Job, target: Path, *, proving: bool, progress: Callable[[ShardPlan], None] | None = None
+) -> Converted:
+    """Convert, or finish what was interrupted; then read it again where `proving`."""
+    manifest = job.run(
+        target,
+        workers=usable_workers(),
+        progress=lambda shard, _: progress(shard) if progress else None,
+    )
+    return Converted(
+        to=job.to,
+        target=target,
+        content=manifest.content,
+        shards=len(manifest.shards),
+        converted=sum(len(unit.tensors) for unit in job.units),
+        copied=len(job.copied),
+        left_out=len(job.left_out),
+        proof=prove(job.source, target) if proving else None,
+    )
+
+
+def _told(proof: Proof) -> dict[str, Any]:
+    return {
+        "holds": proof.holds,
+        "compared": len(proof.tensors),
+        "exact": proof.exact,
+        "faults": list(proof.faults),
+        "broken": [
+            {
+                "tensor": each.tensor,
+                "elements": each.elements,
+                "different": each.different,
+                "beyond": each.beyond,
+                "bound": each.bound,
+                "faults": list(each.faults),
+            }
+            for each in proof.broken
+        ],
+    }

@@ -1,0 +1,117 @@
+"""`degarble quantise` as one run: the job from words, the work over processes, what was written.
+
+Owns the number of processes and the summary, whose counts come from conversion_report.json.
+Nothing is compared here, so no verdict is given: the JSON says null.
+Refuses sources without a config that is known; the job refuses the rest.
+What keeps it honest: suites/runs/test_quantise.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.checkpoint.calibration import Calibration
+from degarble.harness.checkpoint.conversion_report import REPORT
+from degarble.harness.checkpoint.convert.source import require_model
+from degarble.harness.checkpoint.quantise_job import (
+    QuantiseJob,
+    plan_job,
+    recipe_for,
+    run_job,
+    target_layout,
+)
+from degarble.harness.checkpoint.safetensors_file import read_small_file
+from degarble.harness.checkpoint.scale_search import ScaleRule
+from degarble.harness.checkpoint.types import LARGEST_INDEX
+from degarble.harness.checkpoint.view import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.plan import ShardPlan
+
+MOST_WORKERS = 16  # each holds torch and some panels of rows
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What was written. `report` is conversion_report.json."""
+
+    target: Path
+    content: str
+    shards: int
+    report: Mapping[str, Any]
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        told = self.report
+        first = (
+            f"Wrote {told['tensors']:,} tensors, {told['bytes']:,} bytes,"
+            f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
+        )
+        counts = (f"  {count:,} {action}" for action, count in told["counts"].items())
+        flagged = (
+            f"  {len(names):,} flagged: {reason.replace('_', ' ')}"
+            for reason, names in told["flagged"].items()
+            if names
+        )
+        return [first, *counts, *flagged, f"Read {REPORT} there for each weight."]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        told = self.report
+        return {
+            "verdict": None,
+            "origins": [],
+            "cosines": [],
+            "target": str(self.target),
+            "content": self.content,
+            "recipe": told["recipe"],
+            "scale_rule": told["scale_rule"],
+            "shards": self.shards,
+            "tensors": told["tensors"],
+            "bytes": told["bytes"],
+            "left_out": len(told["left_out"]),
+            "counts": told["counts"],
+            "flagged": {reason: len(names) for reason, names in told["flagged"].items()},
+            "report": str(self.target / REPORT),
+        }
+
+
+def usable_workers() -> int:
+    """One process for each core of this machine, up to a limit."""
+    return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def job_from(
+    source: Path, recipe: str, scale_rule: str, calibration: Path | None = None
+) -> QuantiseJob:
+    """Make a job from the words of the command line."""
+    records = None if calibration is None else Calibration.load(calibration)
+    with Checkpoint.open(source) as checkpoint:
+        config, _ = require_model(checkpoint, "quantise")
+    layout = target_layout(config, recipe_for(recipe, config))
+    return QuantiseJob(source, layout, ScaleRule(scale_rule), calibration=records)
+
+
+def shard_count(job: QuantiseJob) -> int:
+    """Plan the job, and count its shards; what a source cannot give is refused here."""
+    return len(plan_job(job).plan.shards)
+
+
+def quantise(
+    job: QuantiseJob, target: Path, progress: Callable[[ShardPlan], None] | None = None
+) -> Quantised:
+    """Do the job, or finish one that was interrupted; `progress` hears of each shard."""
+    manifest = run_job(
+        job,
+        target,
+        workers=usable_workers(),
+        progress=lambda shard, _: progress(shard) if progress else None,
+    )
+    report = json.loads(read_small_file(target / REPORT, LARGEST_INDEX))
+    return Quantised(target, manifest.content, len(manifest.shards), report)

@@ -1,0 +1,229 @@
+"""Each typed block to one HTML element.
+
+Owns the look of sentences, facts, tables, bars, figures, code and folded details; heat maps live in
+heat_map_html. Refuses nothing: the records have been checked when they were made.
+What keeps it honest: suites/reports/test_blocks_html.py renders every block with hostile strings.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import TYPE_CHECKING
+
+from degarble.harness.record.blocks import (
+    Bars,
+    Code,
+    ColumnKind,
+    Details,
+    Facts,
+    Figure,
+    HeatMap,
+    Sentence,
+    Table,
+    Tone,
+)
+from degarble.harness.record.verdict import Verdict
+from degarble.reports import words
+from degarble.reports.heat_map_html import heat_map_element
+from degarble.reports.markup import h
+
+if TYPE_CHECKING:
+    from degarble.harness.record.blocks import Bar, Block, Cell, Column
+    from degarble.reports.markup import Element
+
+_TONE_WORDS = {
+    Tone.NOTE: "Note",
+    Tone.GOOD: "Good",
+    Tone.WARNING: "Warning",
+    Tone.BAD: "Bad",
+}
+
+
+def icon(name: str) -> Element:
+    """Draw a symbol of the page's sprite; the word always stands beside it."""
+    return h("svg", {"class": "icon", "aria-hidden": "true"}, h("use", {"href": f"#icon-{name}"}))
+
+
+def badge(verdict: Verdict | None) -> Element:
+    """Write a verdict as icon and word; None is a panel that did not run."""
+    word = "not run" if verdict is None else str(verdict)
+    kind = "absent" if verdict is None else verdict.lower()
+    return h("span", {"class": f"badge {kind}"}, icon(kind), word)
+
+
+def code_element(text: str, label: str) -> Element:
+    """Write literal text; the script adds the button that copies it."""
+    pre = h("pre", {"tabindex": "0", "aria-label": label}, h("code", None, text))
+    return h("div", {"class": "code", "data-copy": label}, pre)
+
+
+def block_element(block: Block) -> Element:
+    """Turn one block into one element."""
+    match block:
+        case Sentence():
+            return _sentence(block)
+        case Facts():
+            return _facts(block)
+        case Table():
+            return _table(block)
+        case HeatMap():
+            return heat_map_element(block)
+        case Bars():
+            return _bars(block)
+        case Figure():
+            return _figure(block)
+        case Code():
+            caption = h("p", {"class": "caption"}, block.caption) if block.caption else None
+            return h(
+                "div",
+                {"class": "block"},
+                caption,
+                code_element(block.text, block.caption or "Code"),
+            )
+        case Details():
+            return _details(block)
+
+
+def _sentence(block: Sentence) -> Element:
+    word = _TONE_WORDS.get(block.tone)
+    lead = (icon(block.tone), h("strong", {"class": "tone"}, f"{word}: ")) if word else ()
+    return h("p", {"class": f"sentence {block.tone}"}, *lead, block.text)
+
+
+def _facts(block: Facts) -> Element:
+    rows = [
+        h("div", None, h("dt", None, fact.name), h("dd", None, _literal(fact.value, fact.code)))
+        for fact in block.rows
+    ]
+    caption = h("p", {"class": "caption"}, block.caption) if block.caption else None
+    return h("div", {"class": "block"}, caption, h("dl", {"class": "facts"}, rows))
+
+
+def _literal(text: str, code: bool) -> Element | str:
+    return h("code", None, text) if code else text
+
+
+def _table(block: Table) -> Element:
+    heads = [_head(column) for column in block.columns]
+    rows = [
+        h("tr", None, [_cell(value, block.columns[i], i == 0) for i, value in enumerate(row)])
+        for row in block.rows
+    ]
+    table = h(
+        "table",
+        {"class": "data"},
+        h("caption", None, block.caption),
+        h("thead", None, h("tr", None, heads)),
+        h("tbody", None, rows),
+    )
+    return h(
+        "div",
+        {"class": "block scroll", "tabindex": "0", "role": "region", "aria-label": block.caption},
+        table,
+    )
+
+
+def _head(column: Column) -> Element:
+    number = words.is_number(column)
+    attributes = {
+        "scope": "col",
+        "class": "number" if number else None,
+        "data-sort": "number" if number else "text",
+        "title": column.explanation or None,
+    }
+    return h("th", attributes, column.name)
+
+
+def _cell(value: Cell, column: Column, heading: bool) -> Element:
+    text = words.cell(value, column)
+    attributes: dict[str, str | bool | None] = {}
+    if words.is_number(column):
+        attributes["class"] = "number"
+        if isinstance(value, (int, float)):
+            attributes["data-value"] = repr(value)
+    content: Element | str = text
+    if column.kind is ColumnKind.CODE and value is not None:
+        content = h("code", None, text)
+    elif column.kind is ColumnKind.VERDICT and text in set(Verdict):
+        content = badge(Verdict(text))
+    if heading:
+        return h("th", {**attributes, "scope": "row"}, content)
+    return h("td", attributes, content)
+
+
+def _bars(block: Bars) -> Element:
+    limits = [] if block.limit is None else [block.limit]
+    reach = _Reach([bar.value for bar in block.bars] + limits, block.logarithmic)
+    rows = [
+        h(
+            "tr",
+            None,
+            h("th", {"scope": "row"}, bar.label),
+            h("td", {"class": "bar"}, _bar_drawing(bar, block.limit, reach)),
+            h("td", {"class": "number"}, bar.text),
+        )
+        for bar in block.bars
+    ]
+    note = h("p", {"class": "legend"}, h("span", {"class": "limit-mark"}), block.limit_text)
+    return h(
+        "div",
+        {"class": "block"},
+        h("table", {"class": "bars"}, h("caption", None, block.caption), h("tbody", None, rows)),
+        note if block.limit is not None else None,
+    )
+
+
+class _Reach:
+    """Where a value lies on a shared axis, in percent."""
+
+    def __init__(self, values: list[float], logarithmic: bool) -> None:
+        self.logarithmic = logarithmic
+        self.finite = [v for v in values if math.isfinite(v) and (v > 0 or not logarithmic)]
+        scaled = [self._scaled(v) for v in self.finite]
+        self.low = min([*scaled, 0.0]) if not logarithmic else min(scaled, default=0.0) - 0.5
+        self.high = max([*scaled, self.low])
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.logarithmic else value
+
+    def percent(self, value: float) -> float:
+        if math.isnan(value) or (self.logarithmic and value <= 0):
+            return 0.0
+        if math.isinf(value):
+            return 100.0 if value > 0 else 0.0
+        width = self.high - self.low
+        return 100.0 * (self._scaled(value) - self.low) / width if width else 0.0
+
+
+def _bar_drawing(bar: Bar, limit: float | None, reach: _Reach) -> Element:
+    start = reach.percent(0.0)
+    end = reach.percent(bar.value)
+    left = min(start, end)
+    right = max(start, end, left + 0.4)  # a bar of no length is still seen
+    box = {"x": f"{left:.2f}%", "width": f"{right - left:.2f}%", "y": "20%", "height": "60%"}
+    mark = None
+    if limit is not None:
+        at = f"{min(99.7, reach.percent(limit)):.2f}%"
+        mark = h("line", {"class": "limit", "x1": at, "x2": at, "y1": "0", "y2": "100%"})
+    return h("svg", {"class": f"bar {bar.tone}", "aria-hidden": "true"}, h("rect", box), mark)
+
+
+def _figure(block: Figure) -> Element:
+    data = base64.b64encode(block.svg.encode("utf-8", "replace")).decode("ascii")
+    source = f"data:image/svg+xml;base64,{data}"
+    return h(
+        "figure",
+        {"class": "block"},
+        h("img", {"src": source, "alt": block.description}),
+        h("figcaption", None, block.caption),
+    )
+
+
+def _details(block: Details) -> Element:
+    return h(
+        "details",
+        {"id": block.anchor or None},
+        h("summary", None, block.summary),
+        [block_element(inner) for inner in block.blocks],
+    )

@@ -1,0 +1,181 @@
+r"""A tree of HTML elements that escapes everything by construction. Imports no sibling.
+
+Owns the only way in which markup is written: `h("p", {"class": "x"}, "text")`. Text and attribute
+values are always escaped; element and attribute names come from closed lists, so there is no
+`style`, no `on...`, no `script`, and links lead only to places on the same page.
+Control characters, bidirectional overrides and lone surrogates are shown as `\u202e`, never sent.
+What keeps it honest: suites/reports/test_markup.py (hostile strings) and the Chromium suite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from degarble.harness.record.wording import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_ELEMENTS = frozenset(
+    [
+        "a",
+        "article",
+        "aside",
+        "button",
+        "caption",
+        "circle",
+        "code",
+        "dd",
+        "details",
+        "div",
+        "dl",
+        "dt",
+        "em",
+        "figcaption",
+        "figure",
+        "footer",
+        "g",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "header",
+        "img",
+        "kbd",
+        "li",
+        "line",
+        "main",
+        "nav",
+        "ol",
+        "p",
+        "path",
+        "pre",
+        "rect",
+        "section",
+        "small",
+        "span",
+        "strong",
+        "summary",
+        "svg",
+        "symbol",
+        "table",
+        "tbody",
+        "td",
+        "text",
+        "th",
+        "thead",
+        "title",
+        "tr",
+        "ul",
+        "use",
+        "wbr",
+    ]
+)
+_VOID = frozenset({"img", "wbr"})
+_ATTRIBUTES = frozenset(
+    [
+        "alt",
+        "class",
+        "cx",
+        "cy",
+        "d",
+        "data-copy",
+        "data-copied",
+        "data-sort",
+        "data-value",
+        "fill",
+        "height",
+        "hidden",
+        "href",
+        "id",
+        "lang",
+        "open",
+        "preserveAspectRatio",
+        "r",
+        "role",
+        "scope",
+        "src",
+        "stroke",
+        "stroke-width",
+        "tabindex",
+        "text-anchor",
+        "title",
+        "type",
+        "viewBox",
+        "width",
+        "x",
+        "x1",
+        "x2",
+        "y",
+        "y1",
+        "y2",
+    ]
+)
+_SAFE_SOURCES = ("data:image/svg+xml;base64,",)
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element; made by `h` only."""
+
+    name: str
+    attributes: tuple[tuple[str, str], ...]
+    children: tuple[Element | str, ...]
+
+    def __str__(self) -> str:
+        return "".join(_written(self))
+
+
+def h(
+    name: str,
+    attributes: Mapping[str, str | bool | None] | None = None,
+    *children: Element | str | Iterable[Element | str] | None,
+) -> Element:
+    """Make an element; attributes that are None or False are left out, None children as well."""
+    assert name in _ELEMENTS, name
+    kept: list[tuple[str, str]] = []
+    for key, value in (attributes or {}).items():
+        assert key in _ATTRIBUTES or key.startswith("aria-"), key
+        if value is None or value is False:
+            continue
+        text = "" if value is True else value
+        assert key != "href" or text.startswith("#"), text
+        assert key != "src" or text.startswith(_SAFE_SOURCES), text
+        kept.append((key, text))
+    return Element(name, tuple(kept), tuple(_flat(children)))
+
+
+def _flat(
+    children: Iterable[Element | str | Iterable[Element | str] | None],
+) -> Iterator[Element | str]:
+    for child in children:
+        if isinstance(child, (Element, str)):
+            yield child
+        elif child is not None:
+            yield from child
+
+
+_ESCAPES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;", "`": "&#96;"}
+)
+
+
+def escape(text: str) -> str:
+    """Return `text` as it may stand between tags and inside quoted attributes."""
+    return visible(text).translate(_ESCAPES)
+
+
+def _written(element: Element) -> Iterator[str]:
+    yield f"<{element.name}"
+    for key, value in element.attributes:
+        yield f' {key}="{escape(value)}"'
+    yield ">"
+    if element.name in _VOID:
+        return
+    for child in element.children:
+        if isinstance(child, Element):
+            yield from _written(child)
+        else:
+            yield escape(child)
+    yield f"</{element.name}>"

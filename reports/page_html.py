@@ -1,0 +1,190 @@
+"""A page record to one self-contained HTML file.
+
+Owns the order on the page: verdict, findings, panels, provenance. The file loads nothing: style and
+script are inside, and its content security policy names their hashes and forbids the rest, so even
+markup that slipped through could neither run nor fetch.
+What keeps it honest: suites/reports/test_page_html.py, and test_page_browser.py in real Chromium.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from degarble.reports import words
+from degarble.reports.blocks_html import badge, block_element, code_element, icon
+from degarble.reports.icons import sprite
+from degarble.reports.markup import escape, h
+
+if TYPE_CHECKING:
+    from degarble.harness.record.page import Finding, Page, Panel
+    from degarble.reports.markup import Element
+
+SIZE_LIMIT = 3_000_000  # bytes; a page is mailed and attached
+
+
+@cache
+def _asset(name: str) -> str:
+    return Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def page_html(page: Page) -> str:
+    """Render `page`; the same record gives the same text."""
+    style, script = _asset("page.css"), _asset("page.js")
+    icon_data = base64.b64encode(_asset("icon.svg").encode()).decode("ascii")
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{_hash(style)}'; "
+        f"script-src 'sha256-{_hash(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    body = (
+        h("a", {"class": "skip", "href": "#verdict"}, "Skip to the verdict"),
+        sprite(),
+        _header(page),
+        h("main", None, _verdict(page), _findings(page), _panels(page), _provenance(page)),
+        _footer(page),
+    )
+    return Template(_asset("page.html")).substitute(
+        policy=policy,
+        title=escape(f"{page.verdict} · {page.subject.name} · degarble"),
+        icon=f"data:image/svg+xml;base64,{icon_data}",
+        style=style,
+        script=script,
+        body="\n".join(str(element) for element in body),
+    )
+
+
+def _header(page: Page) -> Element:
+    links = [("findings", "Findings")] if page.findings else []
+    links += [(panel.kind, words.PANEL_TITLES[panel.kind]) for panel in page.ordered_panels]
+    links += [("provenance", "Provenance")]
+    items = [h("li", None, h("a", {"href": f"#{anchor}"}, text)) for anchor, text in links]
+    return h(
+        "header",
+        {"class": "top"},
+        h("a", {"class": "brand", "href": "#verdict"}, icon("brand"), "degarble"),
+        h("nav", {"aria-label": "Sections"}, h("ul", None, items)),
+        h("button", {"type": "button", "class": "theme", "id": "theme", "hidden": True}, "Theme"),
+    )
+
+
+def _verdict(page: Page) -> Element:
+    subject, provenance = page.subject, page.provenance
+    facts = (
+        (subject.kind, subject.name, False),
+        ("Manifest", _short(subject.manifest_hash), True),
+        ("Obtained on", provenance.machine, False),
+        ("At", provenance.created, False),
+    )
+    rows = [
+        h("div", None, h("dt", None, name), h("dd", None, h("code", None, text) if code else text))
+        for name, text, code in facts
+    ]
+    word = h("p", {"class": "word"}, badge(page.verdict), h("span", None, page.verdict.meaning))
+    return h(
+        "section",
+        {
+            "id": "verdict",
+            "class": f"verdict {page.verdict.lower()}",
+            "aria-labelledby": "title",
+            "tabindex": "-1",
+        },
+        word,
+        h("h1", {"id": "title"}, page.sentence),
+        h("dl", {"class": "subject"}, rows),
+    )
+
+
+def _short(digest: str) -> str:
+    return digest if len(digest) <= 20 else f"{digest[:19]}…"
+
+
+def _findings(page: Page) -> Element | None:
+    if not page.findings:
+        return None
+    cards = [_finding(number, finding) for number, finding in enumerate(page.findings, 1)]
+    return h(
+        "section",
+        {"id": "findings", "aria-labelledby": "findings-title"},
+        h("h2", {"id": "findings-title"}, "Findings"),
+        h("ol", {"class": "findings"}, cards),
+    )
+
+
+def _finding(number: int, finding: Finding) -> Element:
+    origin = finding.origin
+    site, *narrower = words.place(origin)
+    where = [h("span", {"class": "narrower"}, text) for text in narrower]
+    fault = h("code", {"class": "fault"}, origin.fault) if origin.fault else None
+    figures = [
+        h("span", {"class": "figure"}, h("span", None, name), " ", h("strong", None, value))
+        for name, value in words.measures(origin)
+    ]
+    parts: list[tuple[str, object]] = [
+        ("Origin", h("p", None, h("code", None, site), where)),
+        (
+            "Evidence",
+            h("div", None, h("p", None, origin.evidence), h("p", {"class": "figures"}, figures)),
+        ),
+    ]
+    if finding.remedy:
+        parts.append(("Remedy", h("p", None, finding.remedy)))
+    if finding.reproduction:
+        label = f"Command that reproduces finding {number}"
+        parts.append(("Reproduce", code_element(finding.reproduction, label)))
+    rows = [h("div", None, h("dt", None, n), h("dd", None, e)) for n, e in parts]  # type: ignore[arg-type]
+    note = h("p", {"class": "note"}, finding.note) if finding.note else None
+    title = h("h3", None, finding.cause, " ", fault)
+    return h("li", None, h("article", {"class": "finding"}, title, h("dl", None, rows), note))
+
+
+def _panels(page: Page) -> list[Element]:
+    panels = [_panel(panel) for panel in page.ordered_panels if panel.verdict is not None]
+    absent = [_panel(panel) for panel in page.ordered_panels if panel.verdict is None]
+    return [*panels, h("div", {"class": "absences"}, absent)] if absent else panels
+
+
+def _panel(panel: Panel) -> Element:
+    title = f"{panel.kind}-title"
+    attributes = {"id": panel.kind, "aria-labelledby": title}
+    heading = h("h2", {"id": title}, words.PANEL_TITLES[panel.kind])
+    summary = h("p", {"class": "summary"}, panel.sentence)
+    if panel.verdict is None:
+        return h("section", {**attributes, "class": "absent"}, heading, summary, badge(None))
+    question = h("p", {"class": "question"}, words.PANEL_QUESTIONS[panel.kind])
+    head = h("div", {"class": "panel-head"}, heading, question, badge(panel.verdict))
+    blocks = [block_element(block) for block in panel.blocks]
+    return h("section", {**attributes, "class": "panel"}, head, summary, blocks)
+
+
+def _provenance(page: Page) -> Element:
+    provenance = page.provenance
+    facts = (*provenance.versions, ("Manifest", page.subject.manifest_hash))
+    versions = [
+        h("div", None, h("dt", None, name), h("dd", None, h("code", None, version)))
+        for name, version in facts
+    ]
+    return h(
+        "section",
+        {"id": "provenance", "class": "panel", "aria-labelledby": "provenance-title"},
+        h(
+            "div",
+            {"class": "panel-head"},
+            h("h2", {"id": "provenance-title"}, "Provenance"),
+            h("p", {"class": "question"}, "Where was this obtained?"),
+        ),
+        code_element(provenance.command, "Command that made this page"),
+        h("dl", {"class": "facts"}, versions),
+    )
+
+
+def _footer(page: Page) -> Element:
+    text = f"{page.subject.key} · one file, nothing is loaded from elsewhere"
+    return h("footer", None, h("small", None, text))

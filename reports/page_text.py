@@ -1,0 +1,146 @@
+"""A page record as terminal text: the first screen, and the tables of the panels that ran.
+
+Owns the layout in columns of characters. Text from the record is shown literally: no markup of the
+terminal library is read in it, and control characters arrive as their escape sequences.
+What keeps it honest: suites/reports/test_page_text.py, and its snapshots.
+"""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from degarble.harness.record.blocks import ColumnKind, Sentence, Table, Tone
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.wording import visible
+from degarble.reports import words
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from degarble.harness.record.blocks import Block, Cell, Column
+    from degarble.harness.record.page import Finding, Page, Panel
+
+SIGNS = {
+    Verdict.AGREES: "✓",
+    Verdict.DIFFERS: "≠",
+    Verdict.UNSTABLE: "~",
+    Verdict.UNDECIDED: "?",
+    Verdict.REFUSED: "⊘",
+}
+_STYLES = {
+    Verdict.AGREES: "green",
+    Verdict.DIFFERS: "red",
+    Verdict.UNSTABLE: "magenta",
+    Verdict.UNDECIDED: "yellow",
+    Verdict.REFUSED: "yellow",
+}
+_ROOMY = 100  # columns from which names in tables are not broken
+_TONE_SIGNS = {Tone.WARNING: ("! ", "yellow"), Tone.BAD: ("x ", "red"), Tone.NOTE: ("i ", "cyan")}
+
+
+def page_text(page: Page, *, width: int = 100, colour: bool = False) -> str:
+    """Render `page` for a terminal of `width` columns."""
+    parts: list[RenderableType] = [_verdict(page)]
+    parts += [_panel(panel, width) for panel in page.ordered_panels if panel.verdict is not None]
+    parts += [_finding(number, finding) for number, finding in enumerate(page.findings, 1)]
+    stream = StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(Group(*parts))
+    lines = (line.rstrip() for line in stream.getvalue().splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(visible(text), style=style)
+
+
+def badge(verdict: Verdict) -> Text:
+    """Write a verdict as sign and word."""
+    return Text(f"{SIGNS[verdict]} {verdict}", style=f"bold {_STYLES[verdict]}")
+
+
+def _verdict(page: Page) -> RenderableType:
+    head = Text.assemble(badge(page.verdict), "  ", _text(page.sentence, "bold"))
+    where = _text(
+        f"{page.subject.name} · {page.subject.manifest_hash[:19]} · {page.provenance.machine}",
+        "dim",
+    )
+    return Group(head, where)
+
+
+def _panel(panel: Panel, width: int) -> RenderableType:
+    head = Text.assemble("\n", _text(words.PANEL_TITLES[panel.kind], "bold"))
+    drawn = (_block(block, width) for block in panel.blocks)
+    return Group(head, *(block for block in drawn if block is not None))
+
+
+def _block(block: Block, width: int) -> RenderableType | None:
+    if isinstance(block, Table):
+        return _table(block, width)
+    if isinstance(block, Sentence) and block.tone in _TONE_SIGNS:
+        sign, style = _TONE_SIGNS[block.tone]
+        return _columns([(Text(sign, style), _text(block.text))])
+    return None
+
+
+def _table(block: Table, width: int) -> RenderableType:
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for index, column in enumerate(block.columns):
+        whole = index == 0 or column.kind in (ColumnKind.CODE, ColumnKind.VERDICT)
+        table.add_column(
+            _text(column.name),
+            justify="right" if words.is_number(column) else "left",
+            overflow="fold",
+            no_wrap=whole and width >= _ROOMY,
+        )
+    for row in block.rows:
+        table.add_row(*(_cell(c, k) for c, k in zip(row, block.columns, strict=True)))
+    return table
+
+
+def _cell(value: Cell, column: Column) -> Text:
+    text = words.cell(value, column)
+    if column.kind is ColumnKind.VERDICT and text in set(Verdict):
+        return badge(Verdict(text))
+    return _text(text)
+
+
+def _finding(number: int, finding: Finding) -> RenderableType:
+    origin = finding.origin
+    title = Text.assemble(
+        f"\n{number}  ", _text(finding.cause, "bold"), "  ", _text(origin.fault or "", "cyan")
+    )
+    figures = ", ".join(f"{name} {value}" for name, value in words.measures(origin))
+    rows = [
+        ("origin", " · ".join(words.place(origin))),
+        ("evidence", origin.evidence),
+        ("", figures),
+        ("remedy", finding.remedy),
+        ("reproduce", finding.reproduction),
+        ("note", finding.note),
+    ]
+    drawn = _columns([(_text(name, "dim"), _text(text)) for name, text in rows if text])
+    return Group(title, Padding(drawn, (0, 0, 0, 3)))
+
+
+def _columns(rows: list[tuple[Text, Text]]) -> RichTable:
+    grid = RichTable.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in rows:
+        grid.add_row(name, text)
+    return grid

@@ -1,0 +1,73 @@
+"""Records as words, the same in HTML and on the terminal. Imports no sibling.
+
+Owns the words of cells, columns, panels and origins. What keeps it honest: suites/reports/.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.record.blocks import ColumnKind
+from degarble.harness.record.page import PanelKind
+from degarble.harness.record.wording import number as number  # noqa: PLC0414  for renderers
+from degarble.harness.record.wording import share
+
+if TYPE_CHECKING:
+    from degarble.harness.record.blocks import Cell, Column, HeatScale
+    from degarble.harness.record.verdict import Origin
+
+DASH = "–"
+
+PANEL_TITLES = {
+    PanelKind.AUDIT: "Audit",
+    PanelKind.REPLAY: "Replay",
+    PanelKind.TEXT: "Text",
+    PanelKind.KERNELS: "Kernels",
+    PanelKind.HISTORY: "History",
+}
+
+PANEL_QUESTIONS = {
+    PanelKind.AUDIT: "Are the files right?",
+    PanelKind.REPLAY: "Does each component return what it should?",
+    PanelKind.TEXT: "What does the model say?",
+    PanelKind.KERNELS: "Which kernels ran, and how fast?",
+    PanelKind.HISTORY: "Which night moved it?",
+}
+
+
+def cell(value: Cell, column: Column) -> str:
+    """Write one cell of a table."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if column.kind is ColumnKind.SHARE:
+        return share(value)
+    return number(value, column.digits)
+
+
+def heat(value: float | None, scale: HeatScale) -> str:
+    """Write one cell of a heat map, without its unit."""
+    return DASH if value is None else number(value, scale.digits)
+
+
+def is_number(column: Column) -> bool:
+    """Whether the cells of `column` are read as numbers."""
+    return column.kind in (ColumnKind.NUMBER, ColumnKind.SHARE)
+
+
+def place(origin: Origin) -> tuple[str, ...]:
+    """Say where a difference began, from coarse to fine: site, then what narrows it."""
+    return (origin.site, *(f"{name} {value}" for name, value in origin.where.items()))
+
+
+def measures(origin: Origin) -> tuple[tuple[str, str], ...]:
+    """List the figures of an origin with their names."""
+    pairs = (
+        ("cosine", origin.cosine),
+        ("relative difference", origin.difference),
+        ("budget", origin.budget),
+    )
+    return tuple((name, number(value)) for name, value in pairs if value is not None)

@@ -1,0 +1,127 @@
+"""Greedy decoding of a small V4 model: tokens a second, against transformers on the same core.
+
+Owns the arms: our references and transformers hold the same weights and continue the same prompt
+with a cache, in BF16 as the checkpoint stores them (what either loads by default), and in float32.
+Both arms must name the same tokens in float32 (one at a time, so any deviation would grow).
+Kept honest by suites/bench/test_bench_references.py at a small size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.presets import small_v4
+from degarble.references.binding import Bound
+from degarble.references.model_v4 import ModelV4
+from degarble.references.numerics import SOURCES, Numerics
+from degarble.references.state import Sequence
+from degarble.references.weights import random_weights
+from degarble.suites.bench import peers_formats as peers
+from degarble.suites.bench.timing import (
+    Neighbours,
+    Section,
+    Settings,
+    Table,
+    Target,
+    interleave,
+    paired_ratio,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Step = Callable[[torch.Tensor], torch.Tensor]
+
+PACKAGES = ("torch", "numba", "transformers")
+RATIO = 2.0
+TOKENS = 16  # a turn
+PROMPT = torch.arange(200) * 37 % 512
+# The geometry of the small trained model: real head dims, so real cache rows.
+MODEL = small_v4(
+    hidden_size=192, num_hidden_layers=6, compress_ratios=(0, 4, 128, 4, 0, 4, 0), head_dim=512,
+    num_attention_heads=8, o_groups=8, o_lora_rank=32, q_lora_rank=64, moe_intermediate_size=96,
+    index_topk=16,
+)  # fmt: skip
+DTYPES = {"BF16": torch.bfloat16, "float32": torch.float32}
+
+
+class Arm:
+    """A model with its cache, decoding greedily; the tokens that it named."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._next = step(PROMPT)
+        self.named = [int(self._next)]
+
+    def __call__(self) -> None:
+        """Decode one turn's tokens."""
+        for _ in range(TOKENS):
+            self._next = self._step(self._next.reshape(1))
+            self.named.append(int(self._next))
+
+
+def ours(dtype: torch.dtype) -> Step:
+    """Our references: BF16 by the official rounding points, float32 as the definition."""
+    numerics = Numerics.bf16()
+    if dtype is torch.float32:
+        numerics = Numerics.definition(torch.float32, SOURCES["transformers"])
+    model = ModelV4(Bound(MODEL, numerics, random_weights(MODEL, 1, dtype)), MODEL)
+    sequence = Sequence()
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return model.forward([sequence], [ids], last_only=True).argmax(-1)
+
+    return step
+
+
+def theirs(dtype: torch.dtype) -> Step:
+    """The model of transformers."""
+    from degarble.suites.references.transformers_models import build  # noqa: PLC0415  heavy
+
+    with torch.no_grad():
+        model = build(MODEL, random_weights(MODEL, 1, dtype), dtype)
+    cache: Any = None
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal cache
+        with torch.inference_mode():
+            made = model(ids[None], past_key_values=cache, use_cache=True)
+        cache = made.past_key_values
+        last: torch.Tensor = made.logits[0, -1].argmax(-1)
+        return last
+
+    return step
+
+
+def run(settings: Settings) -> Section:
+    """Measure all arms by turns."""
+    with Neighbours() as neighbours, peers.quiet():
+        arms = {f"degarble, {name}": Arm(ours(dtype)) for name, dtype in DTYPES.items()}
+        if settings.peers:
+            arms |= {f"transformers, {name}": Arm(theirs(dtype)) for name, dtype in DTYPES.items()}
+        readings = interleave(arms, settings.rounds)
+    rows = tuple(
+        (name, f"{TOKENS / reading.median:.1f}", f"{reading.median / TOKENS * 1e3:.2f}")
+        for name, reading in readings.items()
+    )
+    targets: list[Target] = []
+    if settings.peers:
+        ratio = paired_ratio(readings["transformers, BF16"], readings["degarble, BF16"])[0]
+        targets.append(Target("times as fast as transformers, BF16 as stored", ratio, RATIO))
+        pair = [arms[f"{who}, float32"].named[: TOKENS * 2] for who in ("degarble", "transformers")]
+        same = float(pair[0] == pair[1])
+        targets.append(Target("float32 arms name the same tokens (1 = yes)", same, 1.0))
+    return Section(
+        key="references",
+        title="Decoding with the references on the CPU",
+        tables=(Table("Greedy, one sequence", ("arm", "tokens/s", "ms a token"), rows),),
+        targets=tuple(targets),
+        notes=(
+            f"V4, {MODEL.num_hidden_layers} layers, hidden {MODEL.hidden_size}, head_dim 512",
+            f"prompt of {len(PROMPT)} tokens; {settings.rounds} rounds of {TOKENS} tokens",
+            f"other processes took {neighbours.cores:.2f} cores of this machine meanwhile",
+        ),
+    )

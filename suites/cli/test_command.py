@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+from degarble.harness.cli.command import Session, command
+from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.usage import dispatch
+from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.suites.cli.command_cases import PlainOptions, WithFileOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Seen = list[tuple[object, Terminal]]
+
+
+def _app(options: type, *, spreads: bool = False) -> tuple[typer.Typer, Seen]:
+    app, seen = typer.Typer(), Seen()
+
+    @app.callback()
+    def _root() -> None:
+        pass
+
+    def body(given: object, terminal: Terminal) -> int:
+        """Do it."""
+        seen.append((given, terminal))
+        return 1
+
+    command(app, "do", options, spreads=spreads)(body)
+    return app, seen
+
+
+def test_the_record_arrives_with_its_defaults() -> None:
+    app, seen = _app(PlainOptions)
+    assert dispatch(app, ["do", "here"], Session()) == 1
+    assert seen == [(PlainOptions(Path("here")), Terminal())]
+
+
+def test_every_field_can_be_given() -> None:
+    app, seen = _app(PlainOptions)
+    dispatch(app, ["do", "here", "--count", "7", "--quiet", "--json"], Session())
+    assert seen == [(PlainOptions(Path("here"), 7), Terminal(quiet=True, json_wanted=True))]
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "expected"),
+    [
+        (Terminal(), ["--json", "a.json"], Terminal(json_file=Path("a.json"))),
+        (Terminal(), ["--json", "-"], Terminal(json_wanted=True)),
+        (Terminal(json_wanted=True), [], Terminal(json_wanted=True)),
+        (
+            Terminal(json_wanted=True, quiet=True),
+            ["--json", "a.json"],
+            Terminal(json_wanted=True, json_file=Path("a.json"), quiet=True),
+        ),
+    ],
+)
+def test_json_goes_where_it_was_asked_for(
+    before: Terminal, words: list[str], expected: Terminal
+) -> None:
+    app, seen = _app(WithFileOptions)
+    dispatch(app, ["do", *words], Session(before))
+    assert seen[0][1] == expected
+
+
+def test_a_cluster_is_taken_before_and_behind_the_name() -> None:
+    app, seen = _app(PlainOptions, spreads=True)
+    dispatch(app, ["do", "x", "--cluster", "ray"], Session())
+    dispatch(app, ["do", "x"], Session(Terminal(cluster="ray")))
+    assert [terminal.cluster for _, terminal in seen] == ["ray", "ray"]
+
+
+@pytest.mark.parametrize(
+    ("spreads", "cluster", "error"),
+    [(False, "ray", InvalidArgument), (True, "slurm", UnknownName), (False, "x", UnknownName)],
+)
+def test_a_cluster_without_meaning_is_refused(
+    spreads: bool, cluster: str, error: type[Exception]
+) -> None:
+    app, seen = _app(PlainOptions, spreads=spreads)
+    with pytest.raises(error, match="--cluster"):
+        dispatch(app, ["do", "x"], Session(Terminal(cluster=cluster)))
+    assert seen == []
+
+
+def test_the_body_stays_a_plain_function() -> None:
+    app = typer.Typer()
+
+    def body(_options: PlainOptions, _terminal: Terminal) -> int:
+        """Do it."""
+        return 0
+
+    kept: Callable[[PlainOptions, Terminal], int] = command(app, "do", PlainOptions)(body)
+    assert kept is body

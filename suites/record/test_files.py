@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.errors import UnwritablePath
+from degarble.harness.record.files import usable_folder, write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_text_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old", encoding="utf-8")
+    write_text(target, "new ≠\n")
+    assert target.read_bytes() == "new ≠\n".encode()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = tmp_path / "a.txt"
+    write_text(target, "old")
+    monkeypatch.setattr("degarble.harness.record.files.os.fsync", full)
+    with pytest.raises(UnwritablePath, match="No space left on device"):
+        write_text(target, "new")
+    assert target.read_text(encoding="utf-8") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnwritablePath):
+        write_text(tmp_path / "none" / "a.txt", "x")
+
+
+def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    folder = usable_folder("--out", tmp_path / "a" / "b")
+    assert folder.is_dir()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x", encoding="utf-8")
+    with pytest.raises(UnwritablePath, match=r"--out = .*File exists"):
+        usable_folder("--out", tmp_path / "a")
+
+
+def test_a_place_that_takes_no_files_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.open", read_only)
+    with pytest.raises(UnwritablePath, match=r"--out = .*Read-only file system"):
+        usable_folder("--out", tmp_path)
