@@ -1,0 +1,1 @@
+"""Checkpoints on disk: read, judged, written and converted at any size; safetensors only."""

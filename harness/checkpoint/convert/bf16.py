@@ -1,0 +1,27 @@
+"""NVFP4, MXFP4 and FP8 to BF16: codes times scales, rounded once to bfloat16.
+
+Owns the choice of what is decoded: every quantised linear, or those that `only` names. Directions
+are those of each module's producer: compressed-tensors' global scales divide, all others multiply.
+Input scales are left out, by name: they never touch weights.
+Kept honest by suites/checkpoint/convert/test_bf16.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.convert.recoding import recoding
+from degarble.harness.checkpoint.convert.source import chosen, linears
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.checkpoint.convert.units import Options, Unit
+    from degarble.harness.checkpoint.view import Checkpoint
+
+
+def to_bf16(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+    """List one unit a quantised linear."""
+    for linear in chosen(linears(checkpoint), options.only):
+        if linear.weight.format is not None:
+            yield recoding(checkpoint, linear.module, [linear], None)

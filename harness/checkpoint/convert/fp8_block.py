@@ -1,0 +1,38 @@
+"""NVFP4, MXFP4 or BF16 to FP8 with a scale for every 128x128 block, fp32 or UE8M0.
+
+Owns the choice of what becomes FP8: what the released model has quantised, or what `only` names;
+for an unknown model, every quantised module. Scales are decode scales: the consumer multiplies
+codes by them, whatever `weight_scale_inv` sounds like. FP8 whose scales the other scale format
+holds exactly keeps its codes, and so does MXFP4 that spans few exponents a block.
+Kept honest by suites/checkpoint/convert/test_fp8_block.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.recipes import BF16, recipe_named
+from degarble.harness.checkpoint.convert.recoding import recoding
+from degarble.harness.checkpoint.convert.source import chosen, linears
+from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.checkpoint.convert.units import Options, Unit
+    from degarble.harness.checkpoint.view import Checkpoint
+
+BY_SCALE = {"fp32": FP8_128X128_F32, "ue8m0": FP8_128X128_UE8M0}
+
+
+def to_fp8_block(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+    """List one unit a linear that is not in this format yet."""
+    fmt = BY_SCALE[options.scale]
+    model = checkpoint.model
+    released = recipe_named("official", model) if model else None
+    for linear in chosen(linears(checkpoint), options.only):
+        wanted = bool(options.only) or linear.weight.format is not None
+        if not wanted and released is not None and linear.parameter is not None:
+            wanted = released.format_of(linear.parameter).weight != BF16
+        if wanted and linear.weight.format != fmt:
+            yield recoding(checkpoint, linear.module, [linear], fmt)

@@ -1,0 +1,130 @@
+"""What a loader is given: the stored tensors of a checkpoint, some of them converted first.
+
+Owns the identity of each tensor (which part of which parameter it is) and the conversions of a map:
+a converted module goes on as new tensors, computed from the parts that the map reads.
+Kept honest by suites/checkpoint/test_loader_proof.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.anatomy.recipes import BF16
+from degarble.harness.anatomy.storage import Part
+from degarble.harness.checkpoint.loader_maps import FP8, compiled
+from degarble.harness.errors import LayoutMismatch, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.checkpoint.inventory import Found, Inventory
+    from degarble.harness.checkpoint.loader_maps import Convert, LoaderMap
+    from degarble.harness.checkpoint.modules import ModuleTable
+    from degarble.harness.checkpoint.types import TensorEntry
+
+_WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE})
+
+
+class Source(NamedTuple):
+    """One tensor that a loader looks at. `parameter` None: no tensor of the model.
+
+    `made_from`: the stored tensors that a converted one was computed from.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameter: Parameter | None
+    part: Part | None
+    made_from: tuple[str, ...] = ()
+
+
+class Conversion(NamedTuple):
+    """One module that a rule of the map converts, with the parts that it has and that are read."""
+
+    rule: Convert
+    found: Found
+    has: frozenset[Part]
+    reads: frozenset[Part]
+
+
+def require_unfused(inventory: Inventory) -> None:
+    """Refuse a checkpoint in which parameters share tensors."""
+    if inventory.fused:
+        raise LayoutMismatch(
+            "layout of the checkpoint",
+            inventory.layout.name,
+            "one tensor a part of each parameter",
+            "It is fused for an engine already: prove the checkpoint that it was made from.",
+        )
+
+
+def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Source]:
+    """Yield every stored tensor with its identity."""
+    by_module = {} if inventory is None else {each.module: each for each in inventory.found}
+    for module in table.suffixes:
+        found = by_module.get(module)
+        try:
+            parts = table.parts(module)
+        except Refused:  # two tensors for one part: the structure audit tells
+            yield from (_source(entry, None, None) for entry in table.tensors(module))
+            continue
+        for part, entry in parts.items():
+            yield _source(entry, part, found)
+
+
+def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Source:
+    if found is None:
+        return Source(entry.name, entry.dtype, entry.shape, None, None)
+    plain = part is Part.CODES and found.weight == BF16
+    known = Part.VALUE if plain else part
+    return Source(entry.name, entry.dtype, entry.shape, found.parameter, known)
+
+
+class Conversions:
+    """Applies the conversions of a map."""
+
+    def __init__(self, loader_map: LoaderMap, table: ModuleTable) -> None:
+        self._rules = [(compiled("convert", each.match), each) for each in loader_map.convert]
+        self._table = table
+        self.used: set[str] = set()
+
+    def of(self, found: Found) -> Conversion | None:
+        """Return the first conversion that applies to a module, unless it is that already."""
+        for pattern, rule in self._rules:
+            if found.weight in (None, rule.to) or not pattern.search(found.module):
+                continue
+            self.used.add(rule.match)
+            has = frozenset(self._parts(found))
+            reads = has & _WEIGHT_PARTS if rule.reads is None else rule.reads
+            return Conversion(rule, found, has, reads)
+        return None
+
+    def _parts(self, found: Found) -> dict[Part, TensorEntry]:
+        parts = self._table.parts(found.module)
+        if found.weight == BF16:
+            parts[Part.VALUE] = parts.pop(Part.CODES)
+        return parts
+
+    def made(self, conversion: Conversion) -> Iterator[Source]:
+        """Yield the tensors that a conversion makes."""
+        rule, found = conversion.rule, conversion.found
+        parts = self._parts(found)
+        origins = tuple(entry.name for part, entry in parts.items() if part in conversion.reads)
+        shape, name = found.parameter.shape, f"{found.module}.weight"
+        if rule.to != FP8:
+            yield Source(name, "BF16", shape, found.parameter, Part.VALUE, origins)
+            return
+        yield Source(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
+        scales: tuple[int, ...] = (1,)
+        if isinstance(rule.block, tuple):
+            scales = tuple(
+                -(-extent // block) for extent, block in zip(shape, rule.block, strict=True)
+            )
+        name = found.module + rule.suffix
+        yield Source(name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins)
+
+    def dead(self) -> list[tuple[str, str]]:
+        """Return the rules that matched no module."""
+        return [("convert", rule.match) for _, rule in self._rules if rule.match not in self.used]

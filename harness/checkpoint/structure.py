@@ -1,0 +1,222 @@
+"""The structure audit: everything is there, in the shape and format that the config implies.
+
+Owns `audit_structure`, which reads heads and configs, and of the data only scalar scales and a few
+rows of indexers. It reports the problems of the files, then compares the config's parameters with
+the stored modules: missing, unexpected, wrong. Formats against the quantisation config are in
+structure_formats.py, what fused partners share in structure_scalars.py, the rules in
+rules_structure.py.
+
+Raises nothing for what it finds; a checkpoint of an unknown model is judged module by module.
+Needs no torch. Kept honest by suites/checkpoint/test_structure.py (healthy checkpoints of every
+layout, and one planted fault a rule).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.parameters import parameter_named, parameters
+from degarble.harness.checkpoint import rules_files
+from degarble.harness.checkpoint import rules_structure as rules
+from degarble.harness.checkpoint.findings import NOWHERE, Finding, Findings, Place
+from degarble.harness.checkpoint.inventory import Inventory, take_inventory
+from degarble.harness.checkpoint.structure_formats import report_formats
+from degarble.harness.checkpoint.structure_indexer import report_indexer_bytes
+from degarble.harness.checkpoint.structure_scalars import report_scalars
+from degarble.harness.checkpoint.types import shown
+from degarble.harness.errors import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.checkpoint.module_checks import Issue
+    from degarble.harness.checkpoint.modules import ModuleTable
+    from degarble.harness.checkpoint.view import Checkpoint
+
+_INDEXER_COMPRESSOR = "attn.indexer.compressor."
+_KNOWN_EXTRAS = re.compile(r"\.(rotary_emb\.inv_freq|[kvq]_scale|[kv]_proj\.output_scale)$")
+
+
+def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
+    """Judge the structure of a checkpoint; survey() opens one for this that open() refuses."""
+    findings = Findings()
+    _report_problems(checkpoint, findings)
+    names = checkpoint.names
+    if checkpoint.model is None:
+        findings.add(
+            rules.UNKNOWN_MODEL,
+            NOWHERE,
+            "No known model follows from config.json, so modules are judged one by one.",
+            "Put the model's config.json beside the shards.",
+        )
+        _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
+    elif names is None:
+        _report_spelling(checkpoint, findings)
+    else:
+        inventory = take_inventory(names)
+        _report_missing(inventory, findings)
+        _report_issues(checkpoint.table, inventory, findings)
+        _report_unexpected(checkpoint.table, inventory, findings)
+        report_indexer_bytes(checkpoint, inventory, findings)
+        report_formats(checkpoint, inventory, findings)
+        report_scalars(checkpoint, inventory, findings)
+    return findings.sorted()
+
+
+def _report_problems(checkpoint: Checkpoint, findings: Findings) -> None:
+    for problem in checkpoint.problems.found:
+        findings.add(
+            rules_files.BY_KIND[problem.kind],
+            Place(problem.tensor),
+            f"{shown(problem.file)}: {problem.kind}: {problem.error.shown_value}, expected"
+            f" {problem.error.expectation}.",
+            problem.error.remedy,
+            file=shown(problem.file),
+            place=problem.error.name,
+            found_in_all=checkpoint.problems.counts[problem.kind],
+        )
+
+
+def _report_spelling(checkpoint: Checkpoint, findings: Findings) -> None:
+    assert checkpoint.model is not None, "asked for a known model only"
+    wanted = [each.name for each in parameters(checkpoint.model)[:5]]
+    there = sorted(checkpoint.entries)[:5]
+    findings.add(
+        rules.UNKNOWN_SPELLING,
+        NOWHERE,
+        f"The names of the {len(checkpoint.entries)} tensors fit no known spelling of the"
+        f" {checkpoint.model.family} model in config.json.",
+        "Check that config and shards belong together, or rename the tensors.",
+        wanted=wanted,
+        there=[shown(name) for name in there],
+    )
+    _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
+
+
+def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings) -> None:
+    """Report modules that are no weight in a known format, whatever the model."""
+    for module in modules:
+        try:
+            table.form(module)
+        except Refused as error:
+            findings.add(
+                rules.UNREADABLE_MODULE,
+                Place(None, module),
+                f"{shown(module)} is {error.shown_value}, expected {error.expectation}.",
+                error.remedy,
+            )
+
+
+def _report_missing(inventory: Inventory, findings: Findings) -> None:
+    """Report what is absent: by block, by expert, or one by one."""
+    there = {each.parameter.block for each in inventory.found}
+    by_expert: dict[tuple[object, int], list[tuple[Parameter, str]]] = defaultdict(list)
+    blocks = set()
+    for parameter, module in inventory.missing:
+        block = parameter.block
+        if block is not None and block not in there:
+            if block not in blocks:
+                blocks.add(block)
+                _report_block(inventory, parameter, findings)
+        elif parameter.expert is not None:
+            by_expert[block, parameter.expert].append((parameter, module))
+        else:
+            _report_parameter(inventory, parameter, module, findings)
+    rows = sum("{e}" in row for row in {each.row.name for each in parameters(inventory.config)})
+    for absent in by_expert.values():
+        parameter, module = absent[0]
+        if len(absent) < rows:
+            for each in absent:
+                _report_parameter(inventory, *each, findings)
+            continue
+        expert = parameter.expert
+        findings.add(
+            rules.MISSING_EXPERT,
+            Place(None, module.rpartition(".")[0], inventory.layer_of(parameter)),
+            f"Expert {expert} of {parameter.block and parameter.block.prefix} has no tensors; the"
+            f" config counts {inventory.config.n_routed_experts} experts.",
+            "Look for a missing shard, or for experts that were pruned behind the config's back.",
+        )
+
+
+def _report_block(inventory: Inventory, parameter: Parameter, findings: Findings) -> None:
+    block = parameter.block
+    assert block is not None, "parameters outside blocks are reported one by one"
+    drafts = block.is_drafter
+    findings.add(
+        rules.DRAFTER_ABSENT if drafts else rules.MISSING_BLOCK,
+        Place(None, block.prefix, inventory.layer_of(parameter)),
+        f"{block.prefix} has no tensors, the config counts"
+        f" {inventory.config.num_hidden_layers} layers and {inventory.config.drafters} drafters.",
+        "Nothing, unless the drafter is wanted." if drafts else "Look for a missing shard.",
+    )
+
+
+def _report_parameter(
+    inventory: Inventory, parameter: Parameter, module: str, findings: Findings
+) -> None:
+    findings.add(
+        rules.MISSING_PARAMETER,
+        Place(None, module, inventory.layer_of(parameter)),
+        f"{module} is missing: {parameter.name}, {list(parameter.shape)}, read by"
+        f" {parameter.component}.",
+        "Look for it under another name, or in a shard that is missing.",
+        parameter=parameter.name,
+        shape=list(parameter.shape),
+    )
+
+
+def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings) -> None:
+    told = set()
+    for parameter, module, check in inventory.found:
+        if not check.issues or module in told:
+            continue
+        if module in inventory.fused:
+            told.add(module)
+        parts = {} if module in inventory.fused else table.parts(module)
+        for issue in check.issues:
+            name = module if issue.part is None else parts[issue.part].name
+            rule, extra = issue.rule, ""
+            if _is_main_compressors(inventory, parameter, issue):
+                rule, extra = rules.INDEXER_PREFIX, ", which is the main compressor's shape"
+            layer = None if rule is rules.NARROWED else inventory.layer_of(parameter)
+            findings.add(
+                rule,
+                Place(None if issue.part is None else name, module, layer),
+                f"{shown(name)} {issue.told}{extra}.",
+                issue.remedy,
+                **issue.evidence,
+            )
+
+
+def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Issue) -> bool:
+    """Tell whether an indexer's tensor has the shape that the main compressor's should have."""
+    name = parameter.row.name
+    if issue.rule is not rules.WRONG_SHAPE or not name.startswith(_INDEXER_COMPRESSOR):
+        return False
+    main = parameter.name.replace(".indexer.", ".")
+    return list(parameter_named(inventory.config, main).shape) == issue.evidence["shape"]
+
+
+def _report_unexpected(table: ModuleTable, inventory: Inventory, findings: Findings) -> None:
+    config = inventory.config
+    for module in table.suffixes:
+        if module in inventory.modules:
+            continue
+        entry = next(iter(table.parts(module).values()))
+        extra = _KNOWN_EXTRAS.search(module)
+        findings.add(
+            rules.KNOWN_EXTRA if extra else rules.UNEXPECTED,
+            Place(entry.name, module),
+            f"{shown(entry.name)}, {entry.dtype} {list(entry.shape)}, belongs to no parameter of a"
+            f" {config.family} model with {config.num_hidden_layers} layers and"
+            f" {config.n_routed_experts} experts.",
+            "Nothing; engines make it anew."
+            if extra
+            else "Check its name: engines skip in silence what they do not know.",
+            dtype=entry.dtype,
+            shape=list(entry.shape),
+        )

@@ -1,0 +1,106 @@
+"""Files beside converted shards: configs that readers take, companions that are safe to copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.config_json import config_to_dict
+from degarble.harness.anatomy.layouts import layout_named
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.checkpoint import configs_out
+from degarble.harness.checkpoint.configs_out import companions, config_files, is_weight_only
+from degarble.harness.checkpoint.quantise_job import target_layout, weight_only
+from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from degarble.harness.anatomy.config import Config
+
+
+def test_entries_of_the_source_survive() -> None:
+    layout = target_layout(TINY_V4, recipe_named("nvfp4-experts", TINY_V4))
+    source = config_to_dict(TINY_V4) | {"mine": 3, "quantization_config": {"quant_method": "x"}}
+    made = json.loads(config_files(TINY_V4, layout, source)["config.json"])
+    assert made.pop("quantization_config")["quant_method"] == "fp8"
+    source.pop("quantization_config")
+    assert made == source
+
+
+def test_transformers_reads_the_configs(tmp_path: Path) -> None:
+    cases: dict[str, Config] = {}
+    families: dict[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}
+    for family, config in families.items():
+        for recipe in ("nvfp4-experts", "nvfp4-full"):
+            folder = tmp_path / f"{family}-{recipe}"
+            folder.mkdir()
+            cases[str(folder)] = config
+            layout = target_layout(config, recipe_named(recipe, config))
+            for name, data in config_files(config, layout, config_to_dict(config)).items():
+                (folder / name).write_bytes(data)
+    script = (
+        "import sys, json; from transformers import AutoConfig;"
+        "all = [AutoConfig.from_pretrained(each) for each in sys.argv[1:]];"
+        "print(json.dumps([[c.model_type, c.num_hidden_layers,"
+        " getattr(c, 'quantization_config', None)] for c in all]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *cases],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for (folder_name, config), (family, layers, stated) in zip(cases.items(), answers, strict=True):
+        assert family.startswith("deepseek")
+        assert layers == config.num_hidden_layers
+        written = json.loads((tmp_path / folder_name / "config.json").read_text())
+        assert stated == written.get("quantization_config")
+
+
+def test_weights_alone_are_told_apart() -> None:
+    recipe = recipe_named("nvfp4-full", TINY_V4)
+    assert not is_weight_only(TINY_V4, target_layout(TINY_V4, recipe))
+    layout = target_layout(TINY_V4, weight_only(recipe))
+    assert is_weight_only(TINY_V4, layout)
+    beside = json.loads(config_files(TINY_V4, layout, {})["hf_quant_config.json"])
+    assert beside["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    assert not is_weight_only(TINY_V4, layout_named("bf16", TINY_V4))
+
+
+def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not yours")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "README.md", "LICENSE", "vocab.json", "config.json"):
+        (source / name).write_text(name)
+    for name in ("modeling.py", "run.sh", "README.sh", "training_args.bin", "manifest.json"):
+        (source / name).write_text(name)
+    (source / "merges.txt").symlink_to(secret)
+    (source / "tokenizer.model").mkdir()
+    os.mkfifo(source / "generation_config.json")
+    (source / "model-00001-of-00001.safetensors").write_bytes(b"")
+    monkeypatch.setattr(configs_out, "LARGEST_COMPANION", 12)
+    (source / "tokenizer.json").write_text("x" * 13)
+    copied, passed_over = companions(source, taken={"config.json"})
+    assert copied == {name: name.encode() for name in ("LICENSE", "README.md", "vocab.json")}
+    assert passed_over == {
+        "README.sh": "not on the list of companions",
+        "generation_config.json": "no regular file",
+        "merges.txt": "a link",
+        "modeling.py": "not on the list of companions",
+        "run.sh": "not on the list of companions",
+        "tokenizer.json": "too large",
+        "tokenizer.model": "no regular file",
+        "training_args.bin": "not on the list of companions",
+    }
+    monkeypatch.setattr(configs_out, "MOST_COMPANIONS", 8)
+    assert "vocab.json" in companions(source, taken=())[1]

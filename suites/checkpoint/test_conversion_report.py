@@ -1,0 +1,56 @@
+"""The report: facts of shards in any order make the same bytes, and what matters stands on top."""
+
+from __future__ import annotations
+
+import json
+
+from degarble.harness.checkpoint.calibration import InputScale, Origin
+from degarble.harness.checkpoint.conversion_report import ShardFacts, report_bytes
+from degarble.harness.checkpoint.lossless import Exponents
+from degarble.harness.checkpoint.quantise_producer import GroupScale
+from degarble.harness.checkpoint.scale_search import Errors
+
+
+def facts() -> list[ShardFacts]:
+    one, two = ShardFacts(), ShardFacts()
+    exact = GroupScale(0.5, None, True, Exponents(0, 7), "")
+    plain = GroupScale(0.25, 3.0, False, None, "exponents from 0 to 40")
+    one.add_nvfp4("a", "MXFP4", 300, exact, Errors())
+    one.add_nvfp4("b", "MXFP4", 100, plain, Errors(100.0, 1.0, 1.0, 0.25))
+    two.add_nvfp4(
+        "c", "BF16", 100, plain._replace(amax=0.0, why_not=""), Errors(4.0, 1.0, 2.0, 2.0)
+    )
+    two.add_input("c", InputScale(0.1, 268.8, 0, Origin.UNREACHED))
+    two.add_plain("norm", "copied", "F32", "BF16", 7)
+    one.add_plain("embed", "copied", "BF16", "BF16", 0)
+    return [one, two]
+
+
+def test_the_report_says_what_happened() -> None:
+    raw = json.loads(report_bytes({"recipe": "mine"}, facts()))
+    assert raw["recipe"] == "mine"
+    assert raw["counts"] == {
+        "copied": 1,
+        "copied: F32 to BF16": 1,
+        "lossless: MXFP4 to NVFP4": 1,
+        "quantised: BF16 to NVFP4": 1,
+        "quantised: MXFP4 to NVFP4": 1,
+    }
+    assert raw["lossless"] == {"weights": 2, "exact": 1, "share_of_elements": 0.75}
+    assert raw["flagged"] == {
+        "unreached_experts": ["c"],
+        "not_lossless": {"b": "exponents from 0 to 40"},
+        "zero_weights": ["c"],
+        "rounded_to_a_narrower_dtype": {"norm": 7},
+    }
+    assert raw["worst"] == [
+        {"weight": "b", "over_floor": 2.0, "relative_error": 0.1},
+        {"weight": "c", "over_floor": 1.0, "relative_error": 0.5},
+    ]
+    assert raw["weights"]["a"]["relative_error"] == 0.0
+
+
+def test_order_and_travel_change_nothing() -> None:
+    one, two = facts()
+    travelled = [ShardFacts.from_bytes(each.to_bytes()) for each in (two, one)]
+    assert report_bytes({}, travelled) == report_bytes({}, facts())
