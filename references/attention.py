@@ -1,0 +1,192 @@
+"""Attention over rows that serve as keys and values: a masked softmax, for V4 with a sink.
+
+Legend: T tokens, H heads, X key width, V value width, R rows, L latent width (V4: X = V = L).
+`seen` [T, R] says which rows a token attends to, None that it is all of them. A token that sees
+none yields zero; the sink takes part in the sum only. A row that a token does not see cannot reach
+it, not even a NaN.
+Sources: DeepSeek-V4 inference/model.py and kernel.py (sparse_attn).
+Kept honest by suites/references/test_attention.py, token by token from the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references import elementary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from degarble.references.elementary import Table
+    from degarble.references.numerics import Numerics
+
+    # Masked logits [T, H, R] become weights [T, H, R] and their divisor [T, H], None for 1.
+    Weighed = tuple[Tensor, Tensor | None]
+    Weigh = Callable[[Tensor], Weighed]
+
+_LOGIT_BYTES = 64 << 20  # bounds the logits of one step; no result depends on it
+
+
+def query_heads(q_THL: Tensor, table: Table, epsilon: float, numerics: Numerics) -> Tensor:
+    """Weightless RMS per head, then rotation of the tail; rounded once behind it."""
+    q = elementary.head_rms(q_THL, epsilon, numerics)
+    return elementary.rotate_tail(q, elementary.over_heads(table)).to(numerics.store)
+
+
+def latent(
+    kv_TL: Tensor, norm_L: Tensor, table: Table, epsilon: float, numerics: Numerics
+) -> Tensor:
+    """Norm and rotation of the shared latent row; the norm's result is stored before it."""
+    normed = elementary.rms_norm(kv_TL, norm_L, epsilon, numerics)
+    return elementary.rotate_tail(normed.to(numerics.work), table).to(numerics.store)
+
+
+def window_rows(positions_T: Tensor, first: int, rows: int, window: int) -> Tensor:
+    """Which of the rows of positions `first`, `first` + 1, ... lie in each token's window [T, R].
+
+    The window ends with the token itself: positions t - window + 1 to t.
+    """
+    row_R = torch.arange(first, first + rows, device=positions_T.device)
+    behind = positions_T[:, None] - row_R
+    return (behind >= 0) & (behind < window)
+
+
+def listed_rows(chosen_TK: Tensor, rows: int) -> tuple[Tensor | slice, Tensor | None]:
+    """Turn listed row numbers into an index of rows and `seen` [T, indexed rows], None for all.
+
+    -1 is passed over, and so are rows that do not exist, which a faulty list may name.
+    """
+    exists = (chosen_TK >= 0) & (chosen_TK < rows)
+    if chosen_TK.shape[0] == 1:
+        return chosen_TK[exists], None
+    reach = int(torch.where(exists, chosen_TK, -1).max()) + 1 if chosen_TK.numel() else 0
+    seen = torch.zeros(chosen_TK.shape[0], reach + 1, dtype=torch.bool, device=chosen_TK.device)
+    seen.scatter_(1, torch.where(exists, chosen_TK, reach), value=True)
+    return slice(0, reach), seen[:, :reach]
+
+
+def attend(
+    q_THL: Tensor,
+    rows: Sequence[Tensor],
+    seen_TR: Tensor | None,
+    sink_H: Tensor,
+    numerics: Numerics,
+) -> Tensor:
+    """V4: output [T, H, L] over rows [R, L], given in parts, and a sink."""
+    softmax = sink_softmax
+    if numerics.switches.attention_in_storage_dtype and not numerics.exact:
+        softmax = _stored_sink_softmax
+    scale, sink = q_THL.shape[-1] ** -0.5, sink_H.to(numerics.work)
+    weigh = partial(softmax, scale=scale, sink_H=sink, numerics=numerics)
+    return over_rows(q_THL, rows, q_THL.shape[-1], seen_TR, weigh, numerics)
+
+
+def over_rows(
+    q_THX: Tensor,
+    rows: Sequence[Tensor],
+    width: int,
+    seen_TR: Tensor | None,
+    weigh: Weigh,
+    numerics: Numerics,
+) -> Tensor:
+    """Attend with rows as keys and their first `width` features as values; step by step."""
+    q, parts = q_THX.to(numerics.work), [part.to(numerics.work) for part in rows if len(part)]
+    count, item = sum(len(part) for part in parts), torch.finfo(numerics.work).bits // 8
+    step = max(1, _LOGIT_BYTES // max(1, q.shape[1] * count * item))
+    made = [
+        _over_part(q[i : i + step], parts, width, _some(seen_TR, i, step), weigh)
+        for i in range(0, q.shape[0], step)
+    ]
+    out = made[0] if len(made) == 1 else torch.cat(made)
+    # A sum is finite only where all its terms are; one that overflows costs time, no more.
+    if seen_TR is not None and not math.isfinite(out.sum().item()):
+        out = _around_spoilt(q, torch.cat(parts), width, seen_TR, weigh)
+    return out.to(numerics.store)
+
+
+def _some(seen_TR: Tensor | None, begin: int, step: int) -> Tensor | None:
+    return None if seen_TR is None else seen_TR[begin : begin + step]
+
+
+def _over_part(
+    q_THX: Tensor, rows: Sequence[Tensor], width: int, seen_TR: Tensor | None, weigh: Weigh
+) -> Tensor:
+    tokens, heads, _ = q_THX.shape
+    q, counts = q_THX.flatten(0, 1), [len(part) for part in rows]
+    if not rows:
+        logit = q.new_empty(tokens, heads, 0)
+    else:
+        logits = [torch.mm(q, part.T) for part in rows]
+        logit = (logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)).reshape(
+            tokens, heads, -1
+        )
+    if seen_TR is not None:
+        logit = logit.masked_fill(~seen_TR[:, None], -torch.inf)
+    weight, total = weigh(logit)
+    out = q.new_zeros(tokens * heads, width) if not rows else None
+    shares = torch.split(weight.flatten(0, 1), counts, dim=1) if counts else ()
+    for share, part in zip(shares, rows, strict=True):
+        added = torch.mm(share, part[:, :width])
+        out = added if out is None else out + added
+    assert out is not None, "there are rows, or there is nothing"
+    out = out.reshape(tokens, heads, width)
+    return out if total is None else out / total[..., None]
+
+
+def _around_spoilt(
+    q_THX: Tensor, rows_RX: Tensor, width: int, seen_TR: Tensor, weigh: Weigh
+) -> Tensor:
+    """Keep rows that are not finite from tokens that do not see them: 0 * NaN is NaN."""
+    made = []
+    for token in range(q_THX.shape[0]):
+        listed = rows_RX[seen_TR[token]]
+        parts = [listed] if len(listed) else []
+        made.append(_over_part(q_THX[token : token + 1], parts, width, None, weigh))
+    return torch.cat(made)
+
+
+def sink_softmax(logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Numerics) -> Weighed:
+    """Unnormalised weights, as stored, and their sum with the sink."""
+    logit_THR = logit_THR * scale
+    if not logit_THR.shape[-1]:
+        return logit_THR, None
+    peak = logit_THR.amax(-1, keepdim=True)
+    # A token that sees nothing has no peak. Trap: -inf - -inf would be NaN.
+    peak = peak.clamp(min=torch.finfo(peak.dtype).min)
+    weight = torch.exp(logit_THR - peak)
+    total = weight.sum(-1) + torch.exp(sink_H - peak.squeeze(-1))
+    # The official kernel rounds the unnormalised weights, not the normalised ones.
+    stored = weight if numerics.exact else weight.to(numerics.store).to(numerics.work)
+    return stored, total
+
+
+def _stored_sink_softmax(
+    logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Numerics
+) -> Weighed:
+    """The softmax of transformers: logits, sink, difference to the peak and shares are stored."""
+    store, work = numerics.store, numerics.work
+    logit = (logit_THR.to(store) * scale).to(store)
+    sink = sink_H.to(store).expand(*logit.shape[:2]).unsqueeze(-1)
+    both = torch.cat((logit, sink), dim=-1)
+    share = torch.softmax(both - both.amax(-1, keepdim=True), dim=-1)[..., :-1]
+    return share.to(work), None
+
+
+def unrotate(o_THL: Tensor, table: Table, numerics: Numerics) -> Tensor:
+    """Rotate back at the query's position: the rows carried their rotation into the values."""
+    o = o_THL.to(numerics.work)
+    return elementary.rotate_tail(o, elementary.over_heads(table), inverse=True).to(numerics.store)
+
+
+def grouped(o_TF: Tensor, weight_GOK: Tensor, numerics: Numerics) -> Tensor:
+    """One matrix per group of consecutive heads: [T, G * K] to [T, G * O]."""
+    groups, _, width = weight_GOK.shape
+    o_GTK = o_TF.reshape(-1, groups, width).to(numerics.products).transpose(0, 1)
+    z_GTO = torch.bmm(o_GTK, weight_GOK.to(numerics.products).transpose(1, 2))
+    return z_GTO.transpose(0, 1).flatten(1).to(numerics.store)

@@ -1,0 +1,167 @@
+"""Components bound to a model: names to callables, names to weights, and one way to call them.
+
+Owns the table that a backend replaces entries of, the weights behind each component, and the call
+that every forward pass goes through, so that an observer sees exactly what ran. The names are those
+of harness.anatomy.components under the recipe; nothing is listed here a second time.
+Refuses component names that the model does not have, and the block-parallel drafter, by name.
+Kept honest by suites/references/test_binding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from degarble.harness.anatomy.components import components
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.errors import NotBuilt, UnknownName
+from degarble.references import components_common as common
+from degarble.references import components_v4, components_v32, experts
+from degarble.references.facts import V4Facts, V32Facts, formats_by_block, local_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.components import Component
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.protocols import ComponentCall
+    from degarble.references.numerics import Numerics
+
+_ACT_QUANT = ".act_quant"
+
+
+class Observer(Protocol):
+    """Sees every call: component name, inputs, outputs."""
+
+    def __call__(
+        self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> None:
+        """Look, without changing anything."""
+        ...
+
+
+class Bound:
+    """A model's components and the weights behind them.
+
+    `calls` may be changed entry by entry; `weights` is any mapping from logical parameter names.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        numerics: Numerics,
+        weights: Mapping[str, Weight],
+        recipe: Recipe | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.numerics = numerics
+        self.weights = weights
+        self.observer = observer
+        self.calls: dict[str, ComponentCall] = {}
+        self._fetched: dict[str, Fetched] = {}
+        self._inputs: dict[str, frozenset[str]] = {}
+        # In the definition nothing is quantised, whatever the recipe says.
+        self._bind(None if numerics.exact else recipe)
+
+    def _bind(self, recipe: Recipe | None) -> None:
+        found = components(self.config, recipe)
+        facts = _facts_by_block(self.config, self.numerics, recipe)
+        names = {component.name: _parameter_names(component) for component in found}
+        for component in found:
+            here, name = facts.get(component.block), component.name
+            if here is None:
+                continue
+            if name.endswith(_ACT_QUANT) and not names[name]:
+                names[name] = names.get(name.removesuffix(_ACT_QUANT), ())
+            call = _call_of(component, here, names[name])
+            if call is not None:
+                self.calls[name] = call
+                local = {local_name(each, component.block): each for each in names[name]}
+                self._fetched[name] = Fetched(self, local)
+                self._inputs[name] = frozenset(each.name for each in component.inputs)
+
+    def weights_of(self, component: str) -> Mapping[str, Weight]:
+        """The component's weights, by their names within its block; fetched when they are read."""
+        if component not in self.calls:
+            raise self._unknown(component)
+        return self._fetched[component]
+
+    def __call__(self, component: str, **inputs: Tensor) -> Mapping[str, Tensor]:
+        """Run one component and show it to the observer."""
+        call = self.calls.get(component)
+        if call is None:
+            raise self._unknown(component)
+        outputs = call(inputs, self._fetched[component])
+        if self.observer is not None:
+            self.observer(component, inputs, outputs)
+        return outputs
+
+    def quantises(self, component: str) -> bool:
+        """Whether the recipe quantises the input of `component`."""
+        return component + _ACT_QUANT in self.calls
+
+    def takes(self, component: str, name: str) -> bool:
+        """Whether `component` has an input of this name."""
+        return name in self._inputs[component]
+
+    def _unknown(self, component: str) -> NotBuilt | UnknownName:
+        dspark = isinstance(self.config, V4Config) and self.config.dspark is not None
+        if dspark and component.startswith("mtp."):
+            return NotBuilt(
+                "component", component, "a component of the main model",
+                "The DSpark drafter has no reference; generate without it.",
+            )  # fmt: skip
+        return UnknownName.among("component", component, self.calls)
+
+
+class Fetched(Mapping[str, "Weight"]):
+    """Weights under their local names, read from the source only when a component asks."""
+
+    def __init__(self, bound: Bound, names: Mapping[str, str]) -> None:
+        self._bound = bound
+        self._names = names
+
+    def __getitem__(self, key: str) -> Weight:
+        return self._bound.weights[self._names[key]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _facts_by_block(config: Config, numerics: Numerics, recipe: Recipe | None) -> dict[Any, Any]:
+    """Facts of the ends (None) and of every block that has a reference."""
+    formats = formats_by_block(config, recipe)
+    if isinstance(config, V4Config):
+        blocks = config.layers if config.dspark is not None else config.blocks
+        return {b: V4Facts(config, numerics, b, formats[b]) for b in (None, *blocks)}
+    return {b: V32Facts(config, numerics, b, formats[b]) for b in (None, *config.blocks)}
+
+
+def _parameter_names(component: Component) -> tuple[str, ...]:
+    """Full names of what a component reads, be it values or the input scales of a linear."""
+    return component.weights or component.input_scales
+
+
+def _call_of(component: Component, facts: Any, names: tuple[str, ...]) -> ComponentCall | None:
+    """Bind one component to its facts; None where a switch leaves it out."""
+    role = component.role
+    if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
+        if facts.activation(local_name(names[0], component.block)) is None:
+            return None
+        routed = role == "ffn.experts.w13.act_quant"
+        return partial(experts.w13_act_quant if routed else common.act_quant, facts)
+    family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
+    if component.block is None:
+        return partial(family.ENDS[role], facts)
+    if component.block.is_drafter and role in family.DRAFTER:
+        return partial(family.DRAFTER[role], facts)
+    return partial(family.BLOCK[role], facts)

@@ -1,0 +1,91 @@
+"""Components that both families have: ends, norms, linears, quantisation in front of them, router.
+
+Legend: T tokens, D hidden, V vocabulary, F expert width, N indexer heads.
+Each is a pure function from named tensors to named tensors, bound to its facts by binding.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references import elementary, routing
+from degarble.references.facts import single
+from degarble.references.linears import (
+    activation_values,
+    largest_scale,
+    matmul,
+    product,
+    quantise_activations,
+    table_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.references.facts import Facts, Inputs, Outputs, Weights
+
+
+def embed(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Rows of the embedding table."""
+    return {"out": table_rows(single(weights), inputs["tokens"], facts.numerics.store)}
+
+
+def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """RMSNorm with weight."""
+    weight = single(weights).values(facts.numerics.work)
+    out = elementary.rms_norm(inputs["x"], weight, facts.config.rms_norm_eps, facts.numerics)
+    return {"out": out}
+
+
+def head(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Logits [T, V] in the working dtype: the official product is float32 by float32."""
+    return {"out": product(inputs["x"], single(weights), facts.numerics.work)}
+
+
+def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """One linear; codes in place of values where the recipe quantises its input."""
+    (name,) = weights
+    x = activation_values(inputs, facts.activation(name), facts.numerics.products)
+    return {"out": matmul(x, weights[name], facts.numerics)}
+
+
+def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Linears that share their input, outputs side by side: gate and up [T, 2F], gate first."""
+    numerics = facts.numerics
+    x = activation_values(inputs, facts.activation(next(iter(weights))), numerics.products)
+    parts = [product(x, weight, numerics.products) for weight in weights.values()]
+    return {"out": torch.cat(parts, dim=-1).to(numerics.store)}
+
+
+def act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Quantise the input of the linears whose weights these are."""
+    chosen = facts.activation(next(iter(weights)))
+    assert chosen is not None, "bound only where the recipe quantises"
+    return quantise_activations(inputs["x"], chosen, largest_scale(weights.values()))
+
+
+def gate(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Router logits."""
+    weight = single(weights).values(facts.numerics.work)
+    return {"out": routing.logits(inputs["x"], weight, facts.numerics)}
+
+
+def shared_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """SwiGLU of the shared expert, or of a dense layer."""
+    del weights
+    gate_up = inputs["x"].to(facts.numerics.work)
+    width = gate_up.shape[-1] // 2
+    out = elementary.swiglu(gate_up[..., :width], gate_up[..., width:], facts.shared_limit)
+    return {"out": out.to(facts.numerics.store)}
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """Stack tensors of one shape; a single one is not copied."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Concatenate rows; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,144 @@
+"""Compressed attention's pooling: windows of m tokens become one latent entry each.
+
+Legend: T new tokens of one sequence, m tokens a window, c overlap factor (2 where windows overlap,
+else 1), E entry width, R = c * m state rows, W windows completed by this call.
+Entry w pools window w and, with overlap, the first half of window w - 1's projections; its position
+is the first token of the window. The state rows are the official ones: with overlap rows 0..m-1
+hold the previous window and rows m..2m-1 the current one, without overlap only the current one.
+Source: DeepSeek-V4 inference/model.py, Compressor.
+Kept honest by splitting a sequence at every point: suites/references/test_compressor.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references import elementary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.anatomy.types import Rope
+    from degarble.references.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class PoolFacts:
+    """Window length, overlap, entry width, norm epsilon and the rotary embedding of the entries."""
+
+    ratio: int
+    overlap: bool
+    width: int
+    epsilon: float
+    rope: Rope
+
+    @property
+    def state_rows(self) -> int:
+        """Rows of carried state for one sequence."""
+        return 2 * self.ratio if self.overlap else self.ratio
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """Carried projections of one sequence [R, c*E], in the working dtype; the gate includes ape."""
+
+    latent: Tensor
+    gate: Tensor
+
+
+def pool(
+    new: tuple[Tensor, Tensor],
+    state: PoolState,
+    start: int,
+    norm_E: Tensor,
+    facts: PoolFacts,
+    numerics: Numerics,
+) -> tuple[Tensor, PoolState]:
+    """Entries [W, E] that rows `new` (latent, gate) from position `start` on complete, and state.
+
+    The state of position 0 may hold anything: no row of it is read.
+    """
+    ratio, partial, first = facts.ratio, start % facts.ratio, start // facts.ratio
+    windows = (partial + new[0].shape[0]) // ratio
+    if not windows:
+        return new[0].new_empty(0, facts.width, dtype=numerics.store), _filled(
+            state, new, partial, facts
+        )
+    base = ratio if facts.overlap else 0
+    latent = torch.cat((state.latent[base : base + partial], new[0]))
+    gate = torch.cat((state.gate[base : base + partial], new[1]))
+    complete = windows * ratio
+    window_latent = latent[:complete].reshape(windows, ratio, -1)
+    window_gate = gate[:complete].reshape(windows, ratio, -1)
+    slots = (window_latent, window_gate)
+    if facts.overlap:
+        before_gate = state.gate[:ratio]
+        if first == 0:
+            # Trap: window 0 has no predecessor; a zero gate would still take weight.
+            before_gate = torch.full_like(before_gate, -torch.inf)
+        before_latent = state.latent[:ratio] if first else torch.zeros_like(state.latent[:ratio])
+        slots = (
+            _overlapping(window_latent, before_latent, facts.width),
+            _overlapping(window_gate, before_gate, facts.width),
+        )
+    entries = _entries(slots, first, norm_E, facts, numerics)
+    kept = PoolState(
+        _remainder(latent, complete, facts),
+        _remainder(gate, complete, facts),
+    )
+    return entries, kept
+
+
+def _overlapping(windows_WmF: Tensor, before_mF: Tensor, width: int) -> Tensor:
+    """Slots [W, 2m, E]: first half of the window before, then second half of the window itself."""
+    before = torch.cat((before_mF[None], windows_WmF[:-1]))
+    return torch.cat((before[..., :width], windows_WmF[..., width:]), dim=1)
+
+
+def _entries(
+    slots: tuple[Tensor, Tensor],
+    first: int,
+    norm_E: Tensor,
+    facts: PoolFacts,
+    numerics: Numerics,
+) -> Tensor:
+    """Softmax over slots per channel, weighted sum, norm, rotation at the window's first token."""
+    latent_WSE, gate_WSE = slots
+    weight_WSE = torch.softmax(gate_WSE, dim=1)
+    if numerics.switches.pooling_in_storage_dtype:
+        product = weight_WSE.to(numerics.store) * latent_WSE.to(numerics.store)
+        pooled = product.sum(dim=1)
+    else:
+        pooled = (weight_WSE * latent_WSE).sum(dim=1).to(numerics.store)
+    normed = elementary.rms_norm(pooled, norm_E, facts.epsilon, numerics)
+    windows = torch.arange(first, first + latent_WSE.shape[0], device=normed.device)
+    table = elementary.rotation_table(facts.rope, windows * facts.ratio, numerics)
+    return elementary.rotate_tail(normed.to(numerics.work), table).to(numerics.store)
+
+
+def _filled(
+    state: PoolState, new: tuple[Tensor, Tensor], partial: int, facts: PoolFacts
+) -> PoolState:
+    """Add rows to the unfinished window, which stays unfinished."""
+    begin = partial + (facts.ratio if facts.overlap else 0)
+    made = []
+    for old, rows in ((state.latent, new[0]), (state.gate, new[1])):
+        kept = old.clone()
+        kept[begin : begin + rows.shape[0]] = rows
+        made.append(kept)
+    return PoolState(made[0], made[1])
+
+
+def _remainder(rows: Tensor, complete: int, facts: PoolFacts) -> Tensor:
+    """Carry the last complete window (with overlap) and the tokens of the unfinished one."""
+    kept = rows.new_zeros(facts.state_rows, rows.shape[1])
+    rest = rows[complete:]
+    if facts.overlap:
+        kept[: facts.ratio] = rows[complete - facts.ratio : complete]
+        kept[facts.ratio : facts.ratio + rest.shape[0]] = rest
+    else:
+        kept[: rest.shape[0]] = rest
+    return kept

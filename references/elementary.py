@@ -1,0 +1,181 @@
+"""Norms, rotations and transforms that several components share, as pure functions on tensors.
+
+Legend: T tokens, H heads, D any feature width, P rotated pairs (half the rotated dims).
+Refuses nothing: callers check shapes. Kept honest by suites/references/test_elementary.py, which
+derives each from its formula in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references.numerics import HeadNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.anatomy.types import Rope, Yarn
+    from degarble.references.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cos and sin of the angles that P pairs turn by, [T, P], or [T, 1, P] over heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @cached_property
+    def turn(self) -> Tensor:
+        """The rotation as a complex factor."""
+        return torch.complex(self.cos, self.sin)
+
+    @cached_property
+    def back(self) -> Tensor:
+        """The inverse rotation."""
+        return torch.complex(self.cos, -self.sin)
+
+    @cached_property
+    def over_heads(self) -> Table:
+        """The same angles for every head."""
+        return Table(self.cos.unsqueeze(1), self.sin.unsqueeze(1))
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
+    """`w * x / sqrt(mean(x^2) + epsilon)`, in the working dtype, rounded once."""
+    x = x_TD.to(numerics.work)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return (weight_D.to(numerics.work) * (x * scale)).to(numerics.store)
+
+
+def layer_norm(
+    x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float, numerics: Numerics
+) -> Tensor:
+    """LayerNorm with weight and bias, in the working dtype, rounded once."""
+    x = x_TD.to(numerics.work)
+    centred = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + epsilon)
+    out = centred * scale * weight_D.to(numerics.work) + bias_D.to(numerics.work)
+    return out.to(numerics.store)
+
+
+def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
+    """Per-head RMS without weight, left in the working dtype (the rotation follows)."""
+    kind = numerics.switches.head_norm
+    if kind is HeadNorm.EACH_STEP:
+        q = q_THD.to(numerics.store)
+        return (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)).to(numerics.work)
+    q = q_THD.to(numerics.work)
+    factor = torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)
+    if kind is HeadNorm.FACTOR:
+        return (q * factor.to(numerics.store).to(numerics.work)).to(numerics.store).to(q.dtype)
+    return q * factor
+
+
+@lru_cache(maxsize=32)
+def frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The P angular frequencies, blended as YaRN does where the rope names it.
+
+    In float32 the operations are the official ones in their order: 1e-7 of a frequency is an angle
+    of 0.1 at a position of a million.
+    """
+    exponent = torch.arange(0, rope.dims, 2, dtype=dtype, device=device) / rope.dims
+    base = 1.0 / (rope.theta**exponent)
+    if rope.yarn is None:
+        return base
+    low = max(math.floor(_turning_pair(rope, rope.yarn, rope.yarn.beta_fast)), 0)
+    high = min(math.ceil(_turning_pair(rope, rope.yarn, rope.yarn.beta_slow)), rope.dims - 1)
+    pair = torch.arange(rope.dims // 2, dtype=dtype, device=device)
+    kept = 1.0 - ((pair - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return base / rope.yarn.factor * (1.0 - kept) + base * kept
+
+
+def _turning_pair(rope: Rope, yarn: Yarn, turns: float) -> float:
+    """Return the pair index that makes `turns` full turns within the original length."""
+    reach = math.log(yarn.original_max_position_embeddings / (turns * 2.0 * math.pi))
+    return rope.dims * reach / (2.0 * math.log(rope.theta))
+
+
+_TABLES: dict[tuple[object, ...], tuple[weakref.ref[Tensor], int, Table]] = {}
+_MOST_TABLES = 64
+
+
+def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table:
+    """Return the angles [T, P] of each position, in the precision that the numerics name.
+
+    All components of a step share one tensor of positions, so its tables are kept while it lives.
+    """
+    if positions_T.is_inference():  # has no version counter, so a change would go unseen
+        return _rotation_table(rope, positions_T, numerics)
+    stored = numerics.store if numerics.switches.rotation_in_storage_dtype else None
+    key, version = (id(positions_T), rope, numerics.work, stored), positions_T._version  # noqa: SLF001
+    known = _TABLES.get(key)
+    if known is not None and known[0]() is positions_T and known[1] == version:
+        return known[2]
+    if len(_TABLES) >= _MOST_TABLES:
+        _TABLES.clear()
+    table = _rotation_table(rope, positions_T, numerics)
+    _TABLES[key] = (weakref.ref(positions_T), version, table)
+    return table
+
+
+def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table:
+    frequency_P = frequencies(rope, numerics.work, positions_T.device)
+    angle_TP = positions_T.to(numerics.work)[:, None] * frequency_P
+    cos, sin = angle_TP.cos(), angle_TP.sin()
+    if numerics.switches.rotation_in_storage_dtype:
+        cos, sin = cos.to(numerics.store), sin.to(numerics.store)
+    return Table(cos.to(numerics.work), sin.to(numerics.work))
+
+
+def over_heads(table: Table) -> Table:
+    """Let a table [T, P] broadcast over [T, H, P]."""
+    return table.over_heads
+
+
+def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
+    """Rotate pairs (2i, 2i+1) of the last axis; cos and sin broadcast over P pairs."""
+    pairs = torch.view_as_complex(x.to(table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * (table.back if inverse else table.turn)).flatten(-2)
+
+
+def rotate_halves(x: Tensor, table: Table) -> Tensor:
+    """Rotate pairs (i, i + P) of the last axis: the convention of the V3.2 indexer."""
+    cos, sin = table.cos, table.sin
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def rotate_tail(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
+    """Rotate the last 2P features, interleaved; the leading ones stay."""
+    width = 2 * table.cos.shape[-1]
+    turned = rotate_interleaved(x[..., -width:], table, inverse=inverse)
+    return torch.cat((x[..., :-width], turned), dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last axis (a power of two)."""
+    return torch.matmul(x, _walsh(x.shape[-1], x.dtype, x.device)) * float(x.shape[-1] ** -0.5)
+
+
+@lru_cache(maxsize=8)
+def _walsh(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Signs (-1)^popcount(i & j), by doubling."""
+    signs = torch.ones(1, 1, dtype=dtype, device=device)
+    while signs.shape[0] < width:
+        signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
+    return signs
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """SiLU(gate) * up, both clamped first where a limit is given (gate from above only)."""
+    if limit is not None:
+        gate = gate.clamp(max=limit)
+        up = up.clamp(min=-limit, max=limit)
+    return torch.nn.functional.silu(gate) * up

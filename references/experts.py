@@ -1,0 +1,189 @@
+"""Routed experts: gate and up, SwiGLU with requantisation, down, sum.
+
+Legend: T tokens, K slots (chosen experts) a token, D hidden, F expert width.
+Everything stays in (token, slot) order, so nothing has to be permuted back and a slot's blame is
+an index. A slot's NVFP4 activations are quantised with its own expert's input scale, unless the
+switch says that a layer shares the largest; formats without tensor scale quantise a token once for
+all its experts. A slot with expert -1 (not on this rank, or padding) yields zero.
+Kept honest by suites/references/test_experts.py against a dense evaluation.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.references import elementary
+from degarble.references.linears import (
+    BLOCK_SCALE,
+    CODES,
+    TENSOR_SCALE,
+    X,
+    activation_values,
+    holds_codes,
+    largest_scale,
+    quantise_activations,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    Slots = Tensor | slice
+
+    from degarble.references.facts import Facts, Inputs, Outputs, Weights
+
+_FIRST, _SECOND = ("w1", "w3"), ("w2",)
+
+
+def _expert(number: int, part: str) -> str:
+    return f"ffn.experts.{number}.{part}"
+
+
+def _format(facts: Facts, part: str) -> str | None:
+    """The activation format in front of the routed experts' `part`; all experts share it."""
+    return facts.activation(_expert(0, part))
+
+
+def slots_by_expert(experts_TK: Tensor) -> Iterator[tuple[int, Slots]]:
+    """Each visited expert with the flat slots (t * K + k) that chose it, in order."""
+    if experts_TK.shape[0] == 1 and experts_TK.device.type == "cpu":
+        # One token visits an expert once, so that every slot stands for itself.
+        for slot, number in sorted(enumerate(experts_TK[0].tolist()), key=itemgetter(1)):
+            if number >= 0:
+                yield number, slice(slot, slot + 1)
+        return
+    order = torch.sort(experts_TK.flatten(), stable=True)
+    numbers, counts = torch.unique_consecutive(order.values, return_counts=True)
+    begin = 0
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        if number >= 0:
+            yield number, order.indices[begin : begin + count]
+        begin += count
+
+
+def _input_scale(
+    facts: Facts, experts_TK: Tensor, weights: Weights, parts: Sequence[str]
+) -> Tensor | None:
+    """Input scale of each slot's expert [T, K], or one for all; None where an expert has none."""
+    if facts.numerics.switches.input_scale_shared:
+        return largest_scale(weights[name] for name in weights if name.rpartition(".")[2] in parts)
+    scales = torch.ones(experts_TK.numel(), dtype=torch.float32, device=experts_TK.device)
+    for number, slots in slots_by_expert(experts_TK):
+        scale = largest_scale(weights[_expert(number, part)] for part in parts)
+        if scale is None:
+            return None
+        scales[slots] = scale
+    return scales.reshape(experts_TK.shape)
+
+
+def w13_act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Quantise the routed experts' input: per token, or per slot where scales belong to experts."""
+    chosen, x = _format(facts, "w1"), inputs["x"]
+    assert chosen is not None, "bound only where the recipe quantises"
+    scale = None
+    if BLOCK_FORMATS[chosen].tensor_scale:
+        scale = _input_scale(facts, inputs["experts"], weights, _FIRST)
+    if scale is not None and scale.ndim:
+        x = x.unsqueeze(1).expand(-1, scale.shape[1], -1)
+    return quantise_activations(x, chosen, scale)
+
+
+def _slot_values(
+    inputs: Inputs, per_token: int, format_name: str | None, dtype: torch.dtype
+) -> Callable[[Slots], Tensor]:
+    """How to get the inputs [n, .] of some flat slots; they belong to slots or to tokens."""
+    coded = holds_codes(inputs)
+    parts = {name: inputs[name] for name in (CODES, BLOCK_SCALE, TENSOR_SCALE) if name in inputs}
+    if not coded:
+        parts = {X: inputs[X].to(dtype)}
+    x = parts[CODES if coded else X]
+    flat = {
+        name: part.reshape(-1, part.shape[-1]) if part.ndim > 1 and name != TENSOR_SCALE else part
+        for name, part in parts.items()
+    }
+    if TENSOR_SCALE in flat and flat[TENSOR_SCALE].ndim:
+        flat[TENSOR_SCALE] = flat[TENSOR_SCALE].flatten()
+
+    def values(slots: Slots) -> Tensor:
+        rows = slots
+        if x.ndim == 2:
+            rows = slice(0, 1) if isinstance(slots, slice) else slots // per_token
+        if not coded:
+            return flat[X][rows]
+        chosen = {name: part[rows] if part.ndim else part for name, part in flat.items()}
+        return activation_values(chosen, format_name, dtype)
+
+    return values
+
+
+def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str]) -> Tensor:
+    """Every slot through the matrices `parts` of its expert, their outputs side by side."""
+    numerics, experts = facts.numerics, inputs["experts"]
+    dtype, form = numerics.products, _format(facts, parts[0])
+    values, out = _slot_values(inputs, experts.shape[1], form, dtype), None
+    for number, slots in slots_by_expert(experts):
+        x = values(slots)
+        made = [torch.mm(x, weights[_expert(number, part)].values(dtype).T) for part in parts]
+        rows = (made[0] if len(made) == 1 else torch.cat(made, dim=-1)).to(numerics.store)
+        if out is None:
+            out = rows.new_zeros(experts.numel(), rows.shape[-1])
+        out[slots] = rows
+    if out is None:
+        width = sum(weights[_expert(n, p)].shape[0] for n, p in _any_expert(weights, parts))
+        out = torch.zeros(experts.numel(), width, dtype=numerics.store, device=experts.device)
+    return out.reshape(*experts.shape, -1)
+
+
+def _any_expert(weights: Weights, parts: Sequence[str]) -> list[tuple[int, str]]:
+    """Some expert that is here, to know how wide outputs are when no slot visits one."""
+    held = (n for n in weights if weights[n].is_quantised or weights[n].value is not None)
+    number = int(next(held).split(".")[2])
+    return [(number, part) for part in parts]
+
+
+def routed_w13(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Gate and up of every slot [T, K, 2F], gate first."""
+    return {"out": _through(facts, inputs, weights, _FIRST)}
+
+
+def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Clamped SwiGLU, the routing weight where it comes first, and requantisation by recipe."""
+    numerics = facts.numerics
+    gate, up = inputs["x"].to(numerics.work).chunk(2, -1)
+    out = elementary.swiglu(gate, up, facts.limit)
+    if facts.weight_before_w2:
+        out = out * inputs["weights"].to(numerics.work)[..., None]
+    out = out.to(numerics.store)
+    chosen = _format(facts, "w2")
+    if chosen is None:
+        return {"out": out}
+    scale = None
+    if BLOCK_FORMATS[chosen].tensor_scale:
+        scale = _input_scale(facts, inputs["experts"], weights, _SECOND)
+    return quantise_activations(out, chosen, scale)
+
+
+def routed_w2(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Down projection of every slot [T, K, D]."""
+    return {"out": _through(facts, inputs, weights, _SECOND)}
+
+
+def combine(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Sum over the chosen experts, in slot order, kept in the working dtype."""
+    del weights
+    x_TKD = inputs["x"].to(facts.numerics.work)
+    if not facts.weight_before_w2:
+        x_TKD = x_TKD * inputs["weights"].to(facts.numerics.work)[..., None]
+    return {"out": x_TKD.sum(1)}
+
+
+def moe_sum(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Routed plus shared, rounded once."""
+    del weights
+    total = inputs["routed"].to(facts.numerics.work) + inputs["shared"].to(facts.numerics.work)
+    return {"out": total.to(facts.numerics.store)}

@@ -1,0 +1,202 @@
+"""What one block's components are bound to: config, block, arithmetic, and the recipe's formats.
+
+A component is a pure function `(facts, inputs, weights) -> outputs`; binding it to its facts gives
+the callable of harness.protocols. Inputs and outputs are named tensors, by the names of
+harness.anatomy.wiring; weights go by their name within the block (`attn.wq_a`,
+`ffn.experts.3.w1`, `hc_attn_fn`).
+
+Tokens of several sequences are concatenated, `token_offsets` [B+1] says where each begins, and
+positions of a sequence follow each other. What earlier calls left arrives as `state_*`, again
+concatenated; how many rows belong to each sequence follows from its first position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.config import compressor_windows
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.recipes import UNQUANTISED
+from degarble.references.compressor import PoolFacts
+from degarble.references.mixing import MixingFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config, V4Config, V32Config
+    from degarble.harness.anatomy.recipes import Formats, Recipe
+    from degarble.harness.anatomy.types import Block, Rope
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.numerics import Numerics
+
+    Inputs = Mapping[str, Tensor]
+    Weights = Mapping[str, Weight]
+    Outputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a model's ends, or of one block."""
+
+    config: Config
+    numerics: Numerics
+    block: Block | None
+    formats: Mapping[str, Formats]
+
+    def activation(self, weight: str) -> str | None:
+        """The activation format in front of a weight, or None where nothing is quantised."""
+        if self.numerics.exact:
+            return None
+        chosen = self.formats.get(weight, UNQUANTISED).activation
+        return None if chosen == UNQUANTISED.activation else chosen
+
+    @property
+    def weight_before_w2(self) -> bool:
+        """Whether a routing weight is applied in front of w2."""
+        return False
+
+    @property
+    def limit(self) -> float | None:
+        """The SwiGLU clamp of routed experts."""
+        return None
+
+    @property
+    def shared_limit(self) -> float | None:
+        """The SwiGLU clamp of the shared expert."""
+        return None
+
+
+@dataclass(frozen=True)
+class V4Facts(Facts):
+    """Facts of a V4 model."""
+
+    config: V4Config
+
+    def activation(self, weight: str) -> str | None:
+        """As the recipe says, apart from wo_a, whose input the official code leaves alone."""
+        if weight == "attn.wo_a" and not self.numerics.switches.wo_a_follows_recipe:
+            return None
+        return super().activation(weight)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """How this block rotates."""
+        return self.config.rope(self.decoder_block)
+
+    @cached_property
+    def mixing(self) -> MixingFacts:
+        """How streams mix."""
+        c = self.config
+        return MixingFacts(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+
+    def pool(self, width: int) -> PoolFacts:
+        """How this block pools tokens into entries of some width: attention's, or the indexer's."""
+        known = self._pools.get(width)
+        if known is None:
+            block, epsilon = self.decoder_block, self.config.rms_norm_eps
+            overlap = compressor_windows(block) == 2
+            known = PoolFacts(block.ratio, overlap, width, epsilon, self.rope)
+            self._pools[width] = known
+        return known
+
+    @cached_property
+    def _pools(self) -> dict[int, PoolFacts]:
+        return {}
+
+    @property
+    def decoder_block(self) -> Block:
+        """The block; the ends have none."""
+        assert self.block is not None, "asked only inside a block"
+        return self.block
+
+    @property
+    def weight_before_w2(self) -> bool:
+        """Official and ModelOpt: in front of w2 and of its quantisation."""
+        return self.numerics.switches.routing_weight_before_w2
+
+    @property
+    def limit(self) -> float | None:
+        """The SwiGLU clamp; 0 in the config means none."""
+        return self.config.swiglu_limit or None
+
+    @property
+    def shared_limit(self) -> float | None:
+        """The sources disagree on whether the clamp holds for the shared expert."""
+        return self.limit if self.numerics.switches.shared_expert_clamped else None
+
+
+@dataclass(frozen=True)
+class V32Facts(Facts):
+    """Facts of a V3.2 model."""
+
+    config: V32Config
+
+
+@dataclass(frozen=True)
+class Span:
+    """The new tokens of one sequence: where they lie in this call, and their first position."""
+
+    begin: int
+    end: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        return self.end - self.begin
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the sequence behind this call."""
+        return self.start + self.count
+
+    @property
+    def tokens(self) -> slice:
+        """Where the new tokens lie."""
+        return slice(self.begin, self.end)
+
+    def entries_before(self, ratio: int) -> int:
+        """Entries that earlier calls completed."""
+        return self.start // ratio
+
+    def entries_made(self, ratio: int) -> int:
+        """Entries that this call completes."""
+        return self.stop // ratio - self.start // ratio
+
+
+def spans_of(inputs: Inputs) -> list[Span]:
+    """Return the sequences of a call, each with one token at least."""
+    positions = inputs["positions"]
+    if inputs["token_offsets"].shape[0] == 2:
+        return [Span(0, positions.shape[0], int(positions[0]))]
+    bounds = inputs["token_offsets"].tolist()
+    starts = positions[inputs["token_offsets"][:-1]].tolist()
+    return [Span(a, b, start) for (a, b), start in zip(pairwise(bounds), starts, strict=True)]
+
+
+def formats_by_block(
+    config: Config, recipe: Recipe | None
+) -> dict[Block | None, dict[str, Formats]]:
+    """The recipe's formats, by block and by the weight's name within it."""
+    found: dict[Block | None, dict[str, Formats]] = {None: {}}
+    for parameter in parameters(config):
+        where = found.setdefault(parameter.block, {})
+        if recipe is not None:
+            where[local_name(parameter.name, parameter.block)] = recipe.format_of(parameter)
+    return found
+
+
+def local_name(name: str, block: Block | None) -> str:
+    """A parameter's name within its block."""
+    return name.removeprefix(f"{block.prefix}.") if block else name
+
+
+def single(weights: Weights) -> Weight:
+    """The only weight of a component."""
+    (weight,) = weights.values()
+    return weight

@@ -1,0 +1,130 @@
+"""Matrix products with and without quantised operands, and the quantisation in front of them.
+
+Legend: T tokens, N outputs, K inputs.
+In the twin both operands are decoded exactly and summed in `numerics.products`; the output is
+rounded once. Activations arrive as values, or as `codes` beside `block_scale` and `tensor_scale`;
+what arrives decides, never a flag. An NVFP4 tensor scale is the checkpoint's input
+scale; where it has none, every token's own largest magnitude, so that no token depends on another.
+Refuses activation formats that it cannot make. Kept honest by suites/references/test_linears.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.errors import UnknownName
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.numerics import Numerics
+
+CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
+_CHUNK = 1 << 24  # elements of a weight that are converted at once
+
+
+def quantise_activations(
+    x: Tensor, format_name: str, input_scale: Tensor | None
+) -> dict[str, Tensor]:
+    """Codes and scales of inputs [..., K]; `input_scale` is one number or one per leading index."""
+    if format_name not in BLOCK_FORMATS:
+        raise UnknownName.among("activation format", format_name, BLOCK_FORMATS)
+    form = BLOCK_FORMATS[format_name]
+    values = (x.float() if x.dtype is torch.float64 else x).contiguous()
+    if not form.tensor_scale:
+        made = quantise(values, form, CANONICAL)
+        return {CODES: made.codes, BLOCK_SCALE: made.block_scale}
+    if input_scale is not None and input_scale.ndim == 0:
+        made = quantise(values, form, CANONICAL, decode_scale=input_scale)
+        return {CODES: made.codes, BLOCK_SCALE: made.block_scale, TENSOR_SCALE: made.decode_scale}
+    single = values.unsqueeze(-2)  # one row a matrix, so that each has a tensor scale of its own
+    if input_scale is None:
+        made = quantise(single, form, CANONICAL, amax=values.abs().amax(-1).float())
+    else:
+        made = quantise(single, form, CANONICAL, decode_scale=input_scale)
+    return {
+        CODES: made.codes.squeeze(-2),
+        BLOCK_SCALE: made.block_scale.squeeze(-2),
+        TENSOR_SCALE: made.decode_scale,
+    }
+
+
+def largest_scale(weights: Iterable[Weight]) -> Tensor | None:
+    """The input scale of weights that share their input: the largest; None where one has none."""
+    scales = [weight.input_scale for weight in weights]
+    known = [scale.to(torch.float32).reshape(()) for scale in scales if scale is not None]
+    if not known or len(known) < len(scales):
+        return None
+    return known[0] if len(known) == 1 else torch.stack(known).amax()
+
+
+def holds_codes(inputs: Mapping[str, Tensor]) -> bool:
+    """Tell whether the input arrives as codes."""
+    return CODES in inputs
+
+
+def decode_activations(
+    inputs: Mapping[str, Tensor], format_name: str, dtype: torch.dtype
+) -> Tensor:
+    """The values [..., K] of codes that `quantise_activations` made."""
+    form = BLOCK_FORMATS[format_name]
+    codes, block_scale, scale = inputs[CODES], inputs[BLOCK_SCALE], inputs.get(TENSOR_SCALE)
+    per_row = scale is not None and scale.ndim > 0
+    if per_row:
+        codes, block_scale = codes.unsqueeze(-2), block_scale.unsqueeze(-2)
+    width = codes.shape[-1] * (2 if form.packed else 1)
+    tensor = QuantisedTensor(
+        codes=codes,
+        block_scale=block_scale,
+        tensor_scale=scale,
+        format=form,
+        dialect=CANONICAL,
+        layout=LINEAR,
+        direction=None if scale is None else ScaleDirection.DECODE,
+        nibble_order=NibbleOrder.LOW_EVEN if form.packed else None,
+        shape=(*codes.shape[:-1], width),
+    )
+    values = dequantise(tensor, dtype)
+    return values.squeeze(-2) if per_row else values
+
+
+def activation_values(
+    inputs: Mapping[str, Tensor], format_name: str | None, dtype: torch.dtype
+) -> Tensor:
+    """The input's numbers in `dtype`, decoded where codes arrived."""
+    if not holds_codes(inputs):
+        return inputs[X].to(dtype)
+    assert format_name is not None, "codes arrive only where the recipe quantises activations"
+    return decode_activations(inputs, format_name, dtype)
+
+
+def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
+    """`x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
+    return product(x_TK, weight, numerics.products).to(numerics.store)
+
+
+def product(x_TK: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """`x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces."""
+    value = weight.value
+    if value is None or value.dtype is dtype or value.numel() <= _CHUNK:
+        return torch.matmul(x_TK.to(dtype), weight.values(dtype).T)
+    x, rows = x_TK.to(dtype), max(1, _CHUNK // value.shape[1])
+    return torch.cat([torch.matmul(x, part.to(dtype).T) for part in value.split(rows)], dim=-1)
+
+
+def table_rows(weight: Weight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table in `dtype`; only these are converted."""
+    if weight.value is None:
+        return weight.values(dtype)[numbers]
+    return weight.value[numbers].to(dtype)

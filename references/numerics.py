@@ -1,0 +1,188 @@
+"""In which arithmetic a reference computes: definition, official rounding points, or twin.
+
+Owns the record that every component receives, and one switch for each point on which the sources
+disagree. A component never asks for a mode: it asks for a working dtype, a stored dtype and a
+switch. Refuses dtypes in which no definition is possible.
+
+* definition: everything in float64 (or float32), nothing rounded and nothing quantised on the way;
+* bf16: float32 inside a component, BF16 where the official code stores;
+* twin: as bf16, with operands quantised by recipe and products summed in float64.
+
+The defaults are the official code of each family, except that caches are exact: their rounding is
+chosen by name, with a source of SOURCES or a switch. In the definition switches that only round
+change nothing. Kept honest by suites/references/test_numerics_switches.py: both sides of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import DtypeMismatch, UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Mode(StrEnum):
+    """Which of the three arithmetics."""
+
+    DEFINITION = "definition"
+    BF16 = "bf16"
+    TWIN = "twin"
+
+
+class KeyValueCache(StrEnum):
+    """What a latent row becomes when it is stored and read back; the rotated dims stay BF16."""
+
+    EXACT = "exact"  # early V4-Flash code: its act_quant in place casts to BF16, not to E4M3
+    FP8 = "fp8"  # official and vLLM for V4 (64-wide blocks), official V3.2 (128-wide): UE8M0
+    FP8_F32 = "fp8_f32"  # FlashMLA's 656-byte rows of V3.2: float32 scales of 128-wide blocks
+    NVFP4 = "nvfp4"  # 16-wide blocks, E4M3 scales without tensor scale
+
+
+class IndexerFormat(StrEnum):
+    """How the indexer's queries and keys are rounded."""
+
+    EXACT = "exact"  # transformers
+    FP8 = "fp8"  # one UE8M0 scale per 128: vLLM, and the official V3.2 code
+    MXFP4 = "mxfp4"  # one UE8M0 scale per 32: the official V4 code
+
+
+class HeadNorm(StrEnum):
+    """Where the weightless RMS of query heads rounds."""
+
+    EACH_STEP = "each_step"  # official: square, mean, rsqrt and product in BF16
+    FACTOR = "factor"  # transformers: the factor, then the product
+    ONCE = "once"  # vLLM: behind the rotation that follows
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the sources disagree about. `None` means: as the official code of the family."""
+
+    kv_cache: KeyValueCache = KeyValueCache.EXACT
+    cache_scale_floored: bool = False  # FlashMLA's helper: scale >= 1e-4; official: amax >= 1e-4
+    indexer_format: IndexerFormat = IndexerFormat.EXACT
+    indexer_hadamard: bool = True  # transformers and vLLM leave it out
+    indexer_in_storage_dtype: bool = True  # V4: weights, products, sums in BF16; others float32
+    head_norm: HeadNorm = HeadNorm.EACH_STEP
+    rotation_in_storage_dtype: bool = False  # transformers casts cos and sin to BF16
+    attention_in_storage_dtype: bool | None = None  # transformers; official V3.2, not V4
+    pooling_in_storage_dtype: bool = False  # transformers projects and pools in BF16
+    mixing_in_storage_dtype: bool = False  # transformers casts post and comb to BF16
+    router_in_storage_dtype: bool = False  # transformers, V4: logits, scores and shares in BF16
+    routing_epsilon: float = 0.0  # transformers adds 1e-20 to the sum of chosen scores
+    routing_weight_before_w2: bool = True  # V4; transformers and vLLM after w2, V3.2 always after
+    shared_expert_clamped: bool = True  # the early V4-Flash code passes no limit
+    input_scale_shared: bool = False  # FlashInfer: one NVFP4 input scale, the largest of a layer
+    wo_a_follows_recipe: bool = True  # the official V4 code keeps wo_a's input BF16
+    residual_rounded_before_norm: bool = False  # transformers, V3.2
+    reduction_in_storage_dtype: bool = False  # vLLM sums ranks in BF16; official in float32
+    first_draft_embedding_zeroed: bool = False  # vLLM, MTP block at position 0
+
+
+_EXACT_INDEXER = Switches(
+    indexer_hadamard=False, indexer_in_storage_dtype=False, routing_weight_before_w2=False
+)
+SOURCES: Mapping[str, Switches] = MappingProxyType(
+    {
+        "official-v4": Switches(
+            kv_cache=KeyValueCache.FP8,
+            indexer_format=IndexerFormat.MXFP4,
+            wo_a_follows_recipe=False,
+        ),
+        "official-v4-flash-early": Switches(
+            indexer_format=IndexerFormat.MXFP4,
+            wo_a_follows_recipe=False,
+            shared_expert_clamped=False,
+        ),
+        "official-v32": Switches(kv_cache=KeyValueCache.FP8, indexer_format=IndexerFormat.FP8),
+        "transformers": replace(
+            _EXACT_INDEXER,
+            head_norm=HeadNorm.FACTOR,
+            rotation_in_storage_dtype=True,
+            attention_in_storage_dtype=True,
+            pooling_in_storage_dtype=True,
+            mixing_in_storage_dtype=True,
+            router_in_storage_dtype=True,
+            routing_epsilon=1e-20,
+            residual_rounded_before_norm=True,
+        ),
+        "vllm": replace(
+            _EXACT_INDEXER,
+            kv_cache=KeyValueCache.FP8,
+            indexer_format=IndexerFormat.FP8,
+            head_norm=HeadNorm.ONCE,
+            attention_in_storage_dtype=False,
+            input_scale_shared=True,
+            reduction_in_storage_dtype=True,
+            first_draft_embedding_zeroed=True,
+        ),
+    }
+)
+
+
+def switches_of(source: str) -> Switches:
+    """Look up the choices of one source; an unknown name is refused."""
+    if source not in SOURCES:
+        raise UnknownName.among("source of switches", source, SOURCES)
+    return SOURCES[source]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of one run: `work` inside a component, `store` between components."""
+
+    mode: Mode
+    work: torch.dtype
+    store: torch.dtype
+    products: torch.dtype  # in which matrix products are summed
+    switches: Switches = field(default_factory=Switches)
+
+    @classmethod
+    def definition(
+        cls, dtype: torch.dtype = torch.float64, switches: Switches | None = None, **changes: Any
+    ) -> Numerics:
+        """Nothing is rounded on the way; float64 unless float32 is asked for."""
+        if dtype not in (torch.float64, torch.float32):
+            raise DtypeMismatch(
+                "dtype", dtype, "float64 or float32", "Use Numerics.bf16() for stored BF16."
+            )
+        return cls(Mode.DEFINITION, dtype, dtype, dtype, _chosen(switches, changes))
+
+    @classmethod
+    def bf16(cls, switches: Switches | None = None, **changes: Any) -> Numerics:
+        """Float32 inside a component and one BF16 rounding where the official code stores."""
+        chosen = _chosen(switches, changes)
+        return cls(Mode.BF16, torch.float32, torch.bfloat16, torch.float32, chosen)
+
+    @classmethod
+    def twin(
+        cls,
+        switches: Switches | None = None,
+        products: torch.dtype = torch.float64,
+        **changes: Any,
+    ) -> Numerics:
+        """Exact products of quantised operands; `products` is the dtype they are summed in."""
+        chosen = _chosen(switches, changes)
+        return cls(Mode.TWIN, torch.float32, torch.bfloat16, products, chosen)
+
+    @property
+    def exact(self) -> bool:
+        """Whether this is the definition, where no quantisation takes place."""
+        return self.mode is Mode.DEFINITION
+
+    def with_switches(self, **changes: Any) -> Numerics:
+        """Return the same arithmetic on the other side of some disagreements."""
+        return replace(self, switches=replace(self.switches, **changes))
+
+
+def _chosen(switches: Switches | None, changes: Mapping[str, Any]) -> Switches:
+    """Return the switches of a source with some of them changed by keyword."""
+    chosen = switches or Switches()
+    return replace(chosen, **changes) if changes else chosen

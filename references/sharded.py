@@ -1,0 +1,351 @@
+"""Runs of the references over several ranks: tensor, expert and pipeline parallel, by a plan.
+
+Every rank binds the same components to the boxes that harness.anatomy.sharding gives it. What has
+to cross ranks is wrapped around single components (a sum behind wo_b, a gather behind head), so
+the wiring is that of one rank. Tokens are the same on all ranks; attention is repeated where ep is
+larger than tp. Sums run in the order of ranks, so all ranks have the same bits.
+
+Refuses worlds smaller than the plan and cuts through a scale block. Legend: T tokens, V vocabulary.
+Kept honest by suites/references/test_sharded.py: equal to one rank to 1e-12 in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from degarble.harness.anatomy.config import V4Config, V32Config
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.sharding import STYLES
+from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.weight import Weight
+from degarble.references import mixing
+from degarble.references.binding import Bound
+from degarble.references.model_v4 import ModelV4
+from degarble.references.model_v32 import ModelV32
+from degarble.references.state import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.anatomy.sharding import Plan
+    from degarble.harness.anatomy.types import Block, Box
+    from degarble.harness.protocols import ComponentCall
+    from degarble.references.numerics import Numerics
+    from degarble.references.state import Sequence
+
+    Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks that exchange tensors, in order; a team of one exchanges nothing."""
+
+    ranks: tuple[int, ...]
+    group: Any
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Everybody's tensor, in the order of ranks."""
+        if len(self.ranks) == 1:
+            return [x]
+        mine = x.contiguous().flatten().view(torch.uint8)  # gloo knows few dtypes
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        distributed.all_gather(found, mine, group=self.group)
+        return [each.view(x.dtype).reshape(x.shape) for each in found]
+
+    def sum(self, x: Tensor, numerics: Numerics, *, kept: bool = False) -> Tensor:
+        """Sum over ranks: in float32 and rounded once, or rounded at every step by the switch."""
+        parts = self.gather(x)
+        stepwise = numerics.switches.reduction_in_storage_dtype and not kept
+        total = parts[0] if stepwise else parts[0].to(numerics.work)
+        for part in parts[1:]:
+            total = total + part.to(total.dtype)
+        return total.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Where a rank stands: its stage, who shares attention, experts, and its pipeline."""
+
+    stage: int
+    attention: Team
+    experts: Team
+    pipeline: Team
+
+    @classmethod
+    def of(cls, plan: Plan) -> Teams | None:
+        """Make the teams of a plan; every rank of the world calls this, outsiders get None."""
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        if plan.ranks > world:
+            raise InvalidArgument(
+                "ranks", world, f"{plan.ranks} at least, for tp {plan.tp}, ep {plan.ep}, "
+                f"pp {plan.pp}", "Start more processes, or plan for fewer.",
+            )  # fmt: skip
+        size = plan.ranks_per_stage
+        stages = [tuple(range(s * size, (s + 1) * size)) for s in range(plan.pp)]
+        tensor = [s[i : i + plan.tp] for s in stages for i in range(0, size, plan.tp)]
+        lines = [tuple(range(member, plan.ranks, size)) for member in range(size)]
+        # Experts are spread over a stage, or cut like everything else where ep is 1.
+        found = [_teams(each) for each in (tensor, stages if plan.ep > 1 else tensor, lines)]
+        if rank >= plan.ranks:
+            return None
+        mine = (next(team for team in teams if rank in team.ranks) for teams in found)
+        return cls(rank // size, *mine)
+
+
+def _teams(members: list[tuple[int, ...]]) -> list[Team]:
+    return [Team(each, distributed.new_group(list(each))) for each in members]
+
+
+class RankWeights(Mapping[str, Weight]):
+    """What one rank holds of a mapping of whole weights, cut when it is read.
+
+    Of experts elsewhere only the input scale is there, as vLLM keeps it on every rank.
+    """
+
+    def __init__(self, whole: Mapping[str, Weight], plan: Plan, rank: int) -> None:
+        self._whole = whole
+        self._plan = plan
+        self._rank = rank
+        self._known = {p.name: p for p in parameters(plan.config) if self._is_here(p)}
+        self._cut: dict[str, Weight] = {}
+
+    def _is_here(self, parameter: Parameter) -> bool:
+        return self._rank // self._plan.ranks_per_stage in self._plan.stages(parameter)
+
+    def __getitem__(self, key: str) -> Weight:
+        if key not in self._cut:
+            parameter, weight = self._known[key], self._whole[key]
+            box = self._plan.box_on(parameter, self._rank)
+            if box is not None:
+                self._cut[key] = sliced(weight, box, key)
+            elif parameter.expert is not None:
+                self._cut[key] = Weight(input_scale=weight.input_scale)
+            else:
+                self._cut[key] = Weight(value=self._nothing(parameter))
+        return self._cut[key]
+
+    def _nothing(self, parameter: Parameter) -> Tensor:
+        """An empty piece: padding left nothing of this parameter for this rank."""
+        cut = STYLES[self._plan.config.family, self._plan.style][parameter.row.name].dim
+        return torch.zeros([0 if i == cut else n for i, n in enumerate(parameter.shape)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def sliced(weight: Weight, box: Box, name: str) -> Weight:
+    """One box of a weight; codes are cut together with their scales."""
+    if weight.storage is None:
+        value = weight.values(weight.value.dtype) if weight.value is not None else torch.empty(0)
+        return Weight(value[tuple(slice(*r) for r in box.ranges)], input_scale=weight.input_scale)
+    whole = weight.quantised().with_layout(LINEAR)
+    if box.shape == whole.shape:
+        return weight
+    scales = []
+    for (start, stop), extent, block in zip(
+        box.ranges, whole.shape, whole.format.block, strict=True
+    ):
+        if start % block or (stop % block and stop != extent):
+            raise ShapeMismatch(
+                f"cut of {name}", (start, stop), f"a multiple of its scale blocks of {block}",
+                "Choose another number of ranks, or another format.",
+            )  # fmt: skip
+        scales.append(slice(start // block, -(-stop // block)))
+    (r0, r1), (c0, c1) = box.ranges
+    packed = 2 if whole.format.packed else 1
+    cut = replace(
+        whole,
+        codes=whole.codes[r0:r1, c0 // packed : c1 // packed].contiguous(),
+        block_scale=whole.block_scale[tuple(scales)].contiguous(),
+        shape=box.shape,
+    )
+    return Weight.of(cut, weight.input_scale)
+
+
+class ShardedModel:
+    """One rank's part of a model; `forward` is called by all ranks of the plan together."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        teams: Teams,
+        numerics: Numerics,
+        weights: Mapping[str, Weight],
+        recipe: Recipe | None = None,
+    ) -> None:
+        rank, config = distributed.get_rank(), plan.config
+        self.plan = plan
+        self.teams = teams
+        self.bound = Bound(config, numerics, RankWeights(weights, plan, rank), recipe)
+        _cross(self.bound, plan, teams, rank)
+        self.model = _model(self.bound, config)
+        start, stop = plan.stage_layers[teams.stage]
+        self.layers = config.layers[start:stop]
+
+    def forward(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Logits [T, V] of the new tokens, on every rank; the sequences move on."""
+        step = Step.of([each.length for each in sequences], tokens)
+        stage, line, last = self.teams.stage, self.teams.pipeline, self.plan.pp - 1
+        state = self._entering(step)
+        if stage:
+            for tensor in state.values():
+                _receive(tensor, line.ranks[stage - 1])
+        for block in self.layers:
+            state = self._through(block, state, step, sequences)
+        if stage < last:
+            for tensor in state.values():
+                _send(tensor, line.ranks[stage + 1])
+        logits = self._leaving(state) if stage == last else None
+        for sequence, new in zip(sequences, tokens, strict=True):
+            sequence.length += len(new)
+        return self._shared(logits, len(step.tokens))
+
+    def _entering(self, step: Step) -> dict[str, Tensor]:
+        """What enters the stage: embedded tokens, or room for what the stage before sends."""
+        model = self.model
+        store, config = model.bound.numerics.store, self.plan.config
+        if self.teams.stage:
+            shape = (len(step.tokens), config.hidden_size)
+            if isinstance(config, V4Config):
+                return {"streams": torch.empty(shape[0], config.hc_mult, shape[1], dtype=store)}
+            return {name: torch.empty(shape, dtype=store) for name in ("x", "residual")}
+        h = model.bound("embed", tokens=step.tokens)["out"]
+        if isinstance(config, V4Config):
+            return {"streams": mixing.expand(h, config.hc_mult)}
+        return {"x": h}
+
+    def _through(
+        self, block: Block, state: dict[str, Tensor], step: Step, sequences: list[Sequence]
+    ) -> dict[str, Tensor]:
+        if isinstance(self.model, ModelV4):
+            return {"streams": self.model.block(block, state["streams"], step, sequences)}
+        return self.model.block(block, state, step, sequences)
+
+    def _leaving(self, state: dict[str, Tensor]) -> Tensor:
+        if isinstance(self.model, ModelV4):
+            return self.model.logits(state["streams"])
+        bound = self.model.bound
+        return bound("head", x=bound("norm", **state)["out"])["out"]
+
+    def _shared(self, logits: Tensor | None, tokens: int) -> Tensor:
+        """Hand the last stage's logits to every stage."""
+        line = self.teams.pipeline
+        if logits is None:
+            work = self.model.bound.numerics.work
+            logits = torch.empty(tokens, self.plan.config.vocab_size, dtype=work)
+        if len(line.ranks) > 1:
+            distributed.broadcast(logits, line.ranks[-1], group=line.group)
+        return logits
+
+
+def _model(bound: Bound, config: Config) -> ModelV4 | ModelV32:
+    if isinstance(config, V4Config):
+        return ModelV4(bound, config)
+    assert isinstance(config, V32Config), "there are two families"
+    return ModelV32(bound, config)
+
+
+def _send(x: Tensor, rank: int) -> None:
+    distributed.send(x.contiguous().flatten().view(torch.uint8), rank)
+
+
+def _receive(x: Tensor, rank: int) -> None:
+    distributed.recv(x.flatten().view(torch.uint8), rank)
+
+
+def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
+    """Wrap the components behind or in front of which ranks exchange something."""
+    cut = STYLES[plan.config.family, plan.style] if plan.tp > 1 else {}
+    low = _first_row(plan, rank)
+    summed = {
+        "attn.wo_b": "attn.wo_b" in cut,
+        "attn.wo": "attn.wo" in cut,
+        "attn.indexer.scores": "attn.indexer.wq_b" in cut,
+        "ffn.w2": "ffn.w2" in cut,
+        "ffn.shared.w2": "ffn.shared_experts.w2" in cut,
+    }
+    experts = plan.experts_of(rank)
+    for name, call in list(bound.calls.items()):
+        role = name.split(".", 2)[2] if name.startswith(("layers.", "mtp.")) else name
+        if role == "embed":
+            bound.calls[name] = partial(_embedded, call, teams.attention, low, bound)
+        elif role == "head":
+            bound.calls[name] = partial(_gathered, call, teams.attention)
+        elif summed.get(role):
+            bound.calls[name] = partial(_summed, call, teams.attention, bound.numerics, False)
+        elif role == "ffn.experts.combine":
+            bound.calls[name] = partial(_summed, call, teams.experts, bound.numerics, True)
+        elif role.startswith("ffn.experts.") and plan.ep > 1:
+            bound.calls[name] = partial(_local, call, experts)
+
+
+def _first_row(plan: Plan, rank: int) -> int:
+    """First row of the embedding that a rank holds; 0 where it holds none."""
+    table = next(p for p in parameters(plan.config) if p.name == "embed")
+    box = plan.box_on(table, rank)
+    return box.ranges[0][0] if box else 0
+
+
+def _summed(
+    call: ComponentCall,
+    team: Team,
+    numerics: Numerics,
+    kept: bool,
+    inputs: Tensors,
+    weights: Mapping[str, object],
+) -> Tensors:
+    """Sum a component's output over a team; `kept` where it is held in the working dtype."""
+    outputs = dict(call(inputs, weights))
+    outputs["out"] = team.sum(outputs["out"], numerics, kept=kept)
+    return outputs
+
+
+def _gathered(
+    call: ComponentCall, team: Team, inputs: Tensors, weights: Mapping[str, object]
+) -> Tensors:
+    """Put the logits of all parts of the vocabulary side by side."""
+    return {"out": torch.cat(team.gather(call(inputs, weights)["out"]), dim=-1)}
+
+
+def _embedded(
+    call: ComponentCall,
+    team: Team,
+    low: int,
+    bound: Bound,
+    inputs: Tensors,
+    weights: Mapping[str, Weight],
+) -> Tensors:
+    """Look tokens up where their row lies; elsewhere they are zero."""
+    if len(team.ranks) == 1:
+        return call(inputs, weights)
+    rows = next(iter(weights.values())).shape[0]
+    own = inputs["tokens"] - low
+    here = (own >= 0) & (own < rows)
+    out = call({**inputs, "tokens": own.clamp(0, rows - 1)}, weights)["out"]
+    return {"out": team.sum(out * here[:, None], bound.numerics)}
+
+
+def _local(
+    call: ComponentCall, experts: range, inputs: Tensors, weights: Mapping[str, object]
+) -> Tensors:
+    """Let a rank see its own experts only; the slots of others are nobody's here."""
+    if "experts" not in inputs:
+        return call(inputs, weights)
+    chosen = inputs["experts"]
+    mine = (chosen >= experts.start) & (chosen < experts.stop)
+    return call({**inputs, "experts": torch.where(mine, chosen, -1)}, weights)

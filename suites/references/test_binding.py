@@ -1,0 +1,213 @@
+"""Bound components: the anatomy's names, weights fetched when read, observers, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.anatomy.components import components
+from degarble.harness.anatomy.config import Dspark
+from degarble.harness.anatomy.presets import small_v4, small_v32
+from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.errors import InvalidArgument, NotBuilt, UnknownName
+from degarble.references.binding import Bound
+from degarble.references.model_v4 import ModelV4
+from degarble.references.model_v32 import ModelV32
+from degarble.references.numerics import SOURCES, Numerics
+from degarble.references.state import Rows, Sequence, Step
+from degarble.references.weights import quantised_weights, random_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.formats.weight import Weight
+
+V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
+V32 = small_v32(num_hidden_layers=2)
+# Inputs that carry what earlier calls left, and where sequences begin: the anatomy's @state.
+MEMORY = {"state_window", "state_compressed", "state_keys", "state_rows", "state_expanded"}
+
+
+def forward(config: Config, bound: Bound, *, absorbed: bool = True) -> None:
+    """A prompt and two tokens behind it, through model and drafter."""
+    sequence, ids = Sequence(), torch.arange(140)
+    for part in ids.split([137, 1, 2]):
+        step_tokens = [part]
+        if config is V4:
+            v4 = ModelV4(bound, V4)
+            step = Step.of([sequence.length], step_tokens)
+            streams = v4.streams(step, [sequence])
+            v4.logits(streams)
+            v4.draft([sequence], streams, step_tokens)
+        else:
+            v32 = ModelV32(bound, V32, absorbed=absorbed)
+            step = Step.of([sequence.length], step_tokens)
+            hidden = v32.hidden(step, [sequence])
+            bound("head", x=hidden)
+            v32.draft([sequence], hidden, step_tokens)
+        sequence.length += len(part)
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_components_are_those_of_the_anatomy(config: Config, name: str) -> None:
+    recipe = recipe_named(name, config)
+    weights = quantised_weights(random_weights(config, 1), config, recipe)
+    seen: dict[str, tuple[set[str], set[str]]] = {}
+
+    def watch(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        known = seen.setdefault(component, (set(), set()))
+        known[0].update(inputs)
+        known[1].update(outputs)
+
+    bound = Bound(config, Numerics.twin(), weights, recipe, watch)
+    found = {component.name: component for component in components(config, recipe)}
+    assert set(bound.calls) == set(found)
+    forward(config, bound)
+    if config is V32:
+        forward(config, bound, absorbed=False)
+    assert set(seen) == set(found)  # every component is run by the model
+    for component_name, (inputs, outputs) in seen.items():
+        component = found[component_name]
+        named = {i.name for i in component.inputs if i.name not in MEMORY}
+        assert named <= inputs, component_name
+        assert inputs <= {i.name for i in component.inputs}, component_name
+        assert outputs == set(component.outputs), component_name
+
+
+def test_inputs_are_what_the_anatomy_says_produced_them() -> None:
+    """Edges: each input that a component outputs elsewhere is that very tensor."""
+    made: dict[str, Tensor] = {}
+    took: dict[str, Tensor] = {}
+
+    def watch(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        took.update({f"{component}.in.{name}": tensor for name, tensor in inputs.items()})
+        for name, tensor in outputs.items():
+            made[f"{component}.out" if name == "out" else f"{component}.out.{name}"] = tensor
+
+    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1), None, watch)
+    ModelV4(bound, V4).forward([Sequence()], [torch.arange(140)])
+    checked = 0
+    for component in components(V4):
+        for each in component.inputs:
+            key = f"{component.name}.in.{each.name}"
+            if each.sources and not each.via and key in took:
+                assert torch.equal(took[key], made[str(each.sources[0])]), key
+                checked += 1
+    assert checked > 100
+
+
+def test_weights_are_read_when_a_component_asks() -> None:
+    plain, read = random_weights(V4, 1), []
+
+    class Watched(Mapping[str, "Weight"]):
+        def __getitem__(self, key: str) -> Weight:
+            read.append(key)
+            return plain[key]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(plain)
+
+        def __len__(self) -> int:
+            return len(plain)
+
+    bound = Bound(V4, Numerics.definition(), Watched())
+    assert not read
+    bound("layers.1.attn.norm", x=torch.zeros(2, 256))
+    assert read == ["layers.1.attn_norm"]
+    read.clear()
+    experts = torch.tensor([[3, 5]])
+    bound("layers.1.ffn.experts.w2", x=torch.zeros(1, 2, 256), experts=experts)
+    assert set(read) == {"layers.1.ffn.experts.3.w2", "layers.1.ffn.experts.5.w2"}
+
+
+def test_a_replaced_component_is_the_one_that_runs() -> None:
+    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1))
+    model = ModelV4(bound, V4)
+    tokens = [torch.arange(9)]
+    before = model.forward([Sequence()], tokens)
+    plain = bound.calls["layers.1.attn.wq_b"]
+
+    def doubled(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> dict[str, Tensor]:
+        return {"out": plain(inputs, weights)["out"] + 1}
+
+    bound.calls["layers.1.attn.wq_b"] = doubled
+    assert (model.forward([Sequence()], tokens) - before).abs().max() > 1e-3
+    weights = random_weights(V4, 1)
+    del weights["layers.2.attn_norm"]
+    bound.weights = weights
+    with pytest.raises(KeyError, match=r"layers\.2\.attn_norm"):
+        model.forward([Sequence()], tokens)
+
+
+def test_the_definition_ignores_recipes() -> None:
+    recipe = recipe_named("nvfp4-full", V4)
+    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1), recipe)
+    assert not any(name.endswith(".wq_a.act_quant") for name in bound.calls)
+
+
+def test_the_official_code_leaves_the_input_of_wo_a_alone() -> None:
+    recipe = recipe_named("official", V4)
+    weights = quantised_weights(random_weights(V4, 1), V4, recipe)
+    name = "layers.1.attn.wo_a"
+    official, engines = (
+        Bound(V4, Numerics.twin(SOURCES[source]), weights, recipe)
+        for source in ("official-v4", "vllm")
+    )
+    assert not official.quantises(name)
+    assert engines.quantises(name)
+    x = torch.randn(3, 4 * 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plain = official(name, x=x)["out"]
+    codes = engines(f"{name}.act_quant", x=x)
+    rounded = engines(name, **codes)["out"]
+    assert not torch.equal(plain, rounded)
+    assert (plain.float() - rounded.float()).norm() < 0.05 * plain.float().norm()
+
+
+def test_unknown_components_are_refused_with_the_nearest_name() -> None:
+    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1))
+    with pytest.raises(UnknownName, match=r"layers\.1\.attn\.wq_b"):
+        bound("layers.1.attn.wqb")
+    with pytest.raises(UnknownName):
+        bound.weights_of("layers.0.attn.indexer.q")
+
+
+def test_the_block_parallel_drafter_is_refused_by_name() -> None:
+    dspark = Dspark(target_layer_ids=(0, 1, 2), markov_rank=4, block_size=5, noise_token_id=7)
+    config = replace(V4, dspark=dspark, compress_ratios=(0, 4, 128))
+    bound = Bound(config, Numerics.definition(), random_weights(config, 1))
+    model = ModelV4(bound, config)
+    step = Step.of([0], [torch.arange(5)])
+    streams = model.streams(step, [Sequence()])
+    assert torch.isfinite(model.logits(streams)).all()
+    with pytest.raises(NotBuilt, match="DSpark"):
+        model.draft([Sequence()], streams, [torch.arange(5)])
+
+
+def test_calls_without_tokens_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="one id at least"):
+        Step.of([0, 3], [torch.arange(2), torch.arange(0)])
+    with pytest.raises(InvalidArgument, match="one for each of 2 sequences"):
+        Step.of([0, 3], [torch.arange(2)])
+    with pytest.raises(InvalidArgument, match="token lists"):
+        Step.of([], [])
+
+
+def test_rows_keep_what_they_were_given() -> None:
+    rows, bounded = Rows(), Rows(keep=5)
+    plain = torch.arange(300.0).reshape(100, 3)
+    for part in plain.split([1, 1, 40, 3, 55]):
+        rows.append(part)
+        bounded.append(part)
+    assert torch.equal(rows.all(), plain)
+    assert torch.equal(bounded.all(), plain[-5:])
+    assert torch.equal(rows.last(7), plain[-7:])
+    fork = rows.copy()
+    fork.append(plain[:1])
+    assert len(rows.all()) == 100
+    assert len(fork.all()) == 101

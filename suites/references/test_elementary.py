@@ -1,0 +1,197 @@
+"""Every elementary function against its formula, worked out here in plain float64 Python."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import pytest
+import torch
+
+from degarble.harness.anatomy.presets import V3_2, V4_PRO, small_v4
+from degarble.harness.anatomy.types import End, Pairing, Rope
+from degarble.references import elementary, latent_attention
+from degarble.references.numerics import HeadNorm, Numerics
+
+EXACT, STORED = Numerics.definition(), Numerics.bf16()
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_rms_norm_follows_its_formula(seed: int) -> None:
+    x, w = random(3, 8, seed=seed), random(8, seed=seed + 1)
+    made = elementary.rms_norm(x, w, 1e-2, EXACT)
+    for row, out in zip(x.tolist(), made.tolist(), strict=True):
+        size = math.sqrt(sum(v * v for v in row) / 8 + 1e-2)
+        assert out == pytest.approx([v * g / size for v, g in zip(row, w.tolist(), strict=True)])
+    once = elementary.rms_norm(x.bfloat16(), w.bfloat16(), 1e-2, STORED)
+    wide = elementary.rms_norm(x.bfloat16().double(), w.bfloat16().double(), 1e-2, EXACT)
+    assert once.dtype is torch.bfloat16
+    assert torch.equal(once, wide.float().bfloat16())
+
+
+def test_layer_norm_follows_its_formula(seed: int) -> None:
+    x, w, b = random(2, 6, seed=seed), random(6, seed=seed + 1), random(6, seed=seed + 2)
+    made = elementary.layer_norm(x, w, b, 1e-6, EXACT)
+    for row, out in zip(x.tolist(), made.tolist(), strict=True):
+        mean = sum(row) / 6
+        size = math.sqrt(sum((v - mean) ** 2 for v in row) / 6 + 1e-6)
+        parts = zip(row, w.tolist(), b.tolist(), strict=True)
+        assert out == pytest.approx([(v - mean) / size * g + shift for v, g, shift in parts])
+
+
+@pytest.mark.parametrize("kind", list(HeadNorm))
+def test_head_norm_rounds_where_each_source_does(kind: HeadNorm, seed: int) -> None:
+    q = random(5, 2, 512, seed=seed).bfloat16()
+    numerics = Numerics.bf16(head_norm=kind)
+    made = elementary.head_rms(q, 1e-6, numerics)
+    wide = q.float()
+    plain = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    if kind is HeadNorm.ONCE:
+        assert torch.equal(made, plain)
+        return
+    assert torch.equal(made, made.bfloat16().float())
+    if kind is HeadNorm.FACTOR:
+        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6).bfloat16()
+        assert torch.equal(made, (q * factor).float())
+    else:
+        mean = (q * q).mean(-1, keepdim=True)
+        assert torch.equal(made, (q * torch.rsqrt(mean + 1e-6)).float())
+        assert not torch.equal(made, plain.bfloat16().float())
+    assert (made - plain).abs().max() < 0.05 * plain.abs().max()
+
+
+def turning_pair(rope: Rope, turns: float) -> float:
+    assert rope.yarn is not None
+    reach = rope.yarn.original_max_position_embeddings / (2 * math.pi * turns)
+    return rope.dims * math.log(reach) / (2 * math.log(rope.theta))
+
+
+@pytest.mark.parametrize(
+    ("rope", "kappas", "low", "high"),
+    [
+        (V4_PRO.rope(V4_PRO.layers[2]), (15.453, 24.708), 15, 25),
+        (V3_2.rope(V3_2.layers[0]), (10.47, 22.51), 10, 23),
+    ],
+    ids=["v4", "v32"],
+)
+def test_yarn_blends_between_the_known_dims(
+    rope: Rope, kappas: tuple[float, float], low: int, high: int
+) -> None:
+    assert rope.yarn is not None
+    found = (turning_pair(rope, 32), turning_pair(rope, 1))
+    assert found == pytest.approx(kappas, abs=5e-3)
+    made = elementary.frequencies(rope, torch.float64, torch.device("cpu")).tolist()
+    assert len(made) == 32
+    for i, frequency in enumerate(made):
+        plain = rope.theta ** (-2 * i / 64)
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        expected = plain * (1 - ramp) + plain / rope.yarn.factor * ramp
+        assert frequency == pytest.approx(expected, rel=1e-12)
+
+
+def test_layers_without_compressor_rotate_plainly() -> None:
+    config = small_v4()
+    rope = config.rope(config.layers[0])
+    made = elementary.frequencies(rope, torch.float64, torch.device("cpu"))
+    assert made.tolist() == pytest.approx([10000.0 ** (-2 * i / 64) for i in range(32)])
+
+
+def test_known_scales() -> None:
+    assert latent_attention.softmax_scale(V3_2) == pytest.approx(0.1352338, abs=5e-8)
+    assert V4_PRO.head_dim**-0.5 == pytest.approx(0.0441942, abs=5e-8)
+    indexer = (V4_PRO.index_head_dim * V4_PRO.index_n_heads) ** -0.5
+    assert indexer == pytest.approx(0.01104854, abs=5e-9)
+
+
+def turned(row: list[float], t: int, frequencies: list[float]) -> list[float]:
+    """Interleaved pairs as complex numbers, turned by their angle."""
+    out: list[float] = []
+    for i, frequency in enumerate(frequencies):
+        z = complex(row[2 * i], row[2 * i + 1]) * cmath.exp(1j * t * frequency)
+        out += [z.real, z.imag]
+    return out
+
+
+ROPE = Rope(theta=100.0, dims=6, pairing=Pairing.INTERLEAVED, end=End.LAST, yarn=None)
+FREQUENCIES = [100.0 ** (-2 * i / 6) for i in range(3)]
+
+
+def test_rotation_turns_interleaved_pairs(seed: int) -> None:
+    x, positions = random(4, 2, 10, seed=seed), torch.tensor([0, 1, 7, 1000])
+    table = elementary.over_heads(elementary.rotation_table(ROPE, positions, EXACT))
+    made = elementary.rotate_tail(x, table)
+    for t, (token, out) in enumerate(zip(x.tolist(), made.tolist(), strict=True)):
+        for head, result in zip(token, out, strict=True):
+            expected = head[:4] + turned(head[4:], int(positions[t]), FREQUENCIES)
+            assert result == pytest.approx(expected, abs=1e-12)
+    back = elementary.rotate_tail(made, table, inverse=True)
+    assert (back - x).abs().max() < 1e-14
+    assert torch.equal(made[0], x[0])  # position 0 is blind
+    halves = elementary.rotate_halves(x[..., 4:], table)
+    assert (halves - made[..., 4:]).abs().max() > 0.1  # the wrong pairing is seen
+
+
+def test_rotation_by_halves(seed: int) -> None:
+    x, positions = random(3, 6, seed=seed), torch.tensor([1, 5, 90])
+    made = elementary.rotate_halves(x, elementary.rotation_table(ROPE, positions, EXACT))
+    for t, (row, out) in enumerate(zip(x.tolist(), made.tolist(), strict=True)):
+        mixed = [row[j] for i in range(3) for j in (i, i + 3)]
+        expected = turned(mixed, int(positions[t]), FREQUENCIES)
+        assert out == pytest.approx(expected[0::2] + expected[1::2], abs=1e-12)
+
+
+def test_kept_tables_follow_their_positions() -> None:
+    positions = torch.tensor([1, 2])
+    first = elementary.rotation_table(ROPE, positions, EXACT)
+    assert elementary.rotation_table(ROPE, positions, EXACT) is first
+    positions += 3
+    later = elementary.rotation_table(ROPE, positions, EXACT)
+    fresh = elementary.rotation_table(ROPE, torch.tensor([4, 5]), EXACT)
+    assert torch.equal(later.cos, fresh.cos)
+    assert not torch.equal(later.cos, first.cos)
+    for _ in range(200):  # short-lived positions must not be taken for one another
+        t = torch.randint(0, 1000, (1,))
+        cos = elementary.rotation_table(ROPE, t, EXACT).cos
+        assert cos[0, 0] == pytest.approx(math.cos(int(t)))
+
+
+def test_stored_tables_are_rounded_to_bf16() -> None:
+    positions = torch.arange(50)
+    plain = elementary.rotation_table(ROPE, positions, STORED)
+    switched = STORED.with_switches(rotation_in_storage_dtype=True)
+    stored = elementary.rotation_table(ROPE, positions, switched)
+    assert torch.equal(stored.cos, plain.cos.bfloat16().float())
+    assert not torch.equal(stored.sin, plain.sin)
+
+
+def test_float32_frequencies_stay_close_to_the_exact_ones() -> None:
+    rope = V4_PRO.rope(V4_PRO.layers[2])
+    narrow = elementary.frequencies(rope, torch.float32, torch.device("cpu"))
+    wide = elementary.frequencies(rope, torch.float64, torch.device("cpu"))
+    assert ((narrow - wide).abs() / wide).max() < 4e-7
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 128])
+def test_hadamard_is_the_orthonormal_walsh_matrix(width: int) -> None:
+    matrix = torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
+    ).double()
+    made = elementary.hadamard(torch.eye(width, dtype=torch.float64))
+    assert (made - matrix * width**-0.5).abs().max() < 1e-15
+    assert (elementary.hadamard(made) - torch.eye(width)).abs().max() < 1e-14
+
+
+def test_swiglu_clamps_the_gate_from_above_only() -> None:
+    gate, up = torch.tensor([-30.0, 5.0, 12.0]), torch.tensor([-11.0, 3.0, 40.0])
+    made = elementary.swiglu(gate, up, 10.0)
+
+    def silu(x: float) -> float:
+        return x / (1 + math.exp(-x))
+
+    assert made.tolist() == pytest.approx([silu(-30) * -10, silu(5) * 3, silu(10) * 10], rel=1e-6)
+    free = elementary.swiglu(gate, up, None)
+    assert free.tolist() == pytest.approx([silu(-30) * -11, silu(5) * 3, silu(12) * 40], rel=1e-6)
