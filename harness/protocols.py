@@ -1,0 +1,37 @@
+"""Every extension point, with signatures and no code: what a backend or a fault has to offer.
+
+A backend belongs to the entry-point group `degarble.backends`, or is named `module:factory` on the
+command line.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class ComponentCall(Protocol):
+    """One component: named inputs and weights in, named outputs out; arguments stay as they are."""
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, object]
+    ) -> Mapping[str, Tensor]:
+        """Compute the component."""
+        ...
+
+
+class Backend(Protocol):
+    """Kernels under a name. What `components` leaves out falls to torch, and the report says so."""
+
+    name: str
+
+    def components(self) -> Mapping[str, ComponentCall]:
+        """Map component names to callables."""
+        ...
+
+
+BACKEND_ENTRY_POINT_GROUP = "degarble.backends"
