@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from degarble.harness.cli.live_line import LiveLine, PlainLines
 from degarble.harness.errors import Undecided
 from degarble.harness.record.files import write_text
 from degarble.harness.record.plain import to_plain
+from degarble.harness.record.progress import Progress
 from degarble.harness.record.verdict import SCHEMA, Verdict
 from degarble.harness.record.wording import visible
 
@@ -90,6 +92,18 @@ class Terminal:
             sys.stdout.write(json_text(document))
         if self.json_file is not None:
             write_text(self.json_file, json_text(document))
+
+    @contextmanager
+    def work(self, doing: str, total: int) -> Iterator[Progress]:
+        """Give a counter of `total` bytes, shown on stderr; with --quiet it is not shown."""
+        if self.quiet:
+            yield Progress(doing, total)
+            return
+        line = LiveLine(sys.stderr) if sys.stderr.isatty() else PlainLines(sys.stderr)
+        try:
+            yield Progress(doing, total, line)
+        finally:
+            line.end()
 
     @contextmanager
     def progress(self, doing: str, total: int) -> Iterator[Callable[[str], None]]:
