@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from degarble.harness.checkpoint.calibration import Origin
 
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from degarble.harness.checkpoint.calibration import InputScale
-    from degarble.harness.checkpoint.quantise_producer import GroupScale
+    from degarble.harness.checkpoint.lossless import Exponents
     from degarble.harness.checkpoint.scale_search import Errors
 
 REPORT = "conversion_report.json"
 SCHEMA = 1
 WORST = 20
+
+
+class GroupScale(NamedTuple):
+    """The tensor scale of partners; `exponents` where MXFP4 is taken over exactly."""
+
+    scale: float
+    amax: float | None
+    exact: bool
+    exponents: Exponents | None
+    why_not: str
 
 
 @dataclass

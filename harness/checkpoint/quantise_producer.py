@@ -15,7 +15,7 @@ activations without a calibration. Kept honest by suites/checkpoint/test_quantis
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from degarble.harness.anatomy.storage import Part
 from degarble.harness.anatomy.tensors import slots
 from degarble.harness.checkpoint import lossless
 from degarble.harness.checkpoint.calibration import InputScales, partners_of
-from degarble.harness.checkpoint.conversion_report import ShardFacts
+from degarble.harness.checkpoint.conversion_report import GroupScale, ShardFacts
 from degarble.harness.checkpoint.scale_search import (
     Errors,
     Quantised,
@@ -79,16 +79,6 @@ class Choices(Protocol):
     @property
     def calibration(self) -> Calibration | None:
         """Where input scales come from."""
-
-
-class GroupScale(NamedTuple):
-    """The tensor scale of partners; `exponents` where MXFP4 is taken over exactly."""
-
-    scale: float
-    amax: float | None
-    exact: bool
-    exponents: lossless.Exponents | None
-    why_not: str
 
 
 class QuantisingProducer:

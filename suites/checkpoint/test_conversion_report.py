@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from degarble.harness.checkpoint.calibration import InputScale, Origin
-from degarble.harness.checkpoint.conversion_report import ShardFacts, report_bytes
+from degarble.harness.checkpoint.conversion_report import GroupScale, ShardFacts, report_bytes
 from degarble.harness.checkpoint.lossless import Exponents
-from degarble.harness.checkpoint.quantise_producer import GroupScale
 from degarble.harness.checkpoint.scale_search import Errors
 
 

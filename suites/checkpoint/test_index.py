@@ -10,6 +10,7 @@ import torch
 
 from degarble.harness.checkpoint import index as index_module
 from degarble.harness.checkpoint.index import look_into, read_index, unsafe_reason
+from degarble.harness.checkpoint.manifest import UNFINISHED
 from degarble.harness.checkpoint.types import EXAMPLES_KEPT, ProblemKind, Problems
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import UnreadableFile
@@ -124,6 +125,10 @@ def _link_away(folder: Path) -> None:
     (folder / TWO).symlink_to(other / TWO)
 
 
+def _interrupt(folder: Path) -> None:
+    (folder / UNFINISHED).mkdir()
+
+
 DISAGREEMENTS: list[tuple[Callable[[Path], None], ProblemKind, str]] = [
     (_lose, ProblemKind.UNREADABLE_SHARD, TWO),
     (_cut, ProblemKind.UNREADABLE_SHARD, TWO),
@@ -138,6 +143,7 @@ DISAGREEMENTS: list[tuple[Callable[[Path], None], ProblemKind, str]] = [
     (_break_index, ProblemKind.UNREADABLE_INDEX, "each key once"),
     (_break_config, ProblemKind.UNREADABLE_CONFIG, "missing"),
     (_link_away, ProblemKind.FOREIGN_LINK, "a file inside"),
+    (_interrupt, ProblemKind.UNFINISHED, UNFINISHED),
 ]
 
 
