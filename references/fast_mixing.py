@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.references.mixing import MixingFacts, MixingWeights
+    from degarble.references.mixing_facts import MixingFacts, MixingWeights
 
     Floats = NDArray[Any]
 

@@ -9,11 +9,12 @@ Kept honest by suites/references/test_mixing.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+
+from degarble.references.mixing_facts import MixingFacts, MixingWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,26 +22,17 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 
+__all__ = (
+    "MixingFacts",
+    "MixingWeights",
+    "collapse",
+    "expand",
+    "mixing_post",
+    "mixing_pre",
+    "mixing_pre_definition",
+    "sinkhorn",
+)
 _FEW_TOKENS = 64  # from there on torch's calls are no longer what costs
-
-
-@dataclass(frozen=True)
-class MixingFacts:
-    """Streams, Sinkhorn iterations, and the two epsilons."""
-
-    streams: int
-    iterations: int
-    epsilon: float
-    norm_epsilon: float
-
-
-@dataclass(frozen=True)
-class MixingWeights:
-    """fn [N, S*D], base [N], scale [3] (head collapse: [S, S*D], [S], [1])."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
 
 
 def expand(h_TD: Tensor, streams: int) -> Tensor:
