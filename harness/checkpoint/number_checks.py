@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _AGAIN = "Quantise it again from its source, or restore the file that it came from."
 _FIND = "Find out which step wrote it; the source has to be converted again."
+_UNDER_ZERO = "of its blocks hold codes under a scale of zero"
+_SUBNORMAL = "of its block scales are subnormal"
 E2M1_FORMATS = ("NVFP4", "MXFP4")
 
 TINY = 2.0**-60
@@ -123,28 +125,23 @@ def _check_range(judging: Judging) -> None:
     with_codes = np.maximum(blocks - table["zero_blocks"], 1)
     vanished = table["underflown"] / with_codes
     subnormal = table["scale_subnormal"] / with_codes
-    largest, below = table["scale_at_largest"], table["scale_below_largest"]
-    clipped = (largest > CLIPPED_SHARE * with_codes) & (largest > PILE_UP * np.maximum(below, 1))
+    largest, below = table["scale_at_largest"], np.maximum(table["scale_below_largest"], 1)
+    clipped = (largest > CLIPPED_SHARE * with_codes) & (largest > PILE_UP * below)
     in_range = table.of_format("NVFP4") & (blocks >= FEW_BLOCKS)
     checks: tuple[tuple[Rule, NDArray[np.bool_], NDArray[np.float64], str], ...] = (
         (
             rules.SCALE_VANISHED,
             vanished > VANISHED_SHARE,
             vanished,
-            "of its blocks hold codes under a scale of zero",
+            _UNDER_ZERO,
         ),
         (
             rules.SCALE_UNDERFLOWN,
             (vanished > 0) & (vanished <= VANISHED_SHARE),
             vanished,
-            "of its blocks hold codes under a scale of zero, so they decode to zero",
+            f"{_UNDER_ZERO}, so they decode to zero",
         ),
-        (
-            rules.SCALE_SUBNORMAL,
-            subnormal > SUBNORMAL_SHARE,
-            subnormal,
-            "of its block scales are subnormal",
-        ),
+        (rules.SCALE_SUBNORMAL, subnormal > SUBNORMAL_SHARE, subnormal, _SUBNORMAL),
         (
             rules.AMAX_CLIPPED,
             in_range & clipped,

@@ -24,6 +24,7 @@ from degarble.harness.checkpoint.modules import Convention
 from degarble.harness.checkpoint.number_checks import E2M1_FORMATS
 from degarble.harness.checkpoint.number_siblings import group_median
 from degarble.harness.checkpoint.number_table import CONVENTIONS
+from degarble.harness.checkpoint.stated_order import is_arranged, stated_backend
 from degarble.harness.checkpoint.weight_units import stored_of
 from degarble.harness.formats.types import ScaleDirection
 
@@ -50,7 +51,8 @@ def check_layouts(judging: Judging) -> None:
     weak = packed & ~(known & (pairing <= STRONG) & (pairing <= WEAKER * company))
     seen: Counter[tuple[str, str]] = Counter()
     last: dict[tuple[str, str], Inferred] = {}
-    undecided = []
+    undecided, as_stated = [], []
+    stated = _stated_layouts(judging)
     for index in indices(weak):
         key = (units[index].role, units[index].place)
         seen[key] += 1
@@ -58,9 +60,48 @@ def check_layouts(judging: Judging) -> None:
             weight = stored_of(judging.checkpoint, units[index]).weight()
             last[key] = infer_layout(weight)
             judging.checkpoint.release()
-        if not _report_layout(judging, index, last[key], float(company[index])):
+        if last[key].value is not None and last[key].value == stated.get(index):
+            as_stated.append(index)
+        elif not _report_layout(judging, index, last[key], float(company[index])):
             undecided.append(index)
+    _report_broken_promises(judging, [i for i in stated if not weak[i] and known[i]], stated)
+    _tell_stated(judging, as_stated, stated)
     _tell_undecided(judging, undecided)
+
+
+def _stated_layouts(judging: Judging) -> dict[int, str]:
+    """Return, by row, the scale layout other than row-major that conversion.json states."""
+    backend = stated_backend(judging.checkpoint)
+    if backend is None or backend.scales.name == LINEAR:
+        return {}
+    nvfp4 = indices(judging.table.of_format("NVFP4"))
+    arranged = [index for index in nvfp4 if is_arranged(judging.table.units[index].module)]
+    return dict.fromkeys(arranged, backend.scales.name)
+
+
+def _report_broken_promises(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
+    """Report scales that lie in row-major order although another one is stated."""
+    for index in rows:
+        judging.report(
+            rules.SCALE_LAYOUT,
+            index,
+            f"lies in row-major order; conversion.json states `{stated[index]}`.",
+            "Convert again: the backend that was asked for reads these scales wrongly.",
+            Part.BLOCK_SCALE,
+            pairing=_rounded(float(judging.table["pairing"][index])),
+        )
+
+
+def _tell_stated(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
+    if rows:
+        judging.findings.add(
+            rules.SCALE_LAYOUT_STATED,
+            NOWHERE,
+            f"Block scales of {len(rows)} stacked matrices lie in the order `{stated[rows[0]]}`,"
+            " as conversion.json states.",
+            "Load them with that backend alone, without reordering them again.",
+            matrices=len(rows),
+        )
 
 
 def _report_layout(judging: Judging, index: int, inferred: Inferred, company: float) -> bool:

@@ -164,6 +164,12 @@ SCALE_LAYOUT = _rule(
     "block scales lie in row-major order: scale and code energy of a block go together",
     "faults B001, B041, B047, B048: swizzled or permuted scales on disk",
 )
+SCALE_LAYOUT_STATED = _rule(
+    "scale_layout_stated",
+    Level.NOTE,
+    "block scales of stacked experts lie in row-major order, which every loader expects",
+    "harness/checkpoint/convert/backends.py: a conversion for one backend's kernels",
+)
 SCALE_UNRELATED = _rule(
     "scale_unrelated",
     Level.ERROR,

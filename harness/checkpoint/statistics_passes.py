@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import BlockFormat
     from degarble.harness.formats.weight import Weight
 
+_WIDEST_PROFILE = 1 << 20  # columns; a long vector comes in pieces
 PROFILE_ROWS = 32  # rows that stand for a matrix where a profile of its columns is wanted
 _BYTE_ROWS = 8  # one row in so many is counted byte by byte, in matrices with enough rows
 _PLAIN_SHIFT = {torch.bfloat16: 16, torch.float32: 0}
@@ -59,7 +60,8 @@ class Pass:
         self.elements = prod(shape)
         self.height = prod(shape[:-1]) if len(shape) > 1 else 1
         self.width = self.elements // max(self.height, 1)
-        self.wants_profile = profile and len(shape) in (1, 2) and self.elements > 0
+        is_small = self.width <= _WIDEST_PROFILE
+        self.wants_profile = profile and len(shape) in (1, 2) and self.elements > 0 and is_small
         self.every = max(1, self.height // PROFILE_ROWS)
         self.columns = np.zeros(self.width if self.wants_profile else 0, np.float32)
         self._energies: list[NDArray[np.float64]] = []
@@ -96,6 +98,8 @@ class Pass:
     def common(self) -> dict[str, Any]:
         """Return the fields that every kind has."""
         zero, digests = joined(self._zero, np.bool_), joined(self._digests, np.uint64)
+        if self.height == 1:  # a vector, of which each piece counted as a row
+            zero = zero.all(keepdims=True) if len(zero) else zero
         energies = joined(self._energies, np.float64)
         has_rows = self.wants_profile and len(energies) == self.height
         return {
@@ -291,7 +295,11 @@ class PlainPass(Pass):
             return
         if value.dtype not in _PLAIN_SHIFT:
             value = value.float()
-        self._add_floats(value.reshape(-1, self.width), _PLAIN_SHIFT[value.dtype])
+        self._add_floats(self._as_rows(value), _PLAIN_SHIFT[value.dtype])
+
+    def _as_rows(self, value: Tensor) -> Tensor:
+        """Shape a piece by rows; of a long vector, a piece is a row."""
+        return value.reshape(1, -1) if self.height == 1 else value.reshape(-1, self.width)
 
     def _add_floats(self, value_MK: Tensor, shift: int) -> None:
         from degarble.harness.checkpoint import statistics_loops as loops  # noqa: PLC0415  numba
@@ -307,11 +315,12 @@ class PlainPass(Pass):
             self.columns += sampled.square().sum(0).numpy()
 
     def _add_integers(self, value: Tensor) -> None:
-        self.take_rows(bytes_by_row(value.reshape(-1, self.width)), (1 << 64) - 1)
-        lowest, highest = float(value.min()), float(value.max())
+        self.take_rows(bytes_by_row(self._as_rows(value)), (1 << 64) - 1)
+        numbers = value.numpy()  # torch compares no unsigned integers beyond a byte
+        lowest, highest = float(numbers.min()), float(numbers.max())
         known = self._extremes or (lowest, highest)
         self._extremes = (min(known[0], lowest), max(known[1], highest))
-        self._zeros += int((value == 0).sum())
+        self._zeros += int((numbers == 0).sum())
 
     def finish(self) -> TensorStatistics:
         """Return what was gathered."""

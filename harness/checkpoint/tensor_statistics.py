@@ -34,6 +34,8 @@ WINDOW_ELEMENTS = 1 << 23  # of one row block: 4 MiB of E2M1 codes
 def statistics_of(stored: StoredWeight, *, profile: bool = False) -> TensorStatistics:
     """Walk one weight; `profile`: also gather squares by row and, from some rows, by column."""
     found = pass_over(stored, profile=profile)
+    if not found.elements:  # rows of nothing can be many
+        return found.finish()
     for _, weight in stored.row_blocks(WINDOW_ELEMENTS):
         found.scalars = _scalar(weight.tensor_scale), _scalar(weight.input_scale)
         found.add(weight)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 _NUMBERS = re.compile(r"\d+")
 _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\b")
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
+_NO_NUMBERS = frozenset({"F4", "C64"})  # codes in pairs, and pairs of numbers
+_MOST_AXES = 3  # what a stack of matrices has
+_MOST_MEMBERS = 1 << 14  # of a stack that is told one by one; no model has as many experts
 
 
 class Unit(NamedTuple):
@@ -149,7 +153,7 @@ def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
             found.units.append(_unnamed(stored, module, None))
     except Refused:
         for entry in checkpoint.table.tensors(module):
-            if entry.dtype in TORCH_DTYPES and entry.dtype != "F4":
+            if entry.dtype in TORCH_DTYPES and entry.dtype not in _NO_NUMBERS:
                 bare = _bare(checkpoint, entry)
                 found.units.append(_unnamed(bare, entry.name, None)._replace(is_bare=True))
             else:
@@ -158,14 +162,21 @@ def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
 
 def _require_readable(stored: StoredWeight) -> None:
     """Refuse what would be refused when it is read: the shapes and dtypes of its parts."""
+    if _is_no_stack(stored.shape):
+        raise ShapeMismatch(stored.name, stored.shape, "a matrix or a stack", "See who wrote it.")
     for part, entry in stored.form.parts.items():
-        if entry.dtype not in TORCH_DTYPES:
+        if entry.dtype not in TORCH_DTYPES or entry.dtype == "C64":
             raise DtypeMismatch(entry.name, entry.dtype, "a dtype that torch holds", "Cast it.")
         if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE) and entry.elements not in (
             1,
             stored.shape[0] if len(stored.shape) == 3 else 1,
         ):
             raise ShapeMismatch(entry.name, entry.shape, "one number a matrix", "See who wrote it.")
+
+
+def _is_no_stack(shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape is neither a matrix nor a stack whose members can be told one by one."""
+    return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
 
 
 def _unnamed(stored: StoredWeight, module: str, member: int | None) -> Unit:
@@ -214,7 +225,9 @@ def _offset(ranges: tuple[tuple[int, int], ...], entry: TensorEntry) -> int:
 
 
 def _bare(checkpoint: Checkpoint, entry: TensorEntry) -> StoredWeight:
-    """Take one tensor as plain values, whatever it belongs to."""
+    """Take one tensor as plain values, whatever it belongs to; many axes count as rows."""
+    if _is_no_stack(entry.shape):
+        entry = entry._replace(shape=(prod(entry.shape[:-1]), entry.shape[-1]))
     form = StoredForm(
         entry.name,
         Convention.PLAIN,
