@@ -28,9 +28,10 @@ from degarble.harness.checkpoint.loader_fill import SCALES
 from degarble.harness.checkpoint.loader_findings import LoaderFindings
 from degarble.harness.checkpoint.loader_maps import AS_STORED, Engine, compiled
 from degarble.harness.checkpoint.loader_names import Outcome
+from degarble.harness.checkpoint.loader_reads import Reads
 from degarble.harness.checkpoint.loader_routes import Routes
 from degarble.harness.checkpoint.loader_sources import require_unfused
-from degarble.harness.checkpoint.loader_targets import engine_targets, listed_targets, ranks_of
+from degarble.harness.checkpoint.loader_targets import EngineTargets, listed_targets, ranks_of
 from degarble.harness.checkpoint.loader_writes import Transfer, Writer
 from degarble.harness.checkpoint.types import shown, unknown_name
 from degarble.harness.errors import InvalidArgument, LayoutMismatch
@@ -74,6 +75,10 @@ class LoaderProof:
     def ranks(self) -> range:
         """The ranks that were proven."""
         return ranks_of(self.map)
+
+    def held(self) -> Iterator[RankTargets]:
+        """Yield what each rank holds, one after the other."""
+        return self._held(self.ranks)
 
     def fills(self, parameter: str, rank: int) -> tuple[Transfer, ...]:
         """Return what is written to a parameter of a rank."""
@@ -132,11 +137,12 @@ class _Prover:
         self._findings = LoaderFindings(self._inventory)
         self._fills = [(compiled("fill", each.match), each.value) for each in loader_map.fill]
         self._layout = self._engine_layout()
+        self._engine = self._engine_targets()
         self._routes = Routes(
             checkpoint, loader_map, self._inventory, _Known(self._names), self._findings
         )
         self._writer = Writer(loader_map, self._routes)
-        self._read: dict[str, tuple[Box, ...]] = {}
+        self._reads = Reads()
         self._refused: set[str] = set()  # sources that fit no slot, which has its finding
         self._other_format: set[str] = set()  # parameters that have a finding as a whole
         self._counts: Counter[str] = Counter()
@@ -193,13 +199,16 @@ class _Prover:
         recipe = stored_recipe(self._inventory) if engine.recipe == AS_STORED else engine.recipe
         return layout.with_recipe(recipe)
 
-    def _held(self, ranks: range) -> Iterator[RankTargets]:
+    def _engine_targets(self) -> EngineTargets | None:
         engine = self._map.parameters
         if self._layout is None or self._inventory is None or not isinstance(engine, Engine):
-            return listed_targets(self._map, ranks)
+            return None
         config = self._inventory.config
         made = plan(config, self._map.tp, self._map.ep, self._map.pp, engine.style)
-        return engine_targets(config, self._layout, made, ranks)
+        return EngineTargets(config, self._layout, made)
+
+    def _held(self, ranks: range) -> Iterator[RankTargets]:
+        return listed_targets(self._map, ranks) if self._engine is None else self._engine(ranks)
 
     def _judge_formats(self) -> None:
         """Report weights that the engine builds in another format, one finding a weight."""
@@ -217,25 +226,25 @@ class _Prover:
 
     def _judge(self, held: RankTargets, target: Target) -> tuple[Box, ...]:
         """Judge all writes to one parameter; return what is never written of it."""
+        alike = self._writer.whole(held, target)
+        if alike:
+            for each in alike:
+                self._reads.add_alike((target.name, each.slot), each.experts, each.taken)
+            self._counts["transfers"] += len(target.members)
+            return ()
         done: list[Written] = []
         refused: list[Box] = []
-        for each in self._writer.writes(held, target):
-            source = each.source
-            if each.wrong is not None:
-                self._report_wrong(source, target, each.wrong, held.rank)
-            if not each.arrives:
-                refused.append(each.member.box)
+        for write in self._writer.writes(held, target):
+            source = write.source
+            if write.wrong is not None:
+                self._report_wrong(source, target, write.wrong, held.rank)
+            if not write.arrives:
+                refused.append(write.member.box)
                 self._refused.add(source.name)
                 continue
-            done.append(each)
-            read = self._read.get(source.name, ())
-            if each.taken not in read:
-                self._read[source.name] = (*read, each.taken)
+            done.append(write)
+            self._reads.add(source.name, write.taken)
         self._counts["transfers"] += len(done)
-        if not refused and len(done) == len(target.members):
-            keys = {each.key for each in done}
-            if len(keys) == len(done) and None not in keys and not any(target.cover_of_all):
-                return ()  # every member once, as nearly everywhere
         return self._judge_cover(held, target, done, tuple(refused))
 
     def _report_wrong(self, source: Source, target: Target, wrong: Wrong, rank: int) -> None:
@@ -295,8 +304,8 @@ class _Prover:
         unread: dict[str, tuple[Box, ...]] = {}
         if self._map.rank is not None:
             return unread  # the other ranks read the rest
-        for source in self._routes.all_placed():
-            missing = cover(source.shape, self._read.get(source.name, ())).missing
+        for target, expert, placed in self._routes.all_placed():
+            missing, source = self._reads.missing(target, expert, placed), placed.source
             if missing and source.name in self._checkpoint.entries:
                 unread[source.name] = missing
             if missing and source.name not in self._refused:

@@ -88,12 +88,12 @@ class Routes:
             if tensor == source.name or tensor in source.made_from
         }
 
-    def all_placed(self) -> Iterator[Source]:
-        """Yield every source that has a place."""
-        for by_expert in self.placed.values():
-            for group in by_expert.values():
-                for source, _ in group:
-                    yield source
+    def all_placed(self) -> Iterator[tuple[str, int | None, Placed]]:
+        """Yield every source that has a place, with the parameter and the expert it goes to."""
+        for target, by_expert in self.placed.items():
+            for expert, group in by_expert.items():
+                for placed in group:
+                    yield target, expert, placed
 
     def fate(self, truth: Truth) -> str:
         """Say what became of the tensor that belongs in a member of a parameter."""

@@ -6,7 +6,7 @@ its truth: which part of which logical parameter belongs there, and which box of
 list of somebody's engine, members have no truth, and only coverage, shapes and names are judged.
 
 Ranks that hold the same shapes share one set of targets; what differs between them (which experts,
-which rows) is in RankTargets.held, by position. Refuses what anatomy refuses: numbers of ranks that
+which rows) RankTargets says by position. Refuses what anatomy refuses: numbers of ranks that
 do not divide a model, unknown layouts, partners that an engine cannot keep in one tensor.
 Kept honest by suites/checkpoint/test_loader_targets.py.
 """
@@ -25,7 +25,7 @@ from degarble.harness.checkpoint.boxes import Cover, cover
 from degarble.harness.checkpoint.loader_maps import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.layouts import Layout
@@ -74,29 +74,29 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Held:
-    """One logical parameter on one rank: its box, and that box in each part's own coordinates."""
-
-    parameter: Parameter
-    parts: dict[Part, Box]  # shared by all experts that are cut alike
-
-
-@dataclass(frozen=True)
 class RankTargets:
-    """All parameters of one rank. `first_expert`: the number of its first one in the model."""
+    """All parameters of one rank. `first_expert`: the number of its first one in the model.
+
+    `targets` and `held` are the same objects for ranks that are alike in them; `held` lists logical
+    parameters by the position that members name, `cutter` says which box of each is here.
+    """
 
     rank: int
     tp_rank: int
     first_expert: int
     targets: dict[str, Target]
-    held: list[Held]
+    held: Sequence[Parameter] = ()
+    cutter: Cutter | None = None
 
     def truth(self, member: Member) -> Truth | None:
         """Say what belongs in a member; None for parameters that somebody listed."""
         if member.position is None or member.part is None:
             return None
-        held = self.held[member.position]
-        return Truth(held.parameter, member.part, held.parts[member.part])
+        assert self.cutter is not None, "a position comes from anatomy"
+        parameter = self.held[member.position]
+        found = self.cutter.cut(parameter)
+        assert found is not None, "what a rank lists it holds"
+        return Truth(parameter, member.part, found[1][member.part])
 
 
 def ranks_of(loader_map: LoaderMap) -> range:
@@ -106,33 +106,60 @@ def ranks_of(loader_map: LoaderMap) -> range:
     return range(loader_map.pp * max(loader_map.tp, loader_map.ep))
 
 
-def engine_targets(
-    config: Config, layout: Layout, plan: Plan, ranks: Iterable[int]
-) -> Iterator[RankTargets]:
-    """Yield what each rank holds, in the layout's names and shapes."""
-    by_expert: dict[int | None, list[Parameter]] = defaultdict(list)
-    for parameter in parameters(config):
-        if not layout.omits(parameter, config):
-            by_expert[parameter.expert].append(parameter)
-    known: dict[tuple[tuple[int, ...], ...], dict[str, Target]] = {}
-    for rank in ranks:
-        experts = plan.experts_of(rank)
-        cutter = _Cutter(layout.recipe_for(config).format_of, plan, rank)
-        held, local = [], []
-        for expert in (None, *experts):
-            for parameter in by_expert[expert]:
-                found = cutter.cut(parameter)
-                if found is None:
-                    continue
-                box, parts = found
-                number = None if expert is None else expert - experts.start
-                held.append(Held(parameter, parts))
-                local.append(replace(parameter, shape=box.shape, expert=number))
-        shapes = tuple(each.shape for each in local)
-        if shapes not in known:  # the names of experts differ between ranks, and nothing else
-            known = {shapes: _targets(config, layout, local)}
-        tp_rank = rank % plan.ranks_per_stage % plan.tp
-        yield RankTargets(rank, tp_rank, experts.start, known[shapes], held)
+class EngineTargets:
+    """What each rank holds, in the names and shapes of an engine's layout.
+
+    What was made last is kept, because one rank after the other asks for the same.
+    """
+
+    def __init__(self, config: Config, layout: Layout, plan: Plan) -> None:
+        self._config = config
+        self._layout = layout
+        self._plan = plan
+        self._by_expert: dict[int | None, list[Parameter]] = defaultdict(list)
+        for parameter in parameters(config):
+            if not layout.omits(parameter, config):
+                self._by_expert[parameter.expert].append(parameter)
+        self._held: tuple[object, list[Parameter]] = (None, [])
+        self._targets: tuple[object, dict[str, Target]] = (None, {})
+
+    def __call__(self, ranks: Iterable[int]) -> Iterator[RankTargets]:
+        """Yield what each of these ranks holds."""
+        format_of = self._layout.recipe_for(self._config).format_of
+        for rank in ranks:
+            experts = self._plan.experts_of(rank)
+            cutter = Cutter(format_of, self._plan, rank)
+            kinds = [*self._by_expert[None], *self._by_expert[experts.start]]
+            shapes = tuple(found and found[0].shape for found in map(cutter.cut, kinds))
+            here = (experts, tuple(shape is None for shape in shapes))
+            if self._held[0] != here:
+                self._held = here, self._held_by(experts, cutter)
+            held = self._held[1]
+            if self._targets[0] != (shapes, len(experts)):
+                # The names of experts differ between ranks, and nothing else does.
+                made = self._targets_of(held, experts, cutter)
+                self._targets = (shapes, len(experts)), made
+            tp_rank = rank % self._plan.ranks_per_stage % self._plan.tp
+            yield RankTargets(rank, tp_rank, experts.start, self._targets[1], held, cutter)
+
+    def _held_by(self, experts: range, cutter: Cutter) -> list[Parameter]:
+        return [
+            parameter
+            for expert in (None, *experts)
+            for parameter in self._by_expert[expert]
+            if cutter.cut(parameter) is not None
+        ]
+
+    def _targets_of(
+        self, held: list[Parameter], experts: range, cutter: Cutter
+    ) -> dict[str, Target]:
+        local = []
+        for parameter in held:
+            found = cutter.cut(parameter)
+            assert found is not None, "what a rank lists it holds"
+            number = None if parameter.expert is None else parameter.expert - experts.start
+            local.append(replace(parameter, shape=found[0].shape, expert=number))
+        return _targets(self._config, self._layout, local)
 
 
 def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str, Target]:
@@ -154,7 +181,7 @@ def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str
     return targets
 
 
-class _Cutter:
+class Cutter:
     """Cuts parameters for one rank; experts of one block are cut alike."""
 
     def __init__(self, format_of: Callable[[Parameter], Formats], plan: Plan, rank: int) -> None:
@@ -185,7 +212,7 @@ def listed_targets(loader_map: LoaderMap, ranks: Iterable[int]) -> Iterator[Rank
     experts = max((each.shape[0] for each in loader_map.parameters if each.experts), default=0)
     for rank in ranks:
         first = rank % loader_map.ep * experts if loader_map.ep > 1 else 0
-        yield RankTargets(rank, rank % loader_map.tp, first, targets, [])
+        yield RankTargets(rank, rank % loader_map.tp, first, targets)
 
 
 def _listed(each: Listed) -> Target:

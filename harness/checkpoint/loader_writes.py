@@ -2,7 +2,9 @@
 
 Owns the single writes of a proof, right and wrong ones, worked out for one parameter at a time.
 What is alike for the experts of a stack is judged once: same slot, same extents, same type, and the
-parameter that belongs there. Kept honest by suites/checkpoint/test_loader_proof.py.
+parameter that belongs there. Where all of a parameter is alike and right, `whole` says so in one
+go; a full-size model has two million such writes, and every one of them can still be asked for.
+Kept honest by suites/checkpoint/test_loader_proof.py, which compares the two ways.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.loader_fill import Wrong
     from degarble.harness.checkpoint.loader_maps import LoaderMap
-    from degarble.harness.checkpoint.loader_routes import Routes
+    from degarble.harness.checkpoint.loader_routes import Placed, Routes
     from degarble.harness.checkpoint.loader_sources import Source
     from degarble.harness.checkpoint.loader_targets import Key, RankTargets, Target
 
@@ -51,6 +53,14 @@ class Written(NamedTuple):
         return self.wrong is None or self.wrong.written
 
 
+class Alike(NamedTuple):
+    """Right writes of one slot: the box of the source is the same for all experts of a rank."""
+
+    slot: int | None  # as the rules name it
+    experts: range | None
+    taken: Box
+
+
 class Writer:
     """Works out what is written to one parameter of one rank."""
 
@@ -58,6 +68,66 @@ class Writer:
         self.routes = routes
         self.splits = Splits(loader_map.split)
         self._tp = loader_map.tp
+        self._uniform: dict[str, tuple[Placed, ...]] = {}
+        self._belongs: dict[str, tuple[object, range | None, bool]] = {}
+
+    def whole(self, held: RankTargets, target: Target) -> tuple[Alike, ...]:
+        """Return the writes that fill a parameter once and rightly; nothing where it is unsure."""
+        group, experts = self._uniform_of(target), None
+        if target.stacked:
+            experts = range(held.first_expert, held.first_expert + target.shape[0])
+        if (
+            not group
+            or any(target.cover_of_all)
+            or len(group) * (1 if experts is None else len(experts)) != len(target.members)
+            or not self._belong(held, target, experts)
+        ):
+            return ()
+        alike = []
+        for source, slot in group:
+            _, member = _member(target, 0 if target.stacked else None, slot)
+            taken, wrong = self._judged(held, target, source, member)
+            if wrong is not None:
+                return ()
+            alike.append(Alike(slot, experts, taken))
+        return tuple(alike)
+
+    def _uniform_of(self, target: Target) -> tuple[Placed, ...]:
+        """Return what one expert gets if all get the like of it, every slot once."""
+        if target.name not in self._uniform:
+            groups = list(self.routes.placed.get(target.name, {}).items())
+            kinds = {tuple(map(_kind, group)) for _, group in groups}
+            slots = [placed.slot for placed in groups[0][1]] if groups else []
+            fits = (
+                len(kinds) == 1
+                and all((expert is not None) == target.stacked for expert, _ in groups)
+                and (None not in slots or len(target.members) == 1)
+                and len(set(slots)) == len(slots)
+            )
+            self._uniform[target.name] = tuple(groups[0][1]) if fits else ()
+        return self._uniform[target.name]
+
+    def _belong(self, held: RankTargets, target: Target, experts: range | None) -> bool:
+        """Tell whether each source is of the parameter that belongs there; of ranks alike, once."""
+        known = self._belongs.get(target.name)
+        if known is None or known[0] is not held.held or known[1] != experts:
+            known = held.held, experts, self._compare(held, target, experts)
+            self._belongs[target.name] = known
+        return known[2]
+
+    def _compare(self, held: RankTargets, target: Target, experts: range | None) -> bool:
+        placed = self.routes.placed[target.name]
+        for local, expert in ((None, None),) if experts is None else enumerate(experts):
+            if expert not in placed:
+                return False
+            for source, slot in placed[expert]:
+                key, member = _member(target, local, slot)
+                position = member.position
+                if key is None or member is NO_SLOT:
+                    return False
+                if position is not None and source.parameter is not held.held[position]:
+                    return False
+        return True
 
     def transfers(self, held: RankTargets, target: Target) -> tuple[Transfer, ...]:
         """Return what reaches a parameter."""
@@ -96,6 +166,11 @@ class Writer:
         taken = piece(source.shape, self.splits.of(target.name), self._tp, held.tp_rank)
         truth = held.truth(member)
         return taken, judge_write(source, taken, target.dtype, member, truth)
+
+
+def _kind(placed: Placed) -> tuple[object, ...]:
+    source = placed.source
+    return placed.slot, source.shape, source.dtype, source.part
 
 
 def _member(target: Target, local: int | None, slot: int | None) -> tuple[Key | None, Member]:
