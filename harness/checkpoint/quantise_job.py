@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.calibration import Calibration
     from degarble.harness.checkpoint.manifest import ShardRecord
     from degarble.harness.checkpoint.plan import ShardPlan
+    from degarble.harness.checkpoint.worker_pool import Workers
 
 GENERATION = "1"  # of the bytes below: raise it when the same job gives other ones
 _NVFP4 = "NVFP4"
@@ -201,12 +202,13 @@ def run_job(
     job: QuantiseJob,
     target: Path,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+    planned: Planned | None = None,
 ) -> Manifest:
-    """Do all of it on this machine; the same call resumes what was interrupted."""
-    planned = plan_job(job, shard_bytes=shard_bytes)
+    """Do all of it; the same call resumes what was interrupted."""
+    planned = planned or plan_job(job, shard_bytes=shard_bytes)
     begin(target, planned.plan)
     work = partial(make_shard, job, target)
     for shard, record in run_each(work, planned.plan.shards, workers, "shard {0.file}".format):

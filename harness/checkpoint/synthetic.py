@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.tensors import Slot
     from degarble.harness.checkpoint.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.plan import ShardPlan
+    from degarble.harness.checkpoint.worker_pool import Workers
 
 GENERATION = "1"  # of the numbers below: raise it when the same seed gives other bytes
 
@@ -152,7 +153,7 @@ def write_checkpoint(
     *,
     sparse: bool = False,
     shards: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
 ) -> Manifest:
     """Write a synthetic model; it can be interrupted and resumed like any other output.

@@ -3,6 +3,7 @@
 Owns the local pool. A worker holds one task at a time, so when it dies (a signal, too little
 memory, a crash of native code) the pool knows what it was doing. On the first failure the others
 are ended; what they had finished stays. With one worker everything runs in the calling process.
+Where a `Cluster` stands in place of a number, it does the work: same tasks, same results.
 
 Refuses, as WorkerLost, with the task, the signal or status, and what to do. Kept honest by
 suites/checkpoint/test_worker_pool.py.
@@ -14,7 +15,7 @@ import signal
 import traceback
 from multiprocessing import get_context
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from degarble.harness.errors import InvalidArgument, WorkerLost
 
@@ -27,6 +28,28 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
+class Cluster(Protocol):
+    """Several machines that run tasks; harness.checkpoint.cluster has one."""
+
+    @property
+    def told(self) -> str:
+        """What it is, in a line."""
+        ...
+
+    def run_each(
+        self,
+        work: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        name: Callable[[Task], str],
+        /,
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield each task with its result, as they are done."""
+        ...
+
+
+Workers = int | Cluster  # processes of this machine, or whoever else does the work
+
+
 class _Worker(NamedTuple):
     process: SpawnProcess
     connection: Connection[Any, Any]
@@ -35,13 +58,16 @@ class _Worker(NamedTuple):
 def run_each(
     work: Callable[[Task], Result],
     tasks: Iterable[Task],
-    workers: int,
+    workers: Workers,
     name: Callable[[Task], str] = repr,
 ) -> Iterator[tuple[Task, Result]]:
     """Yield each task with its result, as they are done; `name` tells a task in messages.
 
     With several workers, `work`, tasks and results travel between processes.
     """
+    if not isinstance(workers, int):
+        yield from workers.run_each(work, tasks, name)
+        return
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
     listed = list(tasks)
@@ -78,12 +104,16 @@ def _serve(connection: Connection[Any, Any], work: Callable[[Any], Any]) -> None
             task = connection.recv()
         except EOFError:
             return
-        try:
-            answer = (True, work(task))
-        except Exception as error:  # noqa: BLE001  told to the caller, who raises it again
-            error.add_note("In a worker process:\n" + traceback.format_exc())
-            answer = (False, error)
-        connection.send(answer)
+        connection.send(answered(work, task))
+
+
+def answered(work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+    """Do one task, and return whether it succeeded, with its result or its error."""
+    try:
+        return True, work(task)
+    except Exception as error:  # noqa: BLE001  told to the caller, who raises it again
+        error.add_note("In a worker process:\n" + traceback.format_exc())
+        return False, error
 
 
 def _share_out(

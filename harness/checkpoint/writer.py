@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.manifest import ShardRecord
     from degarble.harness.checkpoint.plan import PlannedTensor, ShardPlan, WritePlan
     from degarble.harness.checkpoint.shard_writer import Chunk, Producer
+    from degarble.harness.checkpoint.worker_pool import Workers
 
 CONFIG = "config.json"
 # Index and manifest name each tensor once: name, shard and hash stay below this.
@@ -83,7 +84,7 @@ def write(
     produce: Producer | None,
     ending: Ending | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
 ) -> Manifest:
     """Write a whole checkpoint, or finish one that was begun. Without a producer it is hollow.

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.quantise import usable_workers
+from degarble.harness.runs.workers import counting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from degarble.harness.checkpoint.convert.job import Job
     from degarble.harness.checkpoint.convert.prove import Proof
-    from degarble.harness.checkpoint.plan import ShardPlan
+    from degarble.harness.checkpoint.worker_pool import Workers
+    from degarble.harness.runs.workers import Listen
 
 _SHOWN = 40  # lines of a proof for a person; the JSON has all of them
 
@@ -83,14 +83,13 @@ class Converted:
 
 
 def convert(
-    job: Job, target: Path, *, proving: bool, progress: Callable[[ShardPlan], None] | None = None
+    job: Job, target: Path, workers: Workers, listen: Listen, *, proving: bool
 ) -> Converted:
     """Convert, or finish what was interrupted; then read it again where `proving`."""
-    manifest = job.run(
-        target,
-        workers=usable_workers(),
-        progress=lambda shard, _: progress(shard) if progress else None,
-    )
+    plan = job.plan()
+    with listen(plan.data_bytes) as progress:
+        heard = counting(progress, target, plan)
+        manifest = job.run(target, workers=workers, progress=heard)
     return Converted(
         to=job.to,
         target=target,

@@ -1,6 +1,6 @@
 """`degarble quantise` as one run: the job from words, the work over processes, what was written.
 
-Owns the number of processes and the summary, whose counts come from conversion_report.json.
+Owns the summary, whose counts come from conversion_report.json.
 Nothing is compared here, so no verdict is given: the JSON says null.
 Refuses sources without a config that is known; the job refuses the rest.
 What keeps it honest: suites/runs/test_quantise.py.
@@ -9,7 +9,6 @@ What keeps it honest: suites/runs/test_quantise.py.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,14 @@ from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.scale_search import ScaleRule
 from degarble.harness.checkpoint.types import LARGEST_INDEX
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.runs.workers import counting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from degarble.harness.checkpoint.plan import ShardPlan
-
-MOST_WORKERS = 16  # each holds torch and some panels of rows
+    from degarble.harness.checkpoint.worker_pool import Workers
+    from degarble.harness.runs.workers import Listen
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class Quantised:
         }
 
 
-def usable_workers() -> int:
-    """One process for each core of this machine, up to a limit."""
-    return min(os.cpu_count() or 1, MOST_WORKERS)
-
-
 def job_from(
     source: Path, recipe: str, scale_rule: str, calibration: Path | None = None
 ) -> QuantiseJob:
@@ -98,20 +92,11 @@ def job_from(
     return QuantiseJob(source, layout, ScaleRule(scale_rule), calibration=records)
 
 
-def shard_count(job: QuantiseJob) -> int:
-    """Plan the job, and count its shards; what a source cannot give is refused here."""
-    return len(plan_job(job).plan.shards)
-
-
-def quantise(
-    job: QuantiseJob, target: Path, progress: Callable[[ShardPlan], None] | None = None
-) -> Quantised:
-    """Do the job, or finish one that was interrupted; `progress` hears of each shard."""
-    manifest = run_job(
-        job,
-        target,
-        workers=usable_workers(),
-        progress=lambda shard, _: progress(shard) if progress else None,
-    )
+def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
+    """Do the job, or finish one that was interrupted; what a source cannot give is refused."""
+    planned = plan_job(job)
+    with listen(planned.plan.data_bytes) as progress:
+        heard = counting(progress, target, planned.plan)
+        manifest = run_job(job, target, workers=workers, progress=heard, planned=planned)
     report = json.loads(read_small_file(target / REPORT, LARGEST_INDEX))
     return Quantised(target, manifest.content, len(manifest.shards), report)

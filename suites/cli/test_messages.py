@@ -54,7 +54,7 @@ audit CKPT --loader vlm
 audit CKPT --loader nowhere.yaml
 audit CKPT --against nowhere
 quantise CKPT new --recipe nvfp4-full
-quantise CKPT new --recipe nvfp4-experts --cluster ray
+quantise CKPT new --recipe nvfp4-experts --cluster dask
 quantise CKPT new --recipe nvfp4_full
 quantise CKPT new --recipe nowhere.yaml
 quantise CKPT new --recipe bf16 --scale-rule max

@@ -14,6 +14,7 @@ from degarble.harness.cli.commands.checkpoints import TARGETS
 from degarble.harness.runs import convert as run
 from degarble.suites.checkpoint.convert.converting_cases import damage, source
 from degarble.suites.cli.calls import call
+from degarble.suites.runs.cluster_cases import played_cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,8 +108,12 @@ def test_a_fused_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cluster_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ("convert", source("bf16"), tmp_path / "new", "--to", "bf16", "--cluster", "ray")
-    done = call(capsys, *line)
-    assert done.status == 2
-    assert "convert --cluster" in done.err
+def test_a_cluster_does_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = played_cluster(monkeypatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = ("convert", source("nvfp4-full"), tmp_path / "new", "--to", "bf16", "--cluster", "ray")
+    done = call(capsys, "--quiet", *line)
+    assert (done.status, done.out, done.err) == (0, "", "")
+    assert asked == [None, "shard model-00001-of-00001.safetensors"]

@@ -14,6 +14,7 @@ from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.cli.calls import call
+from degarble.suites.runs.cluster_cases import played_cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,9 +110,18 @@ def test_a_source_without_a_known_config_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cluster_is_refused_by_name(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_cluster_does_the_work_and_is_named(
+    source: Path,
+    calibration: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done = call(capsys, "quantise", source, tmp_path / "new", *RECIPE, "--cluster", "ray")
-    assert done.status == 2
-    assert "quantise --cluster" in done.err
+    line = ("quantise", source, tmp_path / "new", *RECIPE, "--calibration", calibration)
+    asked = played_cluster(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    done = call(capsys, *line, "--cluster", "ray")
+    assert (done.status, done.err) == (0, "degarble: A cluster that is played.\n")
+    assert asked == ["somewhere:6379", "shard model-00001-of-00001.safetensors"]
+    assert call(capsys, *line).status == 0
+    assert len(asked) == 2

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.convert.units import Chunk, Options
     from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.manifest import Manifest
+    from degarble.harness.checkpoint.worker_pool import Workers
 
     Maker = Callable[[], Iterator[Chunk]]
 
@@ -144,7 +145,9 @@ class Back:
             )
         return found
 
-    def run(self, target: Path, *, workers: int = 1, shard_bytes: int = SHARD_BYTES) -> Manifest:
+    def run(
+        self, target: Path, *, workers: Workers = 1, shard_bytes: int = SHARD_BYTES
+    ) -> Manifest:
         """Write the source again, or finish a run that was interrupted."""
         assert self.makers
         sources = {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
@@ -153,7 +156,7 @@ class Back:
         return write(target, plan, self, Ending(files), workers=workers)
 
 
-def convert_back(source: Path, target: Path, *, workers: int = 1) -> Manifest:
+def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:
     """Undo a conversion; prove it with `prove(target, source)`."""
     if not (source / SOURCE).is_file():
         raise LayoutMismatch(

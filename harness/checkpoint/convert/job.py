@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.convert.units import Chunk, Conversion, Unit
     from degarble.harness.checkpoint.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.plan import ShardPlan
+    from degarble.harness.checkpoint.worker_pool import Workers
     from degarble.harness.checkpoint.writer import Ending
 
 GENERATION = "1"  # raise it when the same source and options give other bytes
@@ -130,7 +131,7 @@ class Job:
         self,
         target: Path,
         *,
-        workers: int = 1,
+        workers: Workers = 1,
         shard_bytes: int = SHARD_BYTES,
         progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     ) -> Manifest:
@@ -151,7 +152,7 @@ def convert(
     to: str,
     given: Mapping[str, object] | None = None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
 ) -> Manifest:
     """Convert the checkpoint at `source` into a new one at `target`."""

@@ -1,6 +1,7 @@
 """`degarble audit`, `quantise` and `convert`: what happens to checkpoint files."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from degarble.harness.anatomy.recipes import RECIPE_NAMES
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.options import CheckpointPath, JsonFile, ReportFolder
+from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES
 from degarble.harness.record.files import usable_folder
@@ -139,14 +141,12 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
     values.named_or_file("--recipe", options.recipe, RECIPE_NAMES, (".yaml", ".yml"))
     values.one_of("--scale-rule", options.scale_rule, SCALE_RULES)
     values.existing("--calibration", options.calibration)
-    if terminal.cluster is not None:
-        raise values.not_built("quantise --cluster", "spreading a quantisation")
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs import quantise as run  # noqa: PLC0415
 
     job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
-    with terminal.progress("quantise", total=run.shard_count(job)) as step:
-        done = run.quantise(job, options.destination, lambda shard: step(shard.file))
+    with spread(terminal) as workers:
+        done = run.quantise(job, options.destination, workers, partial(terminal.work, "quantise"))
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return EXIT_AGREES
@@ -159,20 +159,14 @@ def convert(options: ConvertOptions, terminal: Terminal) -> int:
     """
     values.existing("SRC", options.source)
     values.one_of("--to", options.to, TARGETS)
-    if terminal.cluster is not None:
-        raise values.not_built("convert --cluster", "spreading a conversion")
     # Imports torch, which --help and --version do without.
     from degarble.harness.checkpoint.convert.job import job_for  # noqa: PLC0415
     from degarble.harness.runs.convert import convert as run  # noqa: PLC0415
 
     job = job_for(options.source, options.to)
-    with job.checkpoint, terminal.progress("convert", total=len(job.plan().shards)) as step:
-        done = run(
-            job,
-            options.destination,
-            proving=options.prove,
-            progress=lambda shard: step(shard.file),
-        )
+    listen = partial(terminal.work, "convert")
+    with job.checkpoint, spread(terminal) as workers:
+        done = run(job, options.destination, workers, listen, proving=options.prove)
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return done.exit_status

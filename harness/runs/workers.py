@@ -1,0 +1,74 @@
+"""Who does the work of a run: processes of this machine, or a cluster; and how far it is.
+
+Owns the number of processes, the choice that `--cluster` makes, and the counting of shards as bytes
+that are done. Refuses as harness.checkpoint.cluster does.
+What keeps it honest: suites/runs/test_workers.py.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.disk import DISK
+from degarble.harness.checkpoint.journal import Journal
+from degarble.harness.errors import UnwritablePath
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.manifest import ShardRecord
+    from degarble.harness.checkpoint.plan import ShardPlan, WritePlan
+    from degarble.harness.checkpoint.worker_pool import Workers
+    from degarble.harness.record.progress import Progress
+
+    Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes of all the work
+
+MOST_WORKERS = 16  # each holds torch and some panels of rows
+
+
+def usable_workers() -> int:
+    """One process for each core of this machine, up to a limit."""
+    return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+@contextmanager
+def workers_of(cluster: str | None, address: str | None = None) -> Iterator[Workers]:
+    """Give the workers of a run: local processes without a cluster, otherwise Ray's.
+
+    `address` is where the cluster is; None starts one on this machine.
+    """
+    if cluster is None:
+        yield usable_workers()
+        return
+    from degarble.harness.checkpoint.cluster import ray_cluster  # noqa: PLC0415  seconds of start
+
+    with ray_cluster(address, usable_workers()) as joined:
+        yield joined
+
+
+def counting(
+    progress: Progress, target: Path, plan: WritePlan
+) -> Callable[[ShardPlan, ShardRecord], None]:
+    """Count each shard as it is done; those of an earlier run say nothing about the rate."""
+    known = _finished(target, plan)
+
+    def heard(shard: ShardPlan, _: ShardRecord) -> None:
+        if shard.file in known:
+            progress.skip(shard.data_bytes)
+        else:
+            progress.advance(shard.data_bytes, shard.file)
+
+    return heard
+
+
+def _finished(target: Path, plan: WritePlan) -> frozenset[str]:
+    """Name the shards that an earlier run of this plan left."""
+    try:
+        journal = Journal.join(target, plan.hash, DISK)
+    except UnwritablePath:
+        return frozenset()
+    return frozenset(shard.file for shard in plan.shards if journal.recorded(shard))
