@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.config import V4Config, V32Config
 from degarble.harness.anatomy.types import Yarn
 from degarble.references.tiny.words import SIZE
 
@@ -36,5 +36,42 @@ TINY_V4 = V4Config(
     swiglu_limit=10.0,
     hc_mult=4,
     hc_sinkhorn_iters=20,
+    num_nextn_predict_layers=0,
+)
+
+# Two layers are enough to recall: the first gathers what precedes a word, the second looks it up.
+TINY_V32 = V32Config(
+    vocab_size=SIZE,
+    hidden_size=128,
+    num_hidden_layers=2,
+    max_position_embeddings=4096,
+    num_attention_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rope_theta=10000.0,
+    yarn=Yarn(
+        factor=40,
+        original_max_position_embeddings=4096,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+    index_n_heads=4,
+    index_head_dim=128,
+    index_topk=64,
+    intermediate_size=192,
+    first_k_dense_replace=1,
+    moe_intermediate_size=64,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=4,
+    topk_group=2,
+    scoring_func="sigmoid",
+    routed_scaling_factor=2.5,
     num_nextn_predict_layers=0,
 )

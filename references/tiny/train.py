@@ -1,9 +1,9 @@
-"""Train the small V4 model in resumable pieces, on one GPU.
+"""Train a small model in resumable pieces, on one GPU.
 
-    python -m degarble.references.tiny.train --out DIR [--resume DIR] --minutes 7 --steps 12000
+    python -m degarble.references.tiny.train --model v4 --out DIR [--resume DIR] --minutes 7
 
 Writes weights and optimiser state as safetensors into DIR; the same command with --resume goes on.
-Prints the loss by kind of token every 100 steps. Data are a function of the step number, so a run
+Prints the loss by kind of token every 200 steps. Data are a function of the step number, so a run
 that was interrupted sees what an uninterrupted one sees.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,188 +21,190 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from degarble.references import mixing
-from degarble.references.tiny.configs import TINY_V4
-from degarble.references.tiny.language import Mixture, document
-from degarble.references.tiny.trainable import Ablation, TrainableV4
+from degarble.references.tiny import trainable
+from degarble.references.tiny.batches import KINDS, Batches
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
+from degarble.references.tiny.language import Mixture
+from degarble.references.tiny.optimiser import Optimiser
+from degarble.references.tiny.trainable import TrainableV4
+from degarble.references.tiny.trainable_common import Ablation
+from degarble.references.tiny.trainable_v32 import TrainableV32
 from degarble.references.tiny.words import PAD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS = ("other", "recall", "far recall", "sum", "copy")
-_WEIGHTS = torch.tensor([1.0, 4.0, 4.0, 3.0, 1.0])
+    from degarble.references.tiny.trainable_common import Trainable
+
+_WEIGHTS = (1.0, 4.0, 4.0, 3.0, 1.0)  # of each kind in the loss
+_EAGER = 8  # steps before a graph is captured; they compile what is compiled
 
 
-def example(seed: int, length: int) -> tuple[list[int], list[int]]:
-    """Token ids [length + 1] and each target's kind [length]."""
-    made = document(seed, Mixture(length=length + 1))
-    kinds = [0] * length
-    for probe in made.probes:
-        if 0 < probe.position <= length:
-            far = probe.kind == "recall" and probe.distance > 128
-            kinds[probe.position - 1] = KINDS.index("far recall" if far else probe.kind)
-    return made.ids[: length + 1], kinds
-
-
-def _examples(first: int, count: int, length: int) -> list[tuple[list[int], list[int]]]:
-    return [example(seed, length) for seed in range(first, first + count)]
-
-
-class Batches:
-    """Batches by step number, made ahead by worker processes."""
-
-    def __init__(self, batch: int, length: int, step: int, workers: int, first: int) -> None:
-        self.batch, self.length, self.first = batch, length, first
-        self.pool = ProcessPoolExecutor(workers)
-        self.ahead = 4 * workers
-        self.jobs: dict[int, Future[list[tuple[list[int], list[int]]]]] = {}
-        self.next = step
-        for _ in range(self.ahead):
-            self._submit()
-
-    def _submit(self) -> None:
-        first = self.first + self.next * self.batch
-        self.jobs[self.next] = self.pool.submit(_examples, first, self.batch, self.length)
-        self.next += 1
-
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Ids [B, T + 1] and kinds [B, T]."""
-        self._submit()
-        made = self.jobs.pop(step).result()
-        return torch.tensor([ids for ids, _ in made]), torch.tensor([kinds for _, kinds in made])
+def model_named(name: str, seed: int) -> Trainable:
+    """The small model of that name, at its start."""
+    return TrainableV4(TINY_V4, seed) if name == "v4" else TrainableV32(TINY_V32, seed)
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 200 steps, then a cosine down to a fiftieth."""
+    """Linear warm-up over 200 steps, flat to six tenths, then straight down to a hundredth."""
     if step < 200:
         return peak * (step + 1) / 200
-    done = (step - 200) / max(1, steps - 200)
-    return peak * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
+    left = (steps - step) / max(1.0, 0.4 * steps)
+    return peak * max(0.01, min(1.0, left))
 
 
-def losses(model: TrainableV4, ids: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted loss, indexers' loss, and the mean loss of each kind."""
-    logits, extra = model(ids[:, :-1])
-    targets = ids[:, 1:]
-    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    kind = kinds.flatten()
-    weight = _WEIGHTS.to(each.device)[kind] * (targets.flatten() != PAD)
-    total = (each * weight).sum() / weight.sum()
-    by_kind = torch.zeros(len(KINDS), device=each.device).index_add(0, kind, each.detach())
-    count = torch.bincount(kind, minlength=len(KINDS)).clamp(min=1)
-    return total, extra, by_kind / count
+class Trainer:
+    """One step on one batch, captured as a graph where there is a GPU."""
+
+    def __init__(self, model: Trainable, optimiser: Optimiser, *, graphs: bool) -> None:
+        self.model, self.optimiser, self.graphs = model, optimiser, graphs
+        self.weights = torch.tensor(_WEIGHTS, device=optimiser.rate.device)
+        self.number = torch.arange(len(KINDS), device=optimiser.rate.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, Tensor] | None = None
+        self.outcome = torch.zeros(3 + len(KINDS), device=optimiser.rate.device)
+        self.calls = 0
+
+    def switch(self, ablation: Ablation) -> None:
+        """Train with or without something; what was captured no longer holds."""
+        if ablation != self.model.ablation:
+            self.model.ablation, self.graph, self.calls = ablation, None, 0
+
+    def __call__(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        """Loss, the indexers' loss, gradient norm, and each kind's loss."""
+        if self.inputs is None:
+            device = self.outcome.device
+            self.inputs = (
+                torch.empty_like(ids, device=device),
+                torch.empty_like(kinds, device=device),
+            )
+        for kept, given in zip(self.inputs, (ids, kinds), strict=True):
+            kept.copy_(given)
+        self.calls += 1
+        if not self.graphs or self.calls < _EAGER:
+            self._step()
+            return self.outcome
+        if self.graph is None:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._step()
+        self.graph.replay()
+        return self.outcome
+
+    def _step(self) -> None:
+        assert self.inputs is not None, "set by the call"
+        total, extra, by_kind = self.losses(*self.inputs)
+        self.optimiser.clear()
+        (total + 0.3 * extra).backward()
+        trained = self.optimiser.trained.values()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        self.optimiser.step()
+        balance(self.model, 1e-3)
+        self.outcome.copy_(torch.cat((torch.stack((total, extra, norm)).detach(), by_kind)))
+
+    def losses(self, ids: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss, indexers' loss, and the mean loss of each kind."""
+        logits, extra = self.model(ids[:, :-1])
+        targets, kind = ids[:, 1:].flatten(), kinds.flatten()
+        each = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        weight = self.weights[kind] * (targets != PAD)
+        total = (each * weight).sum() / weight.sum()
+        belongs = (kind[:, None] == self.number).float()
+        by_kind = (each.detach()[:, None] * belongs).sum(0) / belongs.sum(0).clamp(min=1)
+        return total, extra, by_kind
 
 
-def balance(model: TrainableV4, step_size: float) -> None:
+@torch.no_grad()
+def balance(model: Trainable, step_size: float) -> None:
     """Move the correction biases toward an even load."""
-    with torch.no_grad():
-        for prefix, load in model.loads.items():
-            mean = load.float().mean()
-            model[f"{prefix}.ffn.gate.bias"].add_(step_size * torch.sign(mean - load.float()))
+    for prefix, load in model.loads.items():
+        mean = load.float().mean()
+        model[f"{prefix}.ffn.gate.bias"].add_(step_size * torch.sign(mean - load.float()))
 
 
-def save(out: Path, model: TrainableV4, optimiser: torch.optim.AdamW, step: int) -> None:
-    """Weights in float32 and both moments in BF16, as separate files of bounded size."""
+def save(out: Path, model: Trainable, optimiser: Optimiser, step: int) -> None:
+    """Weights in float32 and moments in BF16, as separate files of bounded size."""
     out.mkdir(parents=True, exist_ok=True)
-    named = dict(model.weights.named_parameters())
-    half = sorted(named)[: len(named) // 2]
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, value in named.items():
-        part = parts.setdefault("weights_0" if name in half else "weights_1", {})
-        part[name] = value.detach().cpu().contiguous()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if moment in optimiser.state.get(value, {}):
-                kept = optimiser.state[value][moment]
-                parts.setdefault(moment, {})[name] = kept.to(torch.bfloat16).cpu().contiguous()
+    names = sorted(name for name, _ in model.weights.named_parameters())
+    parts: dict[str, dict[str, Tensor]] = {
+        "weights_0": {n: model.weights[n].detach() for n in names[: len(names) // 2]},
+        "weights_1": {n: model.weights[n].detach() for n in names[len(names) // 2 :]},
+    }
+    for kind, kept in optimiser.state().items():
+        parts[kind] = {name: value.to(torch.bfloat16) for name, value in kept.items()}
     for stem, tensors in parts.items():
-        save_file(tensors, out / f"{stem}.safetensors", metadata={"step": str(step)})
+        held = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        save_file(held, out / f"{stem}.safetensors", metadata={"step": str(step)})
     (out / "step.txt").write_text(str(step))
 
 
-def resume(source: Path, model: TrainableV4, optimiser: torch.optim.AdamW) -> int:
+def resume(source: Path, model: Trainable, optimiser: Optimiser) -> int:
     """Put weights and moments back; returns the next step."""
     step = int((source / "step.txt").read_text())
-    named = dict(model.weights.named_parameters())
     with torch.no_grad():
         for part in ("weights_0", "weights_1"):
             for name, value in load_file(source / f"{part}.safetensors").items():
-                named[name].copy_(value)
-    moments = {m: load_file(source / f"{m}.safetensors") for m in ("exp_avg", "exp_avg_sq")}
-    for name, value in named.items():
-        if name in moments["exp_avg"]:
-            optimiser.state[value] = {
-                "step": torch.tensor(float(step), device=value.device),
-                **{m: kept[name].to(value.device, torch.float32) for m, kept in moments.items()},
-            }
+                model.weights[name].copy_(value)
+    state = {kind: load_file(source / f"{kind}.safetensors") for kind in optimiser.state()}
+    optimiser.load(state, step)
     return step
 
 
 def compile_parts() -> None:
     """Fuse what is bound by memory traffic; about a minute once."""
     torch._dynamo.config.recompile_limit = 64  # noqa: SLF001  each block is a case of its own
-    mixing.mixing_pre = torch.compile(mixing.mixing_pre)
     mixing.mixing_post = torch.compile(mixing.mixing_post)
-    for part in ("_attention", "_ffn"):
-        setattr(TrainableV4, part, torch.compile(getattr(TrainableV4, part), dynamic=False))
+    trainable.mixing_pre = torch.compile(trainable.mixing_pre)
+    for model in (TrainableV4, TrainableV32):
+        for part in ("_attention", "_ffn"):
+            setattr(model, part, torch.compile(getattr(model, part), dynamic=False))
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the command line asks for."""
 
+    model: str
     out: Path
     resume: Path | None
     minutes: float
     steps: int
     batch: int
     length: int
+    facts: int
     peak: float
     workers: int
     seed: int
     first: int
     dense_share: float
+    adam: bool
     compile: bool
+    graphs: bool
     restart: bool
 
 
 def plan_from(arguments: list[str] | None = None) -> Plan:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("v4", "v32"), default="v4")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--minutes", type=float, default=7.0)
     parser.add_argument("--steps", type=int, default=10000)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1280)
+    parser.add_argument("--facts", type=int, default=16)
     parser.add_argument("--peak", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=1_000_000, help="first document seed")
     parser.add_argument("--dense-share", type=float, default=0.35)
+    parser.add_argument("--adam", action="store_true", help="AdamW for all, without Muon")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="capture steps as CUDA graphs")
     parser.add_argument("--restart", action="store_true", help="a new schedule on old weights")
     return Plan(**vars(parser.parse_args(arguments)))
-
-
-def optimiser_of(model: TrainableV4, peak: float) -> torch.optim.AdamW:
-    """AdamW; vectors and scalars do not decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.05},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=trained[0].is_cuda)
-
-
-def update(model: TrainableV4, optimiser: torch.optim.AdamW, ids: Tensor, kinds: Tensor) -> Tensor:
-    """One step; returns the loss, the indexers' loss and each kind's loss. Refuses NaN."""
-    total, extra, by_kind = losses(model, ids, kinds)
-    optimiser.zero_grad(set_to_none=True)
-    (total + 0.3 * extra).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimiser.step()
-    balance(model, 1e-3)
-    return torch.cat((torch.stack((total, extra, norm)).detach(), by_kind))
 
 
 def report(step: int, spent: float, shown: list[float]) -> None:
@@ -218,23 +219,23 @@ def report(step: int, spent: float, shown: list[float]) -> None:
 def train(plan: Plan) -> int:
     """Train until the steps or the minutes are over; returns the next step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = TrainableV4(TINY_V4, plan.seed).to(device)
+    model = model_named(plan.model, plan.seed).to(device)
     if plan.compile:
         compile_parts()
-    optimiser = optimiser_of(model, plan.peak)
+    optimiser = Optimiser(model.weights, muon=not plan.adam)
     step = resume(plan.resume, model, optimiser) if plan.resume else 0
     step = 0 if plan.restart else step
-    batches = Batches(plan.batch, plan.length, step, plan.workers, plan.first)
+    mixture = Mixture(length=plan.length + 1, facts=plan.facts)
+    batches = Batches(plan.batch, mixture, plan.first, step, plan.workers)
+    trainer = Trainer(model, optimiser, graphs=plan.graphs and device.type == "cuda")
     begin, shown = time.monotonic(), None
     while step < plan.steps and time.monotonic() - begin < plan.minutes * 60:
-        model.ablation = Ablation(dense_entries=step < plan.dense_share * plan.steps)
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step, plan.steps, plan.peak)
-        ids, kinds = (t.to(device) for t in batches(step))
-        seen = update(model, optimiser, ids, kinds)
+        trainer.switch(Ablation(dense_entries=step < plan.dense_share * plan.steps))
+        optimiser.set_rate(rate(step, plan.steps, plan.peak))
+        seen = trainer(*batches(step)).clone()
         shown = seen if shown is None else 0.98 * shown + 0.02 * seen
         step += 1
-        if step % 100 == 0:
+        if step % 200 == 0:
             report(step, time.monotonic() - begin, shown.tolist())
     batches.pool.shutdown(cancel_futures=True)
     save(plan.out, model, optimiser, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
@@ -10,10 +11,19 @@ import torch
 from degarble.harness.formats.weight import Weight
 from degarble.references.binding import Bound
 from degarble.references.model_v4 import ModelV4
+from degarble.references.model_v32 import ModelV32
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
-from degarble.references.tiny.configs import TINY_V4
-from degarble.references.tiny.trainable import Ablation, TrainableV4
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
+from degarble.references.tiny.trainable import TrainableV4
+from degarble.references.tiny.trainable_common import Ablation, Trainable
+from degarble.references.tiny.trainable_v32 import TrainableV32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Make = Callable[[int], tuple[Trainable, torch.Tensor]]
+M = TypeVar("M", bound=Trainable)
 
 SMALL = replace(
     TINY_V4,
@@ -31,11 +41,24 @@ SMALL = replace(
     index_topk=6,
     moe_intermediate_size=32,
 )
+SMALL_V32 = replace(
+    TINY_V32,
+    vocab_size=40,
+    hidden_size=48,
+    q_lora_rank=24,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=24,
+    index_head_dim=16,
+    index_topk=40,
+    intermediate_size=32,
+    moe_intermediate_size=32,
+)
 TOKENS = 256
 
 
-def _model(seed: int) -> tuple[TrainableV4, torch.Tensor]:
-    model = TrainableV4(SMALL, seed % 1000)
+def _moved(model: M, seed: int) -> tuple[M, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.weights.values():
@@ -44,14 +67,25 @@ def _model(seed: int) -> tuple[TrainableV4, torch.Tensor]:
     return model, torch.randint(0, 40, (2, TOKENS), generator=generator)
 
 
-def _reference(model: TrainableV4, ids: torch.Tensor) -> torch.Tensor:
+def _model(seed: int) -> tuple[TrainableV4, torch.Tensor]:
+    return _moved(TrainableV4(SMALL, seed % 1000), seed)
+
+
+def _v32(seed: int) -> tuple[TrainableV32, torch.Tensor]:
+    return _moved(TrainableV32(SMALL_V32, seed % 1000), seed)
+
+
+def _reference(model: Trainable, ids: torch.Tensor) -> torch.Tensor:
     numerics = Numerics.definition(torch.float32, indexer_hadamard=False)
     weights = {name: Weight(value=value) for name, value in model.named().items()}
+    if isinstance(model, TrainableV32):
+        bound = Bound(SMALL_V32, numerics, weights)
+        return ModelV32(bound, SMALL_V32).forward([Sequence()], [ids])
     bound = Bound(SMALL, numerics, weights)
     return ModelV4(bound, SMALL).forward([Sequence()], [ids])
 
 
-def _share_of_equal_tokens(model: TrainableV4, ids: torch.Tensor) -> float:
+def _share_of_equal_tokens(model: Trainable, ids: torch.Tensor) -> float:
     with torch.no_grad():
         difference = (model(ids[None])[0][0] - _reference(model, ids)).abs().amax(-1)
     return float((difference < 1e-3).float().mean())
@@ -65,15 +99,27 @@ def test_training_and_reference_agree(seed: int) -> None:
     assert _share_of_equal_tokens(model, ids[0, :TOKENS]) > 0.9
 
 
+def test_training_and_reference_agree_for_v32(seed: int) -> None:
+    assert _share_of_equal_tokens(*_first(_v32(seed))) > 0.9
+
+
+def _first(made: tuple[TrainableV32, torch.Tensor]) -> tuple[TrainableV32, torch.Tensor]:
+    return made[0], made[1][0]
+
+
 @pytest.mark.parametrize("ablation", [Ablation(window_only=True), Ablation(random_indexer=True)])
 def test_an_ablated_model_does_not_agree(seed: int, ablation: Ablation) -> None:
     model, ids = _model(seed)
     model.ablation = ablation
     assert _share_of_equal_tokens(model, ids[0, :TOKENS]) < 0.9
+    other, ids = _v32(seed)
+    other.ablation = ablation
+    assert _share_of_equal_tokens(other, ids[0, :TOKENS]) < 0.9
 
 
-def test_every_trained_parameter_gets_a_finite_gradient(seed: int) -> None:
-    model, ids = _model(seed)
+@pytest.mark.parametrize("make", [_model, _v32])
+def test_every_trained_parameter_gets_a_finite_gradient(make: Make, seed: int) -> None:
+    model, ids = make(seed)
     logits, extra = model(ids)
     (logits.logsumexp(-1).mean() - logits[..., 0].mean() + extra).backward()
     for name, weight in model.weights.named_parameters():
@@ -83,8 +129,9 @@ def test_every_trained_parameter_gets_a_finite_gradient(seed: int) -> None:
             assert weight.grad.abs().max() > 0, name
 
 
-def test_the_indexer_learns_from_its_own_loss_alone(seed: int) -> None:
-    model, ids = _model(seed)
+@pytest.mark.parametrize("make", [_model, _v32])
+def test_the_indexer_learns_from_its_own_loss_alone(make: Make, seed: int) -> None:
+    model, ids = make(seed)
     model(ids)[1].backward()
     moved = {
         name
