@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.checkpoint import rules_files, rules_loader, rules_numbers, rules_structure
+from degarble.harness.checkpoint import (
+    rules_against,
+    rules_files,
+    rules_loader,
+    rules_numbers,
+    rules_structure,
+)
 from degarble.harness.checkpoint.types import shown
 
 if TYPE_CHECKING:
@@ -35,11 +41,15 @@ def _table(*tables: tuple[Rule, ...]) -> Mapping[str, Rule]:
 
 
 RULES: Mapping[str, Rule] = _table(
-    rules_files.RULES, rules_structure.RULES, rules_loader.RULES, rules_numbers.RULES
+    rules_files.RULES,
+    rules_structure.RULES,
+    rules_loader.RULES,
+    rules_numbers.RULES,
+    rules_against.RULES,
 )
 
 _EXAMPLES = 8
-_EXPERT = re.compile(r"(\bexperts\.)(\d+)")
+_EXPERT = re.compile(r"(\bexperts\.)(\d{1,9})(?!\d)")
 _NUMBER = re.compile(r"\d+")
 
 

@@ -1,0 +1,213 @@
+"""What a comparison says about each weight: judged by how much its formats explain.
+
+Owns the thresholds. `explained` is the error of an ideal conversion to the stored format, joined
+(as squares) with what the reference's own format leaves of a common origin, if it is quantised
+itself. A weight that is farther off than that is looked at again: a gain, another tensor, another
+order, lost signs, or a coarser format on its way. What nothing explains is an error above a fifth
+of the weight, which no chain of 4-bit formats reaches, and a warning below.
+
+Kept honest by suites/checkpoint/test_against.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.checkpoint import rules_against as rules
+from degarble.harness.checkpoint.against_reasons import Reasons
+from degarble.harness.checkpoint.findings import NOWHERE, Findings, Place
+from degarble.harness.checkpoint.judging import indices, percent
+from degarble.harness.checkpoint.number_table import FORMATS
+from degarble.harness.checkpoint.types import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from degarble.harness.checkpoint.against_table import AgainstTable
+    from degarble.harness.checkpoint.findings import Finding
+    from degarble.harness.checkpoint.rules import Rule
+    from degarble.harness.checkpoint.view import Checkpoint
+
+# Relative errors that a format leaves of trained weights, rounded up: what a reference in that
+# format may itself be off from what both were made of.
+OWN_ERROR: Mapping[str, float] = {"NVFP4": 0.11, "MXFP4": 0.14, "MXFP8": 0.04}
+_FP8_ERROR = 0.04
+GAIN_OFF = 0.05
+UNEXPLAINED = 0.2
+FAR = 1.5  # times what is explained, where that is more than UNEXPLAINED
+ABOVE, SLIGHTLY = 1.25, 1.02
+NEXT_TO_NOTHING = 2.0**-8  # relative: twice what one rounding to bfloat16 leaves, on any way
+_AGAIN = "Convert it again from its source, and compare once more."
+
+
+def judge_table(
+    checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
+) -> list[Finding]:
+    """Judge every row of a table."""
+    judging = _Judging(checkpoint, reference, table)
+    judging.unpaired()
+    judging.not_finite()
+    judging.integers()
+    judging.values()
+    return judging.findings.sorted()
+
+
+def explained_errors(table: AgainstTable) -> NDArray[np.float64]:
+    """Return for each row the relative error that formats explain."""
+    own = np.array([_own_error(row) for row in table["reference_format"]])
+    floor = np.nan_to_num(table["floor"], nan=0.0)
+    explained: NDArray[np.float64] = np.hypot(floor, own)
+    return explained
+
+
+def _own_error(number: int) -> float:
+    name = FORMATS[number]
+    return _FP8_ERROR if name.startswith("FP8") else OWN_ERROR.get(name, 0.0)
+
+
+class _Judging:
+    """A table that is judged, and what was found."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
+        self.table = table
+        self.findings = Findings()
+        self._reasons = Reasons(checkpoint, reference, table)
+
+    def report(self, rule: Rule, index: int, message: str, remedy: str, **more: object) -> None:
+        """Report one weight; `message` follows its name."""
+        unit, row = self.table.pairs[index].unit, self.table.row(index)
+        told = ("cosine", "gain", "error", "floor", "over_floor")
+        evidence = {name: _rounded(row[name]) for name in told}
+        place = Place(None, unit.name, unit.layer)
+        self.findings.add(rule, place, f"{shown(unit.name)} {message}", remedy, **evidence, **more)
+
+    def unpaired(self) -> None:
+        """Report shapes that differ; tell what only one side has."""
+        for name, told in self.table.unlike.items():
+            self.findings.add(
+                rules.SHAPE, Place(None, name), f"{shown(name)} has the shape {told}.", _AGAIN
+            )
+        for where, names in (
+            ("this checkpoint", self.table.only_here),
+            ("the reference", self.table.only_there),
+        ):
+            for why in dict.fromkeys(names.values()):
+                members = [name for name, told in names.items() if told == why]
+                self.findings.add(
+                    rules.NOT_COMPARED,
+                    NOWHERE,
+                    f"{len(members)} weights of {where} are not compared, {shown(members[0])} for"
+                    f" one: {why}.",
+                    "Nothing to do if the conversion left them out on purpose.",
+                    weights=len(members),
+                    examples=[shown(name) for name in members[:8]],
+                )
+
+    def not_finite(self) -> None:
+        """Report values that are finite in the reference alone."""
+        for index in indices(self.table["odd_here"] > 0):
+            count = int(self.table["odd_here"][index])
+            self.report(
+                rules.NOT_FINITE,
+                index,
+                f"has {count} values that are NaN or infinite, and finite in the reference.",
+                _AGAIN,
+                count=count,
+            )
+
+    def integers(self) -> None:
+        """Report tables of integers that differ."""
+        whole = self.table["format"] == 1
+        for index in indices(whole & (self.table["equal"] < 1) & (self.table["elements"] > 0)):
+            share = 1 - float(self.table["equal"][index])
+            message = f"differs from the reference in {percent(share)} of its numbers."
+            self.report(rules.INTEGERS, index, message, _AGAIN, share=share)
+
+    def values(self) -> None:
+        """Report weights that are farther off than formats explain."""
+        table = self.table
+        explained = np.maximum(explained_errors(table), NEXT_TO_NOTHING)
+        numbers = (table["format"] != 1) & (table["elements"] > 0)
+        error, over = table["error"], table["error"] / explained
+        gain = np.array([_gain_of(table, index) for index in range(len(table))])
+        off = ~(np.abs(table["gain"] / gain - 1) <= GAIN_OFF) & (table["reference_energy"] > 0)
+        far = numbers & (~(over <= ABOVE) | off)
+        for index in indices(far):
+            self._far(index, float(explained[index]))
+        for index in indices(numbers & ~far & (table["bad_rows"] > 0)):
+            self._rows(index)
+        exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
+        slightly = numbers & ~far & exact & (table["over_floor"] > SLIGHTLY)
+        self._slightly(indices(slightly & (error > NEXT_TO_NOTHING)))
+
+    def _far(self, index: int, explained: float) -> None:
+        table = self.table
+        error, residual = float(table["error"][index]), float(table["residual"][index])
+        wrong = not math.isfinite(residual) or residual > max(UNEXPLAINED, FAR * explained)
+        if wrong:
+            rule, message = self._reasons.of_values(index) or (rules.VALUES, "")
+            told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
+            self.report(rule, index, message or f"{told}.", _AGAIN)
+            return
+        gain = float(table["gain"][index]) / _gain_of(table, index)
+        if abs(gain - 1) > GAIN_OFF:
+            told = self._reasons.of_gain(index, gain)
+            self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{told}.", _AGAIN)
+            return
+        if table["bad_rows"][index] > 0:
+            self._rows(index)
+            return
+        coarser = self._reasons.coarser(index)
+        if coarser is not None:
+            message = f"has the error that {coarser} leaves: it was stored in that before."
+            remedy = "Nothing to do; converting from a finer source would be more exact."
+            self.report(rules.COARSER, index, message, remedy, format=coarser)
+            return
+        self.report(
+            rules.ABOVE_FORMAT,
+            index,
+            f"is off by {_share(error)}, {error / explained:.3g} times what its format explains.",
+            "See which rule made it, and whether it was converted more than once.",
+            times=_rounded(error / explained),
+        )
+
+    def _rows(self, index: int) -> None:
+        count, first = (int(self.table[name][index]) for name in ("bad_rows", "first_bad_row"))
+        self.report(
+            rules.ROWS,
+            index,
+            f"has {count} rows that are not the reference's, the first of them row {first}.",
+            "Look for a part that was never written, or was written elsewhere.",
+            rows=count,
+            first=first,
+        )
+
+    def _slightly(self, rows: list[int]) -> None:
+        """Tell once a role: layers are made alike."""
+        for index in rows:
+            unit, over = self.table.pairs[index].unit, float(self.table["over_floor"][index])
+            self.findings.add(
+                rules.SLIGHTLY_ABOVE,
+                Place(None, unit.name),
+                f"{shown(unit.name)} has {over:.3f} times the error of an ideal conversion.",
+                "Nothing is wrong; a rule that rounds to nearest would leave less.",
+                over_floor=_rounded(over),
+            )
+
+
+def _gain_of(table: AgainstTable, index: int) -> float:
+    gain = float(table["floor_gain"][index])
+    return gain if 0.5 < gain < 2 else 1.0
+
+
+def _share(value: float) -> str:
+    return percent(value) if value < 100 else f"{value:.3g} times"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -1,0 +1,50 @@
+"""The compiled loop of a comparison: what two rows have in common, in one pass over both.
+
+Owns the inner loop only: float32 arrays in, sums of float64 out, no checks, no threads (it releases
+the GIL). Elements that are not finite on either side are counted and left out of every sum.
+
+Importing this imports numba; the loop is compiled at first use and cached. Kept honest by
+suites/checkpoint/test_against_rows.py, against numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from degarble.harness.checkpoint.statistics_loops import _compiled_sums
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+REFERENCE, HERE, PRODUCT, ERROR, EQUAL, ODD_HERE, ODD_THERE = range(7)
+SUMS = 7
+
+
+@_compiled_sums
+def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
+    """Set, for each row: squares there and here, products, squared differences, and three counts.
+
+    The counts: equal elements, not finite here though finite there, not finite there.
+    """
+    for r in range(here.shape[0]):
+        x_row, y_row = here[r], there[r]
+        yy, xx, xy, error = 0.0, 0.0, 0.0, 0.0
+        equal, odd_here, odd_there = np.int64(0), np.int64(0), np.int64(0)
+        for i in range(x_row.size):
+            # Trap: comparing float32 with infinity would widen; a difference with itself does not.
+            x_known = (x_row[i] - x_row[i]) == np.float32(0)
+            y_known = (y_row[i] - y_row[i]) == np.float32(0)
+            known = x_known and y_known
+            x = np.float64(x_row[i]) if known else 0.0
+            y = np.float64(y_row[i]) if known else 0.0
+            gap = x - y
+            yy, xx, xy, error = yy + y * y, xx + x * x, xy + x * y, error + gap * gap
+            equal += np.int64(known and gap == 0.0)
+            odd_here += np.int64(y_known and not x_known)
+            odd_there += np.int64(not y_known)
+        sums[r, 0], sums[r, 1], sums[r, 2], sums[r, 3] = yy, xx, xy, error
+        sums[r, 4], sums[r, 5], sums[r, 6] = equal, odd_here, odd_there

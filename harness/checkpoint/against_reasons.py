@@ -1,0 +1,282 @@
+"""Why a weight is not the reference's: causes that are tried on its values, until one undoes it.
+
+Owns the trials. On a panel of rows from the middle of the weight: signs, packing orders, block
+scales that belong to other blocks, rows in another order, another tensor of the reference (found by
+sketch, then read). A cause is named only where undoing it leaves the weight like the reference;
+without one there is no reason, and the numbers stand for themselves. Gains are named when they are
+a number that stands in the weight, or a power of two.
+
+Kept honest by suites/checkpoint/test_against.py, where each cause is planted.
+Shape letters: M rows, K columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from degarble.harness.checkpoint import rules_against as rules
+from degarble.harness.checkpoint.against_floor import COARSER, fits, ideal_in
+from degarble.harness.checkpoint.against_pairs import stored_there
+from degarble.harness.checkpoint.inference_order import BLOCK, ORDERS
+from degarble.harness.checkpoint.source_values import row_values
+from degarble.harness.checkpoint.types import shown
+from degarble.harness.checkpoint.weight_units import stored_of
+from degarble.harness.formats.row_orders import ROW_ORDERS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.against_table import AgainstTable
+    from degarble.harness.checkpoint.rules import Rule
+    from degarble.harness.checkpoint.stored import StoredWeight
+    from degarble.harness.checkpoint.view import Checkpoint
+
+PANEL = 128
+ALIKE = 0.97  # cosine: what is left is a format's error
+SKETCHES_ALIKE = 0.9
+NAMED_GAIN = 0.01
+LOOKED_AT = 3  # weights of one role in one block; others like them have the same cause
+_PROBES = 16  # rows that are looked for among all rows
+_MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
+_FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
+
+
+class Reason(NamedTuple):
+    """The rule that is broken, and what to say behind the weight's name."""
+
+    rule: Rule
+    message: str
+
+
+class Reasons:
+    """The causes of one comparison. Weights are read again, a panel each."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
+        self._checkpoint, self._reference, self._table = checkpoint, reference, table
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._last: dict[tuple[str, str], Reason | None] = {}
+        self._coarser: dict[tuple[str, str], list[str | None]] = {}
+
+    def of_values(self, index: int) -> Reason | None:
+        """Return why the values of a weight are wrong, if any cause undoes it."""
+        if not self._table["energy"][index]:
+            return Reason(rules.VALUES, "is zero throughout; the reference is not.")
+        unit = self._table.pairs[index].unit
+        key = unit.role, unit.place
+        other = self._other_tensor(index)
+        if other is not None:
+            return other
+        self._seen[key] += 1
+        if self._seen[key] <= LOOKED_AT:
+            self._last[key] = self._tried(index)
+        return self._last[key]
+
+    def of_gain(self, index: int, gain: float) -> str:
+        """Name a gain, as `, which is ...`; empty for one without a name."""
+        inputs = float(self._table["input_scale"][index])
+        decode = float(self._table["decode_scale"][index])
+        known = {
+            "its input scale": inputs,
+            "one over its input scale": 1 / inputs if inputs else math.nan,
+            "its tensor scale": decode,
+            "one over its tensor scale": 1 / decode if decode else math.nan,
+            "the square of its tensor scale, so it was stored the other way round": decode**2,
+            "448 / 256, the full scales of amax and four-over-six": 448 / 256,
+            "256 / 448, the full scales of four-over-six and amax": 256 / 448,
+        }
+        for name, value in known.items():
+            if math.isfinite(value) and abs(gain - value) <= NAMED_GAIN * abs(value):
+                return f", which is {name}"
+        power = round(math.log2(gain)) if gain > 0 and math.isfinite(gain) else 0
+        if power and abs(gain * 2.0**-power - 1) <= NAMED_GAIN:
+            return f", which is 2^{power}"
+        return ""
+
+    def coarser(self, index: int) -> str | None:
+        """Name the coarser format whose error a weight has; None if none explains it."""
+        unit = self._table.pairs[index].unit
+        known = self._coarser.setdefault((unit.role, unit.place), [])
+        if len(known) >= LOOKED_AT and len(set(known)) == 1:
+            return known[0]
+        known.append(self._coarser_of(index))
+        return known[-1]
+
+    def _coarser_of(self, index: int) -> str | None:
+        ours, theirs = self._panels(index)
+        whole = float(theirs.double().square().sum())
+        if not whole or not bool(theirs.isfinite().all()):
+            return None
+        error = math.sqrt(float((ours - theirs).double().square().sum()) / whole)
+        own = float(np.nan_to_num(self._table["floor"][index]))
+        for fmt in COARSER:
+            if not fits(fmt, theirs.shape[1]):
+                continue
+            trip = (ideal_in(fmt, theirs) - theirs).double().square().sum()
+            left = math.sqrt(float(trip) / whole)
+            if _FINER * left <= error <= _COARSER * math.hypot(left, own):
+                return fmt.name.partition("_")[0]
+        return None
+
+    def _tried(self, index: int) -> Reason | None:
+        ours, theirs = self._panels(index)
+        if not (bool(ours.isfinite().all()) and bool(theirs.isfinite().all())):
+            return None
+        return (
+            _signs(ours, theirs)
+            or _packing(ours, theirs)
+            or self._block_scales(index, ours, theirs)
+            or self._row_order(index, ours)
+        )
+
+    def _panels(self, index: int) -> tuple[Tensor, Tensor]:
+        here, there, first = self._both(index)
+        if len(here.shape) != 2:
+            return _flat(here), _flat(there)
+        begin = here.shape[0] // 2 // PANEL * PANEL
+        end = min(begin + PANEL, here.shape[0])
+        pair = here.rows(begin, end), there.rows(first + begin, first + end)
+        return row_values(pair[0]).float(), row_values(pair[1]).float()
+
+    def _both(self, index: int) -> tuple[StoredWeight, StoredWeight, int]:
+        pair = self._table.pairs[index]
+        first = pair.rows[0] if pair.rows else 0
+        here = stored_of(self._checkpoint, pair.unit)
+        return here, stored_there(self._reference, pair), first
+
+    def _other_tensor(self, index: int) -> Reason | None:
+        """Look for the weight among the reference's others of its shape."""
+        table, pairs = self._table, self._table.pairs
+        own = table.sketches[index, 0].astype(np.float32)
+        same = table["elements"] == table["elements"][index]
+        same &= table["height"] == table["height"][index]
+        same[index] = False
+        others = np.flatnonzero(same)
+        if not len(others) or table["elements"][index] < own.size:
+            return None
+        sketches = table.sketches[others, 1].astype(np.float32)
+        lengths = np.linalg.norm(sketches, axis=1) * np.linalg.norm(own)
+        cosines = np.divide(sketches @ own, lengths, out=np.zeros(len(others)), where=lengths > 0)
+        best = int(others[int(np.argmax(cosines))])
+        if cosines.max() < SKETCHES_ALIKE or len(pairs[best].unit.name) == 0:
+            return None
+        ours, theirs = self._panels(index)[0], self._panels(best)[1]
+        if ours.shape != theirs.shape or cosine(ours, theirs) < ALIKE:
+            return None
+        name = shown(pairs[best].there)
+        return Reason(rules.OTHER_TENSOR, f"holds what the reference calls {name}.")
+
+    def _block_scales(self, index: int, ours: Tensor, theirs: Tensor) -> Reason | None:
+        """Tell whether every block is right up to a factor of its own."""
+        here, _, _ = self._both(index)
+        if here.format is None or len(here.shape) != 2:
+            return None
+        height, width = here.format.block
+        rows = ours.shape[0] // height * height
+        columns = ours.shape[1] // width * width
+        if not rows or not columns:
+            return None
+        x, y = (_in_blocks(values[:rows, :columns], height, width) for values in (ours, theirs))
+        products, xx, yy = (x * y).sum(1), (x * x).sum(1), (y * y).sum(1)
+        known = (xx > 0) & (yy > 0)
+        if not bool(known.any()):
+            return None
+        cosines = products[known] / (xx[known] * yy[known]).sqrt()
+        gains = (products[known] / yy[known]).abs().clamp(min=1e-300)
+        if float(cosines.median()) < ALIKE or bool((gains.max() / gains.min()) < 1 + GAIN_SPREAD):
+            return None
+        low, high = float(gains.quantile(0.01)), float(gains.quantile(0.99))
+        return Reason(
+            rules.ORDER,
+            f"has the reference's codes under other block scales: blocks are {low:.3g} to"
+            f" {high:.3g} times the reference's.",
+        )
+
+    def _row_order(self, index: int, ours: Tensor) -> Reason | None:
+        """Look for some rows among all rows of the reference's weight."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        height = here.shape[0]
+        theirs = row_values(there.rows(first, first + height)).float()
+        begin = height // 2 // PANEL * PANEL
+        probes = torch.arange(0, len(ours), max(1, len(ours) // _PROBES))[:_PROBES]
+        table = _unit_rows(ours[probes]) @ _unit_rows(theirs).T
+        cosines, found = table.max(1)
+        if float(cosines.median()) < ALIKE:
+            return None
+        places = [(int(begin + a), int(b)) for a, b in zip(probes, found, strict=True)]
+        name = _order_of(places, height)
+        told = f", in the order `{name}`" if name else ""
+        row, source = next(((a, b) for a, b in places if a != b), places[0])
+        return Reason(
+            rules.ORDER,
+            f"has the reference's rows in other places{told}: row {row} is its row {source}.",
+        )
+
+
+GAIN_SPREAD = 0.1
+
+
+def cosine(ours: Tensor, theirs: Tensor) -> float:
+    """Return the cosine of all values; 0 where one side is zero."""
+    x, y = ours.double().flatten(), theirs.double().flatten()
+    length = float(x.square().sum() * y.square().sum())
+    return float((x * y).sum()) / math.sqrt(length) if length else 0.0
+
+
+def _signs(ours: Tensor, theirs: Tensor) -> Reason | None:
+    if cosine(ours.abs(), theirs.abs()) < ALIKE:
+        return None
+    if cosine(ours, -theirs) >= ALIKE:
+        return Reason(rules.SIGN, "is the reference's with every sign turned.")
+    same = float((torch.sign(ours) == torch.sign(theirs)).double().mean())
+    lost = " It has no negative value." if bool((ours >= 0).all()) else ""
+    message = f"has the reference's magnitudes, and its sign in {same:.1%} of the places.{lost}"
+    return Reason(rules.SIGN, message)
+
+
+def _packing(ours: Tensor, theirs: Tensor) -> Reason | None:
+    if ours.ndim != 2 or ours.shape[1] % BLOCK:
+        return None
+    blocks = ours.reshape(ours.shape[0], -1, BLOCK)
+    for name, order in list(ORDERS.items())[1:]:
+        for places in (order, np.argsort(order)):
+            moved = blocks[:, :, torch.from_numpy(np.ascontiguousarray(places))]
+            if cosine(moved.reshape(ours.shape), theirs) >= ALIKE:
+                return Reason(
+                    rules.ORDER, f"is packed in the order `{name}`: read so, it is the reference's."
+                )
+    return None
+
+
+def _in_blocks(values: Tensor, height: int, width: int) -> Tensor:
+    rows, columns = values.shape
+    blocks = values.double().view(rows // height, height, columns // width, width)
+    return blocks.permute(0, 2, 1, 3).reshape(-1, height * width)
+
+
+def _unit_rows(values: Tensor) -> Tensor:
+    lengths: Tensor = values.norm(dim=1, keepdim=True)
+    return values / lengths.clamp(min=1e-30)
+
+
+def _order_of(places: list[tuple[int, int]], rows: int) -> str:
+    """Name the known order that takes every row where it was found."""
+    for name, order in ROW_ORDERS.items():
+        if name == "as_stored" or rows % order.multiple:
+            continue
+        if all(order.source(here, rows) == there for here, there in places):
+            return name
+        if all(order.destination(here, rows) == there for here, there in places):
+            return f"{name}, undone"
+    return ""
+
+
+def _flat(stored: StoredWeight) -> Tensor:
+    values = stored.values().float()
+    return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
