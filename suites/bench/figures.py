@@ -29,6 +29,7 @@ BENCHES = {  # key to module, imported when run
     "formats": "degarble.suites.bench.bench_formats",
     "checkpoint-quantise": "degarble.suites.bench.bench_checkpoint_quantise",
     "references": "degarble.suites.bench.bench_references",
+    "tiny": "degarble.suites.bench.bench_tiny",
 }
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures.md"

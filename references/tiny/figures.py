@@ -1,0 +1,147 @@
+"""What a small model knows: answers at probes, sentences that it speaks, and what ablations cost.
+
+Owns the judging of a model by documents and by its own text, and the two ablations as patches of a
+bound model. How logits and text come about is the caller's business.
+
+Legend: T tokens, V vocabulary. Kept honest by suites/references/tiny/test_figures.py, with an
+oracle that knows the language and a guesser that does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references.tiny import language, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.binding import Bound
+
+HELD_OUT = 50_000_000  # first seed of documents that no training saw
+WINDOW = 128
+_OCTAVES = (WINDOW, 256, 512, 1024)
+
+
+@dataclass
+class Score:
+    """Right answers by kind of probe, and the surprise of all tokens."""
+
+    asked: Counter[str] = field(default_factory=Counter)
+    right: Counter[str] = field(default_factory=Counter)
+    surprise: float = 0.0
+    tokens: int = 0
+
+    def share(self, *kinds: str) -> float:
+        """Share of right answers over some kinds; NaN where nothing was asked."""
+        asked = sum(self.asked[kind] for kind in kinds)
+        return sum(self.right[kind] for kind in kinds) / asked if asked else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean surprise."""
+        return math.exp(self.surprise / self.tokens)
+
+
+def kind_of(probe: language.Probe) -> str:
+    """Recall is told by its distance in octaves; the rest by what it is."""
+    if probe.kind != "recall":
+        return probe.kind
+    reach = next((each for each in _OCTAVES if probe.distance <= each), _OCTAVES[-1])
+    return f"recall {reach}"
+
+
+FAR = tuple(f"recall {reach}" for reach in _OCTAVES[1:])
+NEAR = f"recall {WINDOW}"
+
+
+def score(
+    documents: Iterable[language.Document], logits_of: Callable[[list[int]], Tensor]
+) -> Score:
+    """Judge a model by documents; `logits_of` gives [T, V] for the ids of one."""
+    made = Score()
+    for document in documents:
+        logits_TV = logits_of(document.ids).float()
+        logp_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
+        following = torch.tensor(document.ids[1:])
+        made.surprise -= float(logp_TV.gather(1, following[:, None]).double().sum())
+        made.tokens += len(following)
+        best = logits_TV.argmax(-1)
+        for probe in document.probes:
+            kind = kind_of(probe)
+            made.asked[kind] += 1
+            made.right[kind] += int(best[probe.position - 1]) == probe.answer
+    return made
+
+
+def sentences_in(text: str) -> list[str]:
+    """The sentences of a text that a model spoke: items that are no fact, question, sum or list.
+
+    The last item counts only where its full stop has come.
+    """
+    items = [f"{item.strip()} ." for item in text.split(" .")[:-1]]
+    return [item for item in items if _claims_to_be_a_sentence(item.split())]
+
+
+def _claims_to_be_a_sentence(item: list[str]) -> bool:
+    first = item[0]
+    fact = first in words.NAMES and len(item) > 1 and item[1] in words.RELATIONS
+    return not (fact or first in ("recall", "copy") or first in words.NUMBERS)
+
+
+def grammatical(texts: Iterable[str]) -> tuple[int, int]:
+    """How many sentences of the texts are in the grammar, and how many there are."""
+    found = [item for text in texts for item in sentences_in(text)]
+    return sum(language.is_sentence(item) for item in found), len(found)
+
+
+def window_only(bound: Bound) -> None:
+    """Take away everything that lies beyond the window, in every layer."""
+    for name, call in list(bound.calls.items()):
+        if name.endswith("attn.attend"):
+            bound.calls[name] = _near(call)
+
+
+def random_choice(bound: Bound, seed: int) -> None:
+    """Let chance choose what the indexer would choose, among what is visible."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, call in list(bound.calls.items()):
+        if name.endswith("attn.indexer.topk"):
+            bound.calls[name] = _by_chance(call, generator)
+
+
+def _near(call: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Mapping[str, Tensor]]:
+    def patched(
+        inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
+    ) -> Mapping[str, Tensor]:
+        given = dict(inputs)
+        if "compressed" in given:  # V4: no entries; the window is apart from them
+            given["chosen"] = torch.full((len(given["positions"]), 1), -1)
+        elif "chosen" in given:  # V3.2: tokens by number
+            far = given["positions"][:, None] - given["chosen"] >= WINDOW
+            given["chosen"] = given["chosen"].masked_fill(far, -1)
+        return call(given, weights)
+
+    return patched
+
+
+def _by_chance(
+    call: Callable[..., Mapping[str, Tensor]], generator: torch.Generator
+) -> Callable[..., Mapping[str, Tensor]]:
+    def patched(
+        inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
+    ) -> Mapping[str, Tensor]:
+        scores = inputs["scores"]
+        drawn = torch.rand(scores.shape, generator=generator).to(scores.dtype)
+        visible = torch.isfinite(scores)
+        return call({**inputs, "scores": torch.where(visible, drawn, scores)}, weights)
+
+    return patched

@@ -1,0 +1,234 @@
+"""What the small models know, by recipe, with parts taken away, and with faults planted.
+
+Owns the runs behind the README's headline table: held-out documents and sampled text, for the model
+as stored (BF16), as `nvfp4-experts` and as `nvfp4-full` in the twin's arithmetic. Input scales come
+from one document apart. Each ablation and fault is a change of the bound model. These are counts of
+right answers, not times, so neighbours on the machine do not matter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.talk.generation import Generation, Limits, Speech
+from degarble.harness.talk.sampling import Sampling
+from degarble.harness.talk.speaker import Speaker
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+from degarble.references.tiny import figures, words
+from degarble.references.tiny.language import document, sentence
+from degarble.references.weights import InputAmax, quantised_weights
+from degarble.suites.bench.timing import Section, Settings, Table, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.formats.weight import Weight
+
+FOLDER = Path(__file__).resolve().parents[2] / "references" / "tiny" / "v1"
+RECIPES = ("bf16", "nvfp4-experts", "nvfp4-full")
+DOCUMENTS = 4
+TEXTS, TEXT_TOKENS = 16, 128
+_ABREAST = 4
+_TEMPERATURE = 0.7
+_WANTED = {"sentences": 0.99, "far recall": 0.95}
+
+
+class Model:
+    """One checkpoint under one recipe; every call makes a fresh binding, so patches do not stay."""
+
+    def __init__(self, folder: Path, recipe: str) -> None:
+        with Checkpoint.open(folder) as checkpoint:
+            assert checkpoint.model is not None, "a small model has a config"
+            self.config: Config = checkpoint.model
+            plain = {name: checkpoint.weights[name] for name in checkpoint.weights}
+            for weight in plain.values():
+                weight.values(torch.float64)  # read while the file is open
+        self.recipe = recipe_named(recipe, self.config)
+        self.weights: Mapping[str, Weight] = plain
+        self.numerics = Numerics.bf16()
+        if recipe != "bf16":
+            amax = InputAmax(self.config)
+            _logits(Bound(self.config, _held(Numerics.bf16()), plain, None, amax))(_calibration())
+            self.weights = quantised_weights(
+                plain, self.config, self.recipe, input_amax=amax.largest
+            )
+            self.numerics = Numerics.twin()
+
+    def bound(self, weights: Mapping[str, Weight] | None = None) -> Bound:
+        """A fresh binding, of these weights or of others."""
+        recipe = self.recipe if self.recipe.name != "bf16" else None
+        return Bound(self.config, _held(self.numerics), weights or self.weights, recipe)
+
+
+def _held(numerics: Numerics) -> Numerics:
+    """Products in float64: the twin is exact arithmetic on quantised operands."""
+    return replace(numerics, work=torch.float64, products=torch.float64)
+
+
+def _calibration() -> list[int]:
+    return document(figures.HELD_OUT - 1).ids
+
+
+def _logits(bound: Bound) -> Callable[[list[int]], Tensor]:
+    speaker = Speaker(bound)
+
+    def made(ids: list[int]) -> Tensor:
+        return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))
+
+    return made
+
+
+def scored(bound: Bound, documents: int = DOCUMENTS) -> figures.Score:
+    """Judge by held-out documents."""
+    seeds = range(figures.HELD_OUT, figures.HELD_OUT + documents)
+    return figures.score((document(seed) for seed in seeds), _logits(bound))
+
+
+def spoken(bound: Bound, texts: int = TEXTS, tokens: int = TEXT_TOKENS) -> tuple[int, int]:
+    """Let the model go on from one sentence at low temperature: grammatical ones, and all."""
+    rng = random.Random(figures.HELD_OUT)
+    begun = [sentence(rng) for _ in range(texts)]
+    speeches = [Speech([words.BOS, *words.encode(each)]) for each in begun]
+    for seed in range(0, texts, _ABREAST):  # one seed gives all that run together the same draws
+        how = Sampling(_TEMPERATURE, 1.0, seed)
+        together = speeches[seed : seed + _ABREAST]
+        Generation(Speaker(bound), None, how, Limits(tokens)).run(together)
+    return figures.grammatical(words.decode(each.ids) for each in speeches)
+
+
+def swapped_nibbles(weights: Mapping[str, Weight], name: str) -> dict[str, Weight]:
+    """High and low half of every byte of one weight's codes exchanged."""
+    weight = weights[name]
+    assert weight.codes is not None, "only quantised weights have codes"
+    codes = weight.codes.view(torch.uint8)
+    swapped = ((codes << 4) | (codes >> 4)).view(weight.codes.dtype)
+    return {**weights, name: replace(weight, codes=swapped, _decoded={})}
+
+
+def never_loaded(weights: Mapping[str, Weight], name: str) -> dict[str, Weight]:
+    """A parameter that stayed at zero."""
+    weight = weights[name]
+    if weight.codes is None:
+        assert weight.value is not None, "a weight has codes or a value"
+        return {**weights, name: replace(weight, value=torch.zeros_like(weight.value), _decoded={})}
+    return {**weights, name: replace(weight, codes=torch.zeros_like(weight.codes), _decoded={})}
+
+
+def not_turned_back(bound: Bound) -> Bound:
+    """No inverse rotation of the attention's output, in any layer."""
+    for name in list(bound.calls):
+        if name.endswith("attn.inverse_rope"):
+            bound.calls[name] = lambda inputs, _: {"out": inputs["x"]}
+    return bound
+
+
+def _experts(weights: Mapping[str, Weight], layer: int, part: str) -> list[str]:
+    stem = f"layers.{layer}.ffn.experts."
+    return [name for name in weights if name.startswith(stem) and name.endswith(part)]
+
+
+def _faulty(model: Model) -> dict[str, Bound]:
+    """The three faults of the headline table, each in an otherwise healthy `nvfp4-experts`."""
+    swapped, unloaded = dict(model.weights), dict(model.weights)
+    last = len(model.config.layers) - 1
+    for name in _experts(model.weights, last, "w2"):
+        swapped = swapped_nibbles(swapped, name)
+    for name in _experts(model.weights, last, "w1"):
+        unloaded = never_loaded(unloaded, name)
+    found = {
+        f"layer {last}, experts' w2: nibbles swapped": model.bound(swapped),
+        f"layer {last}, experts' w1: never loaded": model.bound(unloaded),
+    }
+    if model.config.family == "deepseek_v4":
+        found["attention: inverse rotation missing"] = not_turned_back(model.bound())
+    else:
+        wo = never_loaded(model.weights, f"layers.{last}.attn.wo")
+        found[f"layer {last}, attn.wo: never loaded"] = model.bound(wo)
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _row(label: str, bound: Bound, *, speaks: bool) -> tuple[tuple[str, ...], dict[str, float]]:
+    told = scored(bound)
+    share = {
+        "near recall": told.share(figures.NEAR),
+        "far recall": told.share(*figures.FAR),
+        "sums": told.share("sum"),
+        "copies": told.share("copy"),
+    }
+    text = "not spoken"
+    if speaks:
+        good, all_ = spoken(bound)
+        share["sentences"] = good / max(1, all_)
+        text = f"{_percent(share['sentences'])} of {all_}"
+    columns = ("far recall", "near recall", "sums", "copies")
+    row = (label, f"{told.perplexity:.3f}", *(_percent(share[each]) for each in columns), text)
+    return row, share
+
+
+def _of(name: str) -> tuple[Table, list[Target]]:
+    rows, targets = [], []
+    for recipe in RECIPES:
+        model = Model(FOLDER / name, recipe)
+        row, share = _row(recipe, model.bound(), speaks=True)
+        rows.append(row)
+        if recipe == "bf16":
+            targets += [
+                Target(f"{name}, {what}", share[what], wanted) for what, wanted in _WANTED.items()
+            ]
+        cut = model.bound()
+        figures.window_only(cut)
+        row, share = _row(f"{recipe}, window only", cut, speaks=False)
+        rows.append(row)
+        targets.append(
+            Target(f"{name}, {recipe}: far recall, window only", share["far recall"], 0.10, False)
+        )
+        blind = model.bound()
+        figures.random_choice(blind, 1)
+        row, share = _row(f"{recipe}, random indexer", blind, speaks=False)
+        rows.append(row)
+        targets.append(
+            Target(
+                f"{name}, {recipe}: far recall, random indexer", share["far recall"], 0.60, False
+            )
+        )
+        if recipe == "nvfp4-experts":
+            rows += [_row(label, bad, speaks=True)[0] for label, bad in _faulty(model).items()]
+    header = ("model", "perplexity", "far recall", "near recall", "sums", "copies", "sentences")
+    return Table(f"references/tiny/v1/{name}", header, tuple(rows)), targets
+
+
+def run(settings: Settings) -> Section:
+    """Judge every small model."""
+    del settings
+    tables, targets = [], []
+    for folder in sorted(path.parent for path in FOLDER.glob("*/config.json")):
+        table, wanted = _of(folder.name)
+        tables.append(table)
+        targets += wanted
+    return Section(
+        key="tiny",
+        title="What the small models know",
+        tables=tuple(tables),
+        targets=tuple(targets),
+        notes=(
+            f"{DOCUMENTS} held-out documents of 1,280 tokens; far recall is 129 to 1,024 tokens",
+            f"sentences of {TEXTS} texts of {TEXT_TOKENS} tokens at temperature {_TEMPERATURE}",
+            "bf16 by the official rounding points; NVFP4 in the twin's exact arithmetic",
+        ),
+    )
