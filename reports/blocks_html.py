@@ -1,7 +1,8 @@
 """Each typed block to one HTML element.
 
-Owns the look of sentences, facts, tables, bars, figures, code and folded details; heat maps live in
-heat_map_html. Refuses nothing: the records have been checked when they were made.
+Owns the look of sentences, facts, tables, bars, figures, code and folded details; maps and
+catalogues live in heat_map_html, tone_map_html and catalogue_html.
+Refuses nothing: the records have been checked when they were made.
 What keeps it honest: suites/reports/test_blocks_html.py renders every block with hostile strings.
 """
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.record.blocks import (
     Bars,
+    Catalogue,
     Code,
     ColumnKind,
     Details,
@@ -22,11 +24,14 @@ from degarble.harness.record.blocks import (
     Sentence,
     Table,
     Tone,
+    ToneMap,
 )
 from degarble.harness.record.verdict import Verdict
 from degarble.reports import words
+from degarble.reports.catalogue_html import catalogue_element
 from degarble.reports.heat_map_html import heat_map_element
 from degarble.reports.markup import h
+from degarble.reports.tone_map_html import tone_map_element
 
 if TYPE_CHECKING:
     from degarble.harness.record.blocks import Bar, Block, Cell, Column
@@ -67,8 +72,12 @@ def block_element(block: Block) -> Element:
             return _facts(block)
         case Table():
             return _table(block)
+        case Catalogue():
+            return catalogue_element(block, head, cell, block_element)
         case HeatMap():
             return heat_map_element(block)
+        case ToneMap():
+            return tone_map_element(block)
         case Bars():
             return _bars(block)
         case Figure():
@@ -105,9 +114,9 @@ def _literal(text: str, code: bool) -> Element | str:
 
 
 def _table(block: Table) -> Element:
-    heads = [_head(column) for column in block.columns]
+    heads = [head(column) for column in block.columns]
     rows = [
-        h("tr", None, [_cell(value, block.columns[i], i == 0) for i, value in enumerate(row)])
+        h("tr", None, [cell(value, block.columns[i], i == 0) for i, value in enumerate(row)])
         for row in block.rows
     ]
     table = h(
@@ -124,22 +133,27 @@ def _table(block: Table) -> Element:
     )
 
 
-def _head(column: Column) -> Element:
+def head(column: Column, choose: bool = False) -> Element:
+    """Write the head of a column; `choose`: its words are offered for choosing."""
     number = words.is_number(column)
     attributes = {
         "scope": "col",
         "class": "number" if number else None,
-        "data-sort": "number" if number else "text",
+        "data-sort": "number" if number or column.kind is ColumnKind.TONE else "text",
+        "data-choose": choose,
         "title": column.explanation or None,
     }
     return h("th", attributes, column.name)
 
 
-def _cell(value: Cell, column: Column, heading: bool) -> Element:
+def cell(value: Cell, column: Column, heading: bool) -> Element:
+    """Write one cell; a heading names its row."""
     text = words.cell(value, column)
+    tone = words.tone_of(value, column)
     attributes: dict[str, str | bool | None] = {}
     if words.is_number(column):
         attributes["class"] = "number"
+        attributes["data-label"] = column.name
         if isinstance(value, (int, float)):
             attributes["data-value"] = repr(value)
     content: Element | str = text
@@ -147,6 +161,9 @@ def _cell(value: Cell, column: Column, heading: bool) -> Element:
         content = h("code", None, text)
     elif column.kind is ColumnKind.VERDICT and text in set(Verdict):
         content = badge(Verdict(text))
+    elif tone is not None:
+        attributes["data-value"] = str(tone.weight)
+        content = h("span", {"class": f"toned {tone}"}, icon(tone), text)
     if heading:
         return h("th", {**attributes, "scope": "row"}, content)
     return h("td", attributes, content)

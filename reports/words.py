@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.blocks import ColumnKind
+from degarble.harness.record.blocks import ColumnKind, Tone
 from degarble.harness.record.page import PanelKind
 from degarble.harness.record.wording import number as number  # noqa: PLC0414  for renderers
 from degarble.harness.record.wording import share
@@ -35,10 +35,25 @@ PANEL_QUESTIONS = {
 }
 
 
+# What a tone is called in a table or a map, and its sign; a plain one is not told.
+TONES = {Tone.NOTE: "note", Tone.GOOD: "good", Tone.WARNING: "warning", Tone.BAD: "error"}
+SIGNS = {Tone.NOTE: "i", Tone.GOOD: "", Tone.WARNING: "!", Tone.BAD: "×"}
+
+
+def tone_of(value: Cell, column: Column) -> Tone | None:
+    """Give the tone that a cell means; None for cells of words and numbers."""
+    if column.kind is not ColumnKind.TONE:
+        return None
+    return next((tone for tone in TONES if tone.value == value), None)
+
+
 def cell(value: Cell, column: Column) -> str:
     """Write one cell of a table."""
     if value is None:
         return DASH
+    tone = tone_of(value, column)
+    if tone is not None:
+        return TONES[tone]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,8 +84,13 @@ def measure_numbers(
         walk.work()
         return table
     with ThreadPoolExecutor(workers) as pool:
-        for each in [pool.submit(walk.work) for _ in range(workers)]:
-            each.result()
+        threads = [pool.submit(walk.work) for _ in range(workers)]
+        try:
+            for each in as_completed(threads):
+                each.result()
+        except BaseException:
+            walk.stop()  # Trap: the pool waits for its threads, and they would walk on to the end
+            raise
     return table
 
 
@@ -152,6 +157,10 @@ class _Walk:
                     return
                 self._fetch_ahead(reader, self._table.units[index])
                 self._measure(reader, index)
+
+    def stop(self) -> None:
+        """Let every thread end with the unit that it is at."""
+        self._waiting.clear()
 
     def _measure(self, reader: PositionedReader, index: int) -> None:
         unit = self._table.units[index]

@@ -18,7 +18,15 @@ import typer
 
 from degarble.harness.cli import crash, usage
 from degarble.harness.cli.command import Cluster, Group, Json, Quiet, Session
-from degarble.harness.cli.commands import checkpoints, demo, judging, museum, nights, talking
+from degarble.harness.cli.commands import (
+    auditing,
+    checkpoints,
+    demo,
+    judging,
+    museum,
+    nights,
+    talking,
+)
 from degarble.harness.cli.terminal import Environment, Terminal, tell_refusal
 from degarble.harness.errors import EXIT_REFUSED, DegarbleError, UnwritablePath
 from degarble.harness.version import VERSION
@@ -61,7 +69,7 @@ def _read_globals(
     session.terminal = Terminal(json_wanted=json_wanted, quiet=quiet, cluster=cluster)
 
 
-for group in (demo, judging, checkpoints, talking, museum, nights):
+for group in (demo, judging, auditing, checkpoints, talking, museum, nights):
     group.add(app)
 
 

@@ -10,8 +10,15 @@ import re
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import InvalidArgument, NotBuilt, UnknownName, UnreadableFile
+from degarble.harness.errors import (
+    InvalidArgument,
+    NotBuilt,
+    UnknownName,
+    UnreadableFile,
+    UnwritablePath,
+)
 from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
+from degarble.harness.record.files import usable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +34,19 @@ def existing(name: str, path: Path | None) -> None:
         raise UnreadableFile(
             name, str(path), "a file or directory that exists", "Check the path for a typo."
         )
+
+
+def writable(name: str, file: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to take."""
+    if file.is_dir():
+        raise UnwritablePath(
+            name, str(file), "the name of a file", "Add a file's name to this folder."
+        )
+    if not file.parent.is_dir():
+        raise UnwritablePath(
+            name, str(file), "a file in a folder that exists", f"Make the folder {file.parent}."
+        )
+    usable_folder(name, file.parent)
 
 
 def one_of(name: str, value: str | None, known: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """The typed blocks that a panel of a report page is made of. Imports no sibling.
 
-Owns what can be shown: sentences, facts, tables, heat maps, bars, figures, code, folded details.
+Owns what can be shown: sentences, facts, tables, catalogues, maps, bars, figures, code, details.
 Blocks carry numbers as numbers and text as text; how they look is decided in reports/.
 Refuses ragged tables and heat maps, so a renderer never meets one.
 What keeps it honest: suites/record/ walks every block through JSON and both renderers.
@@ -26,6 +26,11 @@ class Tone(StrEnum):
     WARNING = "warning"
     BAD = "bad"
 
+    @property
+    def weight(self) -> int:
+        """Order of tones, the worst one highest."""
+        return list(Tone).index(self)
+
 
 class ColumnKind(StrEnum):
     """How the cells of a column are read, aligned and sorted."""
@@ -35,6 +40,7 @@ class ColumnKind(StrEnum):
     SHARE = "share"  # a number in 0..1, shown in percent
     CODE = "code"
     VERDICT = "verdict"
+    TONE = "tone"  # a word with its sign, sorted by how bad it is
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,44 @@ class Table:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise ShapeMismatch(
-                    f"row {number} of table {self.caption!r}",
-                    len(row),
-                    f"{len(self.columns)} cells, one a column",
-                    "Give every row one cell a column; None shows as a dash.",
-                )
+            _require_cells(f"row {number} of table {self.caption!r}", row, self.columns)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a catalogue. `blocks` explain it, folded under its last cell, at `anchor`."""
+
+    cells: tuple[Cell, ...]
+    blocks: tuple[Block, ...] = ()
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Rows that a reader may sort and filter, each with what explains it folded inside.
+
+    `choices` counts the first columns that a reader may narrow down by choosing one of their words.
+    """
+
+    caption: str
+    columns: tuple[Column, ...]
+    entries: tuple[Entry, ...]
+    choices: int = 0
+
+    def __post_init__(self) -> None:
+        for number, entry in enumerate(self.entries):
+            name = f"entry {number} of catalogue {self.caption!r}"
+            _require_cells(name, entry.cells, self.columns)
+
+
+def _require_cells(name: str, cells: tuple[Cell, ...], columns: tuple[Column, ...]) -> None:
+    if len(cells) != len(columns):
+        raise ShapeMismatch(
+            name,
+            len(cells),
+            f"{len(columns)} cells, one a column",
+            "Give every row one cell a column; None shows as a dash.",
+        )
 
 
 @dataclass(frozen=True)
@@ -139,15 +176,54 @@ class HeatMap:
 
     def __post_init__(self) -> None:
         for name, matrix in (("values", self.values), ("anchors", self.anchors)):
-            extents = [len(row) for row in matrix]
-            expected = [len(self.column_labels)] * len(self.row_labels)
-            if extents != expected and (matrix or name == "values"):
-                raise ShapeMismatch(
-                    f"{name} of heat map {self.caption!r}",
-                    extents,
-                    f"{len(self.row_labels)} rows of {len(self.column_labels)} cells",
-                    "Give one value a cell; None where nothing was run.",
-                )
+            if matrix or name == "values":
+                where = f"{name} of heat map {self.caption!r}"
+                _require_matrix(where, matrix, self.row_labels, self.column_labels)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One cell of a tone map: how bad, in how many places; `anchor` leads to what explains it."""
+
+    tone: Tone
+    count: int = 0
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class ToneMap:
+    """A matrix of marks by two names, such as kind of tensor by layer; None where nothing is.
+
+    `legend` says in words what each tone means here.
+    """
+
+    caption: str
+    row_title: str
+    column_title: str
+    row_labels: tuple[str, ...]
+    column_labels: tuple[str, ...]
+    marks: tuple[tuple[Mark | None, ...], ...]
+    legend: tuple[tuple[Tone, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"marks of tone map {self.caption!r}"
+        _require_matrix(where, self.marks, self.row_labels, self.column_labels)
+
+
+def _require_matrix(
+    name: str,
+    matrix: tuple[tuple[object, ...], ...],
+    rows: tuple[str, ...],
+    columns: tuple[str, ...],
+) -> None:
+    extents = [len(row) for row in matrix]
+    if extents != [len(columns)] * len(rows):
+        raise ShapeMismatch(
+            name,
+            extents,
+            f"{len(rows)} rows of {len(columns)} cells",
+            "Give one value a cell; None where nothing was run.",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,13 +273,15 @@ class Details:
     anchor: str = ""
 
 
-Block = Sentence | Facts | Table | HeatMap | Bars | Figure | Code | Details
+Block = Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
 
 BLOCKS: dict[str, type[Block]] = {
     "sentence": Sentence,
     "facts": Facts,
     "table": Table,
+    "catalogue": Catalogue,
     "heat_map": HeatMap,
+    "tone_map": ToneMap,
     "bars": Bars,
     "figure": Figure,
     "code": Code,

@@ -1,8 +1,8 @@
-"""The audit of a checkpoint's files as one run: what was looked at, what was found, the verdict.
+"""The audit of a checkpoint as one run: what was looked at, what was found, the verdict.
 
-Owns the order of the steps and the identity of what was audited. This version looks at structure:
-files, names, shapes, dtypes, partners, promises of the quantisation config. Values of scales and
-codes are not judged yet, and every text of this run says so.
+Owns the order of the steps (structure, loading, numbers), the identity of what was audited, and
+which parts were judged and which not: a verdict speaks of the judged parts alone. What can refuse
+(the checkpoint, the loader map) is opened before the long walk over the bytes.
 Refuses what cannot be opened at all; everything else becomes a finding.
 What keeps it honest: suites/runs/test_audit.py, with healthy and spoilt checkpoints.
 """
@@ -11,36 +11,98 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from degarble.harness.checkpoint.findings import in_order, ranges_told
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.structure import audit_structure
+from degarble.harness.checkpoint.types import ProblemKind
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.record.progress import Progress, duration, size
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.audit_kinds import kind_of_name, layer_of_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from degarble.harness.checkpoint.findings import Finding
+    from degarble.harness.checkpoint.loader_proof import LoaderProof
+    from degarble.harness.checkpoint.number_table import NumberTable
+    from degarble.harness.checkpoint.worker_pool import Workers
 
-NOT_JUDGED = "The values of scales and codes are not judged by this version."
+    Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes of all the work
+
+STRUCTURE, NUMBERS, AGAINST, LOADER = "structure", "numbers", "against", "loader"
+PARTS = (STRUCTURE, NUMBERS, AGAINST, LOADER)
+_WHY_NOT = {
+    NUMBERS: "Left out by --only structure: values of scales and codes were not looked at.",
+    AGAINST: "No reference was given. --against CKPT compares every weight with its source.",
+    LOADER: "No map was given. --loader MAP proves which bytes reach which parameter.",
+}
 
 
 @dataclass(frozen=True)
-class Audit:
-    """What was found in one checkpoint. `identity` hashes its config and every header entry."""
+class Wanted:
+    """What to audit, and how far to go."""
+
+    path: Path
+    numbers: bool = True
+    loader: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an audit: what was judged, or why it was not."""
+
+    name: str
+    told: str
+    judged: bool
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was audited. `identity` hashes its config and every header entry.
+
+    `places` counts tensors by layer and kind; a drafter's layer follows those of the decoder.
+    """
 
     name: str
     identity: str
     family: str
     layout: str
     layers: int
+    drafters: int
     shards: int
     tensors: int
     nbytes: int
+    places: Mapping[tuple[int | None, str], int]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found in one checkpoint."""
+
+    subject: Subject
+    parts: tuple[Part, ...]
     findings: tuple[Finding, ...]
+    table: NumberTable | None = None
+    loader: LoaderProof | None = None
+
+    @property
+    def judged(self) -> tuple[Part, ...]:
+        """The parts that the verdict speaks of."""
+        return tuple(part for part in self.parts if part.judged)
+
+    @property
+    def not_judged(self) -> tuple[Part, ...]:
+        """The parts that it does not speak of."""
+        return tuple(part for part in self.parts if not part.judged)
 
     @property
     def counts(self) -> dict[Level, int]:
@@ -57,55 +119,176 @@ class Audit:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence, which names what was judged."""
         counts = self.counts
         if not counts[Level.ERROR]:
-            rest = f"; {_places(counts[Level.WARNING], 'warning')}" if counts[Level.WARNING] else ""
-            return f"The structure of all {self.tensors:,} tensors is as the config implies{rest}."
+            *front, last = [_IN_WORDS[part.name] for part in self.judged]
+            what = f"{', '.join(front)} and {last}" if front else last
+            rest = f"; {places(counts[Level.WARNING], 'warning')}" if counts[Level.WARNING] else ""
+            return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}."
         errors = [each for each in self.findings if each.level is Level.ERROR]
         broken = len({each.rule for each in errors})
         where = errors[0].tensor or errors[0].module or "the checkpoint"
         rules = "one rule" if broken == 1 else f"{broken} rules"
-        told = _places(counts[Level.ERROR], "error")
-        return f"{told} against {rules}, the first at {where}."
-
-    def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
-        return {
-            "verdict": self.verdict,
-            "origins": [],
-            "cosines": [],
-            "checkpoint": self.name,
-            "identity": self.identity,
-            "layout": self.layout,
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "judged": ["structure"],
-            "counts": {str(level): count for level, count in self.counts.items()},
-            "findings": [finding.to_json() for finding in self.findings],
-        }
+        return f"{places(counts[Level.ERROR], 'error')} against {rules}, the first at {where}."
 
 
-def _places(count: int, word: str) -> str:
+@dataclass(frozen=True)
+class Broken:
+    """One rule that is broken, wherever it is: the first finding, all places, all layers."""
+
+    first: Finding
+    count: int
+    layers: str
+
+    @property
+    def extent(self) -> str:
+        """Tell in how many places and which layers; nothing of a single place."""
+        word = "layer" if self.layers.isdecimal() else "layers"
+        layers = f", {word} {self.layers}" if self.layers else ""
+        return f"in {self.count:,} places{layers}" if self.count > 1 else ""
+
+
+def by_rule(findings: Iterable[Finding]) -> list[Broken]:
+    """Gather findings by their rule, in the order of the first of each."""
+    gathered: dict[str, list[Finding]] = {}
+    for finding in findings:
+        gathered.setdefault(finding.rule, []).append(finding)
+    return [
+        Broken(
+            found[0],
+            sum(each.count for each in found),
+            ranges_told({each.layer for each in found if each.layer is not None}),
+        )
+        for found in gathered.values()
+    ]
+
+
+_IN_WORDS = {
+    STRUCTURE: "the structure",
+    NUMBERS: "the numbers",
+    AGAINST: "the comparison",
+    LOADER: "the loading",
+}
+
+
+def places(count: int, word: str) -> str:
+    """Count things in words."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def audit(path: Path) -> Audit:
-    """Look at the files of the checkpoint in `path`."""
-    with Checkpoint.survey(path) as checkpoint:
-        findings = tuple(audit_structure(checkpoint))
-        model = checkpoint.model
-        return Audit(
-            name=path.resolve().name,
-            identity=_identity(checkpoint),
-            family=model.family if model else "unknown",
-            layout=str(checkpoint.layout),
-            layers=len(model.blocks) if model else 0,
-            shards=len(checkpoint.shards),
-            tensors=len(checkpoint.entries),
-            nbytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
-            findings=findings,
+def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) -> Audit:
+    """Look at a checkpoint; `listen` gives the counter of bytes that are walked."""
+    with Checkpoint.survey(wanted.path) as checkpoint:
+        _require_tensors(checkpoint)
+        steps = _Steps(checkpoint, wanted)
+        steps.look_at_loading()  # first, because it refuses a wrong map
+        steps.look_at_structure()
+        steps.look_at_numbers(workers, listen or (lambda total: nullcontext(Progress("", total))))
+        return steps.audit()
+
+
+class _Steps:
+    """One audit, step by step; what a step leaves out is not judged."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
+        self._checkpoint, self._wanted = checkpoint, wanted
+        self._findings: list[Finding] = []
+        self._told: dict[str, str] = {}
+        self._table: NumberTable | None = None
+        self._loader: LoaderProof | None = None
+        self._subject = _subject(checkpoint, wanted.path)
+
+    def look_at_structure(self) -> None:
+        """Judge files, names, shapes, dtypes, partners, and what the config promises."""
+        self._findings += audit_structure(self._checkpoint)
+        about = self._subject
+        by = "module by module, because no known config says what belongs there"
+        if self._checkpoint.names is not None:
+            by = f"against the config of {about.family}"
+        files = places(about.shards, "file")
+        self._told[STRUCTURE] = f"{about.tensors:,} tensors in {files}, {by}."
+
+    def look_at_loading(self) -> None:
+        """Prove what a loader does with every byte."""
+        if self._wanted.loader is None:
+            return
+        # Torch takes 200 MB, and a structure audit needs none of it.
+        from degarble.harness.checkpoint.loader_proof import prove  # noqa: PLC0415
+        from degarble.harness.checkpoint.loader_text import read_loader_map  # noqa: PLC0415
+
+        chosen = read_loader_map(self._wanted.loader, self._checkpoint)
+        self._loader = proof = prove(self._checkpoint, chosen)
+        self._findings += proof.findings
+        ranks, counts = len(proof.ranks), proof.counts
+        self._told[LOADER] = (
+            f"map {chosen.name} on {places(ranks, 'rank')}:"
+            f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
         )
+
+    def look_at_numbers(self, workers: Workers, listen: Listen) -> None:
+        """Judge every stored number."""
+        if not self._wanted.numbers:
+            return
+        # Torch takes 200 MB, and a structure audit needs none of it.
+        from degarble.harness.checkpoint.numbers import judge_numbers  # noqa: PLC0415
+        from degarble.harness.runs.audit_spread import measured  # noqa: PLC0415
+
+        nbytes = self._subject.nbytes
+        begun = time.monotonic()
+        with listen(nbytes) as progress:
+            path = self._wanted.path.resolve()
+            table = measured(self._checkpoint, path, workers, progress.advance)
+        took = max(time.monotonic() - begun, 1e-3)
+        self._table = table
+        self._findings += judge_numbers(self._checkpoint, table)
+        unread = len(table.unread)
+        rest = f" {places(unread, 'tensor')} could not be read." if unread else ""
+        self._told[NUMBERS] = (
+            f"{len(table):,} weights, {size(nbytes)} read in {duration(took)}"
+            f" ({size(nbytes / took)}/s).{rest}"
+        )
+
+    def audit(self) -> Audit:
+        """Return what was found."""
+        parts = (
+            Part(name, self._told.get(name) or _WHY_NOT[name], name in self._told) for name in PARTS
+        )
+        return Audit(
+            self._subject,
+            tuple(parts),
+            tuple(in_order(self._findings)),
+            self._table,
+            self._loader,
+        )
+
+
+def _require_tensors(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of which no tensor can be read: nothing could be judged."""
+    unreadable = (ProblemKind.UNREADABLE_SHARD, ProblemKind.UNREADABLE_INDEX)
+    for problem in () if checkpoint.entries else checkpoint.problems.found:
+        if problem.kind in unreadable:
+            raise problem.error
+
+
+def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
+    model = checkpoint.model
+    layers = model.num_hidden_layers if model else 0
+    counted = Counter(
+        (layer_of_name(name, layers), kind_of_name(name)) for name in checkpoint.entries
+    )
+    return Subject(
+        name=path.resolve().name,
+        identity=_identity(checkpoint),
+        family=model.family if model else "unknown",
+        layout=str(checkpoint.layout),
+        layers=layers,
+        drafters=len(model.blocks) - layers if model else 0,
+        shards=len(checkpoint.shards),
+        tensors=len(checkpoint.entries),
+        nbytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
+        places=counted,
+    )
 
 
 def _identity(checkpoint: Checkpoint) -> str:

@@ -1,65 +1,69 @@
-"""The audit panel of a checkpoint's page: a map of layers by kind of tensor, and every finding.
+"""The audit panel of a checkpoint's page: map, findings, weights. Every part is bounded.
 
-Owns how findings are grouped for reading; decides nothing about them.
-What keeps it honest: suites/runs/test_audit.py.
+Owns the order of the panel, the map of layers by kind of tensor, and how findings are listed for
+reading; decides nothing about them. What is left out for its number is counted in a sentence.
+What keeps it honest: suites/runs/test_audit_page.py, and test_audit_browser.py in real Chromium.
 """
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.findings import RULES
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.record.blocks import (
+    Catalogue,
     Column,
     ColumnKind,
-    Details,
+    Entry,
     Fact,
     Facts,
-    HeatMap,
-    HeatScale,
+    Mark,
     Sentence,
     Table,
     Tone,
+    ToneMap,
 )
 from degarble.harness.record.page import Finding as PageFinding
-from degarble.harness.record.page import Page, Panel, PanelKind, Subject
-from degarble.harness.record.verdict import Origin
-from degarble.harness.runs.audit import NOT_JUDGED
+from degarble.harness.record.page import Page, Panel, PanelKind
+from degarble.harness.record.page import Subject as PageSubject
+from degarble.harness.record.progress import size
+from degarble.harness.record.wording import number
+from degarble.harness.runs.audit import by_rule, places
+from degarble.harness.runs.audit_document import origin_of
+from degarble.harness.runs.audit_kinds import KINDS, kind_of
+from degarble.harness.runs.audit_weights import loader_blocks, weight_blocks
 
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.findings import Finding
     from degarble.harness.record.blocks import Block
     from degarble.harness.record.page import Provenance
-    from degarble.harness.runs.audit import Audit
+    from degarble.harness.runs.audit import Audit, Broken
 
-_SHOWN = 300  # findings on the page; all of them are in the JSON
-_FIRST = 5  # findings on the first screen
-_LEVEL_NUMBER = {Level.NOTE: 1.0, Level.WARNING: 2.0, Level.ERROR: 3.0}
-# Kinds in the order of the map; the first pattern that matches decides.
-_KINDS = (
-    ("experts", r"\bexperts\.\d+"),
-    ("shared experts", r"shared_experts"),
-    ("router", r"\bgate\b(?!_)|tid2eid|correction_bias"),
-    ("indexer", r"indexer"),
-    ("compressor", r"compressor"),
-    ("mixing", r"\b(hc_|attn_hc|ffn_hc)"),
-    ("norms", r"norm"),
-    ("attention", r"\b(attn|self_attn)\b"),
+SHOWN = 250  # findings on the page; all of them are in the JSON
+MOST_COLUMNS = 200  # layers of the map
+_FIRST = 5  # rules on the first screen
+_TEXT = 400  # characters of one piece of evidence
+TONES = {Level.ERROR: Tone.BAD, Level.WARNING: Tone.WARNING, Level.NOTE: Tone.NOTE}
+_LEGEND = (
+    (Tone.BAD, "error"),
+    (Tone.WARNING, "warning"),
+    (Tone.NOTE, "note"),
+    (Tone.GOOD, "nothing found"),
 )
-_OTHER = "other"
 
 
 def audit_page(audit: Audit, provenance: Provenance) -> Page:
     """Make the page of an audit."""
     errors = [each for each in audit.findings if each.level is Level.ERROR]
     return Page(
-        subject=Subject(audit.name, "Checkpoint", audit.identity),
+        subject=PageSubject(audit.subject.name, "Checkpoint", audit.subject.identity),
         provenance=provenance,
         verdict=audit.verdict,
         sentence=audit.sentence,
-        findings=tuple(_first_screen(each, provenance.command) for each in errors[:_FIRST]),
+        findings=tuple(
+            _first_screen(each, provenance.command) for each in by_rule(errors)[:_FIRST]
+        ),
         panels=(audit_panel(audit),),
     )
 
@@ -68,105 +72,134 @@ def audit_panel(audit: Audit) -> Panel:
     """The panel alone, for a page that other runs have begun."""
     blocks: list[Block] = [
         _facts(audit),
-        Sentence(NOT_JUDGED, Tone.NOTE),
+        _parts(audit),
         *_map(audit),
-        *_table(audit),
-        *(_details(number, each) for number, each in enumerate(audit.findings[:_SHOWN])),
+        *_findings(audit),
+        *loader_blocks(audit),
+        *weight_blocks(audit),
     ]
     return Panel(PanelKind.AUDIT, audit.sentence, audit.verdict, tuple(blocks))
 
 
-def kind_of(finding: Finding) -> str:
-    """What kind of tensor a finding is about."""
-    name = finding.tensor or finding.module or ""
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), _OTHER)
-
-
-def _first_screen(finding: Finding, command: str) -> PageFinding:
-    rule = RULES[finding.rule]
-    origin = Origin(
-        layer=finding.layer,
-        component=kind_of(finding),
-        site=finding.tensor or finding.module or "checkpoint",
-        where={"places": finding.count},
-        evidence=finding.message,
-        reproducer=command,
+def _first_screen(broken: Broken, command: str) -> PageFinding:
+    finding = broken.first
+    return PageFinding(
+        f"Not so: {RULES[finding.rule].statement}",
+        finding.remedy,
+        origin_of(finding, command),
+        command,
+        f"Broken {broken.extent}." if broken.extent else "",
     )
-    return PageFinding(f"Not so: {rule.statement}", finding.remedy, origin, command)
 
 
 def _facts(audit: Audit) -> Facts:
-    counts = audit.counts
+    about, counts = audit.subject, audit.counts
+    drafters = f" and {places(about.drafters, 'drafter')}" if about.drafters else ""
     return Facts(
         (
-            Fact("Model", audit.family),
-            Fact("Layout", audit.layout),
-            Fact("Tensors", f"{audit.tensors:,} in {audit.shards:,} shards"),
-            Fact("Size", f"{audit.nbytes / 1e9:,.2f} GB"),
-            *(Fact(f"{str(level).capitalize()}s", f"{counts[level]:,}") for level in Level),
+            Fact("Model", f"{about.family}, {places(about.layers, 'layer')}{drafters}"),
+            Fact("Layout", about.layout),
+            Fact("Tensors", f"{about.tensors:,} in {places(about.shards, 'file')}"),
+            Fact("Size", size(about.nbytes)),
+            Fact("Findings", ", ".join(places(counts[level], str(level)) for level in Level)),
         ),
         "What was looked at",
     )
 
 
+def _parts(audit: Audit) -> Table:
+    columns = (Column("part"), Column("judged"), Column("what, or why not"))
+    rows = tuple((part.name, "yes" if part.judged else "no", part.told) for part in audit.parts)
+    return Table("What was judged, and what not", columns, rows)
+
+
 def _map(audit: Audit) -> list[Block]:
-    """Layers by kinds, coloured by the worst finding."""
-    if not audit.layers:
+    """Kinds by layers, coloured by the worst finding."""
+    about = audit.subject
+    worst: dict[tuple[int | None, str], Mark] = {}
+    for index, finding in enumerate(audit.findings):  # the worst come first
+        key = finding.layer, kind_of(finding)
+        mark = worst.get(key) or Mark(TONES[finding.level], 0, _anchor(index))
+        worst[key] = Mark(mark.tone, mark.count + finding.count, mark.anchor)
+    for key in about.places:
+        worst.setdefault(key, Mark(Tone.GOOD))
+    numbered = sorted({layer for layer, _ in worst if layer is not None})
+    layers: list[int | None] = [*numbered[:MOST_COLUMNS], None]
+    kinds = [kind for kind in KINDS if any((layer, kind) in worst for layer in layers)]
+    if not kinds:
         return []
-    kinds = (*(kind for kind, _ in _KINDS), _OTHER)
-    worst: dict[tuple[int | None, str], float] = {}
-    for finding in audit.findings:
-        key = (finding.layer, kind_of(finding))
-        worst[key] = max(worst.get(key, 0.0), _LEVEL_NUMBER[finding.level])
-    layers: list[int | None] = [*range(audit.layers), None]
-    return [
-        HeatMap(
-            caption="Worst finding by layer: 0 none, 1 note, 2 warning, 3 error",
-            row_title="layer",
-            column_title="kind of tensor",
-            row_labels=tuple("model" if layer is None else str(layer) for layer in layers),
-            column_labels=kinds,
-            values=tuple(tuple(worst.get((layer, k), 0.0) for k in kinds) for layer in layers),
-            scale=HeatScale(0.0, 3.0, digits=1),
+    blocks: list[Block] = [
+        ToneMap(
+            caption="The worst finding of each layer, by kind of tensor",
+            row_title="kind",
+            column_title="layer",
+            row_labels=tuple(kinds),
+            column_labels=tuple(_layer_told(layer, about.layers) for layer in layers),
+            marks=tuple(tuple(worst.get((layer, kind)) for layer in layers) for kind in kinds),
+            legend=_LEGEND,
         )
     ]
-
-
-def _table(audit: Audit) -> list[Block]:
-    if not audit.findings:
-        return [Sentence("No rule is broken.", Tone.GOOD)]
-    rows = tuple(
-        (
-            str(each.level),
-            each.rule,
-            each.layer,
-            kind_of(each),
-            each.tensor or each.module or "",
-            each.count,
-        )
-        for each in audit.findings[:_SHOWN]
-    )
-    columns = (
-        Column("level"),
-        Column("rule", ColumnKind.CODE),
-        Column("layer", ColumnKind.NUMBER),
-        Column("kind"),
-        Column("first place", ColumnKind.CODE),
-        Column("places", ColumnKind.NUMBER, 12),
-    )
-    blocks: list[Block] = [Table("Findings, the worst first", columns, rows)]
-    hidden = len(audit.findings) - len(rows)
+    hidden = len(numbered) - MOST_COLUMNS
     if hidden > 0:
-        blocks.append(Sentence(f"{hidden:,} more findings are in the JSON.", Tone.NOTE))
+        told = f"The map has {MOST_COLUMNS} layers of {len(numbered):,}; findings of all follow."
+        blocks.append(Sentence(told, Tone.NOTE))
     return blocks
 
 
-def _details(number: int, finding: Finding) -> Details:
+def _layer_told(layer: int | None, layers: int) -> str:
+    if layer is None:
+        return "all"
+    return f"d{layer - layers}" if layers and layer >= layers else str(layer)
+
+
+def _anchor(number: int) -> str:
+    return f"finding-{number}" if number < SHOWN else ""
+
+
+def _findings(audit: Audit) -> list[Block]:
+    if not audit.findings:
+        return [Sentence("No rule is broken.", Tone.GOOD)]
+    entries = tuple(
+        Entry(
+            (
+                str(TONES[each.level]),
+                kind_of(each),
+                each.rule,
+                each.layer,
+                each.count,
+                each.tensor or each.module or "the checkpoint",
+            ),
+            _explained(each),
+            _anchor(index),
+        )
+        for index, each in enumerate(audit.findings[:SHOWN])
+    )
+    columns = (
+        Column("level", ColumnKind.TONE),
+        Column("kind"),
+        Column("rule", ColumnKind.CODE),
+        Column("layer", ColumnKind.NUMBER),
+        Column("places", ColumnKind.NUMBER, 12),
+        Column("where; unfold for evidence and remedy", ColumnKind.CODE),
+    )
+    blocks: list[Block] = [Catalogue("Findings, the worst first", columns, entries, choices=3)]
+    hidden = len(audit.findings) - len(entries)
+    if hidden > 0:
+        told = f"{hidden:,} of {len(audit.findings):,} findings are in the JSON alone."
+        blocks.append(Sentence(told, Tone.NOTE))
+    return blocks
+
+
+def _explained(finding: Finding) -> tuple[Block, ...]:
+    rule = RULES[finding.rule]
     facts = [
-        Fact("Rule", RULES[finding.rule].statement),
+        Fact("Expected", rule.statement),
         Fact("Remedy", finding.remedy),
-        *(Fact(str(key), str(value)[:400], code=True) for key, value in finding.evidence.items()),
+        *(Fact(str(key), _shown(value), code=True) for key, value in finding.evidence.items()),
+        Fact("Rule", f"{rule.id}, level {rule.level}: {rule.source}"),
     ]
-    where = finding.tensor or finding.module or "checkpoint"
-    blocks = (Sentence(finding.message), Facts(tuple(facts)))
-    return Details(f"{finding.rule}: {where}", blocks, f"finding-{number}")
+    return (Sentence(finding.message), Facts(tuple(facts)))
+
+
+def _shown(value: object) -> str:
+    return number(value) if isinstance(value, float) else str(value)[:_TEXT]

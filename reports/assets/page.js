@@ -18,10 +18,13 @@
   theme.addEventListener("click", () => { current = (current + 1) % themes.length; showTheme(); });
   showTheme();
 
+  // What a cell says at first sight: of a fold its summary.
+  const words = (cell) => (cell.querySelector("summary") || cell).textContent.trim();
+
   // Sorting: each column head becomes a button; the first click puts the largest number first.
   const key = (row, column, numeric) => {
     const cell = row.cells[column];
-    if (!numeric) return cell.textContent.trim();
+    if (!numeric) return words(cell);
     return "value" in cell.dataset ? pythonNumber(cell.dataset.value) : NaN;
   };
   const pythonNumber = (text) => (text === "inf" ? Infinity : text === "-inf" ? -Infinity : Number(text));
@@ -53,6 +56,51 @@
     button.append(...head.childNodes);
     button.addEventListener("click", () => sort(head));
     head.append(button);
+  });
+
+  // Filtering: a search field over each catalogue, and a choice for each column that offers one.
+  const filters = [];
+  const made = (name, attributes, ...children) => {
+    const element = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    element.append(...children);
+    return element;
+  };
+  all("[data-filter]").forEach((box) => {
+    const table = box.querySelector("table");
+    const rows = Array.from(table.tBodies[0].rows);
+    if (rows.length < 2) return;
+    const search = made("input", { type: "search", "aria-label": `Filter: ${box.dataset.filter}` });
+    const count = made("span", { class: "count", "aria-live": "polite" });
+    const choices = all("th[data-choose]", table).map((head) => {
+      const column = head.cellIndex;
+      const name = words(head);
+      const known = new Set(rows.map((row) => words(row.cells[column])));
+      const options = Array.from(known).sort((a, b) => before(a, b, false));
+      const select = made("select", { "aria-label": `Show only: ${name}` }, made("option", { value: "" }, `${name}: all`));
+      options.forEach((text) => select.append(made("option", { value: text }, text)));
+      return { column, select };
+    });
+    const apply = () => {
+      const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      rows.forEach((row) => {
+        const fits = choices.every(({ column, select }) => !select.value || words(row.cells[column]) === select.value);
+        const text = fits && wanted.length ? row.textContent.toLowerCase() : "";
+        row.hidden = !(fits && wanted.every((word) => text.includes(word)));
+        shown += row.hidden ? 0 : 1;
+      });
+      count.textContent = shown === rows.length ? `${rows.length} shown` : `${shown} of ${rows.length} shown`;
+    };
+    const clear = () => {
+      search.value = "";
+      choices.forEach(({ select }) => { select.value = ""; });
+      apply();
+    };
+    [search, ...choices.map(({ select }) => select)].forEach((field) => field.addEventListener("input", apply));
+    box.prepend(made("div", { class: "tools", role: "search" }, made("label", {}, "Filter ", search), ...choices.filter(({ select }) => select.length > 2).map(({ select }) => select), count));
+    filters.push({ box, clear });
+    apply();
   });
 
   // Copying.
@@ -106,7 +154,10 @@
   // What is pointed at, or printed, is unfolded.
   const unfold = () => {
     let place = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const target = place;
+    if (target && target.closest("tr[hidden]")) filters.filter(({ box }) => box.contains(target)).forEach(({ clear }) => clear());
     for (; place; place = place.parentElement) if (place.tagName === "DETAILS") place.open = true;
+    if (target) target.scrollIntoView();
   };
   addEventListener("hashchange", unfold);
   unfold();

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.cli import values
-from degarble.harness.errors import InvalidArgument, NotBuilt, UnknownName, UnreadableFile
+from degarble.harness.errors import (
+    InvalidArgument,
+    NotBuilt,
+    UnknownName,
+    UnreadableFile,
+    UnwritablePath,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,3 +88,12 @@ def test_what_cannot_run_is_refused_as_such() -> None:
     error = values.not_built("check", "judging a capture")
     assert isinstance(error, NotBuilt)
     assert error.exit_status == 2
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    values.writable("--json", tmp_path / "found.json")
+    assert list(tmp_path.iterdir()) == []
+    for wrong in (tmp_path, tmp_path / "nowhere" / "found.json"):
+        with pytest.raises(UnwritablePath, match="--json"):
+            values.writable("--json", wrong)
+    assert list(tmp_path.iterdir()) == []

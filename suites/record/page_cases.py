@@ -10,18 +10,22 @@ from degarble.harness.record.blocks import (
     Bar,
     Bars,
     Block,
+    Catalogue,
     Code,
     Column,
     ColumnKind,
     Details,
+    Entry,
     Fact,
     Facts,
     Figure,
     HeatMap,
     HeatScale,
+    Mark,
     Sentence,
     Table,
     Tone,
+    ToneMap,
 )
 from degarble.harness.record.page import Finding, Page, Panel, PanelKind, Provenance, Subject
 from degarble.harness.record.verdict import Origin, Verdict
@@ -49,11 +53,26 @@ HOSTILE_SVG = (
 def every_block(text: str) -> tuple[Block, ...]:
     """One of each block, all of its words being `text`."""
     columns = tuple(Column(f"{kind} {text}", kind, explanation=text) for kind in ColumnKind)
-    row = (text, 1.5, 0.5, text, "AGREES")
+    row = (text, 1.5, 0.5, text, "AGREES", "bad")
     return (
         *(Sentence(text, tone) for tone in Tone),
         Facts((Fact(text, text), Fact(text, text, code=True)), text),
-        Table(text, columns, (row, (text, math.nan, 1.0, None, text), (text, -2, 0, text, None))),
+        Table(
+            text,
+            columns,
+            (row, (text, math.nan, 1.0, None, text, text), (text, -2, 0, text, None, None)),
+        ),
+        Catalogue(
+            text,
+            (Column(text, ColumnKind.TONE), Column(text), Column(text, ColumnKind.CODE)),
+            (
+                Entry(
+                    ("warning", text, text), (Sentence(text), Facts((Fact(text, text),))), "fold"
+                ),
+                Entry(("good", None, text)),
+            ),
+            2,
+        ),
         HeatMap(
             text,
             text,
@@ -63,6 +82,15 @@ def every_block(text: str) -> tuple[Block, ...]:
             ((0.0, None, math.nan), (math.inf, 1.0, -1.0)),
             HeatScale(0.0, 1.0, text),
             (("fold", "", ""), ("", "fold", "fold")),
+        ),
+        ToneMap(
+            text,
+            text,
+            text,
+            (text,),
+            (text, "b"),
+            ((Mark(Tone.BAD, 3, "fold"), None),),
+            ((Tone.BAD, text), (Tone.GOOD, text)),
         ),
         Bars(text, (Bar(text, 1.0, text), Bar(text, math.inf, text, Tone.BAD)), limit=2.0),
         Bars(text, (Bar(text, 1e6, text), Bar(text, 0.0, text)), True, 1.0, text),

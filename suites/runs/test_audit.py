@@ -1,22 +1,21 @@
-"""`degarble audit`: healthy checkpoints agree, spoilt ones are named, the page shows both."""
+"""`degarble audit`: healthy checkpoints agree, spoilt ones are named, wrong words are refused."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from degarble.harness.anatomy.presets import small_v4, small_v32
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.record.progress import Progress
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.audit import NOT_JUDGED, audit
-from degarble.harness.runs.audit_page import audit_page
-from degarble.harness.runs.machine import provenance
-from degarble.reports.page_html import page_html
+from degarble.harness.runs.audit import Wanted, audit, by_rule
 from degarble.suites.cli.calls import call
+from degarble.suites.runs.audit_cases import healthy_checkpoint, sick_checkpoint, without
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,25 +32,19 @@ CASES: list[tuple[Config, str]] = [
     (V4, "nvfp4-full"),
     (V4, "compressed-tensors"),
     (V4, "bf16"),
+    (V4, "transformers"),
     (small_v32(), "nvfp4-experts"),
 ]
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("audited") / "small-v4"
-    write_checkpoint(target, Synthetic(V4, "nvfp4-experts", seed=3), shards=2)
-    return target
+    return healthy_checkpoint(tmp_path_factory)
 
 
-def _spoilt(healthy: Path, folder: Path, drop: str) -> Path:
-    """A copy whose shards lack every tensor that ends with `drop`, the index included."""
-    target = folder / "spoilt"
-    shutil.copytree(healthy, target)
-    for shard in sorted(target.glob("*.safetensors")):
-        tensors = {n: t for n, t in load_file(shard).items() if not n.endswith(drop)}
-        save_file(tensors, shard)
-    return target
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sick_checkpoint(tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +52,12 @@ def _spoilt(healthy: Path, folder: Path, drop: str) -> Path:
 )
 def test_healthy_checkpoints_agree(config: Config, layout: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "made", Synthetic(config, layout, seed=1))
-    found = audit(tmp_path / "made")
+    found = audit(Wanted(tmp_path / "made"))
     assert found.verdict is Verdict.AGREES
     assert not found.counts[Level.ERROR], found.findings
-    assert found.tensors > 100
+    assert [part.name for part in found.judged] == ["structure", "numbers"]
+    assert found.table is not None
+    assert found.table["nbytes"].sum() == found.subject.nbytes
 
 
 def test_a_healthy_checkpoint_ends_with_status_0(
@@ -70,68 +65,200 @@ def test_a_healthy_checkpoint_ends_with_status_0(
 ) -> None:
     done = call(capsys, "audit", healthy)
     assert done.status == 0
-    assert "AGREES" in done.out
-    assert NOT_JUDGED in done.out
+    assert done.out.startswith("✓ AGREES  No error in the structure and the numbers of all")
+    assert "\nnot judged  against " in done.out
 
 
-def test_missing_tensors_are_named_with_status_1(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_spoilt_numbers_are_named_with_status_1(
+    sick: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sick = _spoilt(healthy, tmp_path, "layers.2.attn.wq_b.weight")
     done = call(capsys, "--json", "audit", sick)
     assert done.status == 1
     document = done.document
     assert document["verdict"] == "DIFFERS"
-    assert document["judged"] == ["structure"]
-    errors = [each for each in document["findings"] if each["level"] == "error"]
+    rules = {each["rule"] for each in document["findings"] if each["level"] == "error"}
+    assert {
+        "numbers.scale_not_finite",
+        "numbers.scale_not_positive",
+        "numbers.tensor_zero",
+        "numbers.identical",
+    } <= rules
+    assert document["origins"][0]["reproducer"] == "degarble audit sick-v4"
+
+
+def test_structure_alone_reads_no_numbers_and_says_so(
+    sick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("numbers were read")
+
+    monkeypatch.setattr("degarble.harness.runs.audit_spread.measured", never)
+    done = call(capsys, "--json", "audit", sick, "--only", "structure")
+    document = done.document
+    assert list(document["judged"]) == ["structure"]
+    assert "--only structure" in document["not_judged"]["numbers"]
+    assert "structure of all" in document["sentence"] or document["verdict"] == "DIFFERS"
+    assert document["numbers"] is None
+    assert not any(each["rule"].startswith("numbers.") for each in document["findings"])
+
+
+def test_missing_tensors_are_named(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoilt = without(healthy, tmp_path / "spoilt", "layers.2.attn.wq_b.weight")
+    done = call(capsys, "--json", "audit", spoilt, "--only", "structure")
+    assert done.status == 1
+    errors = [each for each in done.document["findings"] if each["level"] == "error"]
     assert any("layers.2.attn.wq_b" in each["message"] for each in errors)
     assert all(each["remedy"] for each in errors)
 
 
 def test_missing_input_scales_are_one_finding_a_layer(healthy: Path, tmp_path: Path) -> None:
-    found = audit(_spoilt(healthy, tmp_path, ".w1.input_scale"))
+    spoilt = without(healthy, tmp_path / "spoilt", ".w1.input_scale")
+    found = audit(Wanted(spoilt, numbers=False))
     about = [each for each in found.findings if each.layer == 1 and "input_scale" in each.message]
     assert about
     assert sum(each.count for each in about) >= 4
 
 
-def test_the_page_shows_map_findings_and_what_was_not_judged(
-    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sick = _spoilt(healthy, tmp_path, "layers.2.attn.wq_b.weight")
-    done = call(capsys, "audit", sick, "--report", tmp_path / "page")
-    assert done.status == 1
-    (path,) = (tmp_path / "page").glob("*.html")
-    text = path.read_text(encoding="utf-8")
-    for part in (NOT_JUDGED, "Worst finding by layer", "layers.2.attn.wq_b", "DIFFERS"):
-        assert part in text
-
-
-def test_a_page_of_many_findings_stays_small(healthy: Path, tmp_path: Path) -> None:
-    found = audit(_spoilt(healthy, tmp_path, "weight"))
-    assert len(found.findings) > 20
-    assert len(page_html(audit_page(found, provenance("degarble audit x")))) < 3_000_000
+def test_one_rule_in_many_places_is_told_once(sick: Path) -> None:
+    found = audit(Wanted(sick))
+    gathered = {each.first.rule: each for each in by_rule(found.findings)}
+    assert gathered["numbers.scale_not_finite"].extent == "in 3 places, layer 1"
+    assert gathered["numbers.tensor_zero"].extent == ""
+    assert len(gathered) == len({each.rule for each in found.findings})
+    assert sum(each.count for each in gathered.values()) == sum(found.counts.values())
 
 
 def test_the_identity_follows_what_is_in_the_files(healthy: Path, tmp_path: Path) -> None:
     same = tmp_path / "same"
     shutil.copytree(healthy, same)
-    assert audit(same).identity == audit(healthy).identity
-    assert audit(_spoilt(healthy, tmp_path, "norm.weight")).identity != audit(healthy).identity
+    first = audit(Wanted(healthy, numbers=False)).subject.identity
+    assert audit(Wanted(same, numbers=False)).subject.identity == first
+    spoilt = without(healthy, tmp_path / "spoilt", "norm.weight")
+    assert audit(Wanted(spoilt, numbers=False)).subject.identity != first
 
 
-@pytest.mark.parametrize("option", [("--against", "."), ("--loader", "vllm")])
-def test_what_is_not_built_refuses_by_name(
-    healthy: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_loading_is_proven_by_a_map(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = call(capsys, "--json", "audit", healthy, "--only", "structure", "--loader", "vllm:tp=2")
+    document = done.document
+    assert done.status == 0, document["findings"]
+    assert document["judged"]["loader"].startswith("map vllm for deepseek_v4 on 2 ranks: ")
+    assert document["loader"]["ranks"] == {"tp": 2, "ep": 1, "pp": 1, "proven": [0, 1]}
+    assert [share["rank"] for share in document["loader"]["shares"]] == [0, 1]
+
+
+def test_a_map_that_drops_scales_differs(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = call(capsys, "audit", healthy, *option)
-    assert done.status == 2
-    assert option[0] in done.err
+    (tmp_path / "map.yaml").write_text('base: vllm\nskip: ["\\\\.weight_scale$"]\n')
+    done = call(capsys, "audit", healthy, "--only", "structure", "--loader", tmp_path / "map.yaml")
+    assert done.status == 1
+    assert "loader.skipped_scale" in done.out
 
 
-def test_a_folder_without_a_checkpoint_is_refused(
+def test_the_page_and_the_file_are_written(
+    sick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    done = call(capsys, "audit", sick, "--report", tmp_path / "page", "--json", file)
+    assert done.status == 1
+    (path,) = (tmp_path / "page").glob("*.html")
+    assert f"Open the report: {path}" in done.out
+    text = path.read_text(encoding="utf-8")
+    for part in ("The worst finding of each layer", "numbers.scale_not_finite", "DIFFERS"):
+        assert part in text
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["schema"] == 1
+    assert document["report"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--only", "numbers"), "--only"),
+        (("--only", "structure", "--against", "."), "--against"),
+        (("--only", "structure", "--cluster", "ray"), "--cluster"),
+        (("--loader", "vlm"), "--loader"),
+        (("--loader", "vllm:tp=none"), "tp=none"),
+        (("--loader", "vllm:tp=3"), "tp"),
+        (("--json", "nowhere/found.json"), "--json"),
+        (("--json", "."), "--json"),
+        (("--report", "file"), "--report"),
+    ],
+)
+def test_wrong_words_are_refused_before_the_walk(
+    healthy: Path,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("numbers were read")
+
+    monkeypatch.setattr("degarble.harness.runs.audit_spread.measured", never)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    done = call(capsys, "audit", healthy, *words)
+    assert done.status == 2, done
+    assert name in done.err
+    assert "Traceback" not in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_no_checkpoint_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = call(capsys, "audit", tmp_path)
-    assert done.status in (1, 2)
-    assert "Traceback" not in done.err
+    assert done.status == 2
+    assert "no safetensors file" in done.err
+    (tmp_path / "map.yaml").write_text("parameters: 3\n")
+    done = call(capsys, "audit", tmp_path / "map.yaml")
+    assert (done.status, done.out) == (2, "")
+
+
+def test_a_broken_map_is_refused(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "map.yaml").write_text("parameters: 3\n")
+    done = call(capsys, "audit", healthy, "--loader", tmp_path / "map.yaml")
+    assert done.status == 2
+    assert "loader map: parameters" in done.err
+
+
+def test_an_interrupted_audit_writes_nothing(
+    healthy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("degarble.harness.runs.audit_spread.measured", interrupted)
+    target = tmp_path / "page"
+    done = call(capsys, "audit", healthy, "--report", target, "--json", tmp_path / "found.json")
+    assert done.status == 130
+    assert list(target.iterdir()) == []
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_progress_is_told_of_every_byte(healthy: Path) -> None:
+    seen: list[Progress] = []
+
+    class Listening:
+        def __init__(self, total: int) -> None:
+            self.progress = Progress("audit", total)
+
+        def __enter__(self) -> Progress:
+            seen.append(self.progress)
+            return self.progress
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    audit(Wanted(healthy), 2, Listening)
+    (progress,) = seen
+    assert progress.pace.done == progress.pace.total > 0

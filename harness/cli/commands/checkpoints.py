@@ -1,4 +1,4 @@
-"""`degarble audit`, `quantise` and `convert`: what happens to checkpoint files."""
+"""`degarble quantise` and `degarble convert`: checkpoints made of checkpoints."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,9 @@ import typer
 from degarble.harness.anatomy.recipes import RECIPE_NAMES
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
-from degarble.harness.cli.options import CheckpointPath, JsonFile, ReportFolder
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES
-from degarble.harness.record.files import usable_folder
 
 SCALE_RULES = ("amax", "mse", "four-over-six")
 TARGETS = (
@@ -26,32 +24,11 @@ TARGETS = (
     "fused-compressor",
     "vllm",
 )
-LOADER_MAPS = ("vllm",)
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint to read.")]
 Destination = Annotated[
     Path, typer.Argument(metavar="DST", help="Directory to write; must be new.")
 ]
-
-
-@dataclass(frozen=True)
-class AuditOptions:
-    """Options of `degarble audit`."""
-
-    checkpoint: CheckpointPath
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="CKPT", help="Compare tensor by tensor with this checkpoint."),
-    ] = None
-    loader: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAP",
-            help="Prove which bytes reach which parameter, by a name map: vllm or a YAML file.",
-        ),
-    ] = None
-    report: ReportFolder = None
-    json: JsonFile = None
 
 
 @dataclass(frozen=True)
@@ -90,46 +67,8 @@ class ConvertOptions:
 
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    command(app, "audit", AuditOptions, spreads=True)(audit)
     command(app, "quantise", QuantiseOptions, spreads=True)(quantise)
     command(app, "convert", ConvertOptions, spreads=True)(convert)
-
-
-def audit(options: AuditOptions, terminal: Terminal) -> int:
-    """Read the files of a checkpoint and say what is wrong with them, before a kernel runs.
-
-    This version judges the structure: files, names, shapes, dtypes, partners, and what the
-    quantisation config promises. Exit status 1 with any finding of level error.
-    """
-    values.existing("CKPT", options.checkpoint)
-    values.existing("--against", options.against)
-    if options.loader is not None:
-        values.named_or_file("--loader", options.loader, LOADER_MAPS, (".yaml", ".yml", ".json"))
-    for name, given in (("--against", options.against), ("--loader", options.loader)):
-        if given is not None:
-            raise values.not_built(f"audit {name}", "judging values and loaders")
-    if terminal.cluster is not None:
-        raise values.not_built("audit --cluster", "spreading an audit")
-    # Imports torch, which --help and --version do without.
-    from degarble.harness.runs.audit import audit as look  # noqa: PLC0415
-    from degarble.harness.runs.audit_page import audit_page  # noqa: PLC0415
-    from degarble.harness.runs.machine import provenance  # noqa: PLC0415
-    from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415
-    from degarble.reports.page_text import page_text  # noqa: PLC0415
-
-    folder = None if options.report is None else usable_folder("--report", options.report)
-    with terminal.progress("audit", total=1) as step:
-        step("reading headers")
-        found = look(options.checkpoint)
-    page = audit_page(found, provenance(f"degarble audit {found.name}"))
-    terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
-    document = found.document()
-    if folder is not None:
-        path = write_page(folder, page)
-        terminal.say(f"Open the report: {path}")
-        document["report"] = str(path)
-    terminal.emit(document)
-    return found.verdict.exit_status
 
 
 def quantise(options: QuantiseOptions, terminal: Terminal) -> int:

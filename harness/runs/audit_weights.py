@@ -1,0 +1,238 @@
+"""Weights in the audit panel: a line for each role, details of those worth a look, the loading.
+
+Owns which weights of 300,000 are shown one by one: those with a finding, and the first of each
+role, up to a number that is stated beside them.
+What keeps it honest: suites/runs/test_audit_weights.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint import rules_numbers
+from degarble.harness.checkpoint.loader_shares import SHARE_HEADER, rank_shares, share_rows
+from degarble.harness.checkpoint.number_orders import KINSHIPS, STRONG
+from degarble.harness.checkpoint.number_table import CONVENTIONS, FORMATS
+from degarble.harness.checkpoint.rules import Level
+from degarble.harness.record.blocks import (
+    Catalogue,
+    Column,
+    ColumnKind,
+    Details,
+    Entry,
+    Fact,
+    Facts,
+    Sentence,
+    Table,
+    Tone,
+)
+from degarble.harness.record.progress import size
+from degarble.harness.record.wording import number, share
+from degarble.harness.runs.audit_kinds import kind_of_name
+from degarble.harness.runs.audit_roles import NOT_PACKED, order_told, roles_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.checkpoint.number_table import NumberTable
+    from degarble.harness.record.blocks import Block
+    from degarble.harness.runs.audit import Audit
+    from degarble.harness.runs.audit_roles import Role
+
+SHOWN = 150  # weights that are told one by one
+MOST_ROLES = 200
+_TONES = {Level.ERROR: Tone.BAD, Level.WARNING: Tone.WARNING, Level.NOTE: Tone.NOTE}
+
+
+def weight_blocks(audit: Audit) -> list[Block]:
+    """Tell the weights: by role, then those worth a look one by one."""
+    table = audit.table
+    if table is None or not len(table):
+        return []
+    roles = roles_of(table)
+    return [*_dialects(audit), _roles(roles), *_chosen(audit, table, roles)]
+
+
+def loader_blocks(audit: Audit) -> list[Block]:
+    """Tell what becomes of the stored tensors under the loader map, and what each rank holds."""
+    proof = audit.loader
+    if proof is None:
+        return []
+    counts = proof.summary()
+    columns = (Column("count"), Column("number", ColumnKind.NUMBER, 12))
+    rows = tuple((name, counts[name]) for name in sorted(counts))
+    ranks = tuple(Column(name) for name in SHARE_HEADER)
+    shares = share_rows(rank_shares(proof))
+    return [
+        Table(f"What the map {proof.map.name} does", columns, rows),
+        Table("What each rank holds", ranks, shares),
+    ]
+
+
+def _dialects(audit: Audit) -> Iterator[Block]:
+    for finding in audit.findings:
+        if finding.rule == rules_numbers.DIALECT.id:
+            yield Sentence(finding.message)
+
+
+def _roles(roles: list[Role]) -> Details:
+    columns = (
+        Column("role", ColumnKind.CODE),
+        Column("weights", ColumnKind.NUMBER, 12),
+        Column("formats"),
+        Column("rms", ColumnKind.NUMBER, 3, "median of the weights"),
+        Column("amax", ColumnKind.NUMBER, 3, "the largest of all"),
+        Column("scale", ColumnKind.NUMBER, 3, "decode scale of a whole tensor, median"),
+        Column("bits", ColumnKind.NUMBER, 3, "entropy of a code or an exponent, median"),
+        Column("packing"),
+    )
+    rows = tuple(
+        (
+            role.name,
+            role.weights,
+            ", ".join(role.formats),
+            _of(role, "rms", 1),
+            _of(role, "amax", 2),
+            _of(role, "decode_scale", 1),
+            _of(role, "code_entropy", 1),
+            role.order,
+        )
+        for role in roles
+    )
+    table = Table("A star stands for any number", columns, rows[:MOST_ROLES])
+    more = f", the first {MOST_ROLES} shown" if len(rows) > MOST_ROLES else ""
+    return Details(f"Weights by role: {len(roles):,} roles{more}", (table,), "roles")
+
+
+def _of(role: Role, column: str, which: int) -> float | None:
+    span = role.spans[column]
+    return None if span is None else span[which]
+
+
+def _chosen(audit: Audit, table: NumberTable, roles: list[Role]) -> list[Block]:
+    tones = _with_findings(audit, table)
+    rows = list(dict.fromkeys([*tones, *(role.first for role in roles)]))
+    entries = tuple(_entry(table, row, tones.get(row, Tone.GOOD)) for row in rows[:SHOWN])
+    columns = (
+        Column("finding", ColumnKind.TONE),
+        Column("kind"),
+        Column("format"),
+        Column("layer", ColumnKind.NUMBER),
+        Column("rms", ColumnKind.NUMBER, 3),
+        Column("amax", ColumnKind.NUMBER, 3),
+        Column("weight; unfold for its numbers", ColumnKind.CODE),
+    )
+    told = (
+        f"{len(entries):,} of {len(table):,} weights: the first of each role, and those that a"
+        " finding names."
+    )
+    hidden = len(rows) - len(entries)
+    more = f" {hidden:,} more of these have no room here." if hidden > 0 else ""
+    return [
+        Catalogue("Weights one by one", columns, entries, choices=3),
+        Sentence(f"{told}{more}", Tone.NOTE),
+    ]
+
+
+def _with_findings(audit: Audit, table: NumberTable) -> dict[int, Tone]:
+    """Give the rows that findings name, with the worst tone of each, the worst first."""
+    rows: dict[str, int] = {}
+    for index, unit in enumerate(table.units):
+        rows.setdefault(unit.module, index)
+        rows[unit.name] = index
+    tones: dict[int, Tone] = {}
+    for finding in audit.findings:
+        for name in (finding.module, finding.tensor, (finding.tensor or "").rpartition(".")[0]):
+            if name in rows:
+                tones.setdefault(rows[name], _TONES[finding.level])
+                break
+    return tones
+
+
+def _entry(table: NumberTable, row: int, tone: Tone) -> Entry:
+    unit, one = table.units[row], _Row(table, row)
+    cells = (
+        str(tone),
+        kind_of_name(unit.name),
+        FORMATS[one.count("format")],
+        unit.layer,
+        *(value if math.isfinite(value) else None for value in map(one.value, ("rms", "amax"))),
+        unit.name,
+    )
+    facts = Facts((*one.facts(), *one.facts_of_scales(), *one.facts_of_blocks()))
+    return Entry(cells, (facts,), f"weight-{row}")
+
+
+class _Row:
+    """One weight of the table, told in facts."""
+
+    def __init__(self, table: NumberTable, row: int) -> None:
+        self._unit, self._data = table.units[row], table.data[row]
+
+    def count(self, column: str) -> int:
+        """Return a whole number."""
+        return int(self._data[column])
+
+    def value(self, column: str) -> float:
+        """Return a number."""
+        return float(self._data[column])
+
+    def facts(self) -> Iterator[Fact]:
+        """Tell where it is stored, how large it is, what values it has."""
+        yield Fact("Stored in", self._unit.module, code=True)
+        names = CONVENTIONS[self.count("convention")]
+        yield Fact("As", f"{FORMATS[self.count('format')]}, {names} names")
+        elements, height = self.count("elements"), self.count("height")
+        yield Fact("Size", f"{elements:,} numbers in {height:,} rows, {size(self._unit.nbytes)}")
+        yield Fact("Magnitude", f"rms {self._told('rms')}, amax {self._told('amax')}")
+        zeros, rows = self.count("zeros"), self.count("zero_rows")
+        yield Fact(
+            "Zeros",
+            share(zeros / max(elements, 1)) + (f", {rows:,} rows of zeros" if rows else ""),
+        )
+        if self.count("not_finite"):
+            yield Fact("Not finite", f"{self.count('not_finite'):,}")
+        bits = f"{self._told('code_entropy')} bits a code, {self._told('byte_entropy')} a byte"
+        yield Fact("Entropy", bits)
+
+    def facts_of_scales(self) -> Iterator[Fact]:
+        """Tell its tensor scale and its input scale."""
+        if self.count("scale_bits") >= 0:
+            stored, decodes = self._told("tensor_scale"), self._told("decode_scale")
+            yield Fact("Tensor scale", f"{stored} is stored, decodes by {decodes}")
+        if self.count("input_bits") >= 0:
+            yield Fact("Input scale", f"decodes by {self._told('input_scale')}")
+
+    def facts_of_blocks(self) -> Iterator[Fact]:
+        """Tell its block scales, and in which order they and the codes lie."""
+        if not self.count("blocks"):
+            return
+        odd = "".join(
+            f", {self.count(f'scale_{name}'):,} {name.replace('_', ' ')}"
+            for name in ("subnormal", "zero", "not_finite", "negative")
+            if self.count(f"scale_{name}")
+        )
+        between = f"{self._told('scale_smallest')} to {self._told('scale_largest')}"
+        different = f"{self.count('scale_distinct'):,} different"
+        yield Fact("Block scales", f"{self.count('blocks'):,} from {between}, {different}{odd}")
+        full, after, low = (share(self.value(f"top_{name}")) for name in ("full", "next", "low"))
+        told = f"the largest code {full}, the next one {after}, neither {low}"
+        yield Fact("Blocks that reach", told)
+        yield Fact("Layout of scales", _layout_told(self.value("pairing")))
+        order, kin = self.count("order"), self.count("order_kin")
+        if order != NOT_PACKED:
+            by = f", going by {KINSHIPS[kin]}" if kin >= 0 else ""
+            yield Fact("Packing order", f"{order_told(order)}{by}")
+
+    def _told(self, column: str) -> str:
+        return number(self.value(column))
+
+
+def _layout_told(pairing: float) -> str:
+    if math.isnan(pairing):
+        return "statistics do not tell"
+    told = f"scales and codes correlate by {pairing:+.2f}"
+    if pairing <= STRONG:
+        return f"row-major: {told}"
+    return f"not told with certainty: {told}, where {STRONG:+.2f} or less would"
