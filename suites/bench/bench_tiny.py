@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.anatomy.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.talk.generation import Generation, Limits, Speech
 from degarble.harness.talk.sampling import Sampling
@@ -55,7 +55,7 @@ class Model:
             plain = {name: checkpoint.weights[name] for name in checkpoint.weights}
             for weight in plain.values():
                 weight.values(torch.float64)  # read while the file is open
-        self.recipe = recipe_named(recipe, self.config)
+        self.recipe = _nvfp4_alone(recipe_named(recipe, self.config))
         self.weights: Mapping[str, Weight] = plain
         self.numerics = Numerics.bf16()
         if recipe != "bf16":
@@ -70,6 +70,14 @@ class Model:
         """A fresh binding, of these weights or of others."""
         recipe = self.recipe if self.recipe.name != "bf16" else None
         return Bound(self.config, _held(self.numerics), weights or self.weights, recipe)
+
+
+def _nvfp4_alone(recipe: Recipe) -> Recipe:
+    """The recipe without FP8: its blocks of 128 do not divide these models' widths."""
+    plain = (
+        rule if rule.weight in ("NVFP4", BF16) else Rule(rule.match, BF16) for rule in recipe.rules
+    )
+    return Recipe(recipe.name, tuple(plain))
 
 
 def _held(numerics: Numerics) -> Numerics:
@@ -229,6 +237,7 @@ def run(settings: Settings) -> Section:
         notes=(
             f"{DOCUMENTS} held-out documents of 1,280 tokens; far recall is 129 to 1,024 tokens",
             f"sentences of {TEXTS} texts of {TEXT_TOKENS} tokens at temperature {_TEMPERATURE}",
+            "NVFP4 where the recipe says so, BF16 elsewhere; FP8 blocks do not divide these widths",
             "bf16 by the official rounding points; NVFP4 in the twin's exact arithmetic",
         ),
     )
