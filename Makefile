@@ -48,6 +48,7 @@ figures: setup
 
 docs: setup
 	@$(BIN)/python -m degarble.suites.house.command_line
+	@$(BIN)/python -m degarble.suites.house.audit_rules
 
 wheel: setup
 	@rm -rf build

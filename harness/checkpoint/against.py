@@ -14,7 +14,7 @@ conversion by any of our jobs raises no alarm.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,8 +72,13 @@ def measure_against(
         walk.work()
         return table
     with ThreadPoolExecutor(workers) as pool:
-        for each in [pool.submit(walk.work) for _ in range(workers)]:
-            each.result()
+        threads = [pool.submit(walk.work) for _ in range(workers)]
+        try:
+            for each in as_completed(threads):
+                each.result()
+        except BaseException:
+            walk.stop()  # Trap: the pool waits for its threads, and they would walk on to the end
+            raise
     return table
 
 
@@ -110,6 +115,10 @@ class _Walk:
         self._table = table
         self._progress = progress
         self._waiting = deque(range(len(table)))
+
+    def stop(self) -> None:
+        """Let every thread end with the pair that it is at."""
+        self._waiting.clear()
 
     def work(self) -> None:
         """Take pairs until none is left."""

@@ -1,8 +1,8 @@
 """The audit of a checkpoint as one run: what was looked at, what was found, the verdict.
 
-Owns the order of the steps (structure, loading, numbers), the identity of what was audited, and
-which parts were judged and which not: a verdict speaks of the judged parts alone. What can refuse
-(the checkpoint, the loader map) is opened before the long walk over the bytes.
+Owns the order of the steps (loading, structure, numbers, comparison), the identity of what was
+audited, and which parts were judged and which not: a verdict speaks of the judged parts alone. What
+can refuse (checkpoint, loader map, reference) is opened before the long walk over the bytes.
 Refuses what cannot be opened at all; everything else becomes a finding.
 What keeps it honest: suites/runs/test_audit.py, with healthy and spoilt checkpoints.
 """
@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from degarble.harness.checkpoint.against_table import AgainstTable
     from degarble.harness.checkpoint.findings import Finding
     from degarble.harness.checkpoint.loader_proof import LoaderProof
     from degarble.harness.checkpoint.number_table import NumberTable
@@ -54,6 +55,7 @@ class Wanted:
     path: Path
     numbers: bool = True
     loader: str | None = None
+    against: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,15 @@ class Subject:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The reference of a comparison, and what was measured beside it."""
+
+    name: str
+    identity: str
+    table: AgainstTable
+
+
+@dataclass(frozen=True)
 class Audit:
     """What was found in one checkpoint."""
 
@@ -93,6 +104,7 @@ class Audit:
     findings: tuple[Finding, ...]
     table: NumberTable | None = None
     loader: LoaderProof | None = None
+    beside: Beside | None = None
 
     @property
     def judged(self) -> tuple[Part, ...]:
@@ -179,24 +191,33 @@ def places(count: int, word: str) -> str:
 
 def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) -> Audit:
     """Look at a checkpoint; `listen` gives the counter of bytes that are walked."""
-    with Checkpoint.survey(wanted.path) as checkpoint:
+    unheard: Listen = lambda total: nullcontext(Progress("", total))  # noqa: E731  a default
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint.survey(wanted.path))
         _require_tensors(checkpoint)
-        steps = _Steps(checkpoint, wanted)
+        reference = None
+        if wanted.against is not None:
+            reference = stack.enter_context(Checkpoint.open(wanted.against))
+        steps = _Steps(checkpoint, reference, wanted)
         steps.look_at_loading()  # first, because it refuses a wrong map
         steps.look_at_structure()
-        steps.look_at_numbers(workers, listen or (lambda total: nullcontext(Progress("", total))))
+        if wanted.numbers:
+            steps.walk(workers, listen or unheard)
         return steps.audit()
 
 
 class _Steps:
     """One audit, step by step; what a step leaves out is not judged."""
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
-        self._checkpoint, self._wanted = checkpoint, wanted
+    def __init__(
+        self, checkpoint: Checkpoint, reference: Checkpoint | None, wanted: Wanted
+    ) -> None:
+        self._checkpoint, self._reference, self._wanted = checkpoint, reference, wanted
         self._findings: list[Finding] = []
         self._told: dict[str, str] = {}
         self._table: NumberTable | None = None
         self._loader: LoaderProof | None = None
+        self._beside: Beside | None = None
         self._subject = _subject(checkpoint, wanted.path)
 
     def look_at_structure(self) -> None:
@@ -226,28 +247,48 @@ class _Steps:
             f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
         )
 
-    def look_at_numbers(self, workers: Workers, listen: Listen) -> None:
-        """Judge every stored number."""
-        if not self._wanted.numbers:
-            return
+    def walk(self, workers: Workers, listen: Listen) -> None:
+        """Judge every stored number, by itself and beside the reference."""
         # Torch takes 200 MB, and a structure audit needs none of it.
-        from degarble.harness.checkpoint.numbers import judge_numbers  # noqa: PLC0415
+        from degarble.harness.checkpoint.against import bytes_against  # noqa: PLC0415
+
+        total = self._subject.nbytes
+        if self._reference is not None:
+            total += bytes_against(self._checkpoint, self._reference)  # refuses another model
+        with listen(total) as progress:
+            self._look_at_numbers(workers, progress)
+            if self._reference is not None and self._wanted.against is not None:
+                self._compare(self._reference, self._wanted.against, workers, progress)
+
+    def _look_at_numbers(self, workers: Workers, progress: Progress) -> None:
+        from degarble.harness.checkpoint.numbers import judge_numbers  # noqa: PLC0415  as above
         from degarble.harness.runs.audit_spread import measured  # noqa: PLC0415
 
-        nbytes = self._subject.nbytes
         begun = time.monotonic()
-        with listen(nbytes) as progress:
-            path = self._wanted.path.resolve()
-            table = measured(self._checkpoint, path, workers, progress.advance)
-        took = max(time.monotonic() - begun, 1e-3)
-        self._table = table
+        path = self._wanted.path.resolve()
+        self._table = table = measured(self._checkpoint, path, workers, progress.advance)
+        told = _read(self._subject.nbytes, begun)
         self._findings += judge_numbers(self._checkpoint, table)
         unread = len(table.unread)
         rest = f" {places(unread, 'tensor')} could not be read." if unread else ""
-        self._told[NUMBERS] = (
-            f"{len(table):,} weights, {size(nbytes)} read in {duration(took)}"
-            f" ({size(nbytes / took)}/s).{rest}"
-        )
+        self._told[NUMBERS] = f"{len(table):,} weights, {told}.{rest}"
+
+    def _compare(
+        self, reference: Checkpoint, path: Path, workers: Workers, progress: Progress
+    ) -> None:
+        from degarble.harness.checkpoint.against import judge_against  # noqa: PLC0415  as above
+        from degarble.harness.runs.audit_spread import compared  # noqa: PLC0415
+
+        begun, before = time.monotonic(), progress.pace.done
+        paths = self._wanted.path.resolve(), path.resolve()
+        table = compared(self._checkpoint, reference, paths, workers, progress.advance)
+        told = _read(progress.pace.done - before, begun)
+        self._findings += judge_against(self._checkpoint, reference, table)
+        name = path.resolve().name
+        self._beside = Beside(name, _identity(reference), table)
+        alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
+        rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
+        self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
 
     def audit(self) -> Audit:
         """Return what was found."""
@@ -260,6 +301,7 @@ class _Steps:
             tuple(in_order(self._findings)),
             self._table,
             self._loader,
+            self._beside,
         )
 
 
@@ -269,6 +311,12 @@ def _require_tensors(checkpoint: Checkpoint) -> None:
     for problem in () if checkpoint.entries else checkpoint.problems.found:
         if problem.kind in unreadable:
             raise problem.error
+
+
+def _read(nbytes: int, begun: float) -> str:
+    """Tell how much was read, and how fast."""
+    took = max(time.monotonic() - begun, 1e-3)
+    return f"{size(nbytes)} read in {duration(took)} ({size(nbytes / took)}/s)"
 
 
 def _subject(checkpoint: Checkpoint, path: Path) -> Subject:

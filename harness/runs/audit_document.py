@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.checkpoint.loader_shares import rank_shares
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.record.verdict import Origin
+from degarble.harness.runs.audit_beside import beside_document, cosines
 from degarble.harness.runs.audit_kinds import kind_of
 from degarble.harness.runs.audit_roles import roles_of
 
@@ -33,7 +34,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
     return {
         "verdict": audit.verdict,
         "origins": list(islice(_origins(audit, command), MOST_ORIGINS)),
-        "cosines": [],
+        "cosines": [] if audit.beside is None else cosines(audit.beside),
         "sentence": audit.sentence,
         "checkpoint": about.name,
         "identity": about.identity,
@@ -49,6 +50,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
         "counts": {str(level): count for level, count in audit.counts.items()},
         "findings": [finding.to_json() for finding in audit.findings],
         "numbers": None if audit.table is None else _numbers(audit.table),
+        "against": None if audit.beside is None else beside_document(audit.beside),
         "loader": None if audit.loader is None else _loader(audit.loader),
     }
 

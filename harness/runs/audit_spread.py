@@ -1,9 +1,9 @@
-"""The walk over the numbers of a checkpoint, by threads here or by the machines of a cluster.
+"""The walks over a checkpoint's numbers, by threads here or by the machines of a cluster.
 
-Owns how the walk is cut: by places (blocks and ends of the model, which are judged together), into
+Owns how a walk is cut: by places (blocks and ends of the model, which are judged together), into
 pieces of about one size. Tables of the pieces are joined in the order of the files, so that what is
-judged does not depend on who walked. A machine of a cluster has to see the checkpoint under the
-same path.
+judged does not depend on who walked. A machine of a cluster has to see the checkpoint, and the
+reference, under the same paths.
 What keeps it honest: suites/runs/test_audit_spread.py: joined tables are the table of one walk.
 """
 
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from degarble.harness.checkpoint.against import measure_against
+from degarble.harness.checkpoint.against_pairs import pairs_of
+from degarble.harness.checkpoint.against_table import AgainstTable
 from degarble.harness.checkpoint.number_table import NumberTable
 from degarble.harness.checkpoint.numbers import measure_numbers
 from degarble.harness.checkpoint.view import Checkpoint
@@ -20,10 +23,13 @@ from degarble.harness.checkpoint.weight_units import units_of
 from degarble.harness.checkpoint.worker_pool import run_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from degarble.harness.checkpoint.weight_units import Unit
     from degarble.harness.checkpoint.worker_pool import Workers
+
+Table = TypeVar("Table", NumberTable, AgainstTable)
 
 PIECES = 64  # each opens the checkpoint anew
 
@@ -42,23 +48,48 @@ def measured(
     if isinstance(workers, int):
         return measure_numbers(checkpoint, workers=workers, progress=advance)
     found = units_of(checkpoint)
-    sizes: Counter[str] = Counter()
-    for unit in found.units:
-        sizes[unit.place] += unit.nbytes
-    tables = []
-    for piece, table in run_each(_Walk(path), pieces(sizes), workers, _name):
-        tables.append(table)
-        advance(piece.nbytes)
-    return in_file_order(NumberTable.joined(tables), found.unread)
+    cut = pieces((unit.place, unit.nbytes) for unit in found.units)
+    tables = list(_done(_Walk(path), cut, workers, advance))
+    table = NumberTable.joined(tables)
+    order = _file_order(table.units)
+    units = [table.units[row] for row in order]
+    return NumberTable(units, table.data[order], dict(found.unread))
 
 
-def pieces(sizes: Mapping[str, int], most: int = PIECES) -> list[Piece]:
-    """Cut places into at most so many pieces; a place larger than its share is one by itself."""
-    share = sum(sizes.values()) / most
+def compared(
+    checkpoint: Checkpoint,
+    reference: Checkpoint,
+    paths: tuple[Path, Path],
+    workers: Workers,
+    advance: Callable[[int], None],
+) -> AgainstTable:
+    """Walk a checkpoint beside its reference, by so many threads or by a cluster."""
+    if isinstance(workers, int):
+        return measure_against(checkpoint, reference, workers=workers, progress=advance)
+    found = pairs_of(checkpoint, reference)
+    cut = pieces((pair.unit.place, pair.nbytes) for pair in found.pairs)
+    table = AgainstTable.joined(_done(_Comparison(*paths), cut, workers, advance))
+    order = _file_order([pair.unit for pair in table.pairs])
+    return AgainstTable(
+        [table.pairs[row] for row in order],
+        table.data[order],
+        table.sketches[order],
+        found.unlike,
+        found.only_here,
+        found.only_there,
+    )
+
+
+def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[Piece]:
+    """Cut places, told by each of their weights, into at most so many pieces of about one size."""
+    counted: Counter[str] = Counter()
+    for name, size in sizes:
+        counted[name] += size
+    share = counted.total() / most
     made: list[Piece] = []
     names: list[str] = []
     nbytes = 0
-    for name, size in sizes.items():
+    for name, size in counted.items():
         names.append(name)
         nbytes += size
         if nbytes > share:
@@ -67,11 +98,20 @@ def pieces(sizes: Mapping[str, int], most: int = PIECES) -> list[Piece]:
     return [*made, Piece(tuple(names), nbytes)] if names else made
 
 
-def in_file_order(table: NumberTable, unread: Mapping[str, str]) -> NumberTable:
-    """Sort rows as one walk would have made them."""
-    order = sorted(range(len(table)), key=lambda row: table.units[row].position)
-    units = [table.units[row] for row in order]
-    return NumberTable(units, table.data[order], {**table.unread, **unread})
+def _done(
+    work: Callable[[Piece], Table],
+    cut: list[Piece],
+    workers: Workers,
+    advance: Callable[[int], None],
+) -> Iterator[Table]:
+    for piece, table in run_each(work, cut, workers, _name):
+        advance(piece.nbytes)
+        yield table
+
+
+def _file_order(units: Sequence[Unit]) -> list[int]:
+    """Give the order in which one walk would have made the rows."""
+    return sorted(range(len(units)), key=lambda row: units[row].position)
 
 
 @dataclass(frozen=True)
@@ -83,6 +123,18 @@ class _Walk:
     def __call__(self, piece: Piece) -> NumberTable:
         with Checkpoint.survey(self.path) as checkpoint:
             return measure_numbers(checkpoint, places=piece.places)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares a piece, on whichever machine."""
+
+    path: Path
+    reference: Path
+
+    def __call__(self, piece: Piece) -> AgainstTable:
+        with Checkpoint.survey(self.path) as here, Checkpoint.open(self.reference) as there:
+            return measure_against(here, there, places=piece.places)
 
 
 def _name(piece: Piece) -> str:

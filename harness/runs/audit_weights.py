@@ -29,12 +29,14 @@ from degarble.harness.record.blocks import (
 )
 from degarble.harness.record.progress import size
 from degarble.harness.record.wording import number, share
+from degarble.harness.runs.audit_beside import beside_facts, beside_roles, farthest
 from degarble.harness.runs.audit_kinds import kind_of_name
 from degarble.harness.runs.audit_roles import NOT_PACKED, order_told, roles_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.against_table import AgainstTable
     from degarble.harness.checkpoint.number_table import NumberTable
     from degarble.harness.record.blocks import Block
     from degarble.harness.runs.audit import Audit
@@ -51,7 +53,8 @@ def weight_blocks(audit: Audit) -> list[Block]:
     if table is None or not len(table):
         return []
     roles = roles_of(table)
-    return [*_dialects(audit), _roles(roles), *_chosen(audit, table, roles)]
+    beside = [] if audit.beside is None else [beside_roles(audit.beside)]
+    return [*_dialects(audit), _roles(roles), *beside, *_chosen(audit, table, roles)]
 
 
 def loader_blocks(audit: Audit) -> list[Block]:
@@ -112,8 +115,12 @@ def _of(role: Role, column: str, which: int) -> float | None:
 
 def _chosen(audit: Audit, table: NumberTable, roles: list[Role]) -> list[Block]:
     tones = _with_findings(audit, table)
-    rows = list(dict.fromkeys([*tones, *(role.first for role in roles)]))
-    entries = tuple(_entry(table, row, tones.get(row, Tone.GOOD)) for row in rows[:SHOWN])
+    far = _farthest(audit, table)
+    rows = list(dict.fromkeys([*tones, *far, *(role.first for role in roles)]))
+    beside = _beside(audit)
+    entries = tuple(
+        _entry(_Row(table, row, beside), tones.get(row, Tone.GOOD)) for row in rows[:SHOWN]
+    )
     columns = (
         Column("finding", ColumnKind.TONE),
         Column("kind"),
@@ -121,11 +128,12 @@ def _chosen(audit: Audit, table: NumberTable, roles: list[Role]) -> list[Block]:
         Column("layer", ColumnKind.NUMBER),
         Column("rms", ColumnKind.NUMBER, 3),
         Column("amax", ColumnKind.NUMBER, 3),
+        *([] if audit.beside is None else [Column("error", ColumnKind.NUMBER, 3)]),
         Column("weight; unfold for its numbers", ColumnKind.CODE),
     )
     told = (
-        f"{len(entries):,} of {len(table):,} weights: the first of each role, and those that a"
-        " finding names."
+        f"{len(entries):,} of {len(table):,} weights: those that a finding names,"
+        f"{' the farthest from the reference,' if far else ''} and the first of each role."
     )
     hidden = len(rows) - len(entries)
     more = f" {hidden:,} more of these have no room here." if hidden > 0 else ""
@@ -150,25 +158,63 @@ def _with_findings(audit: Audit, table: NumberTable) -> dict[int, Tone]:
     return tones
 
 
-def _entry(table: NumberTable, row: int, tone: Tone) -> Entry:
-    unit, one = table.units[row], _Row(table, row)
+def _farthest(audit: Audit, table: NumberTable) -> list[int]:
+    if audit.beside is None:
+        return []
+    rows = {unit.name: index for index, unit in enumerate(table.units)}
+    there = audit.beside.table
+    names = (there.pairs[row].unit.name for row in farthest(there))
+    return [rows[name] for name in names if name in rows]
+
+
+def _beside(audit: Audit) -> tuple[AgainstTable, dict[str, int]] | None:
+    """Give the table of the comparison with its rows by name."""
+    if audit.beside is None:
+        return None
+    table = audit.beside.table
+    return table, {pair.unit.name: index for index, pair in enumerate(table.pairs)}
+
+
+def _entry(one: _Row, tone: Tone) -> Entry:
+    unit = one.unit
     cells = (
         str(tone),
         kind_of_name(unit.name),
         FORMATS[one.count("format")],
         unit.layer,
-        *(value if math.isfinite(value) else None for value in map(one.value, ("rms", "amax"))),
+        *map(_or_none, map(one.value, ("rms", "amax"))),
+        *one.errors(),
         unit.name,
     )
-    facts = Facts((*one.facts(), *one.facts_of_scales(), *one.facts_of_blocks()))
-    return Entry(cells, (facts,), f"weight-{row}")
+    facts = (*one.facts(), *one.facts_of_scales(), *one.facts_of_blocks(), *one.facts_beside())
+    return Entry(cells, (Facts(facts),), f"weight-{one.row}")
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class _Row:
     """One weight of the table, told in facts."""
 
-    def __init__(self, table: NumberTable, row: int) -> None:
-        self._unit, self._data = table.units[row], table.data[row]
+    def __init__(
+        self, table: NumberTable, row: int, beside: tuple[AgainstTable, dict[str, int]] | None
+    ) -> None:
+        self.unit, self.row = table.units[row], row
+        self._data, self._beside = table.data[row], beside
+
+    def errors(self) -> Iterator[float | None]:
+        """Give its error beside the reference, where there is one: a cell of its own."""
+        if self._beside is not None:
+            table, rows = self._beside
+            row = rows.get(self.unit.name)
+            yield None if row is None else _or_none(float(table["error"][row]))
+
+    def facts_beside(self) -> Iterator[Fact]:
+        """Tell it beside the reference's weight."""
+        if self._beside is not None and self.unit.name in self._beside[1]:
+            table, rows = self._beside
+            yield from beside_facts(table, rows[self.unit.name])
 
     def count(self, column: str) -> int:
         """Return a whole number."""
@@ -180,11 +226,11 @@ class _Row:
 
     def facts(self) -> Iterator[Fact]:
         """Tell where it is stored, how large it is, what values it has."""
-        yield Fact("Stored in", self._unit.module, code=True)
+        yield Fact("Stored in", self.unit.module, code=True)
         names = CONVENTIONS[self.count("convention")]
         yield Fact("As", f"{FORMATS[self.count('format')]}, {names} names")
         elements, height = self.count("elements"), self.count("height")
-        yield Fact("Size", f"{elements:,} numbers in {height:,} rows, {size(self._unit.nbytes)}")
+        yield Fact("Size", f"{elements:,} numbers in {height:,} rows, {size(self.unit.nbytes)}")
         yield Fact("Magnitude", f"rms {self._told('rms')}, amax {self._told('amax')}")
         zeros, rows = self.count("zeros"), self.count("zero_rows")
         yield Fact(

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from degarble.suites.house import audit_rules
 from degarble.suites.house.command_line import PAGE, commands, page, parameters
 from degarble.suites.house.repository import ROOT, documents, shown
 
@@ -86,6 +87,13 @@ def test_planted_difference_in_the_readme_is_found(old: str, new: str, expected:
 
 def test_cli_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: make docs"
+
+
+def test_rules_of_the_audit_are_current() -> None:
+    text = audit_rules.PAGE.read_text(encoding="utf-8")
+    assert text == audit_rules.with_rules(text), "run: make docs"
+    planted = text.replace("` | error |", "` | note |", 1)
+    assert audit_rules.with_rules(planted) == text != planted
 
 
 def dead_links(place: str, text: str) -> list[str]:

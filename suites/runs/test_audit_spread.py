@@ -52,9 +52,9 @@ def test_the_command_is_spread_over_a_cluster(
 
 
 def test_places_are_cut_into_pieces_of_about_one_size() -> None:
-    cut = pieces({"a": 10, "b": 10, "c": 500, "d": 10, "e": 10}, 4)
+    cut = pieces([("a", 4), ("b", 10), ("a", 6), ("c", 500), ("d", 10), ("e", 10)], 4)
     assert cut == [Piece(("a", "b", "c"), 520), Piece(("d", "e"), 20)]
-    many = pieces({str(i): 1 for i in range(1000)}, 8)
+    many = pieces(((str(i), 1) for i in range(1000)), 8)
     assert len(many) <= 8
     assert [name for piece in many for name in piece.places] == [str(i) for i in range(1000)]
 

@@ -67,7 +67,7 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     from degarble.harness.runs.machine import provenance  # noqa: PLC0415
     from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415
 
-    wanted = run.Wanted(options.checkpoint, options.only is None, options.loader)
+    wanted = run.Wanted(options.checkpoint, options.only is None, options.loader, options.against)
     with spread(terminal) as workers:
         found = run.audit(wanted, workers, partial(terminal.work, "audit"))
     told = _command(options, found.subject.name)
@@ -90,15 +90,13 @@ def _check(options: AuditOptions, terminal: Terminal) -> None:
         name = options.loader.partition(":")[0] or options.loader
         known = name in LOADER_MAPS
         values.named_or_file("--loader", name if known else options.loader, LOADER_MAPS, SUFFIXES)
-    if options.against is not None:
-        if options.only is not None:
-            raise InvalidArgument(
-                "--only and --against",
-                options.only,
-                "one of them: a comparison reads every number",
-                "Leave one of them out.",
-            )
-        raise values.not_built("audit --against", "comparing two checkpoints")
+    if options.against is not None and options.only is not None:
+        raise InvalidArgument(
+            "--only and --against",
+            options.only,
+            "one of them: a comparison reads every number",
+            "Leave one of them out.",
+        )
     if options.only is not None and terminal.cluster is not None:
         raise InvalidArgument(
             "--only and --cluster",
@@ -115,6 +113,8 @@ def _check(options: AuditOptions, terminal: Terminal) -> None:
 def _command(options: AuditOptions, name: str) -> str:
     """Give the command line that makes this result again, without anybody's paths."""
     parts = ["degarble audit", name]
+    if options.against is not None:
+        parts += ["--against", options.against.resolve().name]
     if options.loader is not None:
         parts += ["--loader", Path(options.loader).name]
     if options.only is not None:

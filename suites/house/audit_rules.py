@@ -1,0 +1,66 @@
+"""The rules in docs/audit.md, written from the tables that the audit judges by.
+
+Owns the form of the last part of that page; `python -m degarble.suites.house.audit_rules` writes
+it, as does `make docs`. Kept honest by test_documents.py, which compares the page with the tables.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.findings import RULES
+from degarble.suites.house.repository import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.harness.checkpoint.rules import Rule
+
+PAGE = ROOT / "docs" / "audit.md"
+HEAD = "## The rules\n"
+_TEXT = """
+Written by `make docs` from the rules themselves. Each says what must hold, and who says so or what
+happened where it did not: `fault B...` and `fault family M...` are entries of the collection of
+public reports about garbled low-precision output that this project began with, `field report A` the
+deployment that started it.
+"""
+_AREAS = {
+    "files": "files, index and configs, before any tensor is looked at",
+    "structure": "which tensors are there, in which shapes",
+    "scales": "scales that belong to codes",
+    "partners": "what engines fuse",
+    "config": "what the quantisation config promises",
+    "numbers": "stored numbers, by themselves and beside their siblings",
+    "against": "stored numbers beside a reference, with `--against`",
+    "loader": "where bytes go, with `--loader`",
+}
+
+
+def section(rules: Mapping[str, Rule] = RULES) -> str:
+    """Write the whole part of the page."""
+    areas: dict[str, list[Rule]] = defaultdict(list)
+    for rule in rules.values():
+        areas[rule.id.partition(".")[0]].append(rule)
+    parts = [HEAD, _TEXT]
+    for area, members in areas.items():
+        parts.append(f"\n### {area}: {_AREAS[area]}\n\n")
+        parts.append("| rule | level | what must hold | source |\n|---|---|---|---|\n")
+        parts += [
+            f"| `{rule.id}` | {rule.level} | {_cell(rule.statement)} | {_cell(rule.source)} |\n"
+            for rule in members
+        ]
+    return "".join(parts)
+
+
+def with_rules(page: str) -> str:
+    """Put the rules into a page, in the place of those that it has."""
+    return page.partition(HEAD)[0] + section()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_rules(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
