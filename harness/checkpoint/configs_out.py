@@ -2,9 +2,14 @@
 
 Owns config.json (the source's own, with another `quantization_config`), hf_quant_config.json, and
 the list of companions that may be copied: tokenizer, generation config, templates, licence, README.
-Everything else stays behind and is named with the reason; code never travels.
+Everything else stays behind and is named with the reason; code never travels. A link that the hub's
+cache made is the file behind it; any other link stays behind.
+
+NVFP4 weights whose inputs have no scale are declared W4A16_NVFP4: told NVFP4, an engine would
+quantise activations with the uninitialised memory of an input_scale that nobody wrote.
 
 Refuses nothing: what cannot be copied safely (links, programs, large or special files) is named.
+Sources: nvidia-modelopt 0.47 torch/export/convert_hf_config.py; vLLM #41769 (reads W4A16_NVFP4).
 Kept honest by suites/checkpoint/test_configs_out.py.
 """
 
@@ -19,6 +24,7 @@ from degarble.harness.anatomy.layouts import Spelling
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import BF16
 from degarble.harness.checkpoint import quantisation_configs
+from degarble.harness.checkpoint.index import is_of_hub_cache
 from degarble.harness.checkpoint.quantisation_configs import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -53,8 +59,16 @@ COMPANIONS = frozenset(
     }
 )
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "README")
-_OURS = frozenset({"manifest.json", "conversion_report.json", "model.safetensors.index.json"})
-_WEIGHT_ONLY = "W4A16_NVFP4"  # nvidia-modelopt 0.47, torch/export/convert_hf_config.py
+_OURS = frozenset(
+    {
+        "conversion.json",
+        "conversion_report.json",
+        "conversion_source.json",
+        "manifest.json",
+        "model.safetensors.index.json",
+    }
+)
+_WEIGHT_ONLY = "W4A16_NVFP4"
 
 
 def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> dict[str, bytes]:
@@ -65,9 +79,7 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
         renamed = json.loads(quantisation_configs.config_files(config, layout)[CONFIG])
         renamed.pop("quantization_config", None)
         raw = {**raw, **renamed}
-    stated, beside = quantisation(config, layout)
-    if is_weight_only(config, layout):
-        stated, beside = _without_activations(stated), _without_activations(beside)
+    stated, beside = declared(config, layout)
     files = {CONFIG: raw | ({"quantization_config": stated} if stated else {})}
     if beside:
         files[HF_QUANT_CONFIG] = beside
@@ -75,6 +87,14 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
         name: (json.dumps(each, ensure_ascii=False, indent=2) + "\n").encode()
         for name, each in files.items()
     }
+
+
+def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return `quantization_config` and what hf_quant_config.json says, weights alone where so."""
+    stated, beside = quantisation(config, layout)
+    if is_weight_only(config, layout):
+        return _without_activations(stated), _without_activations(beside)
+    return stated, beside
 
 
 def is_weight_only(config: Config, layout: Layout) -> bool:
@@ -94,7 +114,7 @@ def companions(source: Path, taken: Collection[str]) -> tuple[dict[str, bytes], 
         name = path.name
         if name in taken or name in _OURS or name == HF_QUANT_CONFIG or _is_shard(name):
             continue
-        reason = _objection(path, room)
+        reason = _objection(root, path, room)
         if not reason:
             try:
                 copied[name] = read_small_file(path, LARGEST_COMPANION)
@@ -106,10 +126,12 @@ def companions(source: Path, taken: Collection[str]) -> tuple[dict[str, bytes], 
     return copied, passed_over
 
 
-def _objection(path: Path, room: int) -> str:
+def _objection(root: Path, path: Path, room: int) -> str:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        return "a link"
+        if not is_of_hub_cache(root, path) or not path.exists():
+            return "a link"
+        status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         return "no regular file"
     known = path.name in COMPANIONS

@@ -178,13 +178,20 @@ def _report_link(root: Path, path: Path, problems: Problems) -> None:
     if not path.is_symlink():
         return
     target, home = path.resolve(), root.resolve()
-    # huggingface_hub: <model>/snapshots/<revision>/<file> links to <model>/blobs/<hash>
-    cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
-    if not cached and not target.is_relative_to(home):
+    if not is_of_hub_cache(root, path) and not target.is_relative_to(home):
         error = UnreadableFile(
             shown(str(path)), str(target), f"a file inside {home}", "Check that it belongs there."
         )
         problems.report(ProblemKind.FOREIGN_LINK, path.name, None, error)
+
+
+def is_of_hub_cache(root: Path, path: Path) -> bool:
+    """Tell whether a link was made by the hub's cache, so that the file behind it belongs here.
+
+    huggingface_hub: <model>/snapshots/<revision>/<file> links to <model>/blobs/<hash>.
+    """
+    home = root.resolve()
+    return home.parent.name == "snapshots" and path.resolve().parent == home.parent.parent / "blobs"
 
 
 def gather(

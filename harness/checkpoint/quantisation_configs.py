@@ -13,6 +13,7 @@ quantization/quant_config.py. Kept honest by suites/checkpoint/test_quantisation
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import Config, V4Config
@@ -97,7 +98,7 @@ def quantisation(
             "kv_cache_quant_algo": None,
             "group_size": 16,
             "config_groups": groups,
-            "quantized_layers": _experts(config, layout),
+            "quantized_layers": _listed(config, layout),
         }
         return {**_FP8, **told, "ignore": ignored}, _beside({**told, "exclude_modules": ignored})
     told = {"quant_algo": _NVFP4, "kv_cache_quant_algo": None, "group_size": 16}
@@ -139,25 +140,34 @@ def _linears(config: Config, layout: Layout) -> Iterator[tuple[Parameter, str]]:
 
 
 def _left_alone(config: Config, layout: Layout) -> list[str]:
-    """Name the linears that are not NVFP4; where a drafter's are all alike, by one pattern."""
-    names, drafters = [], set()
+    """Name the linears that are not NVFP4; of a drafter without any, by one pattern."""
+    names: list[str] = []
+    drafters: dict[str, list[str]] = defaultdict(list)
+    with_nvfp4 = set()
     for parameter, weight in _linears(config, layout):
+        path = layout.path_of(parameter, config)
+        drafts = parameter.block is not None and parameter.block.is_drafter
+        prefix = _prefix(path, parameter) if drafts else ""
         if weight == _NVFP4:
-            continue
-        if parameter.block is not None and parameter.block.is_drafter:
-            drafters.add(_prefix(layout.path_of(parameter, config), parameter))
-        elif parameter.expert is None:
-            names.append(layout.path_of(parameter, config))
-    return names + [f"{prefix}.*" for prefix in sorted(drafters)]
+            with_nvfp4.add(prefix)
+        elif parameter.expert is None or drafts:
+            stack = path.partition(".experts.")[0] + ".experts"
+            told = path if parameter.expert is None else stack
+            (drafters[prefix] if drafts else names).append(told)
+    for prefix, found in sorted(drafters.items()):
+        names += dict.fromkeys(found) if prefix in with_nvfp4 else [f"{prefix}.*"]
+    return names
 
 
-def _experts(config: Config, layout: Layout) -> dict[str, Any]:
-    """Name the stacks of experts that are NVFP4."""
+def _listed(config: Config, layout: Layout) -> dict[str, Any]:
+    """Name what is NVFP4: stacks of experts, and linears outside of them."""
     found: dict[str, Any] = {}
     for parameter, weight in _linears(config, layout):
-        if weight == _NVFP4 and parameter.expert is not None:
-            stack = layout.path_of(parameter, config).partition(".experts.")[0] + ".experts"
-            found[stack] = {"quant_algo": _NVFP4, "group_size": 16}
+        if weight == _NVFP4:
+            path = layout.path_of(parameter, config)
+            stack = path.partition(".experts.")[0] + ".experts"
+            told = path if parameter.expert is None else stack
+            found[told] = {"quant_algo": _NVFP4, "group_size": 16}
     return found
 
 

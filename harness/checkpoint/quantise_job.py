@@ -15,7 +15,6 @@ Kept honest by suites/checkpoint/test_quantise_job.py.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from degarble.harness.anatomy.tensors import slots
 from degarble.harness.checkpoint.configs_out import companions, config_files
 from degarble.harness.checkpoint.conversion_report import REPORT, ShardFacts, report_bytes
 from degarble.harness.checkpoint.disk import DISK, write_file
+from degarble.harness.checkpoint.fingerprint import TOLD, fingerprint
 from degarble.harness.checkpoint.manifest import UNFINISHED, Manifest
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan
 from degarble.harness.checkpoint.quantise_producer import QuantisingProducer
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.layouts import Layout
     from degarble.harness.checkpoint.calibration import Calibration
+    from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.manifest import ShardRecord
     from degarble.harness.checkpoint.plan import ShardPlan
     from degarble.harness.checkpoint.worker_pool import Workers
 
-GENERATION = "1"  # of the bytes below: raise it when the same job gives other ones
+GENERATION = "2"  # of the bytes below: raise it when the same job gives other ones
 _NVFP4 = "NVFP4"
 
 
@@ -75,10 +76,14 @@ class QuantiseJob:
 
 
 class Planned(NamedTuple):
-    """What a job will write, and what of the source it leaves out, with the reason."""
+    """What a job will write, and what of the source it leaves out, with the reason.
+
+    `unclaimed`: stored tensors that belong to no parameter of the model; nothing is made of them.
+    """
 
     plan: WritePlan
     left_out: tuple[tuple[str, str], ...]
+    unclaimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,14 @@ def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
         ]
         plan = WritePlan.of(tensors, shard_bytes=shard_bytes, sources=_sources(job, source))
         QuantisingProducer(source, job).check(chosen)
-        return Planned(plan, left_out)
+        return Planned(plan, left_out, _unclaimed(source, names))
+
+
+def _unclaimed(source: Checkpoint, names: LogicalNames) -> tuple[str, ...]:
+    """Name the stored tensors that no parameter explains."""
+    modules = {names.module_of(parameter) for parameter in names.present.values()}
+    claimed = {e.name for module in modules for e in source.form(module).parts.values()}
+    return tuple(sorted(source.entries.keys() - claimed))
 
 
 def _left_out(
@@ -253,6 +265,7 @@ def _told(job: QuantiseJob, planned: Planned) -> dict[str, Any]:
     return {
         "source": job.source.name,
         "source_fingerprint": planned.plan.sources["source"],
+        "source_fingerprint_covers": TOLD,
         "recipe": recipe.name if isinstance(recipe, Recipe) else recipe,
         "scale_rule": str(job.scale_rule),
         "dialect": "modelopt",
@@ -260,21 +273,16 @@ def _told(job: QuantiseJob, planned: Planned) -> dict[str, Any]:
         "bytes": planned.plan.data_bytes,
         "tensors": planned.plan.tensors,
         "left_out": [{"parameter": name, "reason": reason} for name, reason in planned.left_out],
+        "unclaimed": list(planned.unclaimed),
     }
 
 
 def _sources(job: QuantiseJob, source: Checkpoint) -> dict[str, str]:
-    """Name all that the bytes depend on. Of shards: names, sizes and heads, not their data."""
-    digest = hashlib.sha256(json.dumps(dict(source.config), sort_keys=True).encode())
-    for shard in source.shards:
-        digest.update(f"{shard.file.name} {shard.file_size}\n".encode())
-    for entry in source.entries.values():
-        facts = [entry.name, entry.dtype, entry.shape, entry.file.name, entry.begin, entry.end]
-        digest.update(json.dumps(facts).encode())
+    """Name all that the bytes depend on."""
     calibration = job.calibration
     return {
         "quantise": GENERATION,
-        "source": digest.hexdigest(),
+        "source": fingerprint(source),
         "layout": hashlib.sha256(repr(job.layout).encode()).hexdigest(),
         "scale_rule": str(job.scale_rule),
         "lossless": str(job.lossless),

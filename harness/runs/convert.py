@@ -87,9 +87,12 @@ def convert(
 ) -> Converted:
     """Convert, or finish what was interrupted; then read it again where `proving`."""
     plan = job.plan()
-    with listen(plan.data_bytes) as progress:
+    proof = None
+    with listen(plan.data_bytes * (2 if proving else 1)) as progress:
         heard = counting(progress, target, plan)
         manifest = job.run(target, workers=workers, progress=heard)
+        if proving:
+            proof = prove(job.source, target, workers=workers, progress=progress.advance)
     return Converted(
         to=job.to,
         target=target,
@@ -98,7 +101,7 @@ def convert(
         converted=sum(len(unit.tensors) for unit in job.units),
         copied=len(job.copied),
         left_out=len(job.left_out),
-        proof=prove(job.source, target) if proving else None,
+        proof=proof,
     )
 
 

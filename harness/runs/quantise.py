@@ -26,6 +26,7 @@ from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.scale_search import ScaleRule
 from degarble.harness.checkpoint.types import LARGEST_INDEX
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.record.wording import visible
 from degarble.harness.runs.workers import counting
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.worker_pool import Workers
     from degarble.harness.runs.workers import Listen
+
+_SHOWN = 3  # names in a line; the report has all of them
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,14 @@ class Quantised:
             for reason, names in told["flagged"].items()
             if names
         )
-        return [first, *counts, *flagged, f"Read {REPORT} there for each weight."]
+        left = [f"  {len(told['left_out']):,} parameters left out"] if told["left_out"] else []
+        if told["unclaimed"]:
+            names = ", ".join(visible(name) for name in told["unclaimed"][:_SHOWN])
+            left.append(
+                f"  {len(told['unclaimed']):,} tensors of the source that no parameter"
+                f" explains were left behind, such as {names}"
+            )
+        return [first, *counts, *left, *flagged, f"Read {REPORT} there for each weight."]
 
     def document(self) -> dict[str, Any]:
         """The machine's view of it."""
@@ -75,6 +85,7 @@ class Quantised:
             "tensors": told["tensors"],
             "bytes": told["bytes"],
             "left_out": len(told["left_out"]),
+            "unclaimed": len(told["unclaimed"]),
             "counts": told["counts"],
             "flagged": {reason: len(names) for reason, names in told["flagged"].items()},
             "report": str(self.target / REPORT),

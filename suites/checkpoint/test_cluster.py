@@ -87,4 +87,5 @@ def test_whoever_stands_in_place_of_a_number_does_the_work() -> None:
             for task in reversed(list(tasks)):
                 yield task, (name(task), work(task))
 
-    assert list(run_each(abs, [-1, -2], Somebody(), str)) == [(-2, ("-2", 2)), (-1, ("-1", 1))]
+    found: list[Any] = list(run_each(abs, [-1, -2], Somebody(), str))
+    assert found == [(-2, ("-2", 2)), (-1, ("-1", 1))]

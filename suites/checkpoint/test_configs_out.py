@@ -75,6 +75,25 @@ def test_weights_alone_are_told_apart() -> None:
     assert not is_weight_only(TINY_V4, layout_named("bf16", TINY_V4))
 
 
+def test_files_of_a_hub_cache_are_the_files_behind_the_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "README.md", "modeling.py"):
+        (blobs / f"hash-of-{name}").write_text(name)
+        (snapshot / name).symlink_to(f"../../blobs/hash-of-{name}")
+    (snapshot / "vocab.json").symlink_to("../../blobs/gone")
+    (tmp_path / "secret").write_text("not yours")
+    (snapshot / "merges.txt").symlink_to("../../../secret")
+    copied, passed_over = companions(snapshot, taken=())
+    assert copied == {"README.md": b"README.md", "tokenizer.json": b"tokenizer.json"}
+    assert passed_over == {
+        "merges.txt": "a link",
+        "modeling.py": "not on the list of companions",
+        "vocab.json": "a link",
+    }
+
+
 def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not yours")

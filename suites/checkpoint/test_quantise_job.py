@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from degarble.harness.checkpoint import lossless, quantise_producer
 from degarble.harness.checkpoint.calibration import Amax, Calibration
 from degarble.harness.checkpoint.conversion_report import REPORT
 from degarble.harness.checkpoint.manifest import UNFINISHED
+from degarble.harness.checkpoint.plan import PlannedTensor, WritePlan
 from degarble.harness.checkpoint.quantise_job import (
     QuantiseJob,
     finish_job,
@@ -31,7 +33,7 @@ from degarble.harness.checkpoint.scale_search import ScaleRule
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.types import Layout
 from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.checkpoint.writer import begin
+from degarble.harness.checkpoint.writer import begin, write
 from degarble.harness.errors import (
     InvalidArgument,
     ScaleDirectionMismatch,
@@ -110,6 +112,36 @@ def test_every_value_is_the_definition(folder: Path, family: str, layout: str, r
                 assert_quantised(before, after, name, report["weights"][name])
             elif old.format == new.format or new.format is None:
                 assert torch.equal(old.values(), new.values().to(torch.float32))
+
+
+def test_a_hub_cache_is_read_and_what_no_parameter_explains_is_listed(folder: Path) -> None:
+    plain, repo = source_of(folder, "v4", "bf16"), folder / "models--one--two"
+    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write(
+        snapshot / "extra",
+        WritePlan.of([PlannedTensor("rotary.inv_freq", "F32", (4,))]),
+        lambda tensor: [bytes(tensor.nbytes)],
+    )
+    (snapshot / "extra" / "model-00001-of-00001.safetensors").rename(blobs / "extra")
+    shutil.rmtree(snapshot / "extra")
+    (snapshot / "model-extra.safetensors").symlink_to("../../blobs/extra")
+    for path in plain.iterdir():
+        if "index" not in path.name and path.is_file():
+            (blobs / path.name).write_bytes(path.read_bytes())
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    job = job_of(snapshot, "v4", "nvfp4-experts")
+    assert plan_job(job).unclaimed == ("rotary.inv_freq",)
+    target = folder / "from-the-cache"
+    before = tree(repo)
+    run_job(job, target)
+    assert tree(repo) == before
+    assert json.loads((target / REPORT).read_text())["unclaimed"] == ["rotary.inv_freq"]
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    assert (target / "tokenizer.json").read_text() == "{}"
+    with Checkpoint.open(target) as made:
+        assert "rotary.inv_freq" not in made.entries
 
 
 def assert_quantised(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -59,9 +59,9 @@ def test_damage_between_writing_and_proving_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def damaged(before: Path, after: Path) -> Proof:
+    def damaged(before: Path, after: Path, **given: Any) -> Proof:
         damage(after, "model.norm.weight", lambda values: -values)
-        return prove(before, after)
+        return prove(before, after, **given)
 
     monkeypatch.setattr(run, "prove", damaged)
     line = ("convert", source("nvfp4-full"), tmp_path / "new", "--to", "bf16", "--prove")

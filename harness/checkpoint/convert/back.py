@@ -24,8 +24,9 @@ import torch
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint.convert.endings import SOURCE
 from degarble.harness.checkpoint.convert.fused_compressor import FUSED
-from degarble.harness.checkpoint.convert.job import fingerprints, job_of
+from degarble.harness.checkpoint.convert.job import job_of
 from degarble.harness.checkpoint.convert.restacking import restacked
+from degarble.harness.checkpoint.fingerprint import fingerprints
 from degarble.harness.checkpoint.logical import logical_names
 from degarble.harness.checkpoint.modules import ModuleTable
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan

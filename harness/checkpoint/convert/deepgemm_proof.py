@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.checkpoint.convert.bounds import NO_BOUND, Steps, element_bound
 from degarble.harness.checkpoint.convert.checks import block_amax, fp8_scale_faults
-from degarble.harness.checkpoint.convert.compare import (
-    EXACT,
-    Comparison,
-    element_bound,
-    no_bound,
-    stacked_rows,
-    table_of,
-)
+from degarble.harness.checkpoint.convert.compare import EXACT, Comparison, decoded, stacked_rows
 from degarble.harness.checkpoint.convert.units import TensorProof
 from degarble.harness.formats.block_formats import FP8_128X128_F32
 from degarble.harness.formats.element_formats import E4M3
@@ -59,23 +53,22 @@ def check_wo_a(
         yield TensorProof(weight.name, linear.tensors, *counts, EXACT, None, tuple(faults))
         return
     step_RC = _scales(target.tensor(scale.name), wide, options)
-    bound = no_bound if kept else element_bound(FP8_128X128_F32)
+    bound = NO_BOUND if kept else element_bound(FP8_128X128_F32)
     comparison = Comparison(bound)
     codes = target.tensor(weight.name).view(torch.uint8).reshape(rows, columns)
     begin = 0
     for values in stacked_rows([linear.weight]):
         end = begin + values.shape[0]
-        step = step_RC[begin // 128 : -(-end // 128)].repeat_interleave(128, 0)
-        step = step.repeat_interleave(128, 1)[: end - begin, :columns]
-        output = table_of(E4M3)[codes[begin:end].int()] * step
-        comparison.add(values, output, step)
+        steps = Steps(step_RC, (128, 128)).cut(begin, end)
+        comparison.add(values, decoded(codes[begin:end], E4M3, steps), steps)
         begin = end
         target.release(weight.name)
     if not kept:
-        amax_RC = block_amax(stacked_rows([linear.weight]), FP8_128X128_F32)
+        amax_RC = block_amax([linear.weight], FP8_128X128_F32)
         if options.per == "tensor":
             amax_RC = amax_RC.max().expand_as(step_RC)
-        faults += fp8_scale_faults(step_RC, amax_RC, as_power=options.gpu == "sm100")
+        as_power = options.gpu == "sm100"
+        faults += fp8_scale_faults(lambda a, b: step_RC[a:b], amax_RC, as_power=as_power)
     if bool((step_RC == 1).all()):
         faults.append("every block scale is 1: the FP8 scale is lost")
     words = EXACT if kept else "half a step of E4M3 times its scale"

@@ -2,8 +2,8 @@
 
 Owns config.json and hf_quant_config.json of the output, read off the formats that its linears have
 after the conversion, never patched by hand; conversion.json (what was done, with which options,
-what was left out and why); conversion_source.json, where there is a way back; and the copying of
-the small files beside the source's shards.
+what was left out and why); conversion_source.json, where there is a way back. The small files
+beside the source's shards travel as harness.checkpoint.configs_out says.
 
 Refuses nothing of its own. Kept honest by suites/checkpoint/convert/test_bf16.py.
 """
@@ -16,32 +16,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.layouts import layout_named
+from degarble.harness.checkpoint.configs_out import companions, declared
 from degarble.harness.checkpoint.convert.recipes_after import Stored, recipe_of, stored_formats
-from degarble.harness.checkpoint.manifest import MANIFEST
-from degarble.harness.checkpoint.quantisation_configs import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    quantisation,
-)
+from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
 from degarble.harness.checkpoint.writer import Ending
+from degarble.harness.errors import LayoutMismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from degarble.harness.checkpoint.convert.units import Work
     from degarble.harness.checkpoint.view import Checkpoint
 
 CONVERSION = "conversion.json"
 SOURCE = "conversion_source.json"
 SCHEMA = 1
-_COPIED = frozenset({".json", ".txt", ".jinja", ".model", ".md", ".py"})
-_OWN = frozenset({CONFIG, HF_QUANT_CONFIG, CONVERSION, SOURCE, MANIFEST})
+_NVFP4 = "NVFP4"
 
 
 def ending_of(job: Work) -> Ending:
     """Make what lies beside the shards of a conversion."""
-    files = _beside(job.checkpoint) | _configs(job)
-    files[CONVERSION] = _json(_record(job))
+    files = _configs(job)
+    copied, passed_over = companions(job.checkpoint.root, taken={CONFIG})
+    files |= copied
+    files[CONVERSION] = _json(_record(job) | {"files_not_copied": passed_over})
     if job.conversion.returns:
         files[SOURCE] = _source(job.checkpoint)
     return Ending(files, {"conversion": job.to})
@@ -60,12 +60,26 @@ def _configs(job: Work) -> dict[str, bytes]:
     formats = stored_formats(names)
     for unit in job.units:
         formats |= {name: Stored(word, scaled=False) for name, word in unit.formats.items()}
+    _require_one_way(job, formats)
     recipe = recipe_of(formats, names)
     if layout.suffixes == "compressed-tensors" and job.conversion.name != "bf16":
         layout = replace(layout, suffixes="huggingface")
-    stated, beside = quantisation(model, layout.with_recipe(recipe))
+    stated, beside = declared(model, layout.with_recipe(recipe))
     files = {CONFIG: _json(raw | ({"quantization_config": stated} if stated else {}))}
     return files | ({HF_QUANT_CONFIG: _json(beside)} if beside else {})
+
+
+def _require_one_way(job: Work, formats: Mapping[str, Stored]) -> None:
+    """Refuse to put weights alone beside weights with quantised activations."""
+    made = [n for unit in job.units for n, word in unit.formats.items() if word == _NVFP4]
+    scaled = [n for n, each in formats.items() if each.weight == _NVFP4 and each.scaled]
+    if made and scaled:
+        raise LayoutMismatch(
+            f"NVFP4 weights after {job.to}",
+            f"{len(made)} without input scales, such as {made[0]}, beside {len(scaled)} with them",
+            "one or the other: engines read one kind of NVFP4 out of a config",
+            "Use `degarble quantise --calibration` for all of them, or decode the others to BF16.",
+        )
 
 
 def _record(job: Work) -> dict[str, Any]:
@@ -91,18 +105,6 @@ def _source(checkpoint: Checkpoint) -> bytes:
     tensors = {each.name: [each.dtype, list(each.shape)] for each in checkpoint.entries.values()}
     told = {"schema": SCHEMA, "files": files, "tensors": tensors}
     return (json.dumps(told, ensure_ascii=False) + "\n").encode()
-
-
-def _beside(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Read the small files that belong to a model: tokenizer, chat template, licence."""
-    found = {}
-    for path in sorted(checkpoint.root.iterdir()):
-        usual = path.suffix in _COPIED and path.name not in _OWN
-        if not usual or path.name.endswith(".safetensors.index.json") or path.is_symlink():
-            continue
-        if path.is_file() and path.stat().st_size <= LARGEST_CONFIG:
-            found[path.name] = read_small_file(path, LARGEST_CONFIG)
-    return found
 
 
 def _json(value: object) -> bytes:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.anatomy.storage import Part
+from degarble.harness.checkpoint.convert.bounds import FACTOR_BOUND, NO_BOUND
 from degarble.harness.checkpoint.convert.checks import check_recoded
 from degarble.harness.checkpoint.convert.compare import (
     EXACT,
     Comparison,
     compare_rows,
     exact_values,
-    no_bound,
     rows_exactly,
     stacked_rows,
 )
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.convert.compare import Bound
+    from degarble.harness.checkpoint.convert.bounds import Bound
     from degarble.harness.checkpoint.convert.units import TensorProof
     from degarble.harness.checkpoint.convert.vllm_unit import Fused
     from degarble.harness.checkpoint.stored import StoredWeight
@@ -60,8 +60,8 @@ def check_fused(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
             rows = ((values, step) for _, values, step in rows_exactly(output))
             comparison, faults = compare_rows(stacked_rows([source]), rows, _bound(source))
         else:
-            comparison, faults = Comparison(no_bound), []
-            comparison.add(*(_flat(each) for each in (source, output)))
+            comparison, faults = Comparison(NO_BOUND), []
+            comparison.add(_flat(source), _flat(output))
         faults += _scalar_faults(source.weight(), output.weight())
         yield comparison.proof(name, (source.form.module,), EXACT, faults)
 
@@ -74,9 +74,7 @@ def _flat(weight: StoredWeight) -> Tensor:
 
 def _bound(source: StoredWeight) -> Bound:
     """Nothing may differ, but by the one rounding of a divisor that becomes a factor."""
-    if source.form.direction is not ScaleDirection.ENCODE:
-        return no_bound
-    return lambda values, _step: values.abs() * 2.0**-23
+    return FACTOR_BOUND if source.form.direction is ScaleDirection.ENCODE else NO_BOUND
 
 
 def _scalar_faults(source: Weight, output: Weight) -> list[str]:

@@ -11,7 +11,6 @@ suites/checkpoint/convert/test_job.py.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.checkpoint.convert.endings import CONVERSION, ending_of
 from degarble.harness.checkpoint.convert.registry import conversion_named
 from degarble.harness.checkpoint.convert.units import Options
+from degarble.harness.checkpoint.fingerprint import fingerprints
+from degarble.harness.checkpoint.manifest import MANIFEST
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.worker_pool import run_each
 from degarble.harness.checkpoint.writer import write
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.worker_pool import Workers
     from degarble.harness.checkpoint.writer import Ending
 
-GENERATION = "1"  # raise it when the same source and options give other bytes
+_FEW, _PARTS = 256, 64  # units that are not worth a process; parts that many are asked in
+GENERATION = "2"  # raise it when the same source and options give other bytes
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,23 @@ class Job:
         """Make the files beside the shards."""
         return ending_of(self)
 
+    def require(self, workers: Workers = 1) -> None:
+        """Refuse what some unit cannot make, before anything is written."""
+        asked = sum(unit.require is not None for unit in self.units)
+        if not asked:
+            return
+        total = len(self.units)
+        step = total if workers == 1 or asked < _FEW else -(-total // _PARTS)
+        parts = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        for _ in run_each(self.require_of, parts, workers, "units {0[0]} to {0[1]}".format):
+            pass
+
+    def require_of(self, part: tuple[int, int]) -> None:
+        """Refuse what the units of one part cannot make."""
+        for unit in self.units[slice(*part)]:
+            if unit.require:
+                unit.require()
+
     def run(
         self,
         target: Path,
@@ -137,6 +157,8 @@ class Job:
     ) -> Manifest:
         """Convert everything, or finish a run that was interrupted."""
         plan = self.plan(shard_bytes)
+        if not (target / MANIFEST).exists():
+            self.require(workers)
         return write(target, plan, self, self.ending(), workers=workers, progress=progress)
 
 
@@ -174,15 +196,3 @@ def job_of(source: Path, target: Path) -> Job:
             "Convert again: without it nobody knows what was promised.",
         ) from error
     return job_for(source, to, given)
-
-
-def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tell each shard of the source by its size and what its head says."""
-    sizes = {shard.file: str(shard.file_size).encode() for shard in checkpoint.shards}
-    digests = {file: hashlib.sha256(size) for file, size in sizes.items()}
-    for entry in checkpoint.entries.values():
-        facts = (entry.name, entry.dtype, entry.shape, entry.begin, entry.end)
-        digests[entry.file].update(repr(facts).encode())
-    config = json.dumps(dict(checkpoint.config), sort_keys=True).encode()
-    found = {file.name: digest.hexdigest() for file, digest in digests.items()}
-    return found | {"config.json": hashlib.sha256(config).hexdigest()}

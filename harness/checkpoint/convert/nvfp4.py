@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.convert.groups import partner_groups
+from degarble.harness.checkpoint.convert.recode import Partners
 from degarble.harness.checkpoint.convert.recoding import recoding
 from degarble.harness.checkpoint.convert.source import chosen, linears, require_model
 from degarble.harness.formats.block_formats import NVFP4
@@ -37,5 +38,6 @@ def to_nvfp4(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
         and (options.only or recipe.format_of(each.parameter).weight == NVFP4.name)
     ]
     for group in partner_groups(checkpoint, taken):
+        partners = Partners([each.weight for each in group])
         for linear in group:
-            yield recoding(checkpoint, linear.module, [linear], NVFP4, group)
+            yield recoding(checkpoint, linear.module, [linear], NVFP4, partners)

@@ -4,7 +4,7 @@ Owns the choice of the weights, their partners (w1 and w3 of one expert share a 
 engines hold them in one tensor) and the parts; the rule is harness.checkpoint.lossless. Codes stay
 as they are, so the way back yields the source's bytes, but for the scales of blocks of zeros.
 
-Refuses, by name, a weight whose blocks lie too far apart; its shard does not appear.
+Refuses, by name and before anything is written, partners whose blocks lie too far apart.
 Kept honest by suites/checkpoint/convert/test_nvfp4_lossless.py, there and back.
 """
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.anatomy.storage import Part
+from degarble.harness.checkpoint.convert.bounds import NO_BOUND
 from degarble.harness.checkpoint.convert.compare import (
     EXACT,
     compare_rows,
-    no_bound,
     rows_exactly,
     stacked_rows,
 )
@@ -40,6 +40,7 @@ from degarble.harness.checkpoint.plan import PlannedTensor
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import LayoutMismatch
 from degarble.harness.formats.block_formats import MXFP4, NVFP4
+from degarble.harness.formats.element_formats import UE8M0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.convert.source import Linear
     from degarble.harness.checkpoint.convert.units import Options, TensorProof
     from degarble.harness.checkpoint.view import Checkpoint
+
+_BIAS = UE8M0.bias
+_NAN = 0xFF
 
 
 def to_nvfp4_lossless(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
@@ -73,6 +77,18 @@ class Shared:
 
     def __init__(self, members: Sequence[Linear]) -> None:
         self._members = members
+
+    def require(self) -> None:
+        """Refuse partners that lie too far apart; mostly their scales alone tell that they fit."""
+        lowest, highest = _NAN, 0
+        for member in self._members:
+            stored = member.weight.weight().block_scale
+            assert stored is not None
+            lowest, highest = min(lowest, int(stored.min())), max(highest, int(stored.max()))
+            for entry in member.weight.form.parts.values():
+                member.weight.release(entry)
+        if highest == _NAN or not fits(Exponents(lowest - _BIAS, highest - _BIAS)):
+            assert self.exponents is None or fits(self.exponents)
 
     @cached_property
     def exponents(self) -> Exponents | None:
@@ -116,7 +132,7 @@ def _unit(checkpoint: Checkpoint, linear: Linear, shared: Shared) -> Unit:
     def check(target: Checkpoint) -> Iterator[TensorProof]:
         output = target.stored(linear.module)
         rows_out = ((values, step) for _, values, step in rows_exactly(output))
-        comparison, faults = compare_rows(stacked_rows([linear.weight]), rows_out, no_bound)
+        comparison, faults = compare_rows(stacked_rows([linear.weight]), rows_out, NO_BOUND)
         if output.format != NVFP4:
             faults.append("not stored as NVFP4")
         yield comparison.proof(linear.module, linear.tensors, EXACT, faults)
@@ -133,4 +149,5 @@ def _unit(checkpoint: Checkpoint, linear: Linear, shared: Shared) -> Unit:
         check=check,
         left_out=linear.input_scale,
         formats={linear.name: "NVFP4"},
+        require=shared.require,
     )

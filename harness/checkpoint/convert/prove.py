@@ -4,7 +4,7 @@ Owns the walk over a finished target. Each unit compares what it made (exactly w
 lost, within one rounding to the format elsewhere); each copied tensor is compared byte by byte;
 and the books are balanced: a source tensor that reached nothing, a target tensor that nobody
 planned, a dtype or shape other than planned are faults of their own. Nothing of what the writing
-run remembered is believed.
+run remembered is believed. Parts may be proven by several processes or machines.
 
 Refuses a target without conversion.json. Kept honest by the planted faults of
 suites/checkpoint/convert/.
@@ -12,21 +12,27 @@ suites/checkpoint/convert/.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.checkpoint.convert.job import job_of
 from degarble.harness.checkpoint.convert.units import TensorProof
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.worker_pool import run_each
 from degarble.harness.errors import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from degarble.harness.checkpoint.convert.job import Job
+    from degarble.harness.checkpoint.worker_pool import Workers
 
 _CHUNK = 16 << 20
+_LEAST_PART = 64 << 20  # bytes: below it, handing out costs more than it spreads
+_PARTS = 256
 
 
 @dataclass(frozen=True)
@@ -73,20 +79,95 @@ class Proof:
                 )
 
 
-def prove(source: Path, target: Path) -> Proof:
-    """Compare a finished target with the source that it was converted from."""
+class Part(NamedTuple):
+    """Some units and copied tensors that lie behind one another: what a worker proves at once."""
+
+    units: tuple[int, int]
+    copies: tuple[int, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the process that works at a proof has opened."""
+
+    by_key: dict[str, tuple[Job, Checkpoint]] = field(default_factory=dict)
+
+
+_KEPT = _Kept()
+
+
+def prove(
+    source: Path,
+    target: Path,
+    *,
+    workers: Workers = 1,
+    progress: Callable[[int, str], None] | None = None,
+) -> Proof:
+    """Compare a finished target with the source that it was converted from.
+
+    `progress` hears of bytes of the target that were compared.
+    """
     job = job_of(source, target)
-    with Checkpoint.open(target) as output:
+    with job.checkpoint, Checkpoint.open(target) as output:
         faults = tuple(_unbalanced(job, output))
-        tensors: list[TensorProof] = []
-        for unit in job.units:
-            try:
-                tensors.extend(unit.check(output))
-            except Refused as error:
-                text = f"cannot be read: {error}"
-                tensors.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
-        differing = [each for each in (_copy(job, output, name) for name in job.copied) if each]
-        return Proof(job.to, (*tensors, *differing), len(job.copied), faults, job.left_out)
+        parts = parts_of(job)
+        key = secrets.token_hex(8)
+        work = partial(_proven, key, source, target)
+        if isinstance(workers, int) and sum(part.nbytes for part in parts) < _LEAST_PART:
+            workers = 1  # another process takes longer to start than this takes
+        proofs: dict[Part, list[TensorProof]] = {}
+        try:
+            for part, found in run_each(work, parts, workers, "proof of {0.units}".format):
+                proofs[part] = found
+                if progress:
+                    progress(part.nbytes, "compared")
+        finally:
+            _forget()
+        tensors = tuple(each for part in parts for each in proofs[part])
+        return Proof(job.to, tensors, len(job.copied), faults, job.left_out)
+
+
+def parts_of(job: Job) -> list[Part]:
+    """Cut the work into parts of equal size, in the order of the source."""
+    sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
+    copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
+    room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PARTS)
+    found = [Part(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
+    return found + [Part((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
+
+
+def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int]]:
+    begin = filled = 0
+    for end, nbytes in enumerate(sizes, 1):
+        filled += nbytes
+        if filled >= room or end == len(sizes):
+            yield (begin, end), filled
+            begin, filled = end, 0
+
+
+def _proven(key: str, source: Path, target: Path, part: Part) -> list[TensorProof]:
+    """Prove one part, in whatever process; what it opens serves the next part as well."""
+    if key not in _KEPT.by_key:
+        _forget()
+        _KEPT.by_key[key] = job_of(source, target), Checkpoint.open(target)
+    job, output = _KEPT.by_key[key]
+    found: list[TensorProof] = []
+    for unit in job.units[slice(*part.units)]:
+        try:
+            found.extend(unit.check(output))
+        except Refused as error:
+            text = f"cannot be read: {error}"
+            found.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
+    copied = (_copy(job, output, name) for name in job.copied[slice(*part.copies)])
+    return found + [each for each in copied if each]
+
+
+def _forget() -> None:
+    for job, output in _KEPT.by_key.values():
+        job.checkpoint.close()
+        output.close()
+    _KEPT.by_key.clear()
 
 
 def _unbalanced(job: Job, output: Checkpoint) -> Iterator[str]:

@@ -11,6 +11,7 @@ they belong to activations. Kept honest by suites/checkpoint/convert/test_fp8_bl
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint.convert.source import BLOCK_ROWS, largest_magnitude, rows_of
 from degarble.harness.checkpoint.plan import PlannedTensor
+from degarble.harness.checkpoint.scale_search import ScaleRule, quantise_rows, tensor_scale
 from degarble.harness.checkpoint.source_values import row_values
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
@@ -29,7 +31,7 @@ from degarble.harness.formats.block_formats import (
     codes_shape,
     scale_shape,
 )
-from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.element_formats import UE8M0
 from degarble.harness.formats.packed_scales import exact_ue8m0
 from degarble.harness.formats.quantise import quantise
@@ -47,6 +49,19 @@ _FP8 = (FP8_128X128_F32, FP8_128X128_UE8M0)
 _DTYPES = {"E2M1": "U8", "E4M3": "F8_E4M3", "UE8M0": "F8_E8M0", "FP32": "F32"}
 
 
+class Partners:
+    """Weights that one tensor scale covers. `exact`: what a proof found their magnitudes to be."""
+
+    def __init__(self, weights: Sequence[StoredWeight]) -> None:
+        self.weights = tuple(weights)
+        self.exact: dict[str, float] = {}
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The largest magnitude of all of them; they are read when first asked for."""
+        return largest_magnitude(self.weights)
+
+
 class Recoded:
     """Source weights stacked along rows, as one weight of another format; None: BF16.
 
@@ -57,13 +72,12 @@ class Recoded:
         self,
         weights: Sequence[StoredWeight],
         fmt: BlockFormat | None,
-        partners: Sequence[StoredWeight] = (),
+        partners: Partners | None = None,
     ) -> None:
         self.weights = tuple(weights)
         self.format = fmt
-        self.partners = tuple(partners) or self.weights
+        self.partners = partners or Partners(weights)
         self._scales: Tensor | None = None
-        self._amax: Tensor | None = None
         _require_stack(self.weights, fmt)
         self.shape = (sum(each.shape[0] for each in self.weights), self.weights[0].shape[1])
 
@@ -100,18 +114,13 @@ class Recoded:
             yield self.tensor_scale
 
     @property
-    def amax(self) -> Tensor:
-        """The largest magnitude that NVFP4's tensor scale covers."""
-        if self._amax is None:
-            self._amax = largest_magnitude(self.partners)
-        return self._amax
-
-    @property
     def tensor_scale(self) -> Tensor:
         """NVFP4's decode scale: the largest magnitude over 6 * 448."""
-        made = quantise(torch.zeros(1, 16), NVFP4, MODELOPT, amax=self.amax)
-        assert made.tensor_scale is not None
-        return made.tensor_scale
+        return torch.tensor(self._scale, dtype=torch.float32)
+
+    @cached_property
+    def _scale(self) -> float:
+        return tensor_scale(float(self.partners.amax), ScaleRule.AMAX)
 
     def _panels(self) -> Iterator[tuple[Tensor, Tensor]]:
         for weight in self.weights:
@@ -120,14 +129,13 @@ class Recoded:
                     yield kept_fp8(record, self.format)
                 continue
             for _, record in rows_of(weight):
-                yield self._encoded(row_values(record).float())
+                yield self._encoded(row_values(record))
 
     def _encoded(self, values: Tensor) -> tuple[Tensor, Tensor]:
         assert self.format is not None
         if self.format == NVFP4:
-            made = quantise(values, NVFP4, MODELOPT, amax=self.amax)
-        else:
-            made = quantise(values, self.format, CANONICAL)
+            return quantise_rows(values, self._scale, ScaleRule.AMAX)
+        made = quantise(values.float(), self.format, CANONICAL)
         return made.codes, made.block_scale
 
     def keeps_codes(self, weight: StoredWeight) -> bool:

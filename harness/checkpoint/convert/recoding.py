@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.convert.recode import Partners
     from degarble.harness.checkpoint.convert.source import Linear
     from degarble.harness.checkpoint.convert.units import TensorProof
     from degarble.harness.checkpoint.plan import PlannedTensor
@@ -30,10 +31,10 @@ def recoding(
     module: str,
     members: Sequence[Linear],
     fmt: BlockFormat | None,
-    partners: Sequence[Linear] = (),
+    partners: Partners | None = None,
 ) -> Unit:
     """Make one module of the target from linears stacked along rows."""
-    recoded = Recoded([each.weight for each in members], fmt, [each.weight for each in partners])
+    recoded = Recoded([each.weight for each in members], fmt, partners)
     names = part_names(checkpoint, module, fmt)
     part_of = {name: part for part, name in names.items()}
 

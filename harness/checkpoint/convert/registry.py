@@ -33,10 +33,15 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
                 ("only", "scale"),
                 to_fp8_block,
             ),
-            Conversion("nvfp4", "linears in NVFP4, weights alone", ("only",), to_nvfp4),
+            Conversion(
+                "nvfp4",
+                "linears in NVFP4, weights alone (W4A16: no input scales)",
+                ("only",),
+                to_nvfp4,
+            ),
             Conversion(
                 "nvfp4-lossless",
-                "MXFP4 linears as NVFP4, bit for bit",
+                "MXFP4 linears as NVFP4, bit for bit, weights alone",
                 ("only",),
                 to_nvfp4_lossless,
                 returns=True,
@@ -57,7 +62,8 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
             ),
             Conversion(
                 "vllm",
-                "vLLM's fused parameters, experts as a backend's kernels read them",
+                "vLLM's fused parameters, uncut (its loader splits them over ranks), experts as a"
+                " backend's kernels read them",
                 ("backend",),
                 to_vllm,
                 returns=True,

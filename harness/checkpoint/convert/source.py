@@ -19,6 +19,7 @@ from degarble.harness.anatomy.types import Kind
 from degarble.harness.checkpoint.source_values import row_values
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import InvalidArgument, LayoutMismatch
+from degarble.harness.formats.fast_modelopt import largest_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -119,16 +120,8 @@ def rows_of(weight: StoredWeight) -> Iterator[tuple[int, Weight]]:
             weight.release(entry)
 
 
-def panels_of(weight: StoredWeight) -> Iterator[Tensor]:
-    """Yield the values, float32, by panels of rows."""
-    for _, record in rows_of(weight):
-        yield row_values(record).float()
-
-
 def largest_magnitude(weights: Iterable[StoredWeight]) -> Tensor:
     """Return the largest magnitude of several weights together."""
-    largest = torch.zeros(())
-    for weight in weights:
-        for panel in panels_of(weight):
-            largest = torch.maximum(largest, panel.abs().amax())
-    return largest
+    walks = (rows_of(weight) for weight in weights)
+    found = (largest_finite(row_values(record)) for walk in walks for _, record in walk)
+    return torch.tensor(max(found, default=0.0), dtype=torch.float32)

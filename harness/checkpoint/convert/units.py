@@ -120,6 +120,7 @@ class Unit(NamedTuple):
     check: Callable[[Checkpoint], Iterator[TensorProof]]
     left_out: tuple[tuple[str, str], ...] = ()
     formats: Mapping[str, str] = MappingProxyType({})  # logical name to format, where it changes
+    require: Callable[[], object] | None = None  # refuses, before writing, what cannot be made
 
 
 class Work(Protocol):
