@@ -5,8 +5,11 @@ an engine's own loader has: renames of prefixes, paths and suffixes, stacks for 
 for its sharding style. Every rule is derived from one member of each kind of parameter, and the
 finished map is tried on all of these: a map that anatomy contradicts never leaves this module.
 
-Which formats vLLM builds: for V4 FP8 linears whatever the file holds, with NVFP4 or MXFP4 experts;
-for V3.2 what the quantisation config says of each module, with the indexer's wk dequantised.
+Which formats vLLM builds: for V4 FP8 linears whatever the file holds, with NVFP4 or MXFP4 experts,
+the drafter's like the others; for V3.2 what the quantisation config says of each module, with the
+indexer's wk dequantised. Its own mappers know DeepSeek's names of V4 and transformers' of V3.2;
+for other spellings the map says in a caveat that it is ours. Names are those of vLLM's models,
+without the module `routed_experts` that 0.33 puts around the parameters of experts.
 Source: vLLM 0.33 models/deepseek_v4, models/deepseek_v32.
 Kept honest by suites/checkpoint/test_loader_engine.py.
 """
@@ -18,8 +21,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.layouts import Layout, layout_named
+from degarble.harness.anatomy.config import V4Config, V32Config
+from degarble.harness.anatomy.layouts import Layout, Spelling, layout_named
 from degarble.harness.anatomy.parameters import Parameter, parameters
 from degarble.harness.anatomy.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.harness.anatomy.sharding import STYLES
@@ -52,6 +55,7 @@ ENGINES = ("vllm",)
 _DEQUANTISED = "attn.indexer.wk"
 _DIVISORS = "compressed-tensors"
 _NO_DRAFTER = "the checkpoint has no drafter"
+_READS = {V4Config.family: Spelling.DEEPSEEK, V32Config.family: Spelling.HUGGINGFACE}
 
 
 class Ranks(NamedTuple):
@@ -72,15 +76,20 @@ def engine_map(inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK) -> Lo
     if engine not in ENGINES:
         raise UnknownName.among("engine", engine, ENGINES)
     source = inventory.layout.with_recipe(stored_recipe(inventory))
-    layout = layout_named(engine, config)
-    if source.suffixes == _DIVISORS:  # another method of the engine, with parameters of its own
-        layout = replace(layout, suffixes=_DIVISORS)
-    if not any(
-        each.parameter.block and each.parameter.block.is_drafter for each in inventory.found
-    ):
-        layout = replace(layout, no_drafter=_NO_DRAFTER)
+    layout = layout_for(inventory, engine)
     recipe, converted = _engine_recipe(inventory, source)
     return _Maker(config, source, layout.with_recipe(recipe), ranks).make(converted)
+
+
+def layout_for(inventory: Inventory, name: str) -> Layout:
+    """Return an engine's layout for a checkpoint: its way of scales, no drafter where none is."""
+    layout = layout_named(name, inventory.config)
+    if inventory.layout.suffixes == _DIVISORS:  # another method, with parameters of its own
+        layout = replace(layout, suffixes=_DIVISORS)
+    blocks = {each.parameter.block for each in inventory.found}
+    if not any(block is not None and block.is_drafter for block in blocks):
+        layout = replace(layout, no_drafter=_NO_DRAFTER)
+    return layout
 
 
 def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[Convert, ...]]:
@@ -91,7 +100,11 @@ def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[
         if formats == {BF16}:
             return recipe_named("bf16", config), ()
         experts = {each.weight for each in inventory.linears if _is_routed(each.parameter)}
-        return recipe_named("nvfp4-experts" if NVFP4 in experts else "official", config), ()
+        if NVFP4 not in experts:
+            return recipe_named("official", config), ()
+        like = Rule("mtp.*.ffn.experts.*", NVFP4, NVFP4)
+        rules = recipe_named("nvfp4-experts", config).rules
+        return Recipe("nvfp4-experts, the drafter's too", (like, *rules)), ()
     wk = [each for each in inventory.linears if each.parameter.row.name == _DEQUANTISED]
     if all(each.weight == BF16 for each in wk):
         return stored, ()
@@ -144,9 +157,17 @@ class _Maker:
             rename=tuple(dict.fromkeys((*self._path_renames(), *self._suffix_renames()))),
             stack=tuple(self._stacks()),
             split=tuple(dict.fromkeys(self._splits())),
+            caveats=tuple(self._caveats()),
         )
         self._try(made)
         return made
+
+    def _caveats(self) -> Iterator[str]:
+        if self._source.spelling is not _READS[self._config.family]:
+            yield (
+                f"the {self._engine.name} mapper for {self._config.family} does not know the names"
+                f" of this checkpoint ({self._source.spelling}); these renames are degarble's"
+            )
 
     def _omitted(self, parameter: Parameter) -> bool:
         layouts = (self._source, self._engine)

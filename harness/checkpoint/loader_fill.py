@@ -134,6 +134,8 @@ def judge_identity(source: Source, taken: Box, truth: Truth | None) -> Wrong | N
         return _another_parameter(source, truth)
     if source.part is not truth.part:
         return _another_part(source, truth)
+    if len(taken.ranges) != len(truth.box.ranges):
+        return None  # its extents tell more
     if taken.ranges != truth.box.ranges:
         return Wrong(
             rules.WRONG_ROWS,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.rules import Rule
     from degarble.harness.errors import LayoutMismatch
 
-_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_LAYER = re.compile(r"\blayers\.(\d{1,9})\b")
 _MOST_BOXES = 4  # shown in a message
 
 
@@ -61,8 +61,8 @@ class LoaderFindings:
             boxes=_listed(boxes),
         )
 
-    def lost(self, source: Source, resolved: Resolved) -> None:
-        """Take in a tensor of the model that is skipped or dropped."""
+    def lost(self, source: Source, resolved: Resolved, leaves: Iterable[str] = ()) -> None:
+        """Take in a tensor of the model that is skipped or dropped, and what that leaves empty."""
         assert source.parameter is not None, "a tensor of the model"
         skipped = resolved.outcome is Outcome.SKIPPED
         rule = rules.SKIPPED if skipped else rules.DROPPED
@@ -75,7 +75,7 @@ class LoaderFindings:
             rule,
             Place(source.name, None, self._layer(source.parameter, source.name)),
             f"{shown(source.name)}, the {source.part} of {source.parameter.name}, is"
-            f" {resolved.outcome}: {why}.",
+            f" {resolved.outcome}: {why}{_left(leaves)}.",
             "Narrow the pattern." if skipped else "Add a rule that places it.",
             pattern=shown(resolved.by),
             renamed=shown(resolved.target),
@@ -101,8 +101,10 @@ class LoaderFindings:
 
     def format(self, found: Found, built: str) -> None:
         """Take in a weight that the engine builds in another format than it is stored in."""
+        block, expert = found.parameter.block, found.parameter.expert
+        drafts = block is not None and block.is_drafter and expert is not None
         self._findings.add(
-            rules.FORMAT,
+            rules.DRAFTER_FORMAT if drafts else rules.FORMAT,
             Place(None, found.module, self._layer(found.parameter, found.module)),
             f"{shown(found.module)} is stored as {found.weight}, the engine builds {built}.",
             "Convert it beforehand, add a conversion to the map, or change what the engine builds.",
@@ -154,6 +156,15 @@ class LoaderFindings:
             error.remedy,
         )
 
+    def caveat(self, caveat: str) -> None:
+        """Take in a respect in which the map is not the engine's own."""
+        self._findings.add(
+            rules.CAVEAT,
+            NOWHERE,
+            f"{shown(caveat)}.",
+            "Read the proof as one of such a loader, not of the engine as it is shipped.",
+        )
+
     def dead(self, dead: Iterable[tuple[str, str]]) -> None:
         """Take in rules that matched nothing."""
         for kind, pattern in dead:
@@ -193,6 +204,11 @@ class LoaderFindings:
             return self._inventory.layer_of(parameter)
         found = _LAYER.search(name)
         return int(found[1]) if found else None
+
+
+def _left(leaves: Iterable[str]) -> str:
+    names = " and ".join(map(shown, leaves))
+    return f"; {names} stays as the engine found it" if names else ""
 
 
 _VERBS = {

@@ -6,8 +6,9 @@ stored tensor: convert, skip, elsewhere, rename, stack, split. Patterns are Pyth
 expressions that are searched for, not matched from the start; a stack takes the number of an expert
 from a group called `expert`. docs/loader-maps.md tells each field with an example.
 
-Refuses patterns that do not compile, replacements that name unknown groups, and numbers of ranks
-below one. Reading from YAML is loader_text.py, vLLM's own maps are made by loader_vllm.py.
+Refuses patterns that do not compile or could take for ever, replacements that name unknown groups,
+and numbers of ranks below one. Reading from YAML is loader_text.py, vLLM's own maps are made by
+loader_engine.py.
 Kept honest by suites/checkpoint/test_loader_maps.py.
 """
 
@@ -33,10 +34,19 @@ EXPERT_GROUP = "expert"
 VALUES, FP8 = "BF16", "FP8"  # what a conversion can make
 ONE_SCALE = "tensor"  # in place of a block shape: one scale for the whole weight
 _MOST_RANKS = 4096
+_MOST_EXPERTS = 1 << 16
+_MOST_RULES = 1000  # of one kind
+_MOST_DIMENSIONS = 8
+_LONGEST_PATTERN = 500
+_MOST_REPEATS = 3  # of unbounded length, so that matching stays polynomial
+_LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)  # an escaped sign, or a set of them
+_REPEAT = re.compile(r"[*+]|\{\d*,\d*\}")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 def compiled(what: str, pattern: str, replacement: str | None = None) -> re.Pattern[str]:
     """Compile a pattern of a map, and try its replacement; refuse what Python refuses."""
+    _require_quick(what, pattern, replacement or "")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a set that Python will read otherwise one day
@@ -50,6 +60,20 @@ def compiled(what: str, pattern: str, replacement: str | None = None) -> re.Patt
             what, value, f"a regular expression ({error})", "See docs/loader-maps.md."
         ) from error
     return found
+
+
+def _require_quick(what: str, pattern: str, replacement: str) -> None:
+    """Refuse what could make a search, or a name, grow without bound."""
+    plain = _LITERAL.sub("x", pattern)
+    if max(len(pattern), len(replacement)) > _LONGEST_PATTERN:
+        expectation = f"at most {_LONGEST_PATTERN} signs"
+    elif _REPEATED_GROUP.search(plain):
+        expectation = "no repeated group: it can take for ever to search"
+    elif len(_REPEAT.findall(plain)) > _MOST_REPEATS:
+        expectation = f"at most {_MOST_REPEATS} repeats of any length"
+    else:
+        return
+    raise InvalidArgument(what, pattern, expectation, "Write several rules in its place.")
 
 
 @dataclass(frozen=True)
@@ -159,6 +183,9 @@ class Listed:
             raise UnknownName.among(f"dtype of {self.name}", self.dtype, DTYPE_BITS)
         for extent in (*self.shape, *self.slots):
             _require_count(f"shape of {self.name}", extent, 0)
+        _require_count(f"dimensions of {self.name}", len(self.shape), 0, _MOST_DIMENSIONS)
+        if self.experts and self.shape:
+            _require_count(f"experts of {self.name}", self.shape[0], 1, _MOST_EXPERTS)
         axis = int(self.experts)
         rows = self.shape[axis] if len(self.shape) > axis else 0
         if (self.slots and sum(self.slots) != rows) or (self.experts and not self.shape):
@@ -189,7 +216,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class LoaderMap:
-    """How an engine loads. `rank`: prove one rank alone; None: all of them."""
+    """How an engine loads. `rank`: prove one rank alone; None: all of them.
+
+    `caveats`: in which respects the map is not the engine's own; a proof repeats them.
+    """
 
     name: str
     parameters: Engine | tuple[Listed, ...]
@@ -204,12 +234,17 @@ class LoaderMap:
     stack: tuple[Stack, ...] = ()
     split: tuple[Split, ...] = ()
     fill: tuple[Fill, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "pp"):
             _require_count(name, getattr(self, name), 1, _MOST_RANKS)
+        ranks = self.pp * max(self.tp, self.ep)
+        _require_count("all ranks, pp * max(tp, ep)", ranks, 1, _MOST_RANKS)
         if self.rank is not None:
-            _require_count("rank", self.rank, 0, self.pp * max(self.tp, self.ep) - 1)
+            _require_count("rank", self.rank, 0, ranks - 1)
+        for name in ("convert", "skip", "elsewhere", "rename", "stack", "split", "fill"):
+            _require_count(f"rules of kind {name}", len(getattr(self, name)), 0, _MOST_RULES)
         for pattern in self.skip:
             compiled("skip", pattern)
         if not isinstance(self.parameters, Engine):

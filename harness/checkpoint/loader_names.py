@@ -2,7 +2,8 @@
 
 Owns the order of the rules (skip, elsewhere, rename, stack, then the name itself) and the account
 of which rules ever matched. A pattern is searched for only in names that contain the literal text
-which every match of it must have; that is a shortcut, the outcome is the same.
+which every match of it must have; that is a shortcut, the outcome is the same. Names beyond
+LONGEST_NAME are dropped unread: no parameter has one, and a hostile one could be searched for ever.
 Kept honest by suites/checkpoint/test_loader_names.py, which compares with rules applied one by one.
 """
 
@@ -39,6 +40,9 @@ class Resolved(NamedTuple):
     expert: int | None = None
     by: str = ""
 
+
+LONGEST_NAME = 256
+_MOST_DIGITS = 9
 
 _PLAIN = re.compile(r"[A-Za-z0-9_ \-]")
 _ESCAPED = frozenset(".-_+*?()[]{}^$|\\/")
@@ -115,6 +119,8 @@ class NameRules:
 
     def resolve(self, name: str) -> Resolved:
         """Follow one stored tensor's name."""
+        if len(name) > LONGEST_NAME:
+            return Resolved(Outcome.DROPPED, name)
         for pattern in self._skip:
             if pattern.search(name):
                 return Resolved(Outcome.SKIPPED, by=pattern.text)
@@ -124,6 +130,8 @@ class NameRules:
         for pattern, replacement in self._rename:
             if pattern.search(name):
                 name = pattern.expression.sub(replacement, name)
+                if len(name) > LONGEST_NAME:  # before the next rule makes it longer still
+                    return Resolved(Outcome.DROPPED, name)
         for pattern, stack in self._stack:
             match = pattern.search(name)
             if match is None:
@@ -131,9 +139,9 @@ class NameRules:
             # sub() keeps the parsed template; expand() parses it again for each of 280,000 names.
             target = pattern.expression.sub(stack.into, name, count=1)
             if target in self._known:
-                groups = match.groupdict()
-                number = groups.get(EXPERT_GROUP)
-                expert = int(number) if number and number.isdecimal() else None
+                number = match.groupdict().get(EXPERT_GROUP) or ""
+                counts = number.isdecimal() and len(number) <= _MOST_DIGITS
+                expert = int(number) if counts else None
                 return Resolved(Outcome.PLACED, target, stack.slot, expert, pattern.text)
         if name in self._known:
             return Resolved(Outcome.PLACED, name)

@@ -18,21 +18,22 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.anatomy.sharding import plan
 from degarble.harness.anatomy.types import Box
 from degarble.harness.checkpoint import rules_loader as rules
 from degarble.harness.checkpoint.boxes import ByteRuns, byte_runs, cover
 from degarble.harness.checkpoint.inventory import stored_recipe, take_inventory
-from degarble.harness.checkpoint.loader_fill import SCALES
+from degarble.harness.checkpoint.loader_engine import layout_for
+from degarble.harness.checkpoint.loader_fill import NO_SLOT, SCALES
 from degarble.harness.checkpoint.loader_findings import LoaderFindings
 from degarble.harness.checkpoint.loader_maps import AS_STORED, Engine, compiled
-from degarble.harness.checkpoint.loader_names import Outcome
 from degarble.harness.checkpoint.loader_reads import Reads
 from degarble.harness.checkpoint.loader_routes import Routes
 from degarble.harness.checkpoint.loader_sources import require_unfused
 from degarble.harness.checkpoint.loader_targets import EngineTargets, listed_targets, ranks_of
+from degarble.harness.checkpoint.loader_told import Missing, Told, is_told, key_of
 from degarble.harness.checkpoint.loader_writes import Transfer, Writer
+from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.types import shown, unknown_name
 from degarble.harness.errors import InvalidArgument, LayoutMismatch
 
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.findings import Finding
     from degarble.harness.checkpoint.loader_fill import Wrong
     from degarble.harness.checkpoint.loader_maps import LoaderMap
+    from degarble.harness.checkpoint.loader_names import Outcome
     from degarble.harness.checkpoint.loader_sources import Source
-    from degarble.harness.checkpoint.loader_targets import Key, RankTargets, Target, Truth
+    from degarble.harness.checkpoint.loader_targets import RankTargets, Target
     from degarble.harness.checkpoint.loader_writes import Written
     from degarble.harness.checkpoint.types import TensorEntry
     from degarble.harness.checkpoint.view import Checkpoint
@@ -145,11 +147,15 @@ class _Prover:
         self._reads = Reads()
         self._refused: set[str] = set()  # sources that fit no slot, which has its finding
         self._other_format: set[str] = set()  # parameters that have a finding as a whole
+        self._told = Told()
+        self._missing: list[Missing] = []
         self._counts: Counter[str] = Counter()
 
     def prove(self) -> LoaderProof:
         """Return the proof."""
         unwritten: dict[tuple[int, str], tuple[Box, ...]] = {}
+        for caveat in self._map.caveats:
+            self._findings.caveat(caveat)
         try:
             self._routes.follow()
             self._judge_formats()
@@ -160,6 +166,7 @@ class _Prover:
                     missing = self._judge(held, target)
                     if missing:
                         unwritten[held.rank, target.name] = missing
+            self._report_missing()
             self._findings.dead(self._routes.dead() + self._writer.splits.dead())
         except LayoutMismatch as error:
             self._findings.partners_differ(error)
@@ -195,7 +202,7 @@ class _Prover:
             )
         layout = engine.layout
         if isinstance(layout, str):
-            layout = layout_named(layout, self._inventory.config)
+            layout = layout_for(self._inventory, layout)
         recipe = stored_recipe(self._inventory) if engine.recipe == AS_STORED else engine.recipe
         return layout.with_recipe(recipe)
 
@@ -238,8 +245,11 @@ class _Prover:
             source = write.source
             if write.wrong is not None:
                 self._report_wrong(source, target, write.wrong, held.rank)
+                if write.wrong.rule.level is Level.ERROR:
+                    self._told.wrong(source, held.truth(write.member))
             if not write.arrives:
-                refused.append(write.member.box)
+                if write.member is not NO_SLOT:
+                    refused.append(write.member.box)
                 self._refused.add(source.name)
                 continue
             done.append(write)
@@ -261,46 +271,48 @@ class _Prover:
         """Report what is written twice or never; return what is never written."""
         boxes = tuple(each.member.box for each in done)
         covered = cover(target.shape, boxes)
-        if covered.twice:
+        if covered.twice and not any(each.wrong for each in done):
             names = sorted({each.source.name for each in done})[:4]
             why = f"by {', '.join(map(shown, names))}"
             self._findings.boxes(rules.WRITTEN_TWICE, target.name, covered.twice, why, held.rank)
         untold = cover(target.shape, boxes + refused).missing if covered.missing else ()
-        empty = {
-            key: held.truth(member)
-            for key, member in target.members.items()
-            if any(box.overlaps(member.box) for box in untold)
-        }
-        truths = [truth for truth in empty.values() if truth is not None]
-        if untold and not any(each.parameter.name in self._other_format for each in truths):
-            self._report_missing(held, target, untold, empty)
+        if untold:
+            empty = {
+                key: held.truth(member)
+                for key, member in target.members.items()
+                if any(box.overlaps(member.box) for box in untold)
+            }
+            self._missing.append(Missing(target, untold, empty, held.rank))
         return covered.missing
 
-    def _report_missing(
-        self,
-        held: RankTargets,
-        target: Target,
-        missing: tuple[Box, ...],
-        empty: Mapping[Key, Truth | None],
-    ) -> None:
-        truths = [truth for truth in empty.values() if truth is not None]
-        for pattern, value in self._fills:
-            if pattern.search(target.name):
+    def _report_missing(self) -> None:
+        """Report what is never written, unless the tensor that belongs there has its finding."""
+        lost = {key for key, (_, resolved) in self._routes.lost.items() if is_told(resolved)}
+        explained = lost | self._told.sources
+        for target, boxes, empty, rank in self._missing:
+            truths = [truth for truth in empty.values() if truth is not None]
+            if any(truth.parameter.name in self._other_format for truth in truths):
+                continue
+            filled = [value for pattern, value in self._fills if pattern.search(target.name)]
+            if filled:
                 scale = any(each.part in SCALES for each in truths) or "scale" in target.name
-                self._findings.constant(target.name, value, scale, held.rank)
-                return
-        slots = {slot for _, slot in target.members}
-        gone = {slot for _, slot in empty}
-        rule = rules.SLOT_UNWRITTEN if len(slots) > 1 and gone != slots else rules.UNWRITTEN
-        why = "; ".join(dict.fromkeys(map(self._routes.fate, truths[:_MOST_FATES])))
-        self._findings.boxes(rule, target.name, missing, why, held.rank)
+                self._findings.constant(target.name, filled[0], scale, rank)
+                self._told.places(truths)
+                continue
+            if truths and all(key_of(truth) in explained for truth in truths):
+                self._told.leaves(truths, target.name)
+                continue
+            slots, gone = {slot for _, slot in target.members}, {slot for _, slot in empty}
+            rule = rules.SLOT_UNWRITTEN if len(slots) > 1 and gone != slots else rules.UNWRITTEN
+            why = "; ".join(dict.fromkeys(map(self._routes.fate, truths[:_MOST_FATES])))
+            self._findings.boxes(rule, target.name, boxes, why, rank)
 
     def _judge_sources(self) -> dict[str, tuple[Box, ...]]:
         """Report tensors that go nowhere, and what of the placed ones reaches no rank."""
-        for source, resolved in self._routes.lost.values():
-            told = source.parameter is not None and source.parameter.name in self._other_format
-            if not told and resolved.outcome is not Outcome.ELSEWHERE:
-                self._findings.lost(source, resolved)
+        for key, (source, resolved) in self._routes.lost.items():
+            told = key[0] in self._other_format or key in self._told.taken
+            if is_told(resolved) and not told:
+                self._findings.lost(source, resolved, self._told.left.get(key, ()))
         unread: dict[str, tuple[Box, ...]] = {}
         if self._map.rank is not None:
             return unread  # the other ranks read the rest

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.anatomy.recipes import BF16
 from degarble.harness.anatomy.storage import Part
-from degarble.harness.checkpoint.loader_maps import FP8, compiled
+from degarble.harness.checkpoint.loader_maps import FP8, ONE_SCALE, compiled
 from degarble.harness.errors import LayoutMismatch, Refused
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.modules import ModuleTable
     from degarble.harness.checkpoint.types import TensorEntry
 
+_USUAL_BLOCK = (128, 128)
 _WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE})
 
 
@@ -118,10 +119,10 @@ class Conversions:
             return
         yield Source(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
         scales: tuple[int, ...] = (1,)
-        if isinstance(rule.block, tuple):
-            scales = tuple(
-                -(-extent // block) for extent, block in zip(shape, rule.block, strict=True)
-            )
+        if rule.block != ONE_SCALE:
+            # What is not stated has its own finding.
+            blocks = rule.block if isinstance(rule.block, tuple) else _USUAL_BLOCK
+            scales = tuple(-(-extent // each) for extent, each in zip(shape, blocks, strict=True))
         name = found.module + rule.suffix
         yield Source(name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins)
 

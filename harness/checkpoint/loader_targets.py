@@ -122,25 +122,30 @@ class EngineTargets:
                 self._by_expert[parameter.expert].append(parameter)
         self._held: tuple[object, list[Parameter]] = (None, [])
         self._targets: tuple[object, dict[str, Target]] = (None, {})
+        self._last: RankTargets | None = None
 
     def __call__(self, ranks: Iterable[int]) -> Iterator[RankTargets]:
         """Yield what each of these ranks holds."""
-        format_of = self._layout.recipe_for(self._config).format_of
         for rank in ranks:
-            experts = self._plan.experts_of(rank)
-            cutter = Cutter(format_of, self._plan, rank)
-            kinds = [*self._by_expert[None], *self._by_expert[experts.start]]
-            shapes = tuple(found and found[0].shape for found in map(cutter.cut, kinds))
-            here = (experts, tuple(shape is None for shape in shapes))
-            if self._held[0] != here:
-                self._held = here, self._held_by(experts, cutter)
-            held = self._held[1]
-            if self._targets[0] != (shapes, len(experts)):
-                # The names of experts differ between ranks, and nothing else does.
-                made = self._targets_of(held, experts, cutter)
-                self._targets = (shapes, len(experts)), made
-            tp_rank = rank % self._plan.ranks_per_stage % self._plan.tp
-            yield RankTargets(rank, tp_rank, experts.start, self._targets[1], held, cutter)
+            if self._last is None or self._last.rank != rank:
+                self._last = self._of(rank)
+            yield self._last
+
+    def _of(self, rank: int) -> RankTargets:
+        experts = self._plan.experts_of(rank)
+        cutter = Cutter(self._layout.recipe_for(self._config).format_of, self._plan, rank)
+        kinds = [*self._by_expert[None], *self._by_expert[experts.start]]
+        shapes = tuple(found and found[0].shape for found in map(cutter.cut, kinds))
+        here = (experts, tuple(shape is None for shape in shapes))
+        if self._held[0] != here:
+            self._held = here, self._held_by(experts, cutter)
+        held = self._held[1]
+        if self._targets[0] != (shapes, len(experts)):
+            # The names of experts differ between ranks, and nothing else does.
+            made = self._targets_of(held, experts, cutter)
+            self._targets = (shapes, len(experts)), made
+        tp_rank = rank % self._plan.ranks_per_stage % self._plan.tp
+        return RankTargets(rank, tp_rank, experts.start, self._targets[1], held, cutter)
 
     def _held_by(self, experts: range, cutter: Cutter) -> list[Parameter]:
         return [

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view import Checkpoint
 
 _LARGEST_MAP = 16 << 20  # an engine's list of 3,000 parameters has 0.3 MB
+_MOST_DIGITS = 9
 _SUFFIXES = (".yaml", ".yml", ".json")
 _NUMBERS = ("tp", "ep", "pp", "rank")
 _LISTS: dict[str, type] = {
@@ -56,7 +57,7 @@ _LISTS: dict[str, type] = {
     "fill": Fill,
     "convert": Convert,
 }
-_KEYS = ("name", "base", "parameters", "skip", *_NUMBERS, *_LISTS)
+_KEYS = ("name", "base", "parameters", "skip", "caveats", *_NUMBERS, *_LISTS)
 # str(parameter.dtype), so that a list of parameters can be written by a loop over a model.
 _TORCH = {
     "torch.bfloat16": "BF16",
@@ -101,8 +102,8 @@ def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
             changes[key] = value
         elif key == "parameters":
             changes[key] = _parameters(value, inventory)
-        elif key == "skip":
-            changes[key] = (*_texts(key, value), *made.skip)
+        elif key in ("skip", "caveats"):
+            changes[key] = (*_texts(key, value), *getattr(made, key))
         elif key in _LISTS:
             rules = tuple(
                 _rule(f"{key}[{i}]", key, each) for i, each in enumerate(_list(key, value))
@@ -144,11 +145,12 @@ def _known(inventory: Inventory | None, engine: str) -> Inventory:
 
 
 def _ranks(text: str) -> Ranks:
-    numbers = {}
+    numbers: dict[str, int] = {}
     for each in filter(None, text.split(",")):
         key, _, number = each.partition("=")
-        if key not in Ranks._fields or not number.isdecimal():
-            raise _refused("ranks", each, "tp=N, ep=N or pp=N, separated by commas")
+        fits = number.isdecimal() and len(number) <= _MOST_DIGITS
+        if key not in Ranks._fields or key in numbers or not fits:
+            raise _refused("ranks", each, "tp=N, ep=N and pp=N, each once, separated by commas")
         numbers[key] = int(number)
     return Ranks(**numbers)
 
@@ -288,7 +290,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses repeated keys: YAML would let the last one win in silence."""
+    """A SafeLoader that refuses repeated keys: YAML would let the last one win in silence.
+
+    Aliases are refused as well: with them a small text is a tree without end.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node that is written out."""
+        if self.check_event(yaml.AliasEvent):
+            raise _refused("alias", "an alias", "text without aliases")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping whose keys differ."""

@@ -92,6 +92,13 @@ FORMAT = Rule(
     "the engine builds each weight in the format that is stored, or a conversion makes it so",
     "field report A: 305 and 91 NVFP4 modules had to be turned back; faults B061, B066",
 )
+DRAFTER_FORMAT = Rule(
+    "loader.drafter_format",
+    Level.WARNING,
+    "the engine builds the drafter's experts in the format that is stored; where it does not,"
+    " drafts are lost, the text is not",
+    "vLLM 0.33 models/deepseek_v4/quant_config.py: every layer of experts follows moe_quant_algo",
+)
 DTYPE = Rule(
     "loader.dtype",
     Level.ERROR,
@@ -171,6 +178,12 @@ PARTNERS_DIFFER = Rule(
     Level.ERROR,
     "what the engine fuses has one format, and is not cut through a scale block",
     "fault B066; vLLM 0.33 packed_modules_mapping",
+)
+CAVEAT = Rule(
+    "loader.caveat",
+    Level.WARNING,
+    "the map is the engine's own in every respect",
+    "vLLM 0.33 models/deepseek_v4/nvidia/model.py: its mapper knows DeepSeek's names alone",
 )
 DEAD_RULE = Rule(
     "loader.dead_rule",

@@ -38,10 +38,9 @@ FIELD: Raw = {
             ],
         },
     },
-    # The export holds no drafter; its engine is told so by leaving the drafter to another loader.
     "convert": [
         {"match": r"\.o_a_proj$", "to": "FP8", "block": [128, 128], "scale": "F32"},
-        {"match": r"\.(q_a|q_b|kv|gate|o_b|indexer\.kv|indexer\.gate)_proj$", "to": "BF16"},
+        {"match": r"\.self_attn\..*(q_a|q_b|kv|gate|o_b)_proj$", "to": "BF16"},
         {"match": r"\.shared_experts\.(gate|up|down)_proj$", "to": "BF16"},
     ],
 }
