@@ -1,0 +1,41 @@
+"""A capturing run that is killed at any moment leaves a capture that opens, marked incomplete."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.record.capture_reader import Capture
+from degarble.suites.record.capture_cases import arrays
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("trials", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(trials: int, tmp_path: Path, seed: int) -> None:
+    chance, calls = random.Random(seed), 0
+    for trial in range(trials):
+        folder = tmp_path / str(trial)
+        command = [sys.executable, "-m", "degarble.suites.record.capture_cases", str(folder)]
+        with subprocess.Popen(command) as run:
+            deadline = time.monotonic() + 60
+            while not (folder / "part-000003.safetensors").exists():
+                assert run.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.05)
+            run.kill()
+        capture = Capture.open(folder)
+        assert not capture.complete
+        assert list(capture.damage()) == []
+        assert len(capture.parts) >= 4
+        first = capture.calls[0]
+        assert capture.array(first.inputs["x"]).tolist() == arrays(0)[0].tolist()
+        calls += len(capture.calls)
+    assert calls > 8 * trials
