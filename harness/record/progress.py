@@ -4,7 +4,8 @@ Owns the arithmetic and the words; who draws them is the caller's business. To u
 `with terminal.work("quantise", total_bytes) as progress:`, then `progress.advance(nbytes, what)`
 from any thread after each piece that is done. Small and frequent pieces are fine, the drawing is
 bounded. `progress.skip(nbytes)` is for what an earlier run had finished: it counts as done, not
-into the rate. Floors below take a function, `progress.advance`, and need no terminal.
+into the rate. What is known late is added by `progress.expect(nbytes)`; `progress.step(what)` names
+what takes long without bytes. Floors below take a function, `progress.advance`, and no terminal.
 
 The rate is that of the last half minute, so the time left follows what the machine does now.
 What keeps it honest: suites/record/test_progress.py, with a clock of its own.
@@ -52,6 +53,8 @@ class Pace:
         """Tell it in one line of at most `width` columns; what matters least goes first."""
         rate = "" if self.rate is None else f"{size(self.rate)}/s"
         left = "" if self.left is None else f"{duration(self.left)} left"
+        if self.total <= 0:
+            return f"{self.doing}  {self.step}".rstrip()[: max(0, width)]
         percent = f"{math.floor(self.share * 100)} %"
         amount = f"{size(self.done)} of {size(self.total)}"
         for parts in (
@@ -92,6 +95,17 @@ class Progress:
             self._remember()
             self._show(self._pace())
 
+    def step(self, what: str) -> None:
+        """Name what is being done."""
+        self.advance(0, what)
+
+    def expect(self, nbytes: int) -> None:
+        """Add work that is known of only now; the rate begins anew."""
+        with self._lock:
+            self._total += nbytes
+            self._points = deque([(self._clock(), self._done)])
+            self._show(self._pace())
+
     def skip(self, nbytes: int) -> None:
         """Count bytes that an earlier run had done: they say nothing about the rate."""
         with self._lock:
@@ -115,9 +129,9 @@ class Progress:
     def _pace(self) -> Pace:
         now = self._clock()
         since, before = self._points[0]
-        elapsed, gone = now - self._begun, self._done - before
-        rate = gone / (now - since) if elapsed >= _SETTLED and now > since and gone else None
-        return Pace(self._doing, self._done, self._total, elapsed, rate, self._step)
+        took, gone = now - since, self._done - before
+        rate = gone / took if took >= _SETTLED and gone else None
+        return Pace(self._doing, self._done, self._total, now - self._begun, rate, self._step)
 
 
 def size(nbytes: float) -> str:

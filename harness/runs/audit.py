@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.number_table import NumberTable
     from degarble.harness.checkpoint.worker_pool import Workers
 
-    Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes of all the work
+    Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes that are known
 
 STRUCTURE, NUMBERS, AGAINST, LOADER = "structure", "numbers", "against", "loader"
 PARTS = (STRUCTURE, NUMBERS, AGAINST, LOADER)
@@ -193,16 +193,20 @@ def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) ->
     """Look at a checkpoint; `listen` gives the counter of bytes that are walked."""
     unheard: Listen = lambda total: nullcontext(Progress("", total))  # noqa: E731  a default
     with ExitStack() as stack:
+        progress = stack.enter_context((listen or unheard)(0))
+        progress.step("heads")
         checkpoint = stack.enter_context(Checkpoint.survey(wanted.path))
         _require_tensors(checkpoint)
         reference = None
         if wanted.against is not None:
             reference = stack.enter_context(Checkpoint.open(wanted.against))
         steps = _Steps(checkpoint, reference, wanted)
+        progress.step("loading")
         steps.look_at_loading()  # first, because it refuses a wrong map
+        progress.step("structure")
         steps.look_at_structure()
         if wanted.numbers:
-            steps.walk(workers, listen or unheard)
+            steps.walk(workers, progress)
         return steps.audit()
 
 
@@ -247,7 +251,7 @@ class _Steps:
             f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
         )
 
-    def walk(self, workers: Workers, listen: Listen) -> None:
+    def walk(self, workers: Workers, progress: Progress) -> None:
         """Judge every stored number, by itself and beside the reference."""
         # Torch takes 200 MB, and a structure audit needs none of it.
         from degarble.harness.checkpoint.against import bytes_against  # noqa: PLC0415
@@ -255,10 +259,12 @@ class _Steps:
         total = self._subject.nbytes
         if self._reference is not None:
             total += bytes_against(self._checkpoint, self._reference)  # refuses another model
-        with listen(total) as progress:
-            self._look_at_numbers(workers, progress)
-            if self._reference is not None and self._wanted.against is not None:
-                self._compare(self._reference, self._wanted.against, workers, progress)
+        progress.expect(total)
+        progress.step("numbers")
+        self._look_at_numbers(workers, progress)
+        if self._reference is not None and self._wanted.against is not None:
+            progress.step("against")
+            self._compare(self._reference, self._wanted.against, workers, progress)
 
     def _look_at_numbers(self, workers: Workers, progress: Progress) -> None:
         from degarble.harness.checkpoint.numbers import judge_numbers  # noqa: PLC0415  as above

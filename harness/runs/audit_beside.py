@@ -7,6 +7,7 @@ What keeps it honest: suites/runs/test_audit_beside.py.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,12 @@ def beside_roles(beside: Beside) -> Details:
     return Details(f"Beside {beside.name}, by role", (inner,), "beside-roles")
 
 
+def error_of(table: AgainstTable, row: int) -> float | None:
+    """Give the relative error of a weight; None where it has no finite one."""
+    error = float(table["error"][row])
+    return error if math.isfinite(error) and not table["odd_here"][row] else None
+
+
 def _by_role(table: AgainstTable) -> Iterator[tuple[str, NDArray[np.int64]]]:
     members: dict[str, list[int]] = defaultdict(list)
     for index, pair in enumerate(table.pairs):
@@ -119,9 +126,12 @@ def beside_facts(table: AgainstTable, row: int) -> Iterator[Fact]:
     stored = FORMATS[int(one["reference_format"])]
     yield Fact("In the reference", f"{stored}, {table.pairs[row].there}")
     yield Fact("Cosine", f"{number(float(one['cosine']), 6)}, gain {number(float(one['gain']))}")
-    floor, over = number(float(one["floor"])), number(float(one["over_floor"]))
-    error = number(float(one["error"]))
-    yield Fact("Relative error", f"{error}, its format's own {floor}, so {over} times that")
+    if one["odd_here"]:
+        yield Fact("Not finite here alone", f"{int(one['odd_here']):,}")
+    floor, over = float(one["floor"]), float(one["over_floor"])
+    explained = f"; its format explains {number(floor)}" if floor > 0 else ""
+    times = f", {number(over)} times that" if explained and math.isfinite(over) else ""
+    yield Fact("Relative error", f"{number(float(one['error']))}{explained}{times}")
     yield Fact("Equal values", share(float(one["equal"])))
     if one["worst_row"] >= 0:
         worst = number(float(one["worst_row_error"]))

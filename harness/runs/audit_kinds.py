@@ -29,7 +29,7 @@ _KINDS = (
     ("embedding, head", r"\b(embed|embed_tokens|head|lm_head|shared_head)\b"),
 )
 OTHER = "other"
-WHOLE = "whole checkpoint"
+WHOLE = "checkpoint"
 KINDS = (*(kind for kind, _ in _KINDS), OTHER, WHOLE)
 _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"\b(layers|mtp)\.(\d+)\b")

@@ -29,7 +29,7 @@ from degarble.harness.record.blocks import (
 )
 from degarble.harness.record.progress import size
 from degarble.harness.record.wording import number, share
-from degarble.harness.runs.audit_beside import beside_facts, beside_roles, farthest
+from degarble.harness.runs.audit_beside import beside_facts, beside_roles, error_of, farthest
 from degarble.harness.runs.audit_kinds import kind_of_name
 from degarble.harness.runs.audit_roles import NOT_PACKED, order_told, roles_of
 
@@ -63,12 +63,11 @@ def loader_blocks(audit: Audit) -> list[Block]:
     if proof is None:
         return []
     counts = proof.summary()
-    columns = (Column("count"), Column("number", ColumnKind.NUMBER, 12))
-    rows = tuple((name, counts[name]) for name in sorted(counts))
+    facts = tuple(Fact(name.capitalize(), f"{counts[name]:,}") for name in sorted(counts))
     ranks = tuple(Column(name) for name in SHARE_HEADER)
     shares = share_rows(rank_shares(proof))
     return [
-        Table(f"What the map {proof.map.name} does", columns, rows),
+        Facts(facts, f"What the map {proof.map.name} does"),
         Table("What each rank holds", ranks, shares),
     ]
 
@@ -208,7 +207,7 @@ class _Row:
         if self._beside is not None:
             table, rows = self._beside
             row = rows.get(self.unit.name)
-            yield None if row is None else _or_none(float(table["error"][row]))
+            yield None if row is None else error_of(table, row)
 
     def facts_beside(self) -> Iterator[Fact]:
         """Tell it beside the reference's weight."""

@@ -41,6 +41,22 @@ def test_what_was_done_before_is_done_and_says_nothing_of_the_rate() -> None:
     assert progress.pace.rate == pytest.approx(5)
 
 
+def test_work_that_is_known_late_has_a_rate_of_its_own() -> None:
+    clock = _Clock()
+    shown: list[str] = []
+    progress = Progress("audit", 0, lambda pace: shown.append(pace.text()), clock)
+    progress.step("structure")
+    clock.now += 20
+    progress.expect(100)
+    clock.now += 2
+    progress.advance(20)
+    assert shown == [
+        "audit  structure",
+        "audit  0 %  0 B of 100 B  structure",
+        "audit  20 %  20 B of 100 B  10 B/s  8 s left  structure",
+    ]
+
+
 def test_nothing_is_promised_before_anything_is_known() -> None:
     clock = _Clock()
     progress = Progress("audit", 1000, clock=clock)

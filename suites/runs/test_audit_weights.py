@@ -88,7 +88,7 @@ def test_without_numbers_or_map_there_is_nothing_to_tell(sick: Audit) -> None:
 
 def test_loading_is_told_in_counts_and_by_rank(sick: Audit) -> None:
     counts, ranks = loader_blocks(sick)
-    assert isinstance(counts, Table)
+    assert isinstance(counts, Facts)
     assert isinstance(ranks, Table)
-    assert ("ranks", 2) in counts.rows
+    assert ("Ranks", "2") in [(fact.name, fact.value) for fact in counts.rows]
     assert ranks.rows[0][0] == "0-1"
