@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 BENCHES = {  # key to module, imported when run
     "formats": "degarble.suites.bench.bench_formats",
     "checkpoint-quantise": "degarble.suites.bench.bench_checkpoint_quantise",
+    "compare": "degarble.suites.bench.bench_compare",
     "full-size": "degarble.suites.bench.bench_full_size",
     "references": "degarble.suites.bench.bench_references",
     "tiny": "degarble.suites.bench.bench_tiny",
