@@ -142,13 +142,14 @@ class _Judging:
         for index in indices(numbers & ~far & (table["bad_rows"] > 0)):
             self._rows(index)
         exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
-        slightly = numbers & ~far & exact & (table["over_floor"] > SLIGHTLY)
+        slightly = numbers & ~far & exact & (table["bad_rows"] == 0)
+        slightly &= table["over_floor"] > SLIGHTLY
         self._slightly(indices(slightly & (error > NEXT_TO_NOTHING)))
 
     def _far(self, index: int, explained: float) -> None:
         table = self.table
         error, residual = float(table["error"][index]), float(table["residual"][index])
-        wrong = not math.isfinite(residual) or residual > max(UNEXPLAINED, FAR * explained)
+        wrong = not residual <= max(UNEXPLAINED, FAR * explained) or table["gain"][index] < 0
         if wrong:
             rule, message = self._reasons.of_values(index) or (rules.VALUES, "")
             told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"

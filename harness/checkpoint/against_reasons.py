@@ -1,6 +1,6 @@
 """Why a weight is not the reference's: causes that are tried on its values, until one undoes it.
 
-Owns the trials. On a panel of rows from the middle of the weight: signs, packing orders, block
+Owns the trials. On some panels of rows from the middle of the weight: signs, packing orders, block
 scales that belong to other blocks, rows in another order, another tensor of the reference (found by
 sketch, then read). A cause is named only where undoing it leaves the weight like the reference;
 without one there is no reason, and the numbers stand for themselves. Gains are named when they are
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.stored import StoredWeight
     from degarble.harness.checkpoint.view import Checkpoint
 
-PANEL = 128
+PANEL, PANELS = 128, 8  # rows that are looked at, from the middle of a weight
 ALIKE = 0.97  # cosine: what is left is a format's error
 SKETCHES_ALIKE = 0.9
 NAMED_GAIN = 0.01
 LOOKED_AT = 3  # weights of one role in one block; others like them have the same cause
+GAIN_SPREAD = 0.1  # of blocks under scales that are not theirs
+_SIGNS_KEPT = 0.97  # zeros have none, and small values become zeros
 _PROBES = 16  # rows that are looked for among all rows
 _MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
 _FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
@@ -80,12 +82,15 @@ class Reasons:
         """Name a gain, as `, which is ...`; empty for one without a name."""
         inputs = float(self._table["input_scale"][index])
         decode = float(self._table["decode_scale"][index])
+        if decode == 1.0:
+            return ", and its tensor scale is 1: the real one was lost"
         known = {
             "its input scale": inputs,
             "one over its input scale": 1 / inputs if inputs else math.nan,
             "its tensor scale": decode,
             "one over its tensor scale": 1 / decode if decode else math.nan,
             "the square of its tensor scale, so it was stored the other way round": decode**2,
+            "the root of its tensor scale, so it was applied twice": math.sqrt(max(decode, 0.0)),
             "448 / 256, the full scales of amax and four-over-six": 448 / 256,
             "256 / 448, the full scales of four-over-six and amax": 256 / 448,
         }
@@ -137,8 +142,8 @@ class Reasons:
         here, there, first = self._both(index)
         if len(here.shape) != 2:
             return _flat(here), _flat(there)
-        begin = here.shape[0] // 2 // PANEL * PANEL
-        end = min(begin + PANEL, here.shape[0])
+        begin = _first_row(here.shape[0])
+        end = min(begin + PANELS * PANEL, here.shape[0])
         pair = here.rows(begin, end), there.rows(first + begin, first + end)
         return row_values(pair[0]).float(), row_values(pair[1]).float()
 
@@ -203,23 +208,25 @@ class Reasons:
             return None
         height = here.shape[0]
         theirs = row_values(there.rows(first, first + height)).float()
-        begin = height // 2 // PANEL * PANEL
+        begin = _first_row(height)
         probes = torch.arange(0, len(ours), max(1, len(ours) // _PROBES))[:_PROBES]
         table = _unit_rows(ours[probes]) @ _unit_rows(theirs).T
         cosines, found = table.max(1)
-        if float(cosines.median()) < ALIKE:
+        own = table[torch.arange(len(probes)), begin + probes]
+        if float(cosines.median()) < ALIKE or float(own.median()) >= ALIKE:
             return None
-        places = [(int(begin + a), int(b)) for a, b in zip(probes, found, strict=True)]
-        name = _order_of(places, height)
+        name = _order_of(table, (begin + probes).tolist(), height)
         told = f", in the order `{name}`" if name else ""
-        row, source = next(((a, b) for a, b in places if a != b), places[0])
+        moved = int((own < ALIKE).nonzero()[0])
         return Reason(
             rules.ORDER,
-            f"has the reference's rows in other places{told}: row {row} is its row {source}.",
+            f"has the reference's rows in other places{told}: row {int(begin + probes[moved])} is"
+            f" its row {int(found[moved])}.",
         )
 
 
-GAIN_SPREAD = 0.1
+def _first_row(height: int) -> int:
+    return max(0, height // 2 - PANELS * PANEL // 2) // PANEL * PANEL
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
@@ -235,6 +242,8 @@ def _signs(ours: Tensor, theirs: Tensor) -> Reason | None:
     if cosine(ours, -theirs) >= ALIKE:
         return Reason(rules.SIGN, "is the reference's with every sign turned.")
     same = float((torch.sign(ours) == torch.sign(theirs)).double().mean())
+    if same > _SIGNS_KEPT:
+        return None
     lost = " It has no negative value." if bool((ours >= 0).all()) else ""
     message = f"has the reference's magnitudes, and its sign in {same:.1%} of the places.{lost}"
     return Reason(rules.SIGN, message)
@@ -265,15 +274,15 @@ def _unit_rows(values: Tensor) -> Tensor:
     return values / lengths.clamp(min=1e-30)
 
 
-def _order_of(places: list[tuple[int, int]], rows: int) -> str:
-    """Name the known order that takes every row where it was found."""
+def _order_of(cosines: Tensor, rows: list[int], height: int) -> str:
+    """Name the known order that takes every row to one that is alike; `cosines` [rows, height]."""
     for name, order in ROW_ORDERS.items():
-        if name == "as_stored" or rows % order.multiple:
+        if name == "as_stored" or height % order.multiple:
             continue
-        if all(order.source(here, rows) == there for here, there in places):
-            return name
-        if all(order.destination(here, rows) == there for here, there in places):
-            return f"{name}, undone"
+        for told, place in ((name, order.source), (f"{name}, undone", order.destination)):
+            places = torch.tensor([place(row, height) for row in rows])
+            if bool((cosines[torch.arange(len(rows)), places] >= ALIKE).all()):
+                return told
     return ""
 
 

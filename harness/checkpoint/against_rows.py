@@ -174,11 +174,11 @@ def _floats(weight: Weight) -> Tensor:
 def _take_floor(
     found: Compared, begin: int, ours: Weight, y_MK: Tensor, sums: NDArray[np.float64]
 ) -> None:
-    """Add the round trip of the rows that are due, unless something in them is not finite."""
+    """Add the round trip of the rows that are due."""
     from degarble.harness.checkpoint import against_loops as loops  # noqa: PLC0415  numba
 
-    rows = _due(found, begin, ours, len(y_MK))
-    if not len(rows) or sums[rows, loops.ODD_HERE :].any():
+    rows = _due(found, begin, ours, sums[:, loops.ODD_HERE] + sums[:, loops.ODD_THERE] > 0)
+    if not len(rows):
         return
     chosen = torch.from_numpy(rows)
     sampled = y_MK[chosen]
@@ -193,14 +193,18 @@ def _take_floor(
     )
 
 
-def _due(found: Compared, begin: int, ours: Weight, count: int) -> NDArray[np.int64]:
-    """Choose the rows of a block whose round trip is made: one, or one panel, in so many."""
-    numbers = np.arange(begin, begin + count)
-    if found.height <= _FEW_ROWS:
-        return numbers - begin
+def _due(found: Compared, begin: int, ours: Weight, odd: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Choose the rows of a block whose round trip is made: one, or one panel, in so many.
+
+    Rows, or panels, in which something is not finite have none.
+    """
+    numbers = np.arange(begin, begin + len(odd))
     by_panel = ours.storage is not None and ours.storage.format.block[0] > 1
     unit = numbers // PANEL if by_panel else numbers
-    return np.flatnonzero(unit % SAMPLED == 0)
+    due = ~np.isin(unit, unit[odd])
+    if found.height > _FEW_ROWS:
+        due &= unit % SAMPLED == 0
+    return np.flatnonzero(due)
 
 
 def _take_sketch(found: Compared, begin: int, x_MK: Tensor, y_MK: Tensor) -> None:

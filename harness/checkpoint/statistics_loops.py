@@ -152,17 +152,25 @@ def _joined(values: Words, size: int, greatest: bool) -> None:
 
 
 @_compiled_sums
-def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: Any) -> Any:
-    """Set the logarithms of scales and energies, 0 for blocks that lack one; energy, and blocks."""
-    energy, count = 0.0, np.int64(0)
+def _energy(scales: Bytes, quarters: Words, square: Any) -> Any:
+    """Return the sum of squares of a row."""
+    energy = 0.0
     for b in range(scales.size):
-        scale, total = np.intp(scales[b]), np.intp(quarters[b])
-        energy += tables.square[scale] * total
-        first, second = tables.scale_log[scale], tables.quarters_log[total]
+        energy += square[np.intp(scales[b])] * np.intp(quarters[b])
+    return energy
+
+
+@_compiled_sums
+def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: Any) -> Any:
+    """Set the logarithms of scales and energies, 0 for blocks that lack one; return the others."""
+    count = np.int64(0)
+    for b in range(scales.size):
+        first = tables.scale_log[np.intp(scales[b])]
+        second = tables.quarters_log[np.intp(quarters[b])]
         known = first == first and second == second  # noqa: PLR0124  neither is NaN
         x[b], y[b] = first if known else F32(0), second if known else F32(0)
         count += np.int64(known)
-    return energy, count
+    return count
 
 
 @_compiled_sums
@@ -182,9 +190,13 @@ def _add_pairing(x: Any, y: Any, count: int, pairing: Any) -> None:
 
 @_compiled
 def e2m1_rows(
-    words: Words, scales: Bytes, tables: E2M1Tables, tally: E2M1Tally, energies: Any
+    words: Words, scales: Bytes, tables: E2M1Tables, tally: E2M1Tally, energies: Any, paired: Any
 ) -> None:
-    """Tally rows of blocks: words [rows, n], scales [rows, blocks]; energies [rows] are set."""
+    """Tally rows of blocks: words [rows, n], scales [rows, blocks]; energies [rows] are set.
+
+    `paired` (first, every): the pairing is taken from every so-manieth row, `first` rows in.
+    """
+    first, every = paired
     rows, count = words.shape
     blocks = scales.shape[1]
     quarters, tops = np.empty(count, np.uint64), np.empty(count, np.uint64)
@@ -198,8 +210,10 @@ def e2m1_rows(
         if count > blocks:
             _joined(quarters, count // blocks, False)
             _joined(tops, count // blocks, True)
-        energies[r], known = _logarithms(row_scales, quarters, tables, x, y)
-        _add_pairing(x, y, known, tally.pairing)
+        energies[r] = _energy(row_scales, quarters, tables.square)
+        if (first + r) % every == 0:
+            known = _logarithms(row_scales, quarters, tables, x, y)
+            _add_pairing(x, y, known, tally.pairing)
         for b in range(blocks):
             by_scale[np.intp(row_scales[b]) * 8 + np.intp(tops[b])] += 1
     tally.tops[:] += by_scale.reshape(256, 8)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _WIDEST_PROFILE = 1 << 20  # columns; a long vector comes in pieces
 PROFILE_ROWS = 32  # rows that stand for a matrix where a profile of its columns is wanted
+PAIRED_ROWS = 512  # rows, evenly spread, whose blocks' scales are paired with their codes
 _BYTE_ROWS = 8  # one row in so many is counted byte by byte, in matrices with enough rows
 _PLAIN_SHIFT = {torch.bfloat16: 16, torch.float32: 0}
 _FINITE_MASK = {16: 0x7FFF7FFF7FFF7FFF, 0: 0x7FFFFFFF7FFFFFFF}  # signs do not count
@@ -99,7 +100,7 @@ class Pass:
         """Return the fields that every kind has."""
         zero, digests = joined(self._zero, np.bool_), joined(self._digests, np.uint64)
         if self.height == 1:  # a vector, of which each piece counted as a row
-            zero = zero.all(keepdims=True) if len(zero) else zero
+            zero = np.array([bool(zero.all())][: len(zero)], np.bool_)
         energies = joined(self._energies, np.float64)
         has_rows = self.wants_profile and len(energies) == self.height
         return {
@@ -136,6 +137,8 @@ class E2M1Pass(Pass):
             np.zeros(16, np.int64), np.zeros((256, 8), np.int64), np.zeros(4)
         )
         self._scale_digests: list[NDArray[np.uint64]] = []
+        self._rows_done = 0
+        self._pair_every = max(1, self.height // PAIRED_ROWS)
 
     def add(self, weight: Weight) -> None:
         """Take the next rows in: codes and the scales of their blocks."""
@@ -148,7 +151,9 @@ class E2M1Pass(Pass):
             return
         words = self.take_rows(codes_Mb, 0x7777777777777777)
         energies = np.empty(len(words))
-        loops.e2m1_rows(words, scales_MC, self._tables, self._tally, energies)
+        paired = self._rows_done, self._pair_every
+        loops.e2m1_rows(words, scales_MC, self._tables, self._tally, energies, paired)
+        self._rows_done += len(words)
         self.take_energies(energies)
         self._scale_digests.append(digests_of(scales_MC))
         if self.wants_profile:
