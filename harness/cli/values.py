@@ -18,7 +18,7 @@ from degarble.harness.errors import (
     UnwritablePath,
 )
 from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
-from degarble.harness.record.files import usable_folder
+from degarble.harness.record.files import is_stream, usable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +42,8 @@ def writable(name: str, file: Path) -> None:
         raise UnwritablePath(
             name, str(file), "the name of a file", "Add a file's name to this folder."
         )
+    if is_stream(file):
+        return
     if not file.parent.is_dir():
         raise UnwritablePath(
             name, str(file), "a file in a folder that exists", f"Make the folder {file.parent}."

@@ -1,6 +1,7 @@
 """Text files that are there whole or not at all.
 
-Owns writing: a temporary name beside the target, fsync, rename. Refuses, as UnwritablePath and
+Owns writing: a temporary name beside the target, fsync, rename; pipes and devices take the text as
+it comes, because a rename would put a file in their place. Refuses, as UnwritablePath and
 before any work is lost, a folder that cannot be made or written; removes what it began.
 What keeps it honest: suites/record/test_files.py (read-only folder, file in the way, full disk).
 """
@@ -8,6 +9,7 @@ What keeps it honest: suites/record/test_files.py (read-only folder, file in the
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to `path`; a reader sees the old file or the new one, never a part."""
+    if is_stream(path):
+        _send(path, text)
+        return
+    path = path.resolve() if path.is_symlink() else path  # what a link leads to is replaced
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("x", encoding="utf-8", newline="\n") as stream:
@@ -31,6 +37,23 @@ def write_text(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether `path` is a pipe or a device: it takes text, and must never be replaced."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _send(path: Path, text: str) -> None:
+    try:
+        with path.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise _unwritable(str(path), error) from error
 
 
 def usable_folder(name: str, folder: Path) -> Path:

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
 
 import pytest
 
 from degarble.harness.errors import UnwritablePath
-from degarble.harness.record.files import usable_folder, write_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from degarble.harness.record.files import is_stream, usable_folder, write_text
 
 
 def test_text_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -31,6 +29,36 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         write_text(target, "new")
     assert target.read_text(encoding="utf-8") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_pipe_takes_the_text_and_stays_a_pipe(tmp_path: Path) -> None:
+    """Renaming a file over /dev/null would break the machine of who runs as root."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "new\n")
+    assert os.read(reader, 100) == b"new\n"
+    os.close(reader)
+    assert is_stream(pipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_full_device_is_refused_and_stays_a_device() -> None:
+    full = Path("/dev/full")
+    if not is_stream(full):
+        pytest.skip("a system without /dev/full")
+    with pytest.raises(UnwritablePath, match="No space left on device"):
+        write_text(full, "x")
+    assert is_stream(full)
+
+
+def test_what_a_link_leads_to_is_replaced_and_not_the_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.txt", tmp_path / "link"
+    target.write_text("old", encoding="utf-8")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text(encoding="utf-8") == "new"
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -71,13 +71,13 @@ def test_the_document_is_strict_json(found: Audit) -> None:
 
 def test_origins_are_errors_and_bounded(found: Audit) -> None:
     findings = Findings()
-    for layer in range(300):
+    for layer in range(3):
         for rule in RULES.values():
             findings.add(rule, Place(f"layers.{layer}.x", None, layer), "m", "r")
     flooded = replace(found, findings=tuple(findings.sorted()))
     document = audit_document(flooded, "x")
     assert len(document["origins"]) == MOST_ORIGINS
-    assert len(document["findings"]) == 300 * len(RULES)
+    assert len(document["findings"]) == 3 * len(RULES)
     rules = {origin.where["rule"] for origin in document["origins"]}
     assert all(RULES[str(rule)].level == "error" for rule in rules)
 
