@@ -72,9 +72,9 @@ ONE_RANK = Ranks()
 def engine_map(inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK) -> LoaderMap:
     """Make the map by which an engine loads a checkpoint of this inventory."""
     config = inventory.config
-    require_unfused(inventory)
     if engine not in ENGINES:
         raise UnknownName.among("engine", engine, ENGINES)
+    require_unfused(inventory, engine)
     source = inventory.layout.with_recipe(stored_recipe(inventory))
     layout = layout_for(inventory, engine)
     recipe, converted = _engine_recipe(inventory, source)
@@ -95,6 +95,8 @@ def layout_for(inventory: Inventory, name: str) -> Layout:
 def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[Convert, ...]]:
     """Return the formats that vLLM builds, and what it converts on the way."""
     config, stored = inventory.config, source.recipe_for(inventory.config)
+    if inventory.fused:
+        return stored, ()  # somebody wrote it for this engine: as what it is built
     formats = {each.weight for each in inventory.linears}
     if isinstance(config, V4Config) and source.suffixes != _DIVISORS:
         if formats == {BF16}:
@@ -155,7 +157,7 @@ class _Maker:
             convert=converted,
             elsewhere=tuple(self._elsewhere()),
             rename=tuple(dict.fromkeys((*self._path_renames(), *self._suffix_renames()))),
-            stack=tuple(self._stacks()),
+            stack=() if self._source.fusions else tuple(self._stacks()),
             split=tuple(dict.fromkeys(self._splits())),
             caveats=tuple(self._caveats()),
         )
@@ -163,7 +165,12 @@ class _Maker:
         return made
 
     def _caveats(self) -> Iterator[str]:
-        if self._source.spelling is not _READS[self._config.family]:
+        if self._source.fusions:
+            yield (
+                f"the {self._engine.name} loader for {self._config.family} has no names for stacked"
+                " experts; this is one that copies parameters by their own names"
+            )
+        elif self._source.spelling is not _READS[self._config.family]:
             yield (
                 f"the {self._engine.name} mapper for {self._config.family} does not know the names"
                 f" of this checkpoint ({self._source.spelling}); these renames are degarble's"

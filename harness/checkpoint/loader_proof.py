@@ -6,8 +6,8 @@ whole. Where the engine's layout is known to anatomy, it also compares what is w
 belongs there: part, parameter, rows. Nothing is copied, no element is walked.
 
 Its rules are in rules_loader.py; loader_findings.py words what is found. A tensor that fits no slot
-is written nowhere, as in an engine that asserts. Refuses a checkpoint that is fused already, and an
-engine's layout without a known config.
+is written nowhere, as in an engine that asserts. Refuses a checkpoint that is fused unlike the
+engine, and an engine's layout without a known config.
 Kept honest by suites/checkpoint/test_loader_proof.py, which moves numbered elements by the moves of
 the proof, and test_loader_faults.py, the faults of the first field report.
 """
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.types import TensorEntry
     from degarble.harness.checkpoint.view import Checkpoint
 
+_ARRANGED = "experts are stored in the order of {} kernels; rows inside them are not judged"
 _MOST_FATES = 8  # tensors that one finding tells the fate of
 
 
@@ -135,7 +136,8 @@ class _Prover:
         self._map = loader_map
         self._inventory = None if names is None else take_inventory(names)
         if self._inventory is not None:
-            require_unfused(self._inventory)
+            engine = loader_map.parameters
+            require_unfused(self._inventory, engine.name if isinstance(engine, Engine) else "")
         self._findings = LoaderFindings(self._inventory)
         self._fills = [(compiled("fill", each.match), each.value) for each in loader_map.fill]
         self._layout = self._engine_layout()
@@ -154,7 +156,7 @@ class _Prover:
     def prove(self) -> LoaderProof:
         """Return the proof."""
         unwritten: dict[tuple[int, str], tuple[Box, ...]] = {}
-        for caveat in self._map.caveats:
+        for caveat in (*self._map.caveats, *self._arranged()):
             self._findings.caveat(caveat)
         try:
             self._routes.follow()
@@ -182,6 +184,17 @@ class _Prover:
             self._held,
             self._writer,
         )
+
+    def _arranged(self) -> Iterator[str]:
+        if self._inventory is not None and self._inventory.fused:
+            # Torch comes with it, and other checkpoints need none of it.
+            from degarble.harness.checkpoint.stated_order import (  # noqa: PLC0415
+                stated_backend,
+            )
+
+            backend = stated_backend(self._checkpoint)
+            if backend is not None:
+                yield _ARRANGED.format(backend.name)
 
     def _names(self) -> set[str]:
         """Return the names of all parameters: stages differ, ranks of a stage do not."""
@@ -253,7 +266,7 @@ class _Prover:
                 self._refused.add(source.name)
                 continue
             done.append(write)
-            self._reads.add(source.name, write.taken)
+            self._reads.add(source, write.taken)
         self._counts["transfers"] += len(done)
         return self._judge_cover(held, target, done, tuple(refused))
 
@@ -319,7 +332,8 @@ class _Prover:
         for target, expert, placed in self._routes.all_placed():
             missing, source = self._reads.missing(target, expert, placed), placed.source
             if missing and source.name in self._checkpoint.entries:
-                unread[source.name] = missing
+                stored = tuple(map(source.stored, missing))
+                unread[source.name] = unread.get(source.name, ()) + stored
             if missing and source.name not in self._refused:
                 self._findings.unread(source, missing)
         return unread

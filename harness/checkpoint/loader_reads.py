@@ -14,6 +14,7 @@ from degarble.harness.checkpoint.boxes import cover
 if TYPE_CHECKING:
     from degarble.harness.anatomy.types import Box
     from degarble.harness.checkpoint.loader_routes import Placed
+    from degarble.harness.checkpoint.loader_sources import Source
 
 Slot = tuple[str, int | None]  # a parameter by name, and the slot that a rule names
 
@@ -22,15 +23,16 @@ class Reads:
     """Gathers what ranks read."""
 
     def __init__(self) -> None:
-        self._alone: dict[str, tuple[Box, ...]] = {}
+        self._alone: dict[tuple[str, Box | None], tuple[Box, ...]] = {}
         self._alike: dict[Slot, dict[range | None, tuple[Box, ...]]] = {}
         self._by_expert: dict[Slot, dict[int | None, tuple[Box, ...]]] = {}
 
-    def add(self, source: str, box: Box) -> None:
+    def add(self, source: Source, box: Box) -> None:
         """Take in one box of one tensor."""
-        known = self._alone.get(source, ())
+        key = source.name, source.inside
+        known = self._alone.get(key, ())
         if box not in known:
-            self._alone[source] = (*known, box)
+            self._alone[key] = (*known, box)
 
     def add_alike(self, slot: Slot, experts: range | None, box: Box) -> None:
         """Take in the same box of the tensors of some experts, or of the one that has none."""
@@ -43,7 +45,8 @@ class Reads:
         """Return what nobody reads of a tensor that is placed there."""
         source = placed.source
         alike = self._alike_of((target, placed.slot)).get(expert, ())
-        return cover(source.shape, alike + self._alone.get(source.name, ())).missing
+        alone = self._alone.get((source.name, source.inside), ())
+        return cover(source.shape, alike + alone).missing
 
     def _alike_of(self, slot: Slot) -> dict[int | None, tuple[Box, ...]]:
         if slot not in self._by_expert:

@@ -118,6 +118,8 @@ class Routes:
     def _conversion_of(self, source: Source) -> Conversion | None:
         if not self._converts or source.parameter is None or self._inventory is None:
             return None
+        if source.inside is not None:
+            return None  # a fused tensor is loaded as it is
         name = source.parameter.name
         if name not in self.converted:
             self.converted[name] = self._conversions.of(self._inventory.by_name[name])
@@ -127,8 +129,11 @@ class Routes:
         """Send a source where its name leads; not `needed`: a conversion left it aside."""
         resolved = self._rules.resolve(source.name)
         if resolved.outcome is Outcome.PLACED:
+            expert, slot = resolved.expert, resolved.slot
+            if source.inside is not None and slot is None and source.parameter is not None:
+                expert, slot = source.parameter.expert, source.order
             by_expert = self.placed.setdefault(resolved.target, {})
-            by_expert.setdefault(resolved.expert, []).append(Placed(source, resolved.slot))
+            by_expert.setdefault(expert, []).append(Placed(source, slot))
         elif resolved.outcome is Outcome.ELSEWHERE:
             reason = self._reasons[resolved.by]
             self._findings.elsewhere(resolved.by, reason)

@@ -1,23 +1,30 @@
 """What a loader is given: the stored tensors of a checkpoint, some of them converted first.
 
 Owns the identity of each tensor (which part of which parameter it is) and the conversions of a map:
-a converted module goes on as new tensors, computed from the parts that the map reads.
+a converted module goes on as new tensors, computed from the parts that the map reads. A tensor that
+is fused already counts as its slots, each a source of its own: engines cut such a tensor slot by
+slot, not as a whole.
 Kept honest by suites/checkpoint/test_loader_proof.py.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.anatomy.recipes import BF16
 from degarble.harness.anatomy.storage import Part
+from degarble.harness.anatomy.tensors import slots
+from degarble.harness.anatomy.types import Box
+from degarble.harness.checkpoint.inventory import stored_recipe
 from degarble.harness.checkpoint.loader_maps import FP8, ONE_SCALE, compiled
 from degarble.harness.errors import LayoutMismatch, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.anatomy.tensors import Slot
     from degarble.harness.checkpoint.inventory import Found, Inventory
     from degarble.harness.checkpoint.loader_maps import Convert, LoaderMap
     from degarble.harness.checkpoint.modules import ModuleTable
@@ -30,7 +37,8 @@ _WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR
 class Source(NamedTuple):
     """One tensor that a loader looks at. `parameter` None: no tensor of the model.
 
-    `made_from`: the stored tensors that a converted one was computed from.
+    `made_from`: the stored tensors that a converted one was computed from. `inside`: the box of the
+    stored tensor that this source is, where several share it, and `order` its slot there.
     """
 
     name: str
@@ -39,6 +47,17 @@ class Source(NamedTuple):
     parameter: Parameter | None
     part: Part | None
     made_from: tuple[str, ...] = ()
+    inside: Box | None = None
+    order: int = 0
+
+    def stored(self, box: Box) -> Box:
+        """Translate a box of this source into one of the stored tensor."""
+        if self.inside is None:
+            return box
+        lead = len(self.inside.ranges) - len(box.ranges)
+        own = zip(self.inside.ranges[lead:], box.ranges, strict=True)
+        moved = ((first + start, first + stop) for (first, _), (start, stop) in own)
+        return Box((*self.inside.ranges[:lead], *moved))
 
 
 class Conversion(NamedTuple):
@@ -50,9 +69,9 @@ class Conversion(NamedTuple):
     reads: frozenset[Part]
 
 
-def require_unfused(inventory: Inventory) -> None:
-    """Refuse a checkpoint in which parameters share tensors."""
-    if inventory.fused:
+def require_unfused(inventory: Inventory, engine: str = "") -> None:
+    """Refuse a checkpoint in which parameters share tensors, unless as this engine's do."""
+    if inventory.fused and inventory.layout.name != engine:
         raise LayoutMismatch(
             "layout of the checkpoint",
             inventory.layout.name,
@@ -64,6 +83,7 @@ def require_unfused(inventory: Inventory) -> None:
 def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Source]:
     """Yield every stored tensor with its identity."""
     by_module = {} if inventory is None else {each.module: each for each in inventory.found}
+    fused = {} if inventory is None else _fused(inventory)
     for module in table.suffixes:
         found = by_module.get(module)
         try:
@@ -72,7 +92,35 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
             yield from (_source(entry, None, None) for entry in table.tensors(module))
             continue
         for part, entry in parts.items():
-            yield _source(entry, part, found)
+            slots_here = fused.get(entry.name, ())
+            if slots_here and _extents(slots_here) == entry.shape:
+                yield from (_slot_source(entry, *each) for each in slots_here)
+            elif inventory is not None and module in inventory.fused:
+                yield _source(entry, None, None)  # of other extents: the structure audit tells
+            else:
+                yield _source(entry, part, found)
+
+
+def _fused(inventory: Inventory) -> dict[str, list[tuple[Slot, int]]]:
+    """Return the slots of every fused tensor, each with its place among the partners."""
+    layout = inventory.layout.with_recipe(stored_recipe(inventory))
+    orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
+    members = [each for group in inventory.fused.values() for each in group]
+    found: dict[str, list[tuple[Slot, int]]] = defaultdict(list)
+    for slot in slots(inventory.config, layout, members) if members else ():
+        found[slot.tensor].append((slot, orders[slot.parameter.row.name]))
+    return found
+
+
+def _extents(found: Iterable[tuple[Slot, int]]) -> tuple[int, ...]:
+    ranges = zip(*(slot.box.ranges for slot, _ in found), strict=True)
+    return tuple(max(stop for _, stop in each) for each in ranges)
+
+
+def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> Source:
+    return Source(
+        entry.name, entry.dtype, slot.shape, slot.parameter, slot.part, (), slot.box, order
+    )
 
 
 def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Source:

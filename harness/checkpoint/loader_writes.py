@@ -132,7 +132,12 @@ class Writer:
     def transfers(self, held: RankTargets, target: Target) -> tuple[Transfer, ...]:
         """Return what reaches a parameter."""
         return tuple(
-            Transfer(each.source.name, each.taken, each.member.box, each.source.made_from)
+            Transfer(
+                each.source.name,
+                each.source.stored(each.taken),
+                each.member.box,
+                each.source.made_from,
+            )
             for each in self.writes(held, target)
             if each.arrives
         )

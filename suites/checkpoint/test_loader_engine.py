@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 V4_LAYOUTS = ("official", "bf16", "nvfp4-experts")
 V32_LAYOUTS = ("official", "bf16", "nvfp4-experts", "nvfp4-full")
-FUSED = {"transformers", "vllm"}
+FUSED = {"transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,17 @@ def test_a_fused_checkpoint_of_transformers_is_refused(written: Write) -> None:
         inventory = inventory_of(checkpoint)
         with pytest.raises(LayoutMismatch, match=r"transformers.*fused for an engine already"):
             engine_map(inventory, "vllm")
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["V4", "V3.2"])
+def test_a_checkpoint_in_the_engines_own_names_needs_no_rules(
+    written: Write, config: Config
+) -> None:
+    made, _, _ = map_and_names(written(config, "vllm"), Ranks(tp=2))
+    assert (made.convert, made.rename, made.stack, made.elsewhere) == ((), (), (), ())
+    assert made.split
+    (caveat,) = made.caveats
+    assert "no names for stacked experts" in caveat
 
 
 def test_an_unknown_engine_is_refused(written: Write) -> None:
