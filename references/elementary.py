@@ -70,7 +70,9 @@ def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
     kind = numerics.switches.head_norm
     if kind is HeadNorm.EACH_STEP:
         q = q_THD.to(numerics.store)
-        return (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)).to(numerics.work)
+        mean = q.square().mean(-1, keepdim=True, dtype=numerics.work).to(numerics.store) + epsilon
+        # Trap: torch's rsqrt of BF16 rounds twice in the tail of a vector, so company would matter.
+        return (q * torch.rsqrt(mean.to(numerics.work)).to(numerics.store)).to(numerics.work)
     q = q_THD.to(numerics.work)
     factor = torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)
     if kind is HeadNorm.FACTOR:

@@ -38,7 +38,6 @@ PACKAGES: Mapping[str, str] = {
     "ray": "cluster",
     "starlette": "server",
     "uvicorn": "server",
-    "tokenizers": "dev",
     "ml_dtypes": "dev",
     "gfloat": "dev",
     "mmasim": "dev",

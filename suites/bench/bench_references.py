@@ -1,7 +1,8 @@
 """Greedy decoding of a small V4 model: tokens a second, against transformers on the same core.
 
 Owns the arms: our references and transformers hold the same weights and continue the same prompt
-with a cache, in BF16 as the checkpoint stores them (what either loads by default), and in float32.
+with a cache, in BF16 as the checkpoint stores them (what either loads by default), and in float32;
+a third arm of ours is the whole way of `degarble generate`, sampler and float64 sums included.
 Both arms must name the same tokens in float32 (one at a time, so any deviation would grow).
 Kept honest by suites/bench/test_bench_references.py at a small size.
 """
@@ -13,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.anatomy.presets import small_v4
+from degarble.harness.runs.held_weights import HeldWeights
+from degarble.harness.runs.model import numerics_of
+from degarble.harness.talk.generation import Generation, Limits, Speech
+from degarble.harness.talk.sampling import Sampling
+from degarble.harness.talk.speaker import Speaker
 from degarble.references.binding import Bound
 from degarble.references.model_v4 import ModelV4
 from degarble.references.numerics import SOURCES, Numerics
@@ -77,6 +83,22 @@ def ours(dtype: torch.dtype) -> Step:
     return step
 
 
+class GenerateArm:
+    """The way of `degarble generate`: weights held, the loop with its sampler, the same cache."""
+
+    def __init__(self) -> None:
+        weights = HeldWeights(random_weights(MODEL, 1, torch.bfloat16))
+        bound = Bound(MODEL, numerics_of("bf16", held=True), weights)
+        self._generation = Generation(Speaker(bound), None, Sampling(), Limits(TOKENS))
+        self._speech = Speech(PROMPT.tolist())
+        self()
+
+    def __call__(self) -> None:
+        """Generate one turn's tokens behind everything said before."""
+        self._speech = Speech(self._speech.all_ids, self._speech.sequence)
+        self._generation.run([self._speech])
+
+
 def theirs(dtype: torch.dtype) -> Step:
     """The model of transformers."""
     from degarble.suites.references.transformers_models import build  # noqa: PLC0415  heavy
@@ -99,7 +121,8 @@ def theirs(dtype: torch.dtype) -> Step:
 def run(settings: Settings) -> Section:
     """Measure all arms by turns."""
     with Neighbours() as neighbours, peers.quiet():
-        arms = {f"degarble, {name}": Arm(ours(dtype)) for name, dtype in DTYPES.items()}
+        arms: dict[str, Any] = {f"degarble, {n}": Arm(ours(d)) for n, d in DTYPES.items()}
+        arms["degarble generate, BF16"] = GenerateArm()
         if settings.peers:
             arms |= {f"transformers, {name}": Arm(theirs(dtype)) for name, dtype in DTYPES.items()}
         readings = interleave(arms, settings.rounds)
@@ -111,6 +134,9 @@ def run(settings: Settings) -> Section:
     if settings.peers:
         ratio = paired_ratio(readings["transformers, BF16"], readings["degarble, BF16"])[0]
         targets.append(Target("times as fast as transformers, BF16 as stored", ratio, RATIO))
+        generate = readings["degarble generate, BF16"]
+        ratio = paired_ratio(readings["transformers, BF16"], generate)[0]
+        targets.append(Target("generate: times as fast as transformers, BF16", ratio, RATIO))
         pair = [arms[f"{who}, float32"].named[: TOKENS * 2] for who in ("degarble", "transformers")]
         same = float(pair[0] == pair[1])
         targets.append(Target("float32 arms name the same tokens (1 = yes)", same, 1.0))

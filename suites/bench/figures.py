@@ -30,7 +30,9 @@ BENCHES = {  # key to module, imported when run
     "checkpoint-quantise": "degarble.suites.bench.bench_checkpoint_quantise",
     "compare": "degarble.suites.bench.bench_compare",
     "full-size": "degarble.suites.bench.bench_full_size",
+    "audit": "degarble.suites.bench.bench_audit",
     "references": "degarble.suites.bench.bench_references",
+    "streaming": "degarble.suites.bench.bench_streaming",
     "tiny": "degarble.suites.bench.bench_tiny",
 }
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def test_it_measures_without_peers() -> None:
     section = measure("references", Settings(size=64, rounds=1, threads=1, peers=False))
     (table,) = section.tables
-    assert [row[0] for row in table.rows] == ["degarble, BF16", "degarble, float32"]
+    ours = ["degarble, BF16", "degarble, float32", "degarble generate, BF16"]
+    assert [row[0] for row in table.rows] == ours
     assert all(float(row[1]) > 1 for row in table.rows)
     assert section.targets == ()
 

@@ -1,6 +1,7 @@
 """`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from degarble.harness.cli.options import (
     ReportFolder,
 )
 from degarble.harness.cli.terminal import Terminal
+from degarble.harness.errors import EXIT_AGREES
 
 DEVICES = ("cpu", "cuda")
 
@@ -78,19 +80,36 @@ class CompareOptions:
 
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    command(app, "capture", CaptureOptions, panel=NOT_BUILT)(capture)
+    command(app, "capture", CaptureOptions)(capture)
     command(app, "check", CheckOptions, panel=NOT_BUILT)(check)
     command(app, "compare", CompareOptions, panel=NOT_BUILT)(compare)
 
 
-def capture(options: CaptureOptions, _terminal: Terminal) -> int:
-    """Run a model and record what goes into and comes out of every component."""
+def capture(options: CaptureOptions, terminal: Terminal) -> int:
+    """Run a model and record what goes into and comes out of every component.
+
+    This version records ranges: --amax-only writes what `quantise --calibration` reads.
+    """
     values.existing("CKPT", options.checkpoint)
     values.backend("--backend", options.backend)
     values.at_most_one(prompt=options.prompt, prompts=options.prompts)
     values.existing("--prompts", options.prompts)
     values.existing("--patch", options.patch)
-    raise values.not_built("capture", "running a model")
+    if not options.amax_only:
+        raise values.not_built("capture without --amax-only", "recording tensors")
+    if options.backend != "torch" or options.patch is not None:
+        raise values.not_built("capture --amax-only of another backend", "running other kernels")
+    values.exactly_one(prompt=options.prompt, prompts=options.prompts)
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415
+    from degarble.harness.runs.capture_amax import capture_amax  # noqa: PLC0415
+    from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
+
+    prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
+    done = capture_amax(options.checkpoint, prompts, options.out, partial(first_pass, terminal))
+    terminal.say(*done.lines())
+    terminal.emit(done.document())
+    return EXIT_AGREES
 
 
 def check(options: CheckOptions, _terminal: Terminal) -> int:

@@ -1,14 +1,23 @@
 """`degarble generate` and `serve`: the model speaks."""
 
+import sys
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from degarble.harness.cli import values
 from degarble.harness.cli.command import NOT_BUILT, command
+from degarble.harness.cli.first_pass import first_pass
 from degarble.harness.cli.options import CheckpointPath, Prompt, Prompts
 from degarble.harness.cli.terminal import Terminal
+from degarble.harness.errors import EXIT_AGREES, InvalidArgument
+from degarble.harness.record.wording import number, visible
+
+ARITHMETICS = ("definition", "bf16", "twin")
+EFFORTS = ("low", "high", "max")
+_EMPTY: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,10 @@ class GenerateOptions:
     prompt: Prompt = None
     prompts: Prompts = None
     interactive: Annotated[bool, typer.Option("--interactive", help="Talk turn by turn.")] = False
+    perplexity: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Say nothing; tell how likely the text of FILE is."),
+    ] = None
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", help="Stop after N tokens.")
     ] = 128
@@ -29,6 +42,34 @@ class GenerateOptions:
         float, typer.Option("--top-p", metavar="P", help="Keep the likeliest share P of tokens.")
     ] = 1.0
     seed: Annotated[int, typer.Option(metavar="S", help="Seed of the sampling.")] = 0
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End where TEXT would come; may be repeated."),
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are what a user says, in the official encoding.")
+    ] = False
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of a chat.")
+    ] = None
+    tools: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Functions that a chat may call.")
+    ] = None
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Let the model think before it answers in a chat.")
+    ] = False
+    effort: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(EFFORTS), help="How hard V4 is told to think."),
+    ] = None
+    numerics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(ARITHMETICS),
+            help="Arithmetic of the reference.",
+            show_default="twin where activations are quantised, else bf16",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -40,22 +81,143 @@ class ServeOptions:
 
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    command(app, "generate", GenerateOptions, panel=NOT_BUILT)(generate)
+    command(app, "generate", GenerateOptions)(generate)
     command(app, "serve", ServeOptions, panel=NOT_BUILT)(serve)
 
 
-def generate(options: GenerateOptions, _terminal: Terminal) -> int:
-    """Let a checkpoint continue a prompt, through the references or own kernels."""
+def generate(options: GenerateOptions, terminal: Terminal) -> int:
+    """Let a checkpoint of any layout continue a prompt, answer in a chat, or judge a text.
+
+    Runs the references on the CPU. Weights that do not fit into memory are streamed.
+    """
+    _require(options, terminal)
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.runs import generate as run  # noqa: PLC0415
+    from degarble.harness.runs.model import open_model  # noqa: PLC0415
+
+    prompts: list[Any] = [options.prompt]
+    if options.prompts is not None:
+        prompts = run.prompts_from(options.prompts)
+    manner = _manner(options, any(isinstance(each, list) for each in prompts))
+    text = None
+    if options.perplexity is not None:
+        text = run.text_from("--perplexity", options.perplexity)
+    with open_model(options.checkpoint, options.numerics) as model:
+        talker = run.Talker(model, manner)
+        said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
+        if options.interactive:
+            _converse(talker, terminal)
+        elif text is not None:
+            with first_pass(terminal, talker.model.streamed):
+                found = talker.surprise(text)
+            document = run.surprise_document(found)
+            told = f"perplexity {number(found.perplexity)}, loss {number(found.loss)} nats a token"
+            terminal.say(f"{told}, {document['tokens']:,} tokens")
+            terminal.emit(said | document)
+        else:
+            done = _speak(talker, prompts, terminal)
+            terminal.emit(said | done.document())
+    return EXIT_AGREES
+
+
+def _require(options: GenerateOptions, terminal: Terminal) -> None:
+    """Refuse what can be refused before anything is loaded."""
     values.existing("CKPT", options.checkpoint)
     values.exactly_one(
-        prompt=options.prompt, prompts=options.prompts, interactive=options.interactive
+        prompt=options.prompt,
+        prompts=options.prompts,
+        interactive=options.interactive,
+        perplexity=options.perplexity,
     )
     values.existing("--prompts", options.prompts)
+    values.existing("--perplexity", options.perplexity)
+    values.existing("--tools", options.tools)
     values.within("--max-new-tokens", options.max_new_tokens, 1, float("inf"))
     values.within("--temperature", options.temperature, 0, float("inf"))
     values.within("--top-p", options.top_p, 0, 1)
     values.within("--seed", options.seed, 0, 2**63 - 1)
-    raise values.not_built("generate", "running a model")
+    values.one_of("--effort", options.effort, EFFORTS)
+    values.one_of("--numerics", options.numerics, ARITHMETICS)
+    if options.interactive and (terminal.json_wanted or terminal.quiet):
+        flag = "--json" if terminal.json_wanted else "--quiet"
+        raise InvalidArgument(
+            "--interactive", flag, "a conversation that is shown",
+            f"Leave {flag} out, or use --prompts.",
+        )  # fmt: skip
+
+
+def _manner(options: GenerateOptions, conversations: bool) -> Any:
+    """Make the record of how to speak; some options are of a chat alone."""
+    from degarble.harness.runs import generate as run  # noqa: PLC0415  imports torch
+    from degarble.harness.talk.generation import Limits  # noqa: PLC0415  as above
+    from degarble.harness.talk.sampling import Sampling  # noqa: PLC0415  as above
+    from degarble.harness.talk.turns import CHAT, THINKING, Style  # noqa: PLC0415  as above
+
+    given = (options.system, options.tools, options.effort)
+    chat = options.chat or options.thinking or conversations or any(x is not None for x in given)
+    return run.Manner(
+        Sampling(options.temperature, options.top_p, options.seed),
+        Limits(options.max_new_tokens, tuple(options.stop or ())),
+        chat,
+        Style(THINKING if options.thinking else CHAT, options.effort),
+        options.system,
+        () if options.tools is None else run.tools_from(options.tools),
+    )
+
+
+def _speak(talker: Any, prompts: list[Any], terminal: Terminal) -> Any:
+    """Continue prompts; a single one is shown while it grows, several when they are done."""
+    single, shown = len(prompts) == 1, not (terminal.json_wanted or terminal.quiet)
+
+    with first_pass(terminal, talker.model.streamed) as first_pass_over:
+
+        def heard(_speech: object, piece: str) -> None:
+            first_pass_over()
+            if shown and single:
+                sys.stdout.write(visible(piece))
+                sys.stdout.flush()
+
+        try:
+            done = talker.speak(prompts, heard)
+        except KeyboardInterrupt:
+            if shown and single:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+            raise
+    if single:
+        terminal.say("")
+    else:
+        for place, speech in enumerate(done.speeches, 1):
+            terminal.say(f"[{place}] {visible(speech.text)}")
+    if shown:
+        terminal.err().print(done.line(), markup=False)
+    return done
+
+
+def _converse(talker: Any, terminal: Terminal) -> None:
+    """Read what a person says line by line, and answer; Ctrl-C ends an answer, Ctrl-D the talk."""
+    from degarble.harness.runs.generate import Dialogue  # noqa: PLC0415  imports torch
+
+    dialogue, asking = Dialogue(talker), sys.stdin.isatty()
+    while True:
+        try:
+            said = input("> " if asking else "")
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n" if asking else "")
+            return
+        if not said.strip():
+            continue
+        try:
+            dialogue.say(said, lambda _speech, piece: _show(piece))
+        except KeyboardInterrupt:
+            terminal.err().print("(interrupted)", markup=False)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(visible(piece))
+    sys.stdout.flush()
 
 
 def serve(options: ServeOptions, _terminal: Terminal) -> int:

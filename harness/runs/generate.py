@@ -1,0 +1,277 @@
+"""`degarble generate` as one run: prompts from words and files, the model, what it said.
+
+Owns the way from a prompt to ids (plain text, or a conversation in the family's chat encoding), the
+dialogue with history, and the summary. Nothing is compared here, so no verdict is given: the JSON
+says null. Refuses prompt files that are missing, empty or no UTF-8, conversations for a tokenizer
+that lacks their marks, and tools that are no list of functions.
+What keeps it honest: suites/runs/test_generate.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.checkpoint.safetensors_file import read_small_file
+from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
+from degarble.harness.talk import marks
+from degarble.harness.talk.chat import Chat, chat_of
+from degarble.harness.talk.generation import Finish, Generation, Limits, Pace, Speech
+from degarble.harness.talk.perplexity import Surprise, surprise
+from degarble.harness.talk.sampling import Sampling
+from degarble.harness.talk.tokenizer import Tokenizer
+from degarble.harness.talk.turns import Style
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from degarble.harness.runs.model import OpenModel
+
+LARGEST_FILE = 256 << 20  # of prompts, or of a text
+_MARKS = (marks.USER, marks.ASSISTANT, marks.END_THINK)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to speak. `chat`: prompts are what a user says, not the beginning of a text."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    limits: Limits = field(default_factory=Limits)
+    chat: bool = False
+    style: Style = field(default_factory=Style)
+    system: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What was said to each prompt, and at what pace."""
+
+    prompts: tuple[Any, ...]
+    speeches: tuple[Speech, ...]
+    pace: Pace
+    chat: Chat | None
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        pairs = zip(self.prompts, self.speeches, strict=True)
+        return {
+            "texts": [self._one(prompt, speech) for prompt, speech in pairs],
+            "tokens_per_second": self.pace.tokens_per_second,
+            "prompt_seconds": self.pace.prompt_seconds,
+            "new_token_seconds": self.pace.new_seconds,
+        }
+
+    def line(self) -> str:
+        """Tell the pace in a line."""
+        new = sum(len(each.ids) for each in self.speeches)
+        rate = self.pace.tokens_per_second
+        told = f"{new:,} new {'token' if new == 1 else 'tokens'}"
+        prompt = f"{self.pace.prompt_tokens:,} of prompts in {self.pace.prompt_seconds:.2f} s"
+        return f"{told}{'' if rate is None else f', {rate:.1f} tokens/s'}; {prompt}"
+
+    def _one(self, prompt: object, speech: Speech) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "prompt": prompt,
+            "prompt_tokens": len(speech.prompt),
+            "text": speech.text,
+            "tokens": speech.ids,
+            "finish": speech.finish,
+        }
+        if self.chat is not None:
+            made |= _message(self.chat, speech)
+        return made
+
+
+def _message(chat: Chat, speech: Speech) -> dict[str, Any]:
+    """What was said as a message; a text that leaves the encoding is told with its reason."""
+    try:
+        turn = chat.parse(speech.text, whole=False)
+    except Refused as error:
+        return {"message": None, "not_a_message": str(error)}
+    return {"message": turn.message()}
+
+
+class Talker:
+    """An open model with its tokenizer, in one manner."""
+
+    def __init__(self, model: OpenModel, manner: Manner) -> None:
+        self.model = model
+        self.manner = manner
+        checkpoint, config = model.checkpoint, model.config
+        self.tokenizer = Tokenizer.of_checkpoint(
+            checkpoint.root, checkpoint.config, config.vocab_size
+        )
+        self.chat: Chat | None = None
+        if manner.chat:
+            self._require_marks()
+            self.chat = chat_of(config, checkpoint.root, manner.style)
+
+    @property
+    def knows_chat(self) -> bool:
+        """Whether the tokenizer has the marks of a conversation."""
+        return self.tokenizer.knows(*_MARKS)
+
+    def ids_of(self, prompt: object) -> list[int]:
+        """Ids of a text, or of a conversation."""
+        if self.chat is None:
+            if not isinstance(prompt, str):
+                raise InvalidArgument(
+                    "prompt", prompt, "a text", "Add --chat for prompts that are conversations."
+                )
+            return self.tokenizer.encode(prompt)
+        messages = prompt if isinstance(prompt, list) else self.opening(str(prompt))
+        return self.tokenizer.encode(self.chat.encode(messages))
+
+    def opening(self, said: str) -> list[dict[str, Any]]:
+        """A conversation that begins with what a user says."""
+        system: dict[str, Any] = {"role": "system", "content": self.manner.system or ""}
+        if self.manner.tools:
+            system["tools"] = list(self.manner.tools)
+        wanted = self.manner.system is not None or self.manner.tools
+        return [*([system] if wanted else []), {"role": "user", "content": said}]
+
+    def speak(
+        self, prompts: list[Any], heard: Callable[[Speech, str], None] | None = None
+    ) -> Spoken:
+        """Continue every prompt."""
+        speeches = [Speech(self.ids_of(prompt)) for prompt in prompts]
+        generation = self.generation()
+        generation.run(speeches, heard)
+        return Spoken(tuple(prompts), tuple(speeches), generation.pace, self.chat)
+
+    def generation(self) -> Generation:
+        """A fresh loop in this manner."""
+        manner = self.manner
+        return Generation(self.model.speaker, self.tokenizer, manner.sampling, manner.limits)
+
+    def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> Surprise:
+        """How surprised the model is by a text."""
+        return surprise(self.model.speaker, self.tokenizer.encode(text), heard)
+
+    def _require_marks(self) -> None:
+        if not self.knows_chat:
+            raise InvalidArgument(
+                "--chat", "a tokenizer without the marks of a conversation", " and ".join(_MARKS),
+                "Leave --chat out: the model continues plain text.",
+            )  # fmt: skip
+
+
+class Dialogue:
+    """A conversation with history; what the model has seen before is not read again."""
+
+    def __init__(self, talker: Talker) -> None:
+        self._talker = talker
+        self._messages: list[dict[str, Any]] = []
+        self._seen: list[int] = []
+        self._sequence = Sequence()
+        self.pace = Pace()
+
+    def say(self, said: str, heard: Callable[[Speech, str], None] | None = None) -> Speech:
+        """Say something, and hear the answer; both stay in the history."""
+        chat, messages = self._talker.chat, self._messages
+        if chat is None:
+            ids = self._talker.tokenizer.encode(said, begin=not self._seen)
+            prompt = [*self._seen, *ids]
+        else:
+            new = [{"role": "user", "content": said}] if messages else self._talker.opening(said)
+            messages = [*messages, *new]
+            prompt = self._talker.ids_of(messages)
+        length = self._sequence.length
+        known = length < len(prompt) and prompt[:length] == self._seen[:length]
+        speech = Speech(prompt, self._sequence if known else Sequence())
+        # An answer that is interrupted leaves a sequence that has seen more than the history.
+        self._sequence = Sequence()
+        generation = self._talker.generation()
+        generation.run([speech], heard)
+        self._sequence, self.pace = speech.sequence, generation.pace
+        self._seen = speech.all_ids[:-1] if speech.finish is Finish.END else speech.all_ids
+        if chat is not None:
+            self._messages = [*messages, _answer(chat, speech)]
+        return speech
+
+
+def _answer(chat: Chat, speech: Speech) -> dict[str, Any]:
+    """The answer as a message; one that leaves the encoding stands as it is."""
+    found: dict[str, Any] | None = _message(chat, speech)["message"]
+    return found or {"role": "assistant", "content": speech.text}
+
+
+def surprise_document(found: Surprise) -> dict[str, Any]:
+    """The machine's view of a text's evaluation."""
+    return {
+        "tokens": len(found.log_probabilities),
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "log_probabilities": list(found.log_probabilities),
+    }
+
+
+def prompts_from(path: Path) -> list[Any]:
+    """Read prompts: one a line, or, in a .jsonl file, a text or a conversation a line."""
+    lines = [line for line in text_from("--prompts", path).splitlines() if line.strip()]
+    if not lines:
+        raise UnreadableFile(
+            "--prompts", str(path), "one prompt a line", "Write a prompt into the file."
+        )
+    return [_json(path, n, line) for n, line in enumerate(lines)] if _is_json(path) else lines
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix == ".jsonl"
+
+
+def _json(path: Path, number: int, line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(
+            f"{path}: prompt {number}", str(error), "a JSON text, or a list of messages",
+            "Write one JSON value a line.",
+        ) from error  # fmt: skip
+    if not isinstance(found, str | list):
+        raise InvalidArgument(
+            f"{path}: prompt {number}", found, "a JSON text, or a list of messages",
+            "Write one JSON value a line.",
+        )  # fmt: skip
+    return found
+
+
+def tools_from(path: Path) -> tuple[dict[str, Any], ...]:
+    """Read the functions that a model may call: a JSON list as in OpenAI's API."""
+    try:
+        found = json.loads(text_from("--tools", path))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(
+            "--tools", f"{path}: {error}", "a JSON list of functions", "Repair the file."
+        ) from error
+    if not isinstance(found, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in found
+    ):
+        raise InvalidArgument(
+            "--tools", found, 'a list of {"type": "function", "function": {...}}',
+            "Write tools as OpenAI's API has them.",
+        )  # fmt: skip
+    return tuple(found)
+
+
+def text_from(name: str, path: Path) -> str:
+    """Read a file of text."""
+    raw = read_small_file(path, LARGEST_FILE)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(
+            name, f"{path}: {error.reason} at byte {error.start}", "a text in UTF-8",
+            "Save the file as UTF-8.",
+        ) from error  # fmt: skip
+
+
+def finished(speech: Speech) -> str:
+    """Say why a text ended, where that was not its own doing."""
+    return {Finish.LENGTH: "token limit", Finish.CONTEXT: "end of the model's context"}.get(
+        speech.finish or Finish.END, ""
+    )

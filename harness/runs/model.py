@@ -1,0 +1,226 @@
+"""A checkpoint of any layout as a model that can be run: weights, arithmetic, reference together.
+
+Owns the choice of how weights are held (in memory, or streamed through a window), of the arithmetic
+(definition, bf16, twin by the checkpoint's own recipe), and of what a component asks for next.
+Between two roundings everything is float64 where the weights are held, so that company in a batch
+moves no token; where they are streamed a decoded weight costs memory, and bf16 sums in float32.
+
+Refuses checkpoints without a known config, with parameters missing, and unknown arithmetics.
+Kept honest by suites/runs/test_model.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from degarble.harness.anatomy.components import components
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.recipes import BF16, Recipe, Rule, recipe_named
+from degarble.harness.checkpoint.convert.source import require_model
+from degarble.harness.checkpoint.inventory import stored_recipe, take_inventory
+from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.errors import UnknownName, UnreadableFile
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.runs.held_weights import HeldWeights
+from degarble.harness.runs.streamed_weights import StreamedWeights
+from degarble.harness.talk.speaker import Speaker
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.checkpoint.inventory import Inventory
+    from degarble.harness.checkpoint.logical import LogicalNames
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.protocols import ComponentCall
+    from degarble.references.binding import Observer
+
+ARITHMETICS = ("definition", "bf16", "twin")
+HELD_VALUES = 1 << 27  # decoded values that are kept in memory: 1 GiB in float64
+_MANY_VISITS = 2  # slots an expert, from which on all experts are taken to be visited
+
+
+@dataclass
+class OpenModel:
+    """A checkpoint, ready to be run. Use it as a context, or close it."""
+
+    checkpoint: Checkpoint
+    speaker: Speaker
+    recipe: Recipe
+    arithmetic: str
+    streamed: StreamedWeights | None
+
+    @property
+    def config(self) -> Config:
+        """The model's config."""
+        return self.speaker.config
+
+    def close(self) -> None:
+        """Give files back."""
+        if self.streamed is not None:
+            self.streamed.close()
+        self.checkpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_model(
+    path: Path,
+    arithmetic: str | None = None,
+    observer: Observer | None = None,
+    *,
+    absorbed: bool = True,
+    held_values: int = HELD_VALUES,
+) -> OpenModel:
+    """Bind a checkpoint to its reference; more than `held_values` values are streamed.
+
+    Without an arithmetic it is twin where the checkpoint quantises activations, else bf16.
+    """
+    if arithmetic is not None and arithmetic not in ARITHMETICS:
+        raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
+    checkpoint = Checkpoint.open(path)
+    try:
+        config, names = require_model(checkpoint, "generate")
+        config = _without_drafters(config)
+        _require_complete(config, names)
+        recipe = recipe_as_stored(take_inventory(names), config)
+        if arithmetic is None:
+            quantised = any(rule.activation != BF16 for rule in recipe.rules)
+            arithmetic = "twin" if quantised else "bf16"
+        size = sum(prod(each.shape) for each in parameters(config))
+        streamed = StreamedWeights(checkpoint, config) if size > held_values else None
+        weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
+        numerics = numerics_of(arithmetic, held=streamed is None)
+        chosen = recipe if arithmetic == "twin" else None
+        bound = Bound(config, numerics, weights, chosen, observer)
+        if streamed is not None:
+            Plan(bound, streamed).install()
+    except BaseException:
+        checkpoint.close()
+        raise
+    return OpenModel(checkpoint, Speaker(bound, absorbed=absorbed), recipe, arithmetic, streamed)
+
+
+def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
+    """The arithmetic by its name; `held` says that decoded weights cost no memory."""
+    if arithmetic == "definition":
+        return Numerics.definition()
+    chosen = Numerics.twin() if arithmetic == "twin" else Numerics.bf16()
+    exact = torch.float64
+    return replace(chosen, work=exact, products=exact) if held else chosen
+
+
+def _without_drafters(config: Config) -> Config:
+    """The main model: drafters speed engines up and change no token."""
+    if isinstance(config, V4Config):
+        return replace(config, num_nextn_predict_layers=0, dspark=None)
+    return replace(config, num_nextn_predict_layers=0)
+
+
+def _require_complete(config: Config, names: LogicalNames) -> None:
+    missing = [each.name for each in parameters(config) if each.name not in names.present]
+    if missing:
+        raise UnreadableFile(
+            "weights", f"{len(missing)} parameters missing, such as {missing[0]}",
+            "every parameter of the model",
+            "Fetch the missing shards. A conversion for one kernel is no model: run its source.",
+        )  # fmt: skip
+
+
+def recipe_as_stored(inventory: Inventory, config: Config) -> Recipe:
+    """The recipe that a checkpoint follows, activations included.
+
+    NVFP4 activations have input scales; others are dynamic as in the official recipe, where that
+    has the same format for the weight and whole blocks of activations fit it.
+    """
+    stored, official = stored_recipe(inventory), recipe_named("official", config)
+    said: dict[str, Rule] = {}
+    for each in inventory.linears:
+        name = each.parameter.name
+        rule = next(rule for rule in stored.rules if rule.pattern.fullmatch(name))
+        formats = official.format_of(each.parameter)
+        if rule.match in said or rule.activation != BF16 or rule.weight == BF16:
+            said.setdefault(rule.match, rule)
+        elif formats.weight == rule.weight and _fits(each.parameter, formats.activation):
+            said[rule.match] = Rule(rule.match, rule.weight, formats.activation)
+    return Recipe("as stored", tuple(said.get(rule.match, rule) for rule in stored.rules))
+
+
+def _fits(parameter: Parameter, activation: str) -> bool:
+    form = BLOCK_FORMATS.get(activation)
+    return form is None or parameter.shape[-1] % form.block[1] == 0
+
+
+class Plan:
+    """What each component reads, and what comes behind it, in the order in which they run."""
+
+    def __init__(self, bound: Bound, streamed: StreamedWeights) -> None:
+        self._bound = bound
+        self._streamed = streamed
+        order = [each.name for each in components(bound.config) if each.name in bound.calls]
+        self._place = {name: number for number, name in enumerate(order)}
+        self._weights = {
+            each.name: each.weights for each in components(bound.config) if each.name in self._place
+        }
+        self._order = order
+
+    def install(self) -> None:
+        """Wrap every call."""
+        for name, call in list(self._bound.calls.items()):
+            self._bound.calls[name] = partial(self._run, name, call)
+
+    def _run(
+        self,
+        name: str,
+        call: ComponentCall,
+        inputs: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
+    ) -> Mapping[str, Tensor]:
+        if self._weights.get(name):
+            self._streamed.expect(self._next(name, inputs))
+        return call(inputs, weights)
+
+    def _next(self, name: str, inputs: Mapping[str, Tensor]) -> Iterator[str]:
+        """Name what this component reads, then what follows as far as it is certain."""
+        visited = None
+        if "experts" in inputs:
+            visited = set(inputs["experts"].unique().tolist())
+        yield from _of_experts(self._weights[name], visited)
+        tokens = len(next(iter(inputs.values()))) if inputs else 0
+        for follower in self._order[self._place[name] + 1 :]:
+            same = follower.rpartition(".experts.")[0] == name.rpartition(".experts.")[0]
+            if ".experts." in follower and not (same and visited is not None):
+                count = self._bound.config.n_routed_experts
+                if tokens * self._bound.config.num_experts_per_tok < _MANY_VISITS * count:
+                    return
+            yield from _of_experts(self._weights[follower], visited if same else None)
+            if ".experts." in follower and not same:
+                return
+
+
+def _of_experts(names: tuple[str, ...], visited: set[int] | None) -> Iterator[str]:
+    """Order names as they are read, without the experts that nobody visits."""
+    if visited is None or not any(".experts." in name for name in names):
+        yield from names
+        return
+    by_expert: dict[int, list[str]] = {}
+    for name in names:
+        by_expert.setdefault(int(name.split(".experts.")[1].split(".")[0]), []).append(name)
+    for number in sorted(visited & by_expert.keys()):
+        yield from by_expert[number]

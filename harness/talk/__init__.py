@@ -1,0 +1,1 @@
+"""Talking to a model: chat encodings, tokenizers, sampling, and the loop that generates."""

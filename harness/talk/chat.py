@@ -1,0 +1,46 @@
+"""The chat encoding of a checkpoint: which family's, and with whose wordings.
+
+Owns the pairing of a model's family with its encoder and its parser.
+Refuses nothing itself. Kept honest by suites/talk/test_chat.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.talk import encode_v4, encode_v32
+from degarble.harness.talk.completion import parse
+from degarble.harness.talk.wordings import wordings_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.talk.completion import Turn
+    from degarble.harness.talk.turns import Message, Style
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a model is spoken to."""
+
+    family: Any  # the module with encode, CALLS and STEM
+    style: Style
+
+    def encode(self, messages: Sequence[Message]) -> str:
+        """Render a conversation up to the place where the assistant speaks."""
+        text: str = self.family.encode(messages, self.style)
+        return text
+
+    def parse(self, text: str, *, whole: bool = True) -> Turn:
+        """Take what the assistant said apart."""
+        return parse(text, self.style.mode, self.family.CALLS, whole=whole)
+
+
+def chat_of(config: Config, folder: Path, style: Style) -> Chat:
+    """The chat of a model whose checkpoint lies in `folder`."""
+    family: Any = encode_v4 if isinstance(config, V4Config) else encode_v32
+    return Chat(family, replace(style, wordings=wordings_beside(folder, family.STEM)))
