@@ -1,0 +1,288 @@
+"""How far a correct kernel may be from its twin, and whether a candidate is within.
+
+Owns the record of a budget, the judgement by it, and the composition over a layer. The one input is
+`slack`: a bound, element by element, of the error before the one rounding to the output's format;
+harness.engine.budget_rules derives it. What follows is the same for every component:
+
+* an element: |RN(s + e) - RN(s)| <= |e| + ulp; where the slack is 0, nothing may differ;
+* a place (row, tile, column run, head, expert): a rounding falls on the other side with probability
+  |e| / ulp, so that d^2 is at most ulp * slack + slack^2 on average; Bernstein's inequality bounds
+  the sum of independent ones but for one case in 1 / MISTAKEN;
+* its gain: the slack in full, as if all errors pulled one way, and the roundings as above.
+
+A healthy worst case sits at HEADROOM of its budget. Too good is judged by the triangle: a candidate
+within its budget b of the twin is not nearer to the reference than the twin by more than b. Refuses
+a slack that is negative or no number. Kept honest by suites/engine/test_budget.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.engine.compare import compare
+from degarble.harness.engine.compare_definition import values_of_any
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.wording import number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from degarble.harness.engine.comparison import Comparison, Places
+    from degarble.harness.formats.types import ElementFormat
+
+HEADROOM = 0.7  # of a budget: where the healthy worst case sits at most
+MISTAKEN = 1e-12  # probability with which a place of a healthy run may exceed its bound
+_LOG = math.log(1 / MISTAKEN)
+_PANEL = 1 << 20  # elements judged at once
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """What one output of a component may differ by, and why; `slack` broadcasts to the output."""
+
+    output: ElementFormat
+    slack: Tensor
+    derivation: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The worst of one level: `place` is its index there; measured and allowed in one unit."""
+
+    level: str
+    place: tuple[int, ...]
+    measured: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """The difference in units of budget."""
+        if not self.measured:
+            return 0.0
+        return self.measured / self.allowed if self.allowed else math.inf
+
+    def __str__(self) -> str:
+        at = ", ".join(map(str, self.place))
+        return (
+            f"{self.level} {at}: {number(self.measured)}, budget {number(self.allowed)} "
+            f"({number(self.ratio)} of it)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """A comparison and what its budget says; findings are sorted, the worst first."""
+
+    comparison: Comparison
+    budget: Budget
+    findings: tuple[Finding, ...]
+    allowed_length: float  # of the whole difference: what a healthy candidate's may be
+
+    @property
+    def worst(self) -> Finding:
+        """The finding that decides."""
+        return self.findings[0]
+
+    @property
+    def verdict(self) -> Verdict:
+        """AGREES within the budget everywhere, else DIFFERS."""
+        return Verdict.AGREES if self.worst.ratio <= 1 else Verdict.DIFFERS
+
+
+@dataclass(frozen=True, eq=False)
+class _Allowances:
+    """Sums and maxima of what is allowed, along a last axis of 6.
+
+    squares, squares of squares, gain at most, squares of gain; largest square, largest gain term.
+    """
+
+    stack: NDArray[np.float64]
+
+    def folded(self, labels: NDArray[np.int64], count: int) -> _Allowances:
+        """Join the places of one label."""
+        kept = labels >= 0
+        out = np.zeros((count, 6))
+        np.add.at(out[:, :4], labels[kept], self.stack[kept][:, :4])
+        np.maximum.at(out[:, 4:], labels[kept], self.stack[kept][:, 4:])
+        return _Allowances(out)
+
+    @property
+    def length(self) -> NDArray[np.float64]:
+        """What the length of a place's difference may be."""
+        squares, fourth, _, _, largest, _ = np.moveaxis(self.stack, -1, 0)
+        bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
+        allowed: NDArray[np.float64] = np.sqrt(bound) / HEADROOM
+        return allowed
+
+    @property
+    def pull(self) -> NDArray[np.float64]:
+        """What the sum of reference times difference may be."""
+        _, _, most, squares, _, largest = np.moveaxis(self.stack, -1, 0)
+        bound = most + np.sqrt(2 * _LOG * squares) + _LOG / 3 * largest
+        allowed: NDArray[np.float64] = bound / HEADROOM
+        return allowed
+
+
+def judge(
+    candidate: Tensor, twin: Tensor, budget: Budget, places: Places | None = None
+) -> Judgement:
+    """Judge a candidate against its twin by rows, tiles and every named place."""
+    found = compare(candidate, twin, places)
+    element, rows, cells = _allowances(candidate, twin, budget, found)
+    per = found.places.tile[1] // found.cell
+    bands, runs = cells.shape[:2]
+    tile_of = np.arange(bands)[:, None] * -(-runs // per) + np.arange(runs) // per
+    flat = _Allowances(cells.reshape(-1, 6))
+    tiles = flat.folded(tile_of.reshape(-1), bands * -(-runs // per))
+    columns = flat.folded(np.tile(np.arange(runs), bands), runs)
+    levels = [
+        ("row", found.rows.stack, _Allowances(rows)),
+        ("tile", found.tiles.stack.reshape(-1, 4), tiles),
+        ("columns", found.columns.stack, columns),
+        ("whole", found.total.stack[None], flat.folded(np.zeros(len(flat.stack), np.int64), 1)),
+    ]
+    for name in found.names:
+        in_rows = name in found.places.rows
+        labels = (
+            found.places.rows[name]
+            if in_rows
+            else np.arange(runs) // (found.places.columns[name] // found.cell)
+        )
+        allowances = (_Allowances(rows) if in_rows else columns).folded(
+            labels, int(labels.max(initial=-1)) + 1
+        )
+        levels.append((name, found.by(name).stack, allowances))
+    findings = [element, *(f for level in levels for f in _worst_of(*level))]
+    if found.census.mismatched:
+        at = found.census.first or (0, 0)
+        findings.append(Finding("kind of element", at, float(found.census.mismatched), 0.0))
+    findings.sort(key=lambda each: -each.ratio)
+    return Judgement(found, budget, tuple(findings), float(levels[3][2].length[0]))
+
+
+def _worst_of(level: str, sums: NDArray[np.float64], allowances: _Allowances) -> Iterator[Finding]:
+    """Yield the worst length and the worst gain of one level."""
+    if not len(sums):
+        return
+    lengths, allowed = np.sqrt(sums[:, 3]), allowances.length
+    pulls, allowed_pull = np.abs(sums[:, 2]), allowances.pull
+    with np.errstate(invalid="ignore", divide="ignore"):
+        far = np.where(lengths > 0, lengths / allowed, 0.0)
+        pulled = np.where(pulls > 0, pulls / allowed_pull, 0.0)
+    at = int(far.argmax())
+    yield Finding(f"length of {level}", (at,), float(lengths[at]), float(allowed[at]))
+    at = int(pulled.argmax())
+    energy = float(sums[at, 0]) or 1.0
+    yield Finding(
+        f"gain of {level}", (at,), float(pulls[at]) / energy, float(allowed_pull[at]) / energy
+    )
+
+
+def _allowances(
+    candidate: Tensor, twin: Tensor, budget: Budget, found: Comparison
+) -> tuple[Finding, NDArray[np.float64], NDArray[np.float64]]:
+    """Return the worst element, and the allowances of rows [M, 6] and cells [R, S, 6]."""
+    width = found.shape[-1] if found.shape else 1
+    height, cell, tall = len(found.rows.rr), found.cell, found.places.tile[0]
+    rows, cells = np.zeros((height, 6)), np.zeros((*found.cells.rr.shape, 6))
+    worst = Finding("element", (0, 0), 0.0, 0.0)
+    slack = _slack(budget, found.shape).reshape(height, width)
+    c_MK, t_MK = (side.detach().reshape(height, width) for side in (candidate, twin))
+    step = max(1, _PANEL // max(1, width))
+    for start in range(0, height if width else 0, step):
+        part = slice(start, min(start + step, height))
+        c, t = values_of_any(c_MK[part].cpu()), values_of_any(t_MK[part].cpu())
+        known = np.isfinite(c) & np.isfinite(t)
+        t, e = np.where(known, t, 0.0), np.where(known, slack[part].double().numpy(), 0.0)
+        d = np.where(known, np.abs(c - t), 0.0)
+        most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
+        worst = max(worst, _worst_element(d, most, start), key=lambda each: each.ratio)
+        square, size = (most - e) * e + e * e, np.abs(t)
+        terms = (square, square * most * most, size * e, t * t * square, most * most, size * most)
+        by_cell = np.stack([_joined(term, cell, k > 3) for k, term in enumerate(terms)], axis=-1)
+        rows[part, :4], rows[part, 4:] = by_cell[..., :4].sum(1), by_cell[..., 4:].max(1)
+        bands = np.arange(part.start, part.stop) // tall
+        np.add.at(cells[..., :4], bands, by_cell[..., :4])
+        np.maximum.at(cells[..., 4:], bands, by_cell[..., 4:])
+    return worst, rows, cells
+
+
+def _slack(budget: Budget, shape: tuple[int, ...]) -> Tensor:
+    slack = budget.slack.detach().cpu()
+    if not bool((slack >= 0).all()) or not bool(slack.isfinite().all()):
+        raise InvalidArgument(
+            "slack", "negative, infinite or NaN", "finite bounds that are not negative",
+            "A component whose operands are not finite has no budget; look at its inputs.",
+        )  # fmt: skip
+    return slack.expand(shape)
+
+
+def _worst_element(d: NDArray[np.float64], most: NDArray[np.float64], start: int) -> Finding:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.where(d > 0, d / most, 0.0)
+    row, column = np.unravel_index(int(ratios.argmax()), ratios.shape)
+    place = (int(row) + start, int(column))
+    return Finding("element", place, float(d[row, column]), float(most[row, column]) / HEADROOM)
+
+
+def _joined(term: NDArray[np.float64], cell: int, greatest: bool) -> NDArray[np.float64]:
+    """Sum, or find the largest of, every run of `cell` columns."""
+    starts = np.arange(0, term.shape[1], cell)
+    joined = np.maximum if greatest else np.add
+    found: NDArray[np.float64] = joined.reduceat(term, starts, axis=1)
+    return found
+
+
+def spacing(magnitude: NDArray[np.float64], fmt: ElementFormat) -> NDArray[np.float64]:
+    """Return the distance of neighbours of `fmt` at a magnitude."""
+    exponent = np.maximum(np.frexp(magnitude)[1] - 1, fmt.min_exponent)
+    exponent = np.where(magnitude > 0, exponent, fmt.min_exponent)
+    steps: NDArray[np.float64] = np.ldexp(1.0, exponent - fmt.mantissa_bits)
+    return steps
+
+
+def nearer_than_the_twin(
+    judgement: Judgement, candidate: Tensor, twin: Tensor, reference: Tensor
+) -> Finding:
+    """Say by how much a candidate is nearer to the unquantised reference than its twin is.
+
+    More than the budget of its distance to the twin: then it did not use the quantised operands.
+    """
+    own, expected = (math.sqrt(compare(side, reference).total.dd) for side in (candidate, twin))
+    return Finding(
+        "nearer to the reference than the twin", (), max(0.0, expected - own),
+        judgement.allowed_length,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One component on the way through a layer.
+
+    `relative` is its allowed relative length; `weight` what its output is of the stream it ends in,
+    in length: 1 in a chain, less where a residual is added.
+    """
+
+    name: str
+    relative: float
+    weight: float = 1.0
+
+
+def composed(steps: Sequence[Step]) -> tuple[float, str]:
+    """Return the relative drift that a layer of healthy components may show, and its derivation.
+
+    Errors of different components are independent, hence their squares add.
+    """
+    drift = math.sqrt(sum((step.relative * step.weight) ** 2 for step in steps))
+    terms = " + ".join(
+        f"({number(step.relative)} x {number(step.weight)})^2 [{step.name}]" for step in steps
+    )
+    return drift, f"sqrt({terms}) = {number(drift)}"

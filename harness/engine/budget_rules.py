@@ -1,0 +1,114 @@
+"""Where slack comes from: one derivation a kind of arithmetic, with the words for the report.
+
+Owns the bounds of an error before the output is rounded, from the operands at hand. u = 2^-24 is
+half a spacing of float32, in which every component accumulates; the twin is exact beside it.
+
+* a sum of K products, in any order in float32 or in the steps of a tensor core. Each addition errs
+  by at most u times its partial sum. In the order of K partial sums are read off the data at
+  CHECKPOINTS places; in an order that is as good as random they are |s| k / K and a bridge of
+  deviation at most |x * w|_2 / 2, which Cauchy bounds by norms of rows: |x|_4 |w|_4 / 2. An aligned
+  step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17 more.
+* a function of few operations: their number times u times the largest intermediate value.
+* a value that is stored on the way: one spacing of the stored format, carried on.
+
+Refuses operands that do not fit each other. Kept honest by suites/engine/test_budget_rules.py:
+float32 in many orders, blocks, the tensor-core model, adversarial rows.
+Shape letters: M rows, K summed, N outputs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget import Budget
+from degarble.harness.errors import ShapeMismatch
+from degarble.harness.formats.element_formats import BF16
+from degarble.harness.record.wording import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.formats.types import ElementFormat
+
+U = 2.0**-24
+CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
+ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
+SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
+
+
+def exact(output: ElementFormat, why: str) -> Budget:
+    """Nothing is computed, so nothing may differ."""
+    return Budget(output, torch.zeros(()), (why,))
+
+
+def summed(x_MK: Tensor, w_NK: Tensor, output: ElementFormat = BF16) -> Budget:
+    """A matrix product x w^T, with scales before or behind the sum."""
+    if x_MK.ndim != 2 or w_NK.ndim != 2 or x_MK.shape[1] != w_NK.shape[1]:
+        raise ShapeMismatch(
+            "operands", (tuple(x_MK.shape), tuple(w_NK.shape)), "(M, K) and (N, K)",
+            "Pass the weight as rows of K; join leading extents.",
+        )  # fmt: skip
+    length = x_MK.shape[1]
+    x, w = x_MK.float(), w_NK.float()
+    total = torch.zeros(len(x), len(w))
+    partial = torch.zeros_like(total)
+    bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
+    for begin, end in pairwise(bounds):
+        total += x[:, begin:end] @ w[:, begin:end].T
+        partial += total.abs()
+    mean = partial / CHECKPOINTS
+    bridge = _four_norm(x)[:, None] * _four_norm(w)[None, :]
+    slack = U * (
+        length * mean + (length / 2 + ALIGNED_TERMS) * bridge + SCALE_ROUNDINGS * total.abs()
+    )
+    middle = float(mean.mean()), float(bridge.mean())
+    return Budget(
+        output,
+        slack,
+        (
+            f"K = {length} additions in float32, u = 2^-24 = {number(U)}",
+            f"partial sums in the order of K: {number(middle[0])} on average",
+            f"in any other order: bridge |x|_4 |w|_4 = {number(middle[1])} on average",
+            f"slack = u (K partial + (K / 2 + {ALIGNED_TERMS}) bridge + {SCALE_ROUNDINGS} |s|)",
+            f"that is {number(float(slack.mean()))} on average",
+            f"and one rounding to {output.name}",
+        ),
+    )
+
+
+def _four_norm(rows: Tensor) -> Tensor:
+    """(sum of x^4)^(1/4), scaled so that nothing overflows."""
+    largest = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+    four: Tensor = (rows / largest[:, None]).square().square().sum(1).sqrt().sqrt() * largest
+    return four
+
+
+def few(amplitude: Tensor, roundings: float, output: ElementFormat, what: str) -> Budget:
+    """A function of few operations whose intermediate values stay below `amplitude`."""
+    return Budget(
+        output,
+        amplitude.float() * (roundings * U),
+        (
+            f"{what}: {number(roundings)} roundings in float32",
+            f"each at most u = 2^-24 = {number(U)} of the largest intermediate value",
+            f"and one rounding to {output.name}",
+        ),
+    )
+
+
+def stored_between(budget: Budget, amplitude: Tensor, spacings: float, what: str) -> Budget:
+    """Add values that are stored in BF16 on the way: each may fall on the neighbour."""
+    added = amplitude.float() * (spacings * 2.0**-BF16.mantissa_bits)
+    words = f"{what}: {number(spacings)} spacings of BF16 (2^-7) of what is stored on the way"
+    return Budget(budget.output, budget.slack + added, (*budget.derivation, words))
+
+
+def normed(out: Tensor, width: int, output: ElementFormat, *, additions: int = 0) -> Budget:
+    """An RMS norm over `width` elements: squares add up to one sign, so errors are relative.
+
+    Mean: half of width u, halved again by the root; root, products and weight: 8 more.
+    """
+    return few(out.abs(), width / 4 + 8 + additions, output, f"RMS norm of {width}")
