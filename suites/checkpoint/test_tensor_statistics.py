@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.checkpoint import row_facts, tensor_statistics
+from degarble.harness.checkpoint import row_facts, scale_statistics, tensor_statistics
 from degarble.harness.checkpoint.tensor_statistics import TensorStatistics, statistics_of
 from degarble.harness.formats.block_formats import (
     FP8_128X128_F32,
@@ -17,11 +17,16 @@ from degarble.harness.formats.block_formats import (
     MXFP4,
     NVFP4,
 )
+from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.element_formats import E2M1
+from degarble.harness.formats.fast_threads import values_of
+from degarble.harness.formats.quantise import quantise
 from degarble.suites.checkpoint.number_cases import (
     channels,
     generator,
     matrix,
     quantised_parts,
+    stored_parts,
     write_modules,
 )
 
@@ -98,6 +103,23 @@ def test_windows_change_nothing(
     assert by_parts.blocks.pairing.correlation == pytest.approx(
         whole.blocks.pairing.correlation, rel=1e-9
     )
+
+
+def test_pairing_of_tall_matrices_is_that_of_evenly_spread_rows(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,600 rows every third one, wherever windows begin."""
+    made = quantise(matrix(seed, 1600, 256), NVFP4, MODELOPT)
+    monkeypatch.setattr(tensor_statistics, "WINDOW_ELEMENTS", 100 * 256)
+    found = statistics(tmp_path, stored_parts(made))
+    codes = values_of(E2M1)[made.element_codes()[::3].numpy()].astype(np.float64)
+    wanted = scale_statistics.pairing_of(
+        made.scale_values()[::3].double().numpy(),
+        np.square(codes).reshape(len(codes), -1, 16).sum(2),
+    )
+    assert found.blocks is not None
+    assert found.blocks.pairing.freedom == wanted.freedom
+    assert found.blocks.pairing.correlation == pytest.approx(wanted.correlation, rel=1e-5)
 
 
 POWERS = {1, 2, 4, *range(8, 127, 8)}  # E4M3 codes of powers of two
