@@ -52,7 +52,7 @@ class Reads:
         if slot not in self._by_expert:
             found: dict[int | None, tuple[Box, ...]] = {}
             for experts, boxes in self._alike.get(slot, {}).items():
-                for expert in (None,) if experts is None else experts:
-                    found[expert] = found.get(expert, ()) + boxes
+                # Ranks have the same experts or none in common, so no number comes twice.
+                found.update(dict.fromkeys((None,) if experts is None else experts, boxes))
             self._by_expert[slot] = found
         return self._by_expert[slot]

@@ -75,17 +75,6 @@ def o_b_reads(*parts: str) -> Raw:
     return {"convert": [rule, *FIELD["convert"]]}
 
 
-def exchanged(prefix: str, one: str, other: str) -> Raw:
-    """Exchange two endings of names behind a prefix."""
-    return {
-        "rename": [
-            {"match": rf"({prefix}){one}$", "to": r"\1.kept"},
-            {"match": rf"({prefix}){other}$", "to": rf"\1{one}"},
-            {"match": rf"({prefix})\.kept$", "to": rf"\1{other}"},
-        ]
-    }
-
-
 def copy(name: str, to: str) -> Change:
     def change(tensors: Tensors) -> None:
         tensors[to] = tensors[name].clone()
@@ -259,6 +248,18 @@ OTHERS: dict[str, Case] = {
                 {"match": r"^layers\.0\.(attn\.wq_b)", "to": r"layers.9.\1"},
                 {"match": r"^layers\.1\.(attn\.wq_b)", "to": r"layers.0.\1"},
                 {"match": r"^layers\.9\.(attn\.wq_b)", "to": r"layers.1.\1"},
+            ]
+        },
+        "loader.wrong_parameter",
+    ),
+    "two experts exchanged, behind others that are right": Case(
+        "nvfp4",
+        VLLM,
+        {
+            "rename": [
+                {"match": r"^(layers\.1\.ffn\.experts)\.2\.", "to": r"\1.9."},
+                {"match": r"^(layers\.1\.ffn\.experts)\.3\.", "to": r"\1.2."},
+                {"match": r"^(layers\.1\.ffn\.experts)\.9\.", "to": r"\1.3."},
             ]
         },
         "loader.wrong_parameter",
