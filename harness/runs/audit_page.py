@@ -202,4 +202,8 @@ def _explained(finding: Finding) -> tuple[Block, ...]:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "not a number"
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ", ".join(value)[:_TEXT]
     return number(value) if isinstance(value, float) else str(value)[:_TEXT]

@@ -164,3 +164,4 @@ def test_on_paper_there_are_no_tools_and_everything_is_unfolded(window: Window) 
     window.run("dispatchEvent(new Event('beforeprint'))")
     assert window.run("return document.querySelectorAll('details:not([open])').length") == 0
     assert window.run("return getComputedStyle(document.querySelector('.tools')).display") == "none"
+    assert window.run("return document.documentElement.scrollWidth") <= 718
