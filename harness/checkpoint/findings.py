@@ -6,8 +6,8 @@ finding, with a count and its first examples: a checkpoint has 300,000 tensors, 
 tells nobody anything. Numbers and names in a finding come from files, so they are shown bounded
 and printable. To add rules, add them to a table (rules_*.py) and that table to RULES.
 
-Refuses two rules of one id. Kept honest by suites/checkpoint/test_findings.py, which also holds
-docs/audit.md against this table.
+Refuses two rules of one id. Kept honest by suites/checkpoint/test_findings.py; docs/audit.md is
+written from this table, and suites/house/test_documents.py compares the two.
 """
 
 from __future__ import annotations
