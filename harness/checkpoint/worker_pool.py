@@ -11,7 +11,9 @@ suites/checkpoint/test_worker_pool.py.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import traceback
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -22,7 +24,9 @@ from degarble.harness.errors import InvalidArgument, WorkerLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.context import ForkServerProcess
+
+_IMPORTED = "degarble.harness.checkpoint.worker_imports"
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -51,7 +55,7 @@ Workers = int | Cluster  # processes of this machine, or whoever else does the w
 
 
 class _Worker(NamedTuple):
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection[Any, Any]
 
 
@@ -87,18 +91,26 @@ def run_each(
 
 
 def _start(work: Callable[[Task], Result]) -> _Worker:
-    # Trap: a forked copy of a process with threads (torch has some) may hang for ever; start anew.
-    context = get_context("spawn")
+    # Trap: a forked copy of a process with threads (torch has some) may hang for ever. These are
+    # forked from a process that has imported everything and started no thread: they begin at once,
+    # and share what was imported, so that sixteen take little more memory than two.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([_IMPORTED])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
     process.start()
     theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
     return _Worker(process, ours)
 
 
-def _serve(connection: Connection[Any, Any], work: Callable[[Any], Any]) -> None:
+def _serve(
+    connection: Connection[Any, Any], work: Callable[[Any], Any], environment: dict[str, str]
+) -> None:
     """Do what comes until the other side is gone."""
+    os.environ.update(environment)  # the process that it was forked from may be older
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends us
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # there is a worker for each core
     while True:
         try:
             task = connection.recv()

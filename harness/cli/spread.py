@@ -1,7 +1,9 @@
 """`--cluster` made into workers, with the address that the environment names.
 
-Owns RAY_ADDRESS: the address of a cluster, or `auto` for the one that this machine belongs to;
-unset, a cluster is started on this machine and ends with the run. Says on stderr what was joined.
+Owns two variables. RAY_ADDRESS: the address of a cluster, or `auto` for the one that this machine
+belongs to; unset, a cluster is started on this machine and ends with the run. DEGARBLE_WORKERS: how
+many processes work on this machine; unset, as many as 1 GB of memory allows. Says on stderr what
+was joined. Refuses a number of workers that is none.
 What keeps it honest: suites/runs/test_quantise.py and test_convert.py.
 """
 
@@ -12,13 +14,16 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from degarble.harness.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from degarble.harness.checkpoint.worker_pool import Workers
     from degarble.harness.cli.terminal import Terminal
 
-ADDRESS = "RAY_ADDRESS"
+MOST_PROCESSES = 1024
+ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
 
 
 @contextmanager
@@ -27,7 +32,21 @@ def spread(terminal: Terminal) -> Iterator[Workers]:
     # Imports torch by way of the runs, which --help and --version do without.
     from degarble.harness.runs.workers import workers_of  # noqa: PLC0415
 
-    with workers_of(terminal.cluster, os.environ.get(ADDRESS) or None) as workers:
+    address = os.environ.get(ADDRESS) or None
+    with workers_of(terminal.cluster, address, _processes()) as workers:
         if not isinstance(workers, int) and not terminal.quiet:
             sys.stderr.write(f"degarble: {workers.told}\n")
         yield workers
+
+
+def _processes() -> int | None:
+    told = os.environ.get(WORKERS, "")
+    if not told:
+        return None
+    if not (
+        told.isascii() and told.isdigit() and len(told) < 5 and 0 < int(told) <= MOST_PROCESSES
+    ):
+        raise InvalidArgument(
+            WORKERS, told, f"a number from 1 to {MOST_PROCESSES}", "Unset it, or name a number."
+        )
+    return int(told)

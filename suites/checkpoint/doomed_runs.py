@@ -13,9 +13,11 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
+from functools import partial
 from itertools import count, cycle
 from typing import TYPE_CHECKING
 
@@ -31,8 +33,10 @@ from degarble.suites.checkpoint.writing_cases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    Way = Callable[[Path], object]
 
 PLAN = small_plan()
 KILLS_A_TRIAL = 3
@@ -74,7 +78,7 @@ class MortalDisk(Disk):
         super().write(descriptor, data)
 
 
-def forked(work: Callable[[], None]) -> int:
+def forked(work: Callable[[], object]) -> int:
     """Start `work` in a child; return its process id."""
     child = os.fork()
     if child:
@@ -96,16 +100,17 @@ def ended(child: int) -> int:
 
 
 class Court:
-    """Judges what dead runs leave."""
+    """Judges what dead runs leave. `ways`: of writing the same target; the first is the measure."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ways: Sequence[Way]) -> None:
         self.folder = folder
-        write_all(folder / "whole", PLAN)
+        self.ways = ways
+        ways[0](folder / "whole")
         self.whole = tree(folder / "whole")
         self.killed = 0
         self.broken: list[str] = []
         self._numbers = count()
-        self._ways = cycle([write_all, write_one_by_one])
+        self._next = cycle(ways)
 
     def target(self) -> Path:
         return self.folder / f"target-{next(self._numbers)}"
@@ -123,23 +128,23 @@ class Court:
 
     def take_up(self, target: Path, told: str) -> None:
         """Run to the end, by either way of writing."""
-        write = next(self._ways)
-        self.judge(target, ended(forked(lambda: write(target, PLAN))), told)
+        write = next(self._next)
+        self.judge(target, ended(forked(lambda: write(target))), told)
 
 
 def at_moments(court: Court, chance: random.Random, trials: int) -> None:
     """Kill after a random time, up to three times, then run to the end."""
     times = []
-    for _ in range(5):
+    for _ in range(3):
         begun = time.perf_counter()
         court.take_up(court.target(), "timing")
         times.append(time.perf_counter() - begun)
-    usual = sorted(times)[2]
+    usual = sorted(times)[1]
     for trial in range(trials):
         target = court.target()
         for _ in range(KILLS_A_TRIAL):
-            write = chance.choice([write_all, write_one_by_one])
-            child = forked(lambda: write(target, PLAN))  # noqa: B023  ends within the turn
+            write = chance.choice(court.ways)
+            child = forked(lambda: write(target))  # noqa: B023  ends within the turn
             time.sleep(chance.uniform(0, usual))
             os.kill(child, signal.SIGKILL)
             if court.judge(target, ended(child), f"trial {trial}"):
@@ -194,10 +199,27 @@ def beyond_file_size(court: Court, chance: random.Random, trials: int) -> None:
 
         def work(target: Path = target, limit: int = limit) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            write_all(target, PLAN)
+            court.ways[0](target)
 
         refused(court, target, work, f"limit {limit}, trial {trial}")
         court.take_up(target, f"limit {limit}, resumed")
+
+
+def half_way(court: Court, target: Path) -> None:
+    """Leave a target with some shards finished and others not."""
+    for _ in range(400):
+        child = forked(lambda: court.ways[0](target))
+        while not list(target.glob("*.safetensors")) and not os.waitpid(child, os.WNOHANG)[0]:
+            time.sleep(0.0005)
+        try:
+            os.kill(child, signal.SIGKILL)
+            ended(child)
+        except (ProcessLookupError, ChildProcessError):
+            pass  # it was waited for already
+        if not (target / "config.json").exists():
+            return
+        shutil.rmtree(target)
+    raise AssertionError("every run ended before it could be killed")
 
 
 def read_only(court: Court, _chance: random.Random, _trials: int) -> None:
@@ -206,7 +228,7 @@ def read_only(court: Court, _chance: random.Random, _trials: int) -> None:
     locked = court.folder / "locked"
     locked.mkdir(mode=0o555)
     begun = court.target()
-    ended(forked(lambda: write_all(begun, PLAN, MortalDisk(operation=40))))
+    half_way(court, begun)
     before = tree(begun)
     for path in (begun, *begun.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -214,7 +236,7 @@ def read_only(court: Court, _chance: random.Random, _trials: int) -> None:
     def work(target: Path) -> None:
         if os.geteuid() == 0:
             os.seteuid(65534)  # nobody, on every Linux
-        write_all(target, PLAN)
+        court.ways[0](target)
 
     refused(court, locked / "target", lambda: work(locked / "target"), "a locked parent")
     refused_status = ended(forked(lambda: work(begun)))
@@ -251,7 +273,7 @@ MODES = {
 def main(mode: str, seed: str, trials: str) -> None:
     """Run one mode and print what came of it."""
     with quick_folder() as folder:
-        court = Court(folder)
+        court = Court(folder, (partial(write_all, plan=PLAN), partial(write_one_by_one, plan=PLAN)))
         MODES[mode](court, random.Random(seed), int(trials))
     sys.stdout.write(json.dumps({"killed": court.killed, "broken": court.broken}))
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pytest
+
 from degarble.harness.checkpoint.shard_writer import write_shard
 from degarble.harness.checkpoint.writer import begin, write
+from degarble.harness.cli.spread import spread
+from degarble.harness.cli.terminal import Terminal
+from degarble.harness.errors import InvalidArgument
 from degarble.harness.record.progress import Progress
 from degarble.harness.runs import workers
 from degarble.harness.runs.workers import counting, usable_workers, workers_of
@@ -16,14 +21,13 @@ from degarble.suites.runs.cluster_cases import PlayedCluster, played_cluster
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 PLAN = small_plan()
 
 
 def test_there_is_one_worker_a_core_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert usable_workers() == 3
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert usable_workers() == 1
     monkeypatch.setattr(os, "cpu_count", lambda: 500)
     assert usable_workers() == workers.MOST_WORKERS
     monkeypatch.setattr(os, "cpu_count", lambda: None)
@@ -60,3 +64,21 @@ def test_a_new_target_has_no_earlier_run(tmp_path: Path) -> None:
         tmp_path / "new", PLAN, produce, ENDING, progress=counting(progress, tmp_path / "new", PLAN)
     )
     assert progress.pace.done == PLAN.data_bytes
+
+
+def test_more_workers_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEGARBLE_WORKERS", "7")
+    with spread(Terminal()) as asked:
+        assert asked == 7
+    monkeypatch.delenv("DEGARBLE_WORKERS")
+    with spread(Terminal()) as usual:
+        assert usual == usable_workers()
+
+
+@pytest.mark.parametrize("told", ["0", "-1", "many", "1025", "9" * 50, "²"])
+def test_a_number_of_workers_that_is_none_is_refused(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEGARBLE_WORKERS", told)
+    with pytest.raises(InvalidArgument, match="DEGARBLE_WORKERS"), spread(Terminal()):
+        pass

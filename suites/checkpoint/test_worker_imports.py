@@ -1,0 +1,38 @@
+"""Memory of whole runs, all processes together: far below what they read, and below 1 GB."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.suites.checkpoint.memory_watch import watched
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOUND = 1_000_000_000
+PROGRAM = (sys.executable, "-m", "degarble.suites.checkpoint.memory_runs")
+
+
+@pytest.mark.parametrize("mode", ["quantise", pytest.param("convert", marks=pytest.mark.slow)])
+def test_all_processes_together_stay_below_the_bound(mode: str, tmp_path: Path) -> None:
+    assert watched(*PROGRAM, "write", str(tmp_path)).status == 0
+    read = sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
+    found = watched(*PROGRAM, mode, str(tmp_path))
+    assert found.status == 0, found.told
+    assert found.processes >= 4  # the caller, two workers, and whom they were forked from
+    assert read > 1.2 * BOUND, "what it reads would not fit"
+    assert found.peak < BOUND, f"{found.peak} bytes at the peak"
+
+
+def test_what_takes_memory_is_seen() -> None:
+    """The planted fault: a worker that holds 300 MB."""
+    hold = "b = bytearray(300_000_000)\nfor i in range(0, len(b), 4096): b[i] = 1\n"
+    hold += "import time; time.sleep(0.5)"
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
+    found = watched(sys.executable, "-c", nested)
+    assert found.status == 0
+    assert found.processes == 2
+    assert 300_000_000 < found.peak < 500_000_000
