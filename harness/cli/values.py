@@ -118,5 +118,5 @@ def not_built(command: str, wanted: str) -> NotBuilt:
         command,
         f"a command that this version can run; {wanted} is not among them yet",
         "The arguments are right. CHANGELOG.md tells which version runs it; "
-        "degarble demo, audit, quantise, convert and faults list run now.",
+        "degarble demo, capture, audit, quantise, convert, generate and faults list run now.",
     )

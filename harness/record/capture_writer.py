@@ -107,7 +107,7 @@ class CaptureWriter:
         part_bytes: int = PART_BYTES,
     ) -> None:
         require_free(folder)
-        self.folder = folder
+        self.folder = usable_folder("--out", folder)
         self._facts = dict(facts)
         self._memory_bytes = memory_bytes
         self._pack = _Packer(folder, min(part_bytes, max(1, memory_bytes // 4)))
@@ -115,6 +115,7 @@ class CaptureWriter:
         self._changed = threading.Condition()
         self._in_memory = 0
         self._hurry = False
+        self._finished = False
         self._error: BaseException | None = None
         write_text(folder / MANIFEST, self._manifest(complete=False))
         self._thread = threading.Thread(target=self._work, name="capture", daemon=True)
@@ -125,6 +126,10 @@ class CaptureWriter:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        if not self._finished and not self._pack.written:
+            # Nothing was captured: a refusal leaves nothing half-written.
+            with suppress(OSError):
+                (self.folder / MANIFEST).unlink()
 
     def step(self, step: Step) -> None:
         """Begin a forward pass; the calls that follow belong to it."""
@@ -147,6 +152,7 @@ class CaptureWriter:
         parts.sync(self.folder, [each["file"] for each in self._pack.written])
         self._facts |= more
         write_text(self.folder / MANIFEST, self._manifest(complete=True))
+        self._finished = True
         return self.tally
 
     @property
@@ -318,10 +324,11 @@ class _Packer:
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a folder in which a capture lies, or which cannot be written."""
-    usable_folder("--out", folder)
-    taken = [each.name for each in folder.iterdir() if parts.NAME.fullmatch(each.name)]
-    if (folder / MANIFEST).exists() or taken:
+    """Refuse a folder in which a capture lies; makes nothing."""
+    taken = (folder / MANIFEST).exists()
+    if folder.is_dir():
+        taken = taken or any(parts.NAME.fullmatch(each.name) for each in folder.iterdir())
+    if taken:
         raise UnwritablePath(
             "--out", str(folder), "a folder without a capture", "Choose another folder."
         )

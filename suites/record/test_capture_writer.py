@@ -150,6 +150,16 @@ def test_a_run_that_fails_leaves_what_it_had(tmp_path: Path) -> None:
     assert list(capture.damage()) == []
 
 
+def test_a_run_that_is_refused_before_its_first_call_leaves_nothing(tmp_path: Path) -> None:
+    def run() -> None:
+        with CaptureWriter(tmp_path, FACTS):
+            raise KeyError("no such prompt")
+
+    with pytest.raises(KeyError):
+        run()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_capture_is_never_written_over(tmp_path: Path) -> None:
     write_capture(tmp_path)
     before = (tmp_path / "manifest.json").read_bytes()

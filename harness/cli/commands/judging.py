@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from degarble.harness.cli.options import (
 )
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES
+from degarble.harness.record.progress import size
 
 DEVICES = ("cpu", "cuda")
 
@@ -33,6 +34,22 @@ class CaptureOptions:
     backend: Backend = "torch"
     prompt: Prompt = None
     prompts: Prompts = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="New tokens: one from the prompt, the rest by decoding."),
+    ] = None
+    layers: Annotated[str | None, typer.Option(metavar="LIST", help="Only these: 0-3,17,ends.")] = (
+        None
+    )
+    components: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Only these: attn.*,ffn.gate.")
+    ] = None
+    tokens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Only these positions: 0-15,100.")
+    ] = None
+    statistics_only: Annotated[
+        bool, typer.Option("--statistics-only", help="Keep hashes and ranges, no tensors.")
+    ] = False
     amax_only: Annotated[
         bool, typer.Option("--amax-only", help="Keep only the ranges that calibration needs.")
     ] = False
@@ -88,28 +105,54 @@ def add(app: typer.Typer) -> None:
 def capture(options: CaptureOptions, terminal: Terminal) -> int:
     """Run a model and record what goes into and comes out of every component.
 
-    This version records ranges: --amax-only writes what `quantise --calibration` reads.
+    With --amax-only it records the ranges that `quantise --calibration` reads, and nothing else.
     """
     values.existing("CKPT", options.checkpoint)
     values.backend("--backend", options.backend)
     values.at_most_one(prompt=options.prompt, prompts=options.prompts)
     values.existing("--prompts", options.prompts)
     values.existing("--patch", options.patch)
-    if not options.amax_only:
-        raise values.not_built("capture without --amax-only", "recording tensors")
+    values.within("--max-new-tokens", options.max_new_tokens, 1, float("inf"))
+    for name in ("layers", "components", "tokens", "statistics_only", "max_new_tokens"):
+        values.at_most_one(amax_only=options.amax_only, **{name: getattr(options, name)})
     if options.backend != "torch" or options.patch is not None:
-        raise values.not_built("capture --amax-only of another backend", "running other kernels")
+        raise values.not_built("capture of another backend", "running other kernels")
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415
-    from degarble.harness.runs.capture_amax import capture_amax  # noqa: PLC0415
     from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
 
     prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
-    done = capture_amax(options.checkpoint, prompts, options.out, partial(first_pass, terminal))
+    record = _ranges if options.amax_only else _tensors
+    done = record(options, prompts, terminal)
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return EXIT_AGREES
+
+
+def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
+    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.capture_amax import capture_amax  # noqa: PLC0415  as above
+
+    return capture_amax(options.checkpoint, prompts, options.out, partial(first_pass, terminal))
+
+
+def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
+    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.runs import capture as run  # noqa: PLC0415  as above
+    from degarble.harness.runs.capture_filter import Wanted  # noqa: PLC0415  as above
+
+    how = run.How(
+        Wanted.of(options.layers, options.components, options.tokens),
+        options.max_new_tokens or run.NEW_TOKENS,
+        statistics_only=options.statistics_only,
+    )
+
+    def told(nbytes: int) -> None:
+        if nbytes and not (terminal.json_wanted or terminal.quiet):
+            terminal.err().print(f"About {size(nbytes)} will be written.", markup=False)
+
+    watch = partial(first_pass, terminal)
+    return run.capture(options.checkpoint, prompts, options.out, watch, how, told)
 
 
 def check(options: CheckOptions, _terminal: Terminal) -> int:

@@ -1,0 +1,203 @@
+"""`degarble capture` as one run: a checkpoint, prompts, and every component's inputs and outputs.
+
+Owns the run over our references: prompts, then new tokens one by one, greedily, so that prefill and
+decode are both recorded; the manifest's facts; the estimate in front; the summary. The logits are
+those behind each sequence's last token, as generating computes them.
+
+Refuses filters that choose nothing of the model, a folder that holds a capture, a disk without room
+for the estimate, and all that generating refuses. Kept honest by suites/runs/test_capture.py.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.config_json import config_to_dict
+from degarble.harness.checkpoint.fingerprint import fingerprint
+from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
+from degarble.harness.checkpoint.manifest import Manifest
+from degarble.harness.errors import UnwritablePath
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.capture_text import capture_document, capture_lines
+from degarble.harness.record.capture_types import Phase
+from degarble.harness.record.capture_writer import MEMORY_BYTES, CaptureWriter, require_free
+from degarble.harness.record.progress import size
+from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.capture_recorder import Recorder
+from degarble.harness.runs.capture_size import captured_bytes, steps_of
+from degarble.harness.runs.generate import Manner, Talker
+from degarble.harness.runs.model import HELD_VALUES, open_model
+from degarble.harness.talk.generation import PIECE, Limits
+from degarble.harness.talk.speaker import Speaker
+from degarble.harness.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.runs.generate import Spoken
+    from degarble.harness.runs.model import OpenModel
+    from degarble.harness.runs.streamed_weights import StreamedWeights
+    from degarble.references.binding import Bound
+    from degarble.references.state import Sequence
+
+    # Shows how far the first pass is; nothing where the weights are held.
+    Watch = Callable[[StreamedWeights | None], AbstractContextManager[Any]]
+
+NEW_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class How:
+    """What is captured, and how."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    new_tokens: int = NEW_TOKENS
+    statistics_only: bool = False
+    memory_bytes: int = MEMORY_BYTES
+    held_values: int = HELD_VALUES
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was written."""
+
+    folder: Path
+    capture: Capture
+    spoken: Spoken
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        return [*capture_lines(self.capture), f"Wrote {self.folder}"]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
+        made["capture"] = str(self.folder)
+        return made | capture_document(self.capture)
+
+
+class SteppingSpeaker(Speaker):
+    """A speaker that tells a recorder of every forward pass."""
+
+    def __init__(self, bound: Bound, recorder: Recorder) -> None:
+        super().__init__(bound)
+        self._recorder = recorder
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Sequence] = []  # so that no two sequences have one id
+
+    def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Begin a step, and run it."""
+        ids: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        phase = Phase.DECODE
+        for sequence, new in zip(sequences, tokens, strict=True):
+            if not sequence.length or len(new) > 1:
+                phase = Phase.PREFILL
+            ids += new.tolist()
+            positions += range(sequence.length, sequence.length + len(new))
+            owners += [self._number(sequence)] * len(new)
+        self._recorder.begin(phase, ids, positions, owners)
+        return super().hidden(sequences, tokens)
+
+    def _number(self, sequence: Sequence) -> int:
+        if id(sequence) not in self._numbers:
+            self._alive.append(sequence)
+        return self._numbers.setdefault(id(sequence), len(self._numbers))
+
+
+def capture(
+    source: Path,
+    prompts: list[Any],
+    folder: Path,
+    watch: Watch,
+    how: How | None = None,
+    told: Callable[[int], None] = lambda _nbytes: None,
+) -> Captured:
+    """Run prompts through a checkpoint's reference, and write what its components saw.
+
+    `told` hears the estimate of bytes before anything is written.
+    """
+    how = how or How()
+    require_free(folder)
+    with open_model(source, held_values=how.held_values) as model:
+        bound = model.speaker.bound
+        how.wanted.require_choosing(bound.calls)
+        chat = any(isinstance(prompt, list) for prompt in prompts)
+        talker = Talker(model, Manner(limits=Limits(how.new_tokens), chat=chat))
+        estimate = _estimate(talker, prompts, how)
+        _require_room(folder, estimate)
+        told(estimate)
+        facts = facts_of(source, model, how)
+        with CaptureWriter(folder, facts, how.memory_bytes) as writer, watch(model.streamed):
+            recorder = Recorder(writer, how.wanted, statistics_only=how.statistics_only)
+            recorder.wrap(bound)
+            model.speaker = SteppingSpeaker(bound, recorder)
+            spoken = talker.speak(prompts)
+            writer.finish(sequences=[_sequence(each) for each in spoken.speeches])
+    return Captured(folder, Capture.open(folder), spoken)
+
+
+def _estimate(talker: Talker, prompts: list[Any], how: How) -> int:
+    """Bytes of tensors; prompts that generating refuses are refused there."""
+    lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
+    if how.statistics_only or not all(lengths):
+        return 0
+    steps = steps_of(lengths, how.new_tokens, PIECE)
+    return captured_bytes(talker.model.speaker.bound, steps, how.wanted)
+
+
+def _require_room(folder: Path, estimate: int) -> None:
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if estimate > free:
+        raise UnwritablePath(
+            "--out", f"{folder}: {size(free)} free", f"room for about {size(estimate)}",
+            "Make room, or capture less: --layers, --components, --tokens, --statistics-only.",
+        )  # fmt: skip
+
+
+def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
+    """What the manifest says of the run."""
+    checkpoint = model.checkpoint
+    stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
+    return {
+        "source": {
+            "name": source.name,
+            "path": str(source.resolve()),
+            "fingerprint": fingerprint(checkpoint),
+            "content": Manifest.read(checkpoint.root).content if stated else None,
+        },
+        "family": model.config.family,
+        "config": config_to_dict(model.config),
+        "recipe": [
+            {"match": rule.match, "weight": rule.weight, "activation": rule.activation}
+            for rule in model.recipe.rules
+        ],
+        "backend": "torch",
+        "arithmetic": model.arithmetic,
+        "form": "absorbed",
+        "sums": str(model.speaker.bound.numerics.products).removeprefix("torch."),
+        "filters": how.wanted.document(),
+        "statistics_only": how.statistics_only,
+        "new_tokens": how.new_tokens,
+        "versions": {
+            "degarble": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+        },
+    }
+
+
+def _sequence(speech: Any) -> dict[str, Any]:
+    return {"prompt": speech.prompt, "new": speech.ids, "text": speech.text}
