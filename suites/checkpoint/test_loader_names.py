@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -17,6 +18,7 @@ from degarble.harness.checkpoint.loader_maps import (
     Stack,
 )
 from degarble.harness.checkpoint.loader_names import (
+    LONGEST_NAME,
     NameRules,
     Outcome,
     Resolved,
@@ -144,3 +146,20 @@ def test_the_shortcut_never_misses_a_match(pattern: str, name: str) -> None:
         assume(False)
     if expression.search(name):
         assert needed_literal(pattern) in name
+
+
+def test_names_that_no_parameter_can_have_are_dropped_unread() -> None:
+    rules = NameRules(MAP, KNOWN)
+    long = "layers.3.attn.wkv.weight" + "x" * LONGEST_NAME
+    assert rules.resolve(long) == Resolved(Outcome.DROPPED, long)
+    growing = replace(MAP, rename=(Rename("x", "x" * 60),) * 9)
+    found = NameRules(growing, KNOWN).resolve("xx")
+    assert found.outcome is Outcome.DROPPED
+    assert len(found.target) < LONGEST_NAME * 60
+
+
+def test_an_experts_number_beyond_all_counts_as_none() -> None:
+    number = "1" * 200
+    found = NameRules(MAP, KNOWN).resolve(f"layers.3.ffn.experts.{number}.w3.weight")
+    assert found.target == "model.layers.3.ffn.w13_weight"
+    assert found.expert is None

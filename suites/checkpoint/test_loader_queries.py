@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.suites.checkpoint.loader_cases import FIELD, inventory_of, map_of, proven
 from degarble.suites.checkpoint.loader_moves import require_claims
-from degarble.suites.checkpoint.structure_cases import V4, errors, told, write
+from degarble.suites.checkpoint.structure_cases import V4, errors, replant, told, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,3 +184,19 @@ def test_rules_are_records(written: Write) -> None:
         found = prove(checkpoint, changed).findings
     assert {each.rule for each in found} == {"loader.dead_rule"}
     assert sum(each.count for each in found) == 2
+
+
+def test_hostile_names_are_reported_and_nothing_else_happens(
+    tmp_path: Path, written: Write
+) -> None:
+    hostile = ("layers." + "9" * 5000, "layers.1.ffn.experts." + "1" * 4400 + ".w1.weight")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: torch.zeros(2) for name in hostile})
+
+    folder = replant(written(V4, "official"), tmp_path / "c", add)
+    with Checkpoint.survey(folder) as checkpoint:
+        proof = prove(checkpoint, map_of(checkpoint, {"base": "vllm", "tp": 2}))
+    assert errors(proof.findings) == set()
+    assert sum(each.count for each in told(proof.findings, "loader.extra_dropped")) == len(hostile)
+    assert {proof.outcomes[name] for name in hostile} == {"dropped"}
