@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.types import ElementFormat
 
-ROWS, COLUMNS = 24, 160
+ROWS, COLUMNS = 16, 96
 
 
 def operand(kind: str, rows: int, width: int, seed: int) -> Tensor:
@@ -92,7 +92,7 @@ def twin_of(x: Tensor, w: Tensor, output: torch.dtype) -> Tensor:
     return (x.double() @ w.double().T).to(output)
 
 
-@pytest.mark.parametrize("width", [64, 512, 2048])
+@pytest.mark.parametrize("width", [64, 2048])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_in_any_order_is_healthy(kind: str, width: int) -> None:
     x = operand(kind, ROWS, width, 1).bfloat16().float()
@@ -146,7 +146,7 @@ def test_one_element_at_one_and_a_half_budgets_is_caught(kind: str, output: torc
     x, w = operand(kind, ROWS, 512, 7).bfloat16().float(), operand("normal", COLUMNS, 512, 8)
     budget, twin = summed(x, w, fmt), twin_of(x, w, output)
     candidate = library(x, w).to(output)
-    for row, column in ((0, 0), (11, 77), (23, 159)):
+    for row, column in ((0, 0), (11, 77), (15, 95)):
         allowed = (budget.slack[row, column] + _spacing(twin[row, column], fmt)) / HEADROOM
         for sign in (1, -1):
             spoilt = candidate.clone()

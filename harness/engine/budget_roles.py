@@ -1,0 +1,240 @@
+"""Which rule derives the budget of which component: one table from roles to derivations.
+
+Owns the table, and the counting of operations behind each function of few operations. A call is
+what a replay has in its hands: the role, inputs, the twin's outputs, weights, and the activation
+format where codes arrive. Outputs of whole numbers (experts, chosen rows, offsets) are exact.
+
+Refuses, as undecided, roles whose arithmetic has no derivation here: mixing coefficients, pooling,
+the indexer's operands and scores, quantised activations (which packing_compare judges), V3.2's
+attention. Kept honest by suites/engine/test_budget_roles.py: both families component by component,
+float32 against float64 inside, and every role either in the table or refused.
+Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of one, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget_rules import (
+    SCALE_ROUNDINGS,
+    U,
+    exact,
+    few,
+    normed,
+    stored_between,
+    summed,
+)
+from degarble.harness.errors import Undecided
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget import Budget
+    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.weight import Weight
+
+    Rule = Callable[["Call", Tensor], Budget]
+
+_SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
+_ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One component on the inputs that the candidate saw; `outputs` are the twin's."""
+
+    role: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
+    activation: str | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The input's numbers, decoded where codes arrived."""
+        return activation_values(self.inputs, self.activation, torch.float32)
+
+
+def budgets_of(call: Call) -> dict[str, Budget]:
+    """Return the budget of every output of a component."""
+    rule = RULES.get(call.role)
+    if rule is None or (call.role == "attn.attend" and "window" not in call.inputs):
+        raise Undecided(
+            "budget", call.role, "a component whose rounding errors have a derivation",
+            "Judge it by its distance to the BF16 reference, or compare two runs.",
+        )  # fmt: skip
+    return {
+        name: rule(call, out)
+        if out.dtype.is_floating_point
+        else exact(_output(torch.zeros(())), f"{name} are whole numbers")
+        for name, out in call.outputs.items()
+    }
+
+
+def _output(out: Tensor) -> ElementFormat:
+    return FORMAT_OF_DTYPE[out.dtype]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _copied(_call: Call, out: Tensor) -> Budget:
+    return exact(_output(out), "values are copied, or rounded by a rule that is exact in float32")
+
+
+def _linear(call: Call, out: Tensor) -> Budget:
+    """One matrix, or several whose outputs stand side by side."""
+    weight = torch.cat([each.values(torch.float32) for each in call.weights.values()])
+    return summed(_rows(call.x), weight, _output(out))
+
+
+def _projected(call: Call, out: Tensor) -> Budget:
+    """One matrix of several with outputs of their own: latent and gate."""
+    name = next(n for n, each in call.outputs.items() if each is out)
+    part = {"latent": "wkv", "gate": "wgate"}[name]
+    (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
+    return summed(_rows(call.x), weight.values(torch.float32), _output(out))
+
+
+def _grouped(call: Call, out: Tensor) -> Budget:
+    """One matrix a group of heads."""
+    (weight,) = call.weights.values()
+    w, x = weight.values(torch.float32), _rows(call.x)
+    groups = x.shape[1] // w.shape[1]
+    made = [
+        summed(a, b, _output(out))
+        for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+    ]
+    return replace(made[0], slack=torch.cat([each.slack for each in made], dim=1))
+
+
+def _routed(call: Call, out: Tensor) -> Budget:
+    """Every slot through the matrices of its own expert."""
+    experts, x = call.inputs["experts"], call.x
+    per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
+    parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
+    slack = torch.zeros(*experts.shape, out.shape[-1])
+    made = exact(_output(out), "no expert was visited")
+    for number in experts[experts >= 0].unique().tolist():
+        at = experts == number
+        names = [f"ffn.experts.{number}.{part}" for part in parts]
+        weight = torch.cat([call.weights[name].values(torch.float32) for name in names])
+        made = summed(per_slot[at], weight, _output(out))
+        slack[at] = made.slack
+    return replace(made, slack=slack)
+
+
+def _norm(call: Call, out: Tensor) -> Budget:
+    """A norm, or the residual that it passes on."""
+    if out is call.outputs.get("residual"):
+        return few(out.abs(), 1, _output(out), "sum of input and residual")
+    return normed(out, out.shape[-1], _output(out), additions=1)
+
+
+def _rotated(call: Call, out: Tensor) -> Budget:
+    """A rotation of pairs keeps their lengths, so the result bounds what was added up."""
+    pairs = out.float().reshape(*out.shape[:-1], -1, 2)
+    length = pairs.square().sum(-1, keepdim=True).sqrt().expand_as(pairs).reshape(out.shape)
+    angle = call.inputs["positions"].float().reshape(-1, *[1] * (out.ndim - 1))
+    count, what = float(_ROTATION_ROUNDINGS), "rotation"
+    if "norm" in call.role:
+        count += out.shape[-1] / 4 + 8
+        what = "norm and rotation"
+    budget = few(length, count, _output(out), what)
+    turned = replace(
+        budget,
+        slack=budget.slack + 4 * U * angle * length,
+        derivation=(*budget.derivation, "angle = position x frequency: 4 u of the position"),
+    )
+    steps = {"attn.q_head_norm_rope": 3.0, "attn.kv_norm_rope": 1.5}.get(call.role)
+    if steps is None:
+        return turned
+    return stored_between(turned, length, steps, "mean, root and product, or the norm's result")
+
+
+def _gated(call: Call, out: Tensor) -> Budget:
+    """SwiGLU: the exponential's argument is rounded, which errs by |gate| u."""
+    gate = call.inputs["x"].float().chunk(2, -1)[0].abs()
+    return few(
+        out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS), _SILU_ROUNDINGS, _output(out), "SwiGLU"
+    )
+
+
+def _combined(call: Call, out: Tensor) -> Budget:
+    """The sum over slots, with weights or without."""
+    x = call.inputs["x"].float().abs()
+    if "weights" in call.inputs:
+        x = torch.maximum(x, x * call.inputs["weights"].float().abs()[..., None])
+    return few(x.sum(1), x.shape[1] + 1, _output(out), f"sum of {x.shape[1]} slots")
+
+
+def _added(_call: Call, out: Tensor) -> Budget:
+    """Two terms."""
+    return few(out.abs(), 2, _output(out), "sum of two terms")
+
+
+def _spread(call: Call, out: Tensor) -> Budget:
+    """mHC: one product with the sublayer's output, one with each stream."""
+    x, streams, post, mix = (
+        call.inputs[name].float().abs() for name in ("x", "streams", "post", "mix")
+    )
+    largest = torch.bmm(mix.transpose(1, 2), streams) + post[..., None] * x[:, None]
+    count = 2.0 * (streams.shape[1] + 1)
+    return few(largest, count, _output(out), "one product a stream, and their sum")
+
+
+def _chosen_weights(_call: Call, out: Tensor) -> Budget:
+    """softplus, root, and the share of the chosen ones."""
+    return few(out.abs(), 2 * out.shape[-1] + 24, _output(out), "shares of the chosen scores")
+
+
+def _attended(call: Call, out: Tensor) -> Budget:
+    """V4: shares of rows. Each is stored in BF16 beside a peak that kernels choose differently."""
+    held = ("window", "state_window", "compressed", "state_compressed")
+    rows = [_rows(call.inputs[name].float()) for name in held if name in call.inputs]
+    values = torch.cat(rows).abs()
+    largest = values.amax(0) if len(values) else torch.zeros(out.shape[-1])
+    q = call.inputs["q"].float()
+    length = q.shape[-1]
+    keys = torch.cat(rows).norm(dim=1).max() if len(values) else torch.zeros(())
+    logit = q.norm(dim=-1, keepdim=True) * keys * length**-0.5
+    budget = few(
+        (1 + logit) * largest, length + len(values) + SCALE_ROUNDINGS, _output(out),
+        "logits, exponentials, sums of rows",
+    )  # fmt: skip
+    return stored_between(budget, largest, 1.0, "shares of rows, in the twin and in the candidate")
+
+
+_LINEARS = (
+    "head e_proj h_proj eh_proj attn.wq_a attn.wq_b attn.wkv attn.wkv_a attn.wkv_b attn.wo"
+    " attn.wo_b attn.indexer.wq_b attn.indexer.wk ffn.gate ffn.shared.w13 ffn.shared.w2 ffn.w13"
+    " ffn.w2"
+)
+_NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
+_GROUPS: tuple[tuple[str, Rule], ...] = (
+    (_LINEARS, _linear),
+    (_NORMS, _norm),
+    ("attn.compressor.proj attn.indexer.compressor.proj", _projected),
+    ("attn.wo_a", _grouped),
+    ("ffn.experts.w13 ffn.experts.w2", _routed),
+    ("attn.q_head_norm_rope attn.kv_norm_rope attn.inverse_rope attn.rope", _rotated),
+    ("ffn.shared.act ffn.act", _gated),
+    ("ffn.experts.combine", _combined),
+    ("ffn.moe_sum join", _added),
+    ("attn.hc_post ffn.hc_post", _spread),
+    ("ffn.topk", _chosen_weights),
+    ("embed attn.kv_write attn.compressor.write attn.indexer.topk", _copied),
+    ("attn.attend", _attended),
+)
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {role: rule for roles, rule in _GROUPS for role in roles.split()}
+)
