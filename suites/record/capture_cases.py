@@ -73,11 +73,13 @@ def write_capture(folder: Path, layers: int = 2, **options: Any) -> None:
 
 
 def write_without_end(folder: Path) -> None:
-    """Capture until somebody ends the process; small parts, so that many are there."""
-    with CaptureWriter(folder, FACTS, part_bytes=600) as writer:
+    """Capture until somebody ends the process; parts take a while to write, and there are many."""
+    with CaptureWriter(folder, FACTS, part_bytes=4 << 20) as writer:
         writer.step(Step(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
         for layer in range(100_000):
             write_layers(writer, 1, layer)
+            large = sent(np.full(1 << 18, layer))
+            writer.call(SentCall(0, f"layers.{layer}.ffn.gate", {"x": large}, {}))
 
 
 if __name__ == "__main__":

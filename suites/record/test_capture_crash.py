@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -38,4 +39,5 @@ def test_killed_at_any_moment(trials: int, tmp_path: Path, seed: int) -> None:
         first = capture.calls[0]
         assert capture.array(first.inputs["x"]).tolist() == arrays(0)[0].tolist()
         calls += len(capture.calls)
+        shutil.rmtree(folder)
     assert calls > 8 * trials
