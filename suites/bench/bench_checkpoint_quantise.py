@@ -2,7 +2,8 @@
 
 Owns the arms on one matrix (BF16 to NVFP4 in ModelOpt's dialect, the same tensor for all, tensor
 amax included, output compared with nvidia-modelopt bit for bit), the same with report and searches,
-and the run over a synthetic checkpoint: rate on one core, peak memory, and what 881 GB would take.
+the run over a synthetic checkpoint (rate on one core, peak memory, what 881 GB would take), and the
+packages over the weights of the same checkpoint.
 
 A projection multiplies the measured rate by the size; disk and network are not in it, and say so.
 Kept honest by suites/bench/test_bench_checkpoint_quantise.py at a small size.
@@ -52,10 +53,14 @@ def run(settings: Settings) -> Section:
     with Neighbours() as neighbours, peers.quiet():
         table, targets = _matrix(weights(settings.size), settings)
     whole, more = _checkpoint(settings.size)
+    beside: tuple[Table, ...] = ()
+    if settings.peers:
+        rivals, ratios = _rivals(settings.size)
+        beside, more = (rivals,), [*more, *ratios]
     return Section(
         key="checkpoint-quantise",
         title="Quantising checkpoints on the CPU",
-        tables=(table, whole),
+        tables=(table, whole, *beside),
         targets=(*targets, *more),
         notes=(
             f"{settings.size} x {settings.size}, {settings.rounds} rounds",
@@ -140,3 +145,35 @@ def _checkpoint(size: int) -> tuple[Table, list[Target]]:
     )
     targets = [Target("peak resident bytes", max(peaks), PEAK_BYTES, at_least=False)]
     return Table("Whole checkpoints", header, tuple(rows)), targets
+
+
+def _rivals(size: int) -> tuple[Table, list[Target]]:
+    """Let today's packages quantise the weights of the same checkpoint, and do nothing else.
+
+    Ours reads, quantises, measures errors, writes, hashes and syncs; theirs quantises.
+    """
+    rows, targets = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in _RIVALS:
+            command = [sys.executable, "-m", "degarble.suites.bench.peak_checkpoint_quantise"]
+            said = subprocess.run(
+                [*command, "--rival", name, "bf16", str(size), str(Path(folder) / name)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split()
+            ours, theirs, equal = map(float, said[-3:])
+            rows.append(
+                (name, f"{theirs:.1f}", f"{ours:.1f}", f"{theirs / ours:.1f}", f"{equal:.0%}")
+            )
+            targets.append(Target(f"a checkpoint: times as fast as {name}", theirs / ours, RATIO))
+            if name == "nvidia-modelopt":
+                targets.append(Target("share of weights bit-equal to nvidia-modelopt", equal, 1.0))
+    header = (
+        "package",
+        "its seconds",
+        "our seconds, all of it",
+        "ratio",
+        "weights with equal bytes",
+    )
+    return Table("Whole checkpoint, BF16 to nvfp4-full, one thread", header, tuple(rows)), targets

@@ -2,7 +2,10 @@
 
 `python -m degarble.suites.bench.peak_checkpoint_quantise LAYOUT SIZE FOLDER` prints bytes read,
 seconds, and the peak of resident memory in bytes. SIZE is the hidden size. A small run before it
-compiles the loops and is not counted. Refuses what the commands themselves refuse.
+compiles the loops and is not counted. With `--rival NAME` in front, another package quantises the
+same weights, each read from the same files and nothing written; then it prints our seconds for the
+whole run, its seconds for the weights alone, and the share of weights with equal bytes, of those
+that share no scale. One thread for all. Refuses what the commands themselves refuse.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.calibration import Amax, Calibration
 from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.suites.bench import peers_formats as peers
 
 if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
@@ -46,8 +52,8 @@ def write(layout: str, size: int, folder: Path) -> None:
     write_checkpoint(folder / "source", Synthetic(config_of(size), layout))
 
 
-def run(layout: str, size: int, folder: Path) -> tuple[int, float]:
-    """Quantise a source, and return bytes read and seconds."""
+def run(layout: str, size: int, folder: Path, rival: str = "") -> tuple[float, ...]:
+    """Quantise a source, and return bytes read and seconds, or how a rival compares."""
     command = [sys.executable, "-m", "degarble.suites.bench.peak_checkpoint_quantise", "--write"]
     subprocess.run([*command, layout, str(size), str(folder)], check=True)
     config, source, target = config_of(size), folder / "source", folder / "target"
@@ -59,14 +65,43 @@ def run(layout: str, size: int, folder: Path) -> tuple[int, float]:
     run_job(job, target)
     seconds = time.perf_counter() - start
     read = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    found = (seconds, *rivalled(rival, source, target)) if rival else (read, seconds)
     shutil.rmtree(folder)
-    return read, seconds
+    return found
+
+
+def rivalled(name: str, source: Path, target: Path) -> tuple[float, float]:
+    """Quantise every NVFP4 weight of the target by another package; return seconds and equality."""
+    seconds, equal = 0.0, []
+    with peers.quiet(), Checkpoint.open(source) as before, Checkpoint.open(target) as after:
+        assert after.names is not None
+        for logical, parameter in after.names.present.items():
+            made = after.stored(logical)
+            if made.format != NVFP4:
+                continue
+            start = time.perf_counter()
+            value = before.stored(logical).weight().value
+            assert value is not None
+            codes, scales = peers.QUANTISERS[name](value)()
+            seconds += time.perf_counter() - start
+            if parameter.row.name.endswith((".w2", ".wq_b", ".wo_b")):
+                ours = made.weight()
+                assert ours.codes is not None
+                assert ours.block_scale is not None
+                same = torch.equal(codes, ours.codes) and torch.equal(scales, ours.block_scale)
+                equal.append(same)
+            before.release()
+    return seconds, sum(equal) / len(equal)
 
 
 def main(*arguments: str) -> None:
     """Measure once, after a small run; or write a source."""
     torch.set_num_threads(1)
     layout, size, folder = arguments[-3:]
+    if "--rival" in arguments:
+        found = run(layout, int(size), Path(folder), arguments[1])
+        sys.stdout.write(" ".join(map(str, found)) + "\n")
+        return
     if "--write" in arguments:
         write(layout, int(size), Path(folder))
         return
