@@ -123,6 +123,7 @@ def started(folder: Path) -> dict[str, Any]:
         addresses = listening(os.getpid())
         run_job(quantising, folder / "quantised-2", workers=cluster, shard_bytes=SHARD)
         converting.run(folder / "converted-2", workers=cluster, shard_bytes=SHARD)
+        holds = prove(source, folder / "converted-2", workers=cluster).holds
         told = cluster.told
     after = tree(folder)
     for name in ("quantised", "converted"):
@@ -139,7 +140,7 @@ def started(folder: Path) -> dict[str, Any]:
         "listening": len(addresses),
         "beyond loopback": [each for each in addresses if each not in LOOPBACK],
         "same bytes": {k: v for k, v in after.items() if "-2/" not in k} == before,
-        "holds": prove(source, folder / "converted-2").holds,
+        "holds": holds,
         "left at home": [p.name for p in Path.home().iterdir() if p.name not in home],
     }
 
