@@ -127,13 +127,14 @@ class NameRules:
         for pattern in self._elsewhere:
             if pattern.search(name):
                 return Resolved(Outcome.ELSEWHERE, by=pattern.text)
+        # The literals are looked at here too: a full model asks eight million times.
         for pattern, replacement in self._rename:
-            if pattern.search(name):
+            if pattern.literal in name and pattern.search(name):
                 name = pattern.expression.sub(replacement, name)
                 if len(name) > LONGEST_NAME:  # before the next rule makes it longer still
                     return Resolved(Outcome.DROPPED, name)
         for pattern, stack in self._stack:
-            match = pattern.search(name)
+            match = pattern.search(name) if pattern.literal in name else None
             if match is None:
                 continue
             # sub() keeps the parsed template; expand() parses it again for each of 280,000 names.
