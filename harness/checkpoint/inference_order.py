@@ -114,7 +114,8 @@ def _judge(profile: NDArray[np.float64], reference: Reference) -> Inferred:
 
 def _means(profile: NDArray[np.float64]) -> NDArray[np.float64]:
     means: NDArray[np.float64] = profile.reshape(-1, BLOCK).mean(1)
-    return means - means.mean()
+    centred: NDArray[np.float64] = means - means.mean()
+    return centred
 
 
 def _inside(profile: NDArray[np.float64]) -> NDArray[np.float64]:
