@@ -46,11 +46,15 @@ _PANEL = 1 << 20  # elements judged at once
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What one output of a component may differ by, and why; `slack` broadcasts to the output."""
+    """What one output of a component may differ by, and why; `slack` broadcasts to the output.
+
+    `repeats` says how many rows, and how many columns, may be equal: these round alike.
+    """
 
     output: ElementFormat
     slack: Tensor
     derivation: tuple[str, ...]
+    repeats: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ class _Allowances:
         np.maximum.at(out[:, 4:], labels[kept], self.stack[kept][:, 4:])
         return _Allowances(out)
 
+    def repeated(self, count: int) -> _Allowances:
+        """Let `count` elements err together: their sum varies more, its mean stays."""
+        factors = np.array([1, count, 1, count, count, count], np.float64)
+        return _Allowances(self.stack * factors)
+
     @property
     def length(self) -> NDArray[np.float64]:
         """What the length of a place's difference may be."""
@@ -143,11 +152,14 @@ def judge(
     flat = _Allowances(cells.reshape(-1, 6))
     tiles = flat.folded(tile_of.reshape(-1), bands * -(-runs // per))
     columns = flat.folded(np.tile(np.arange(runs), bands), runs)
+    whole = flat.folded(np.zeros(len(flat.stack), np.int64), 1)
+    high, wide = budget.repeats
+    in_tile = min(high, found.places.tile[0]) * min(wide, found.places.tile[1])
     levels = [
-        ("row", found.rows.stack, _Allowances(rows)),
-        ("tile", found.tiles.stack.reshape(-1, 4), tiles),
-        ("columns", found.columns.stack, columns),
-        ("whole", found.total.stack[None], flat.folded(np.zeros(len(flat.stack), np.int64), 1)),
+        ("row", found.rows.stack, _Allowances(rows).repeated(wide)),
+        ("tile", found.tiles.stack.reshape(-1, 4), tiles.repeated(in_tile)),
+        ("columns", found.columns.stack, columns.repeated(high * min(wide, found.cell))),
+        ("whole", found.total.stack[None], whole.repeated(high * wide)),
     ]
     for name in found.names:
         in_rows = name in found.places.rows
@@ -159,7 +171,7 @@ def judge(
         allowances = (_Allowances(rows) if in_rows else columns).folded(
             labels, int(labels.max(initial=-1)) + 1
         )
-        levels.append((name, found.by(name).stack, allowances))
+        levels.append((name, found.by(name).stack, allowances.repeated(high * wide)))
     findings = [element, *(f for level in levels for f in _worst_of(*level))]
     if found.census.mismatched:
         at = found.census.first or (0, 0)

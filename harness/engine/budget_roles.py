@@ -33,7 +33,7 @@ from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -114,7 +114,14 @@ def _grouped(call: Call, out: Tensor) -> Budget:
         summed(a, b, _output(out))
         for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
     ]
-    return replace(made[0], slack=torch.cat([each.slack for each in made], dim=1))
+    return replace(
+        made[0], slack=torch.cat([each.slack for each in made], dim=1), repeats=_most(made)
+    )
+
+
+def _most(made: Sequence[Budget]) -> tuple[int, int]:
+    """The largest repeats of several parts."""
+    return max(each.repeats[0] for each in made), max(each.repeats[1] for each in made)
 
 
 def _routed(call: Call, out: Tensor) -> Budget:
@@ -123,14 +130,14 @@ def _routed(call: Call, out: Tensor) -> Budget:
     per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
-    made = exact(_output(out), "no expert was visited")
+    made = [exact(_output(out), "no expert was visited")]
     for number in experts[experts >= 0].unique().tolist():
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         weight = torch.cat([call.weights[name].values(torch.float32) for name in names])
-        made = summed(per_slot[at], weight, _output(out))
-        slack[at] = made.slack
-    return replace(made, slack=slack)
+        made.append(summed(per_slot[at], weight, _output(out)))
+        slack[at] = made[-1].slack
+    return replace(made[-1], slack=slack, repeats=_most(made))
 
 
 def _norm(call: Call, out: Tensor) -> Budget:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 U = 2.0**-24
 CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
+_DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
 
 
@@ -64,6 +65,7 @@ def summed(x_MK: Tensor, w_NK: Tensor, output: ElementFormat = BF16) -> Budget:
     slack = U * (
         length * mean + (length / 2 + ALIGNED_TERMS) * bridge + SCALE_ROUNDINGS * total.abs()
     )
+    repeats = _repeats(x), _repeats(w)
     middle = float(mean.mean()), float(bridge.mean())
     return Budget(
         output,
@@ -74,9 +76,24 @@ def summed(x_MK: Tensor, w_NK: Tensor, output: ElementFormat = BF16) -> Budget:
             f"in any other order: bridge |x|_4 |w|_4 = {number(middle[1])} on average",
             f"slack = u (K partial + (K / 2 + {ALIGNED_TERMS}) bridge + {SCALE_ROUNDINGS} |s|)",
             f"that is {number(float(slack.mean()))} on average",
+            f"equal rows, which round alike: up to {repeats[0]} of x, {repeats[1]} of w",
             f"and one rounding to {output.name}",
         ),
+        repeats,
     )
+
+
+def _repeats(rows: Tensor) -> int:
+    """Return how many rows at most are the same but for sign and size: they round alike."""
+    wide = rows.double()
+    norms = wide.norm(dim=1)
+    held = norms > 0
+    if not bool(held.any()):
+        return 1
+    probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    digests = ((wide[held] @ probe) / norms[held]).abs()
+    found = torch.unique((digests * 2**_DIGEST_BITS).round(), return_counts=True)
+    return int(found[1].max())
 
 
 def _four_norm(rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -102,6 +103,22 @@ def test_a_product_in_any_order_is_healthy(kind: str, width: int) -> None:
         for order in ORDERS:
             judged = judge(order(x, w).to(output), twin, budget)
             assert judged.worst.ratio <= HEADROOM, (order.__name__, str(judged.worst))
+
+
+def test_equal_rows_round_alike_and_are_healthy() -> None:
+    """One weight row over and over, or with other sign and size: a step is one of all or none."""
+    x = operand("normal", 2048, 2048, 21).bfloat16().float()
+    one = operand("normal", 1, 2048, 22).bfloat16().float()
+    sizes = torch.tensor([1.0, -1.0, 4.0, -0.5]).repeat(128)[:, None]
+    w = one * sizes
+    made = torch.cat([sequential(x, one)] * len(w), dim=1) * sizes.T
+    budget, twin = summed(x, w), twin_of(x, w, torch.bfloat16)
+    assert budget.repeats == (1, 512)
+    judged = judge(made.bfloat16(), twin, budget)
+    assert judged.comparison.ulps == 1
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    alone = judge(made.bfloat16(), twin, replace(budget, repeats=(1, 1)))
+    assert alone.worst.ratio > HEADROOM, "the case needs no repeats"
 
 
 @pytest.mark.parametrize("kind", KINDS)
