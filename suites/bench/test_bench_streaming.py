@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
 
 
+@pytest.mark.slow
 def test_it_measures_a_small_model() -> None:
     section = measure("streaming", Settings(size=64, rounds=1, threads=1, peers=False))
     by_claim = {target.claim: target for target in section.targets}
