@@ -77,6 +77,7 @@ class _Judging:
         self.table = table
         self.findings = Findings()
         self._reasons = Reasons(checkpoint, reference, table)
+        self._gain_is_off = _gain_is_off(table)
 
     def report(self, rule: Rule, index: int, message: str, remedy: str, **more: object) -> None:
         """Report one weight; `message` follows its name."""
@@ -134,9 +135,7 @@ class _Judging:
         explained = np.maximum(explained_errors(table), NEXT_TO_NOTHING)
         numbers = (table["format"] != 1) & (table["elements"] > 0)
         error, over = table["error"], table["error"] / explained
-        gain = np.array([_gain_of(table, index) for index in range(len(table))])
-        off = ~(np.abs(table["gain"] / gain - 1) <= GAIN_OFF) & (table["reference_energy"] > 0)
-        far = numbers & (~(over <= ABOVE) | off)
+        far = numbers & (~(over <= ABOVE) | self._gain_is_off)
         for index in indices(far):
             self._far(index, float(explained[index]))
         for index in indices(numbers & ~far & (table["bad_rows"] > 0)):
@@ -155,8 +154,8 @@ class _Judging:
             told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
             self.report(rule, index, message or f"{told}.", _AGAIN)
             return
-        gain = float(table["gain"][index]) / _gain_of(table, index)
-        if abs(gain - 1) > GAIN_OFF:
+        if self._gain_is_off[index]:
+            gain = float(table["gain"][index]) / float(_ideal_gains(table)[index])
             told = self._reasons.of_gain(index, gain)
             self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{told}.", _AGAIN)
             return
@@ -165,9 +164,7 @@ class _Judging:
             return
         coarser = self._reasons.coarser(index)
         if coarser is not None:
-            message = f"has the error that {coarser} leaves: it was stored in that before."
-            remedy = "Nothing to do; converting from a finer source would be more exact."
-            self.report(rules.COARSER, index, message, remedy, format=coarser)
+            self._coarser(index, coarser)
             return
         self.report(
             rules.ABOVE_FORMAT,
@@ -188,6 +185,17 @@ class _Judging:
             first=first,
         )
 
+    def _coarser(self, index: int, formats: str) -> None:
+        """Tell once a role: layers are made alike."""
+        name = self.table.pairs[index].unit.name
+        self.findings.add(
+            rules.COARSER,
+            Place(None, name),
+            f"{shown(name)} has the error that {formats} leaves: it was stored in that before.",
+            "Nothing to do; converting from a finer source would be more exact.",
+            format=formats,
+        )
+
     def _slightly(self, rows: list[int]) -> None:
         """Tell once a role: layers are made alike."""
         for index in rows:
@@ -201,9 +209,20 @@ class _Judging:
             )
 
 
-def _gain_of(table: AgainstTable, index: int) -> float:
-    gain = float(table["floor_gain"][index])
-    return gain if 0.5 < gain < 2 else 1.0
+def _ideal_gains(table: AgainstTable) -> NDArray[np.float64]:
+    """Return the gains of ideal conversions; 1 where there is none."""
+    gains: NDArray[np.float64] = np.nan_to_num(table["floor_gain"], nan=1.0)
+    return np.where((gains > 0.5) & (gains < 2), gains, 1.0)
+
+
+def _gain_is_off(table: AgainstTable) -> NDArray[np.bool_]:
+    """Tell which gains no rounding explains: between a least-squares optimal one's and 1."""
+    ideal = _ideal_gains(table)
+    least = np.minimum(np.minimum(ideal, 1.0), np.nan_to_num(table["cosine"], nan=1.0) ** 2)
+    inside = table["gain"] <= (1 + GAIN_OFF) * np.maximum(ideal, 1.0)
+    inside &= table["gain"] >= (1 - GAIN_OFF) * least
+    off: NDArray[np.bool_] = ~inside & (table["reference_energy"] > 0)
+    return off
 
 
 def _share(value: float) -> str:

@@ -39,7 +39,8 @@ _LEAST, _MOST = 0.99, 2.0**10
 _WIDEST = 126  # exponents whose powers of two float32 has
 _UE8M0_BIAS = 127
 _LARGEST_POWER = 2  # 2^2 is the largest power of two in E2M1
-COARSER = (FP8_128X128_F32, NVFP4, MXFP4)  # formats that weights may have had on their way
+# Formats that weights may have had on their way, and one after the other.
+CHAINS = ((FP8_128X128_F32,), (NVFP4,), (MXFP4,), (MXFP4, NVFP4))
 
 
 def ideal_like(weight: Weight, there: Tensor, rows: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def ideal_like(weight: Weight, there: Tensor, rows: Tensor) -> Tensor:
 
 
 def ideal_in(fmt: BlockFormat, there: Tensor) -> Tensor:
-    """Convert rows of the reference to any of COARSER and back."""
+    """Convert rows of the reference to a format of CHAINS and back."""
     if fmt == NVFP4:
         return _nvfp4(there, None)
     if fmt == MXFP4:

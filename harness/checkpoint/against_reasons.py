@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from degarble.harness.checkpoint import rules_against as rules
-from degarble.harness.checkpoint.against_floor import COARSER, fits, ideal_in
+from degarble.harness.checkpoint.against_floor import CHAINS, fits, ideal_in
 from degarble.harness.checkpoint.against_pairs import stored_there
 from degarble.harness.checkpoint.inference_order import BLOCK, ORDERS
 from degarble.harness.checkpoint.source_values import row_values
@@ -103,7 +103,7 @@ class Reasons:
         return ""
 
     def coarser(self, index: int) -> str | None:
-        """Name the coarser format whose error a weight has; None if none explains it."""
+        """Name the coarser format whose error a weight has, or two; None if none explains it."""
         unit = self._table.pairs[index].unit
         known = self._coarser.setdefault((unit.role, unit.place), [])
         if len(known) >= LOOKED_AT and len(set(known)) == 1:
@@ -118,13 +118,15 @@ class Reasons:
             return None
         error = math.sqrt(float((ours - theirs).double().square().sum()) / whole)
         own = float(np.nan_to_num(self._table["floor"][index]))
-        for fmt in COARSER:
-            if not fits(fmt, theirs.shape[1]):
+        for chain in CHAINS:
+            if not all(fits(fmt, theirs.shape[1]) for fmt in chain):
                 continue
-            trip = (ideal_in(fmt, theirs) - theirs).double().square().sum()
-            left = math.sqrt(float(trip) / whole)
+            made = theirs
+            for fmt in chain:
+                made = ideal_in(fmt, made)
+            left = math.sqrt(float((made - theirs).double().square().sum()) / whole)
             if _FINER * left <= error <= _COARSER * math.hypot(left, own):
-                return fmt.name.partition("_")[0]
+                return ", then ".join(fmt.name.partition("_")[0] for fmt in chain)
         return None
 
     def _tried(self, index: int) -> Reason | None:
