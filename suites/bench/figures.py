@@ -29,6 +29,7 @@ BENCHES = {  # key to module, imported when run
     "formats": "degarble.suites.bench.bench_formats",
     "checkpoint-quantise": "degarble.suites.bench.bench_checkpoint_quantise",
     "checkpoint-large": "degarble.suites.bench.bench_quantise_large",
+    "capture": "degarble.suites.bench.bench_capture",
     "compare": "degarble.suites.bench.bench_compare",
     "full-size": "degarble.suites.bench.bench_full_size",
     "audit": "degarble.suites.bench.bench_audit",
