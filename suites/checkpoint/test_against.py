@@ -40,10 +40,9 @@ OTHER = "layers.0.ffn.experts.1.w1"
 DENSE = "layers.1.attn.wq_b"
 GOOD, SOURCE = "nvfp4-experts", "bf16"
 COMPARED = (
-    *((kind, "bf16") for kind in ("bf16", "official", "nvfp4-full", "compressed-tensors")),
+    *((kind, "bf16") for kind in ("official", "nvfp4-full", "compressed-tensors")),
     *(("bf16", kind) for kind in ("official", "nvfp4-experts")),
     ("nvfp4-experts", "official"),
-    ("compressed-tensors", "nvfp4-full"),
     ("v32-nvfp4", "v32"),
 )
 CONVERTED: tuple[tuple[str, str, dict[str, object]], ...] = (
