@@ -105,12 +105,14 @@ class CaptureWriter:
         facts: Mapping[str, Any],
         memory_bytes: int = MEMORY_BYTES,
         part_bytes: int = PART_BYTES,
+        part_seconds: float = PART_SECONDS,
     ) -> None:
         require_free(folder)
         self.folder = usable_folder("--out", folder)
         self._facts = dict(facts)
         self._memory_bytes = memory_bytes
-        self._pack = _Packer(folder, min(part_bytes, max(1, memory_bytes // 4)))
+        part_bytes = min(part_bytes, max(1, memory_bytes // 4))
+        self._pack = _Packer(folder, part_bytes, part_seconds)
         self._waiting: deque[Step | SentCall | None] = deque()
         self._changed = threading.Condition()
         self._in_memory = 0
@@ -233,12 +235,13 @@ class CaptureWriter:
 class _Packer:
     """Gathers calls into parts. Lives in the writing thread."""
 
-    def __init__(self, folder: Path, part_bytes: int) -> None:
+    def __init__(self, folder: Path, part_bytes: int, part_seconds: float) -> None:
         self.steps: list[Step] = []
         self.written: list[dict[str, Any]] = []
         self.tally = Tally(0, 0, 0, 0)
         self._folder = folder
         self._part_bytes = part_bytes
+        self._part_seconds = part_seconds
         self._calls: list[Call] = []
         self._payloads: list[Payload] = []
         self._gathered = 0
@@ -267,7 +270,7 @@ class _Packer:
         return (
             self._gathered >= self._part_bytes
             or len(self._calls) >= PART_CALLS
-            or time.monotonic() - self._begun >= PART_SECONDS
+            or time.monotonic() - self._begun >= self._part_seconds
         )
 
     def flush(self) -> None:

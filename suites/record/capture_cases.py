@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,8 @@ def write_layers(writer: CaptureWriter, layers: int, begin: int = 0) -> None:
 
 
 def write_capture(folder: Path, layers: int = 2, **options: Any) -> None:
-    """The whole capture."""
-    with CaptureWriter(folder, FACTS, **options) as writer:
+    """The whole capture; a slow machine makes no parts of its own."""
+    with CaptureWriter(folder, FACTS, part_seconds=inf, **options) as writer:
         writer.step(Step(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
         write_layers(writer, layers)
         writer.finish(texts=["anna"])
