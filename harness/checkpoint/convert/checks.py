@@ -111,7 +111,7 @@ def scale_faults(
         return cut.double() if cut.dtype is torch.float32 else table_of(fmt.scale)[cut.int()]
 
     if fmt != NVFP4:
-        return fp8_scale_faults(scale, amax_RC, as_power=fmt.scale.bits == 8)
+        return fp8_scale_faults(scale, amax_RC, as_power=fmt.scale.bits == 8 or recoded.by_powers)
     assert record.tensor_scale is not None
     tensor_amax = _exact_amax(recoded, amax_RC)
     return nvfp4_scale_faults(scale, float(record.tensor_scale), amax_RC, tensor_amax)

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.checkpoint.configs_out import companions, declared
 from degarble.harness.checkpoint.convert.recipes_after import Stored, recipe_of, stored_formats
@@ -23,6 +24,7 @@ from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
 from degarble.harness.checkpoint.writer import Ending
 from degarble.harness.errors import LayoutMismatch
+from degarble.harness.formats.block_formats import FP8_128X128_F32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +64,21 @@ def _configs(job: Work) -> dict[str, bytes]:
         formats |= {name: Stored(word, scaled=False) for name, word in unit.formats.items()}
     _require_one_way(job, formats)
     recipe = recipe_of(formats, names)
+    if isinstance(model, V4Config) and _has_fp8_experts(formats):
+        raw["expert_dtype"], model = "fp8", replace(model, expert_dtype="fp8")
     if layout.suffixes == "compressed-tensors" and job.conversion.name != "bf16":
         layout = replace(layout, suffixes="huggingface")
     stated, beside = declared(model, layout.with_recipe(recipe))
     files = {CONFIG: _json(raw | ({"quantization_config": stated} if stated else {}))}
     return files | ({HF_QUANT_CONFIG: _json(beside)} if beside else {})
+
+
+def _has_fp8_experts(formats: Mapping[str, Stored]) -> bool:
+    """Tell whether the decoder's experts are FP8, which V4's config says in a word of its own."""
+    return any(
+        ".experts." in name and name.startswith("layers.") and each.weight == FP8_128X128_F32.name
+        for name, each in formats.items()
+    )
 
 
 def _require_one_way(job: Work, formats: Mapping[str, Stored]) -> None:

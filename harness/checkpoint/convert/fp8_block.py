@@ -3,7 +3,8 @@
 Owns the choice of what becomes FP8: what the released model has quantised, or what `only` names;
 for an unknown model, every quantised module. Scales are decode scales: the consumer multiplies
 codes by them, whatever `weight_scale_inv` sounds like. FP8 whose scales the other scale format
-holds exactly keeps its codes, and so does MXFP4 that spans few exponents a block.
+holds exactly keeps its codes, and so does MXFP4 that spans few exponents a block. V4's experts get
+fp32 scales whatever is asked for: engines read no others beside `expert_dtype` fp8.
 Kept honest by suites/checkpoint/convert/test_fp8_block.py.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.recipes import BF16, recipe_named
 from degarble.harness.checkpoint.convert.recoding import recoding
 from degarble.harness.checkpoint.convert.source import chosen, linears
@@ -27,10 +29,12 @@ BY_SCALE = {"fp32": FP8_128X128_F32, "ue8m0": FP8_128X128_UE8M0}
 
 def to_fp8_block(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
     """List one unit a linear that is not in this format yet."""
-    fmt = BY_SCALE[options.scale]
     model = checkpoint.model
     released = recipe_named("official", model) if model else None
     for linear in chosen(linears(checkpoint), options.only):
+        expert = linear.parameter is not None and linear.parameter.expert is not None
+        of_v4 = isinstance(model, V4Config)
+        fmt = FP8_128X128_F32 if of_v4 and expert else BY_SCALE[options.scale]
         wanted = bool(options.only) or linear.weight.format is not None
         if not wanted and released is not None and linear.parameter is not None:
             wanted = released.format_of(linear.parameter).weight != BF16

@@ -27,6 +27,7 @@ from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import (
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
+    MXFP4,
     NVFP4,
     codes_shape,
     scale_shape,
@@ -135,8 +136,17 @@ class Recoded:
         assert self.format is not None
         if self.format == NVFP4:
             return quantise_rows(values, self._scale, ScaleRule.AMAX)
+        if self.by_powers:
+            made = quantise(values.float(), FP8_128X128_UE8M0, CANONICAL)
+            return made.codes, decode_array(made.block_scale, UE8M0)
         made = quantise(values.float(), self.format, CANONICAL)
         return made.codes, made.block_scale
+
+    @property
+    def by_powers(self) -> bool:
+        """Whether fp32 scales are powers of two: MXFP4 of few exponents a block loses nothing."""
+        of_mxfp4 = all(each.format == MXFP4 for each in self.weights)
+        return self.format == FP8_128X128_F32 and of_mxfp4
 
     def keeps_codes(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is FP8 already, with scales that the target holds exactly."""

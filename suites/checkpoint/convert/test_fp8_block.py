@@ -7,6 +7,8 @@ import torch
 
 from degarble.harness.checkpoint.convert.job import convert
 from degarble.harness.checkpoint.convert.prove import prove
+from degarble.harness.checkpoint.rules import Level
+from degarble.harness.checkpoint.structure import audit_structure
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.quantise import quantise
@@ -32,6 +34,19 @@ def test_each_source_becomes_fp8(kind: str, scale: str, tmp_path: Path) -> None:
             made = quantise(before.stored(name).values(), fmt, CANONICAL)
             assert torch.equal(after.weight(name).codes, made.codes)  # type: ignore[arg-type]
             assert torch.equal(after.weight(name).block_scale, made.block_scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "official", "v32"])
+def test_the_output_is_what_its_config_says(kind: str, tmp_path: Path) -> None:
+    """V4's FP8 experts have fp32 scales, and a word of their own in the config."""
+    assert converted(kind, tmp_path / "out", "fp8-block").holds
+    with Checkpoint.survey(tmp_path / "out") as after:
+        assert not [each for each in audit_structure(after) if each.level is Level.ERROR]
+        if kind != "v32":
+            assert after.config["expert_dtype"] == "fp8"
+            experts = after.stored("layers.0.ffn.experts.0.w1").format
+            assert experts is not None
+            assert experts.name == "FP8_128X128_F32"
 
 
 def test_scale_formats_change_both_ways_without_loss(tmp_path: Path) -> None:
