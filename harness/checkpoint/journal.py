@@ -188,10 +188,14 @@ def _require_same(
             name, known, wanted = f"{name}[{key}]", known.get(key), wanted.get(key)  # noqa: PLW2901  named to the point
         raise UnwritablePath(
             shown(str(target)),
-            f"{what} with {_NAMES.get(name, name)} = {known}",
-            f"a new folder, or one begun with {wanted}",
+            f"{what} {_with(_NAMES.get(name, name), known)}",
+            f"a new folder, or one begun {_with(_NAMES.get(name, name), wanted)}",
             "Choose another target. Remove this one only if nobody needs it.",
         )
+
+
+def _with(name: str, value: object) -> str:
+    return f"without {name}" if value is None else f"with {name} = {value}"
 
 
 def _in_the_way(target: Path, found: str) -> UnwritablePath:
@@ -207,7 +211,8 @@ def _is_marked(target: Path) -> bool:
 def _is_whole(target: Path, manifest: Manifest) -> bool:
     """Tell whether all that the manifest names is there.
 
-    Files beside the shards count only while the target is marked: later they are their owner's.
+    Files beside the shards count only while the target is marked: of a finished one, the writer
+    compares those that programs read, and the others are their owner's.
     """
     sizes = {name: record.nbytes for name, record in manifest.shards.items()}
     if _is_marked(target):

@@ -123,8 +123,8 @@ class QuantisingProducer:
                 "calibration",
                 f"none, and {len(wanted)} linears such as {wanted[0].name} need input scales",
                 "amax records of their inputs",
-                "Pass --calibration with a capture, or choose weights only: an engine would take"
-                " uninitialised memory for a missing input_scale.",
+                "Pass --calibration with a capture, or take weights alone with `degarble convert"
+                " --to nvfp4`: engines take uninitialised memory for a missing input_scale.",
             )
         if wanted:
             self._input_scales(wanted)

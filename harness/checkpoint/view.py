@@ -204,6 +204,8 @@ class _Opener:
         self._report_pickled(folder)
         checkpoint.index = self._index(folder)
         if not folder.shards and checkpoint.index is None:
+            if not single:
+                require_finished(root)  # a run that ended before its first shard
             raise UnreadableFile(
                 shown(str(root)),
                 f"no safetensors file ({len(folder.pickled)} pickled ones)",

@@ -140,6 +140,9 @@ def finish(
     )
     if journal.is_finished:
         _require_equal(target, manifest, journal.manifest)
+        for name in sorted(files, key=lambda each: (each == CONFIG, each)):
+            if name.endswith(".json"):  # programs read it: what a checkpoint says of itself
+                _put(target, name, files[name], disk)
         return manifest
     last = files.pop(CONFIG, None)
     for name in sorted(files, key=lambda each: (each == INDEX_NAME, each)):
@@ -290,7 +293,7 @@ def _index(plan: WritePlan, metadata: Mapping[str, Any]) -> bytes:
 
 
 def _put(target: Path, name: str, data: bytes, disk: Disk) -> None:
-    """Write a file that is not there yet; one with other bytes is somebody's, and stays."""
+    """Write a file that is not there; one with other bytes is somebody's, and stays."""
     path = target / name
     if path.parent.is_dir():
         remove_abandoned(path.parent, disk)

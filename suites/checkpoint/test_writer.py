@@ -105,6 +105,19 @@ def test_writing_again_changes_nothing(target: Path) -> None:
         write(target, PLAN, never, Ending({CONFIG: b"[]"} | {"tokenizer.json": b"{}"}))
 
 
+def test_a_finished_checkpoint_whose_config_was_overwritten_is_not_taken_for_done(
+    target: Path,
+) -> None:
+    write(target, PLAN, produce, ENDING)
+    whole = (target / CONFIG).read_bytes()
+    (target / CONFIG).write_bytes(whole + b" ")
+    with pytest.raises(UnwritablePath, match=r"config\.json.*other content"):
+        write(target, PLAN, produce, ENDING)
+    (target / CONFIG).unlink()
+    write(target, PLAN, produce, ENDING)
+    assert (target / CONFIG).read_bytes() == whole
+
+
 def test_finish_names_the_shard_that_is_missing(target: Path) -> None:
     begin(target, PLAN)
     for shard in PLAN.shards[1:]:
@@ -116,6 +129,9 @@ def test_finish_names_the_shard_that_is_missing(target: Path) -> None:
 
 def test_readers_refuse_what_is_not_finished(target: Path) -> None:
     begin(target, PLAN)
+    for open_ in (Checkpoint.open, Checkpoint.survey):
+        with pytest.raises(UnreadableFile, match=r"unfinished.*Run the command that writes it"):
+            open_(target)
     write_shard(target, PLAN.shards[0], produce)
     with pytest.raises(UnreadableFile, match=r"unfinished.*Run the command that writes it again"):
         Checkpoint.open(target)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.layouts import layout_named
+from degarble.harness.anatomy.recipes import BF16, recipe_named
 from degarble.harness.checkpoint.configs_out import companions, declared
 from degarble.harness.checkpoint.convert.recipes_after import Stored, recipe_of, stored_formats
 from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
@@ -29,7 +30,9 @@ from degarble.harness.formats.block_formats import FP8_128X128_F32
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from degarble.harness.anatomy.layouts import Layout
     from degarble.harness.checkpoint.convert.units import Work
+    from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.view import Checkpoint
 
 CONVERSION = "conversion.json"
@@ -69,8 +72,39 @@ def _configs(job: Work) -> dict[str, bytes]:
     if layout.suffixes == "compressed-tensors" and job.conversion.name != "bf16":
         layout = replace(layout, suffixes="huggingface")
     stated, beside = declared(model, layout.with_recipe(recipe))
+    if stated and stated.get("quant_method") == "fp8":
+        plain = _left_plain(formats, names, layout)
+        stated |= {"modules_to_not_convert": plain} if plain else {}
+        if beside and plain:
+            beside["quantization"] |= {"modules_to_not_convert": plain}
     files = {CONFIG: _json(raw | ({"quantization_config": stated} if stated else {}))}
     return files | ({HF_QUANT_CONFIG: _json(beside)} if beside else {})
+
+
+def _left_plain(formats: Mapping[str, Stored], names: LogicalNames, layout: Layout) -> list[str]:
+    """Name all BF16 linears where quant_method fp8 alone would promise another format for some."""
+    released = recipe_named("official", names.config)
+    plain, stacks = [], set()
+    for name, stored in formats.items():
+        parameter = names.present[name]
+        if layout.omits(parameter, names.config):
+            continue
+        path = layout.path_of(parameter, names.config)
+        if stored.weight == BF16:
+            plain.append((parameter, path))
+        elif parameter.expert is not None:
+            stacks.add(_stack(path))
+    if all(released.format_of(parameter).weight == BF16 for parameter, _ in plain):
+        return []
+    told = (
+        path if parameter.expert is None or _stack(path) in stacks else _stack(path)
+        for parameter, path in plain
+    )
+    return list(dict.fromkeys(told))
+
+
+def _stack(path: str) -> str:
+    return path.partition(".experts.")[0] + ".experts"
 
 
 def _has_fp8_experts(formats: Mapping[str, Stored]) -> bool:

@@ -1,10 +1,12 @@
 """NVFP4, MXFP4 or BF16 to FP8 with a scale for every 128x128 block, fp32 or UE8M0.
 
 Owns the choice of what becomes FP8: what the released model has quantised, or what `only` names;
-for an unknown model, every quantised module. Scales are decode scales: the consumer multiplies
-codes by them, whatever `weight_scale_inv` sounds like. FP8 whose scales the other scale format
-holds exactly keeps its codes, and so does MXFP4 that spans few exponents a block. V4's experts get
-fp32 scales whatever is asked for: engines read no others beside `expert_dtype` fp8.
+for an unknown model, every quantised module. What the released model has in BF16 (compressors) and
+the source has quantised is decoded, because engines build it unquantised. Scales are decode scales:
+the consumer multiplies codes by them, whatever `weight_scale_inv` sounds like. FP8 whose scales the
+other scale format holds exactly keeps its codes, and so does MXFP4 that spans few exponents a
+block. V4's experts get fp32 scales whatever is asked for: engines read no others beside
+`expert_dtype` fp8.
 Kept honest by suites/checkpoint/convert/test_fp8_block.py.
 """
 
@@ -36,7 +38,9 @@ def to_fp8_block(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
         of_v4 = isinstance(model, V4Config)
         fmt = FP8_128X128_F32 if of_v4 and expert else BY_SCALE[options.scale]
         wanted = bool(options.only) or linear.weight.format is not None
-        if not wanted and released is not None and linear.parameter is not None:
+        if not options.only and released is not None and linear.parameter is not None:
             wanted = released.format_of(linear.parameter).weight != BF16
+            if not wanted and linear.weight.format is not None:
+                yield recoding(checkpoint, linear.module, [linear], None)
         if wanted and linear.weight.format != fmt:
             yield recoding(checkpoint, linear.module, [linear], fmt)

@@ -75,7 +75,7 @@ class Job:
                 f"what {self.to} would convert in {shown(str(self.source))}",
                 "nothing",
                 f"something to do: {self.conversion.promise}",
-                "The source holds it already, or `only` names other linears.",
+                _already(self.options.only),
             )
         return tuple(
             sorted(
@@ -156,10 +156,27 @@ class Job:
         progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     ) -> Manifest:
         """Convert everything, or finish a run that was interrupted."""
+        _require_apart(self.source, target)
         plan = self.plan(shard_bytes)
         if not (target / MANIFEST).exists():
             self.require(workers)
         return write(target, plan, self, self.ending(), workers=workers, progress=progress)
+
+
+def _already(only: tuple[str, ...]) -> str:
+    held = "Nothing needs to be done: the source holds it already"
+    return f"{held}, or `only` should name other linears." if only else f"{held}."
+
+
+def _require_apart(source: Path, target: Path) -> None:
+    """Refuse to write into the folder that is read."""
+    if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+        raise InvalidArgument(
+            "target",
+            shown(str(target)),
+            f"a folder outside the source, {shown(str(source))}",
+            "Choose another target: a checkpoint inside another one is taken for a part of it.",
+        )
 
 
 def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> Job:

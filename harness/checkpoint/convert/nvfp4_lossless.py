@@ -107,7 +107,7 @@ class Shared:
                 f"exponents of {', '.join(shown(each.name) for each in self._members)}",
                 f"{found.low} to {found.high}",
                 f"at most {WIDEST} apart, or E4M3 cannot hold the smallest scale",
-                "Leave it out with `only`, or quantise it with `--to nvfp4`.",
+                "Quantise with `--to nvfp4` instead, within half a step, or keep it in MXFP4.",
             )
         return found
 

@@ -9,10 +9,12 @@ import pytest
 from degarble.harness.checkpoint.convert.job import convert, job_for
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.checkpoint.convert.registry import CONVERSIONS
+from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.shard_writer import bytes_of, write_shard
+from degarble.harness.checkpoint.structure import audit_structure
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.checkpoint.writer import begin, finish
-from degarble.harness.errors import UnknownName, UnreadableFile, UnwritablePath
+from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile, UnwritablePath
 from degarble.suites.checkpoint.convert.converting_cases import source
 from degarble.suites.checkpoint.writing_cases import tree
 
@@ -70,6 +72,30 @@ def test_an_interrupted_run_refuses_another_conversion(tmp_path: Path) -> None:
         convert(source("nvfp4-full"), tmp_path / "out", "fused-compressor")
     convert(source("nvfp4-full"), tmp_path / "out", "bf16")
     assert prove(source("nvfp4-full"), tmp_path / "out").holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    [
+        ("nvfp4-full", "fp8-block"),
+        ("bf16", "vllm"),
+        ("nvfp4-full", "vllm"),
+        ("v32", "vllm"),
+    ],
+)
+def test_what_is_written_passes_the_structure_audit(kind: str, to: str, tmp_path: Path) -> None:
+    convert(source(kind), tmp_path / "out", to)
+    assert prove(source(kind), tmp_path / "out").holds
+    with Checkpoint.survey(tmp_path / "out") as after:
+        found = audit_structure(after)
+        assert not [each for each in found if each.level is not Level.NOTE], found
+
+
+def test_a_target_inside_the_source_is_refused() -> None:
+    inside = source("nvfp4-full") / "out"
+    with pytest.raises(InvalidArgument, match="outside the source"):
+        convert(source("nvfp4-full"), inside, "bf16")
+    assert not inside.exists()
 
 
 def test_a_tensor_that_is_missing_or_extra_breaks_the_promise(tmp_path: Path) -> None:
