@@ -41,6 +41,7 @@ NOISE_BITS = 7.985  # bits a byte; uniform noise has 8, normally distributed wei
 NOISE_SAMPLE = 1 << 19  # bytes of codes: with one row in eight counted, 65,536 bytes
 LOW_TOPS = 0.005
 UNWRITTEN_SHARE = 1 / 8
+UNWRITTEN_END = 1 / 4  # columns up to the last one may be padding
 FEWEST_ROWS = 16
 
 
@@ -218,6 +219,7 @@ def check_values(judging: Judging) -> None:
         )
     _check_ids(judging)
     _check_zero_rows(judging)
+    _check_zero_columns(judging)
     for name, why in table.unread.items():
         judging.findings.add(
             rules.NOT_READ, Place(name), f"{name} was not read: {why}.", "Audit it elsewhere."
@@ -265,6 +267,26 @@ def _check_zero_rows(judging: Judging) -> None:
             f" {run[index]} from row {table['run_begin'][index]} on.",
             "Fine for padding and pruned neurons; compare with the source.",
             count=count,
+        )
+
+
+def _check_zero_columns(judging: Judging) -> None:
+    """Check runs of zero columns; sampled rows show them, and the count of all zeros has room."""
+    table = judging.table
+    height, run = table["height"], table["run_columns"]
+    width = table["elements"] // np.maximum(height, 1)
+    some = judging.linear & (run >= FEWEST_ROWS) & (run * height <= table["zeros"])
+    some &= table["zeros"] < table["elements"]
+    end = table["column_begin"] + run
+    least = np.where(end < width, UNWRITTEN_SHARE, UNWRITTEN_END) * width
+    for index in indices(some & (run >= least)):
+        first, last = int(table["column_begin"][index]), int(end[index]) - 1
+        judging.report(
+            rules.COLUMNS_UNWRITTEN,
+            index,
+            f"has nothing but zeros in columns {first} to {last} of {width[index]}.",
+            "Look for the rank whose part of the columns was never written there.",
+            columns=[first, last],
         )
 
 

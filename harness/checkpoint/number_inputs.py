@@ -3,7 +3,8 @@
 Owns what an input scale is expected to be like: a largest activation between 2^-7 and 2^14, and
 within a factor of 64 of its role's median in the layer. ModelOpt gives an expert that no
 calibration token reached the largest scale of all reached experts of its projection; so where
-several experts hold that very number, all but one of them were never calibrated. Layers in which
+several experts hold that very number, all but one of them were never calibrated: those that hold
+it in most of their projections, since nothing makes one token the largest in all. Layers in which
 all experts agree were synchronised, which says nothing about any of them.
 Kept honest by suites/checkpoint/test_numbers.py.
 """
@@ -27,11 +28,15 @@ from degarble.harness.checkpoint.number_siblings import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
 FULL_SCALE = 2688.0  # 6 * 448: an input scale is the largest activation over it
 LARGEST_AMAX = 15.0  # log2: no calibration saw more in the middle of a model's linears
 PLAUSIBLE_AMAX = (-7.0, 14.0)
+
+Expert = tuple[str, int | None]  # place and number
 
 
 def check_inputs(judging: Judging) -> None:
@@ -68,7 +73,8 @@ def check_inputs(judging: Judging) -> None:
             Part.INPUT_SCALE,
             off_log2=round(off, 2),
         )
-    _check_fallbacks(judging, known)
+    _check_ones(judging, known)
+    _check_fallbacks(judging, known & (scale != 1))
     if judging.checkpoint.names is None:
         _check_absent(judging)
 
@@ -90,6 +96,26 @@ def _swapped(
     return known & swapped
 
 
+def _check_ones(judging: Judging, known: NDArray[np.bool_]) -> None:
+    """Report input scales that are 1 throughout a role, which no calibration yields twice."""
+    table, units = judging.table, judging.table.units
+    by_role: dict[str, list[int]] = defaultdict(list)
+    for index in indices(known):
+        by_role[units[index].role].append(index)
+    ones = table["input_scale"] == 1
+    for role, members in by_role.items():
+        if len(members) < 2 or not ones[members].all():
+            continue
+        for index in members:
+            judging.report(
+                rules.INPUT_IS_ONE,
+                index,
+                f"= 1, as in every module of {role}: activations of a largest value of 2688 each.",
+                "Calibrate: 1 is what tools write where they measured nothing.",
+                Part.INPUT_SCALE,
+            )
+
+
 def _check_fallbacks(judging: Judging, known: NDArray[np.bool_]) -> None:
     table, units = judging.table, judging.table.units
     by_layer: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -100,21 +126,37 @@ def _check_fallbacks(judging: Judging, known: NDArray[np.bool_]) -> None:
     for (role, _), members in by_layer.items():
         if len(set(table["input_bits"][members].tolist())) > 1:
             by_role[role] += members
+    at_largest: dict[Expert, set[str]] = defaultdict(set)
     for role, members in by_role.items():
         largest = table["input_scale"][members].max()
         same = [index for index in members if table["input_scale"][index] == largest]
-        if len(same) < 2:
-            continue
-        for index in same:
-            judging.report(
-                rules.INPUT_FALLBACK,
-                index,
-                f"= {largest:.6g} is the largest of {role} and stands at {len(same)} experts:"
-                f" no calibration token reached {len(same) - 1} of them.",
-                "Calibrate with more tokens, or accept the fallback knowingly.",
-                Part.INPUT_SCALE,
-                experts=len(same),
-            )
+        for index in same if len(same) > 1 else []:
+            at_largest[units[index].place, units[index].expert].add(role)
+    for expert in _unreached(at_largest):
+        _report_fallback(judging, expert, sorted(at_largest[expert]))
+
+
+def _unreached(at_largest: Mapping[Expert, set[str]]) -> list[Expert]:
+    """Return who has the largest scale in most roles: who set it seldom did so in all of them."""
+    most = max(map(len, at_largest.values()), default=0)
+    return [expert for expert, roles in at_largest.items() if len(roles) == most]
+
+
+def _report_fallback(judging: Judging, expert: Expert, roles: list[str]) -> None:
+    units = judging.table.units
+    index = next(
+        i for i, u in enumerate(units) if (u.place, u.expert) == expert and u.role == roles[0]
+    )
+    scale = float(judging.table["input_scale"][index])
+    judging.report(
+        rules.INPUT_FALLBACK,
+        index,
+        f"= {scale:.6g} is the largest of {roles[0]} and stands at other experts too;"
+        f" so it is in {len(roles)} projections of this expert.",
+        "Calibrate with more tokens, or accept the fallback knowingly.",
+        Part.INPUT_SCALE,
+        projections=roles,
+    )
 
 
 def _check_absent(judging: Judging) -> None:

@@ -35,15 +35,17 @@ KINSHIPS = tuple(Kinship)
 
 STRONG = -0.25  # a pairing that cannot be chance, nor an order that is nearly right
 WEAKER = 0.6  # of the siblings' pairing: something is wrong in parts
-FEWEST_BLOCKS = 2048
+FEWEST_BLOCKS = 1536  # chance correlates fewer by more than 0.025
+FEWEST_TOLD = 64  # fewer say nothing, and are not told either
 LOOKED_AT = 3  # of the matrices of one role in one block; others like them are told alike
 
 
 def check_layouts(judging: Judging) -> None:
     """Infer the scale layout of matrices whose scales and codes do not go together."""
     table, units = judging.table, judging.table.units
-    packed = table.of_format(*E2M1_FORMATS) & (table["freedom"] >= FEWEST_BLOCKS)
     pairing = table["pairing"]
+    packed = table.of_format(*E2M1_FORMATS) & (table["freedom"] >= FEWEST_BLOCKS)
+    small = table.of_format(*E2M1_FORMATS) & ~packed & (table["freedom"] >= FEWEST_TOLD)
     known = packed & np.isfinite(pairing)
     median = group_median([unit.role for unit in units], pairing, known, 3)
     whole = float(np.median(pairing[known])) if known.any() else float("nan")
@@ -51,7 +53,7 @@ def check_layouts(judging: Judging) -> None:
     weak = packed & ~(known & (pairing <= STRONG) & (pairing <= WEAKER * company))
     seen: Counter[tuple[str, str]] = Counter()
     last: dict[tuple[str, str], Inferred] = {}
-    undecided, as_stated = [], []
+    undecided, as_stated = indices(small & ~(pairing <= STRONG)), []
     stated = _stated_layouts(judging)
     for index in indices(weak):
         key = (units[index].role, units[index].place)

@@ -6,14 +6,14 @@ keep to within a factor of a hundred. A median that is itself far from that is n
 every scale of a checkpoint is wrong, siblings agree. A swapped direction moves a magnitude by the
 square of the scale, some 2^25, so it is told from everything else by undoing it.
 
-An expert all of whose matrices are tiny is dead, which training does; one of whose matrices is, is
-damaged. Kept honest by suites/checkpoint/test_numbers.py.
+An expert all of whose matrices are tiny is dead, which training does, though never to most experts
+of a layer; one of whose matrices is, is damaged. Kept honest by suites/checkpoint/test_numbers.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint import rules_numbers as rules
 from degarble.harness.checkpoint.judging import Judging, indices, power
+from degarble.harness.checkpoint.number_factors import report_inside
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -42,28 +43,73 @@ def check_magnitudes(judging: Judging) -> None:
     table = judging.table
     with np.errstate(divide="ignore", invalid="ignore"):
         level = np.log2(table["rms"])
-        decode = np.log2(table["decode_scale"])
+        decode = _decoding(judging)
+    inside = report_inside(judging, level - prior_of(judging))
     expected, tolerance = expectations(judging)
     off = np.where(judging.linear, level - expected, 0.0)
     zero = judging.linear & (table["zeros"] == table["elements"]) & (table["elements"] > 0)
-    low = zero | (off < -FAR)
+    low = (zero | (off < -FAR)) & ~inside
     dead = _dead_experts(judging, low)
     _report_dead(judging, dead)
     for index in indices(zero & ~dead):
         judging.report(
             rules.TENSOR_ZERO, index, "is zero throughout.", "Restore it from its source."
         )
-    scaled = table["scale_bits"] >= 0
-    for index in indices(np.isfinite(off) & (np.abs(off) >= FAR) & ~dead & ~zero):
-        log = float(decode[index]) if scaled[index] else 0.0
-        _explain(judging, index, float(off[index]), log, float(tolerance[index]))
+    reversed_ = _reversed(judging, off, decode, tolerance)
+    for index in indices(np.isfinite(off) & (np.abs(off) >= FAR) & ~dead & ~zero & ~inside):
+        if reversed_[index]:
+            _report_reversed(judging, index, float(off[index]), float(decode[index]))
+        else:
+            log = float(decode[index]) if table["scale_bits"][index] >= 0 else 0.0
+            _explain(judging, index, float(off[index]), log)
+
+
+def prior_of(judging: Judging) -> NDArray[np.float64]:
+    """Return the log2 of one over the root of each row's width."""
+    table = judging.table
+    width = table["elements"] / np.maximum(table["height"], 1)
+    prior: NDArray[np.float64] = -0.5 * np.log2(np.maximum(width, 1.0))
+    return prior
+
+
+def _decoding(judging: Judging) -> NDArray[np.float64]:
+    """Return the log2 of each tensor scale; without one, that of the middle of its block scales."""
+    table = judging.table
+    ends = table["scale_smallest"], table["scale_largest"]
+    middle = 0.5 * (np.log2(ends[0]) + np.log2(ends[1]))
+    blocks = np.where(np.isfinite(middle) & (table["blocks"] > 0), middle, 0.0)
+    found: NDArray[np.float64] = np.where(
+        table["scale_bits"] >= 0, np.log2(table["decode_scale"]), blocks
+    )
+    return found
+
+
+def _reversed(
+    judging: Judging,
+    off: NDArray[np.float64],
+    decode: NDArray[np.float64],
+    tolerance: NDArray[np.float64],
+) -> NDArray[np.bool_]:
+    """Tell whose scales fit in the other direction, where most of a role do, dead ones too."""
+    units = judging.table.units
+    with np.errstate(invalid="ignore"):
+        left = off - 2 * decode
+    far = np.abs(off) >= SWAPPED
+    fits = far & (np.abs(left) <= np.minimum(tolerance, np.abs(off) / 2))
+    roles: dict[str, list[int]] = defaultdict(list)
+    for index in indices(judging.linear):
+        roles[units[index].role].append(index)
+    found = fits.copy()
+    for members in roles.values():
+        if fits[members].mean() > 0.5:
+            found[members] |= far[members] & (off[members] > 0) & (left[members] < 0)
+    return found
 
 
 def expectations(judging: Judging) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return each row's expected log2 of the root mean square, and how exact that is."""
     table, units = judging.table, judging.table.units
-    width = table["elements"] / np.maximum(table["height"], 1)
-    prior = -0.5 * np.log2(np.maximum(width, 1.0))
+    prior = prior_of(judging)
     with np.errstate(divide="ignore"):
         level = np.log2(table["rms"])
     known = judging.linear & np.isfinite(level)
@@ -98,14 +144,17 @@ def group_median(
 
 def _dead_experts(judging: Judging, low: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Tell which rows belong to an expert of which every matrix, of two at least, is low."""
-    experts: dict[Hashable, list[int]] = defaultdict(list)
+    experts: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index in indices(judging.linear):
         unit = judging.table.units[index]
         if unit.expert is not None:
             experts[unit.place, unit.expert].append(index)
+    tiny = {k: m for k, m in experts.items() if len(m) > 1 and low[m].all()}
+    living = Counter(place for place, expert in experts if (place, expert) not in tiny)
+    among = Counter(place for place, _ in tiny)
     dead = np.zeros(len(low), np.bool_)
-    for members in experts.values():
-        if len(members) > 1 and low[members].all():
+    for (place, _), members in tiny.items():
+        if among[place] <= max(living[place], FEWEST_EXPERTS - 1):
             dead[members] = True
     return dead
 
@@ -122,17 +171,29 @@ def _report_dead(judging: Judging, dead: NDArray[np.bool_]) -> None:
         )
 
 
-def _explain(judging: Judging, index: int, off: float, decode: float, tolerance: float) -> None:
+def _report_reversed(judging: Judging, index: int, off: float, decode: float) -> None:
+    table = judging.table
+    in_tensor = table["scale_bits"][index] >= 0
+    stored = f"= {table['tensor_scale'][index]:.6g}"
+    if not in_tensor:
+        ends = table["scale_smallest"][index], table["scale_largest"][index]
+        stored = f"(from {ends[0]:.4g} to {ends[1]:.4g})"
+    judging.report(
+        rules.SCALE_DIRECTION,
+        index,
+        f"{stored} makes its weight {power(off)}; read in the other direction, it fits.",
+        "It is a divisor under a multiplier's name, or the reverse: store its reciprocal.",
+        Part.TENSOR_SCALE if in_tensor else Part.BLOCK_SCALE,
+        off_log2=round(off, 2),
+        decode_scale_log2=round(decode, 2),
+    )
+
+
+def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
     """Name what undoes a wrong magnitude; otherwise tell how far it is off."""
-    reversed_ = off - 2 * decode
     evidence = {"off_log2": round(off, 2), "decode_scale_log2": round(decode, 2)}
     told = f"makes its weight {power(off)}"
-    if abs(off) >= SWAPPED and abs(reversed_) <= min(tolerance, abs(off) / 2):
-        stored = float(judging.table["tensor_scale"][index])
-        message = f"= {stored:.6g} {told}; read in the other direction, it fits."
-        remedy = "It is a divisor under a multiplier's name, or the reverse: store its reciprocal."
-        rule, part = rules.SCALE_DIRECTION, Part.TENSOR_SCALE
-    elif decode == 0 and judging.table["scale_bits"][index] >= 0:
+    if decode == 0 and judging.table["scale_bits"][index] >= 0:
         rule, part = rules.SCALE_IS_ONE, Part.TENSOR_SCALE
         message, remedy = f"= 1 {told}.", "The real scale was lost; quantise again."
     elif decode and abs(off - decode / 2) <= ABOUT_TWICE and not _holds_input(judging, index, off):

@@ -126,6 +126,12 @@ INPUT_FALLBACK = _rule(
     "no expert has the largest input scale of all experts, to the last bit, as others have too",
     "ModelOpt gives experts that no calibration token reached the largest scale of the others",
 )
+INPUT_IS_ONE = _rule(
+    "input_scale_is_one",
+    Level.WARNING,
+    "the input scales of a role are not all exactly 1",
+    "faults B012, B063: a scale that was never measured, and 1 put in its place",
+)
 INPUT_OUTLIER = _rule(
     "input_scale_outlier",
     Level.WARNING,
@@ -237,6 +243,12 @@ ROWS_UNWRITTEN = _rule(
     Level.ERROR,
     "no eighth of a linear's rows, in one piece before its last row, is zero",
     "fault B060 and fused parameters of which one part was never written",
+)
+COLUMNS_UNWRITTEN = _rule(
+    "columns_unwritten",
+    Level.ERROR,
+    "no eighth of a linear's columns in one piece, nor a quarter up to its last one, is zero",
+    "fault B060: the part of one rank, of a linear split by columns, was never written",
 )
 ZERO_ROWS = _rule(
     "zero_rows",

@@ -109,6 +109,7 @@ class Pass:
             "sum_squares": float(energies.sum()),
             "zero_rows": int(zero.sum()),
             "zero_run": row_facts.longest_run(zero),
+            "column_run": row_facts.longest_run(self.columns == 0),
             "digest": matrix_digest(digests, ordered=True),
             "row_digest": matrix_digest(digests, ordered=False),
             "tensor_scale": self.scalars[0],
@@ -237,6 +238,11 @@ class E4M3Pass(Pass):
         values = values_of(self._format.scale)[scales] if scales.dtype == np.uint8 else scales
         return np.where(np.isfinite(values), values, 0.0).astype(np.float64)
 
+    def _are_finite(self, scales: NDArray[Any]) -> NDArray[np.bool_]:
+        values = values_of(self._format.scale)[scales] if scales.dtype == np.uint8 else scales
+        finite: NDArray[np.bool_] = np.isfinite(values)
+        return finite
+
     def finish(self) -> TensorStatistics:
         """Return what was gathered."""
         scales = np.concatenate(self._scales) if self._scales else np.zeros((0, 1), np.uint8)
@@ -273,7 +279,7 @@ class E4M3Pass(Pass):
             scale=scale,
             zero_blocks=int(zero.sum()),
             zero_scales=zero_scales,
-            underflown=int(((values == 0) & ~zero).sum()),
+            underflown=int(((values == 0) & ~zero & self._are_finite(scales)).sum()),
             tops=np.bincount(top[(values > 0) & ~zero], minlength=128),
             pairing=pairing_of(values, energy),
         )

@@ -54,6 +54,7 @@ class TensorStatistics:
     sum_squares: float
     zero_rows: int
     zero_run: tuple[int, int]  # first row and length of the longest run of zero rows
+    column_run: tuple[int, int]  # of columns that are zero in the rows that `columns` is from
     digest: int
     row_digest: int
     scale_digest: int

@@ -150,6 +150,18 @@ def _unreached(files: Bytes) -> None:
     files.set(f"{W1}.input_scale", largest)
 
 
+def _all_inputs_one(files: Bytes) -> None:
+    for layer in range(3):
+        for expert in range(6):
+            for w in ("w1", "w3"):
+                files.set(f"layers.{layer}.ffn.experts.{expert}.{w}.input_scale", 1.0)
+
+
+def _half_of_the_columns(files: Bytes) -> None:
+    codes = files["layers.1.attn.wo_b.weight"]
+    codes[:, codes.shape[1] // 2 :] = 0
+
+
 def _low_blocks(files: Bytes) -> None:
     files[f"{W1}.weight"][:13] &= 0xBB  # 7 becomes 3, in one row of twenty
 
@@ -213,6 +225,12 @@ FAULTS: dict[str, tuple[Callable[[Bytes], None], Rule, str]] = {
     "subnormal scales": (_far_down, rules_numbers.SCALE_SUBNORMAL, W1),
     "another tensor's amax": (_wide_amax, rules_numbers.AMAX_UNUSED, W1),
     "unreached expert": (_unreached, rules_numbers.INPUT_FALLBACK, W1),
+    "input scales never measured": (_all_inputs_one, rules_numbers.INPUT_IS_ONE, "layers.0"),
+    "unwritten columns": (
+        _half_of_the_columns,
+        rules_numbers.COLUMNS_UNWRITTEN,
+        "layers.1.attn.wo_b",
+    ),
     "low blocks": (_low_blocks, rules_numbers.BLOCK_MAXIMUM, W1),
     "filled codes": (_all("weight", 0x55), rules_numbers.CODES_CONSTANT, W1),
     "clipped": (_clipped, rules_numbers.AMAX_CLIPPED, W1),

@@ -17,6 +17,7 @@ from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.synthetic_statistics import Statistics
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import InvalidArgument
+from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.number_faults import FAULTS, W1, all_divisors_stored
 from degarble.suites.checkpoint.planted_numbers import Healthy, audit_planted, make_healthy
@@ -24,6 +25,9 @@ from degarble.suites.checkpoint.reading_cases import entry, write_raw
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from degarble.harness.checkpoint.rules import Rule
+    from degarble.suites.checkpoint.planted_numbers import Bytes
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +95,45 @@ def test_all_tensors_of_one_fault_are_named(experts: Healthy, tmp_path: Path) ->
     assert sum(finding.count for finding in named) == 3 * 6 * 3
 
 
+def test_a_scale_that_is_no_number_is_told_once(experts: Healthy, tmp_path: Path) -> None:
+    """A NaN is no zero, so its block has not vanished."""
+
+    def plant(files: Bytes) -> None:
+        files["layers.1.attn.wq_b.scale"][0, 0] = 0xFF
+
+    findings = audit_planted(experts, tmp_path / "planted", plant)
+    told = [f.rule for f in findings if f.module == "layers.1.attn.wq_b"]
+    assert told == [rules_numbers.SCALE_NOT_FINITE.id]
+
+
+def test_an_unreached_expert_is_named_once_and_alone(experts: Healthy, tmp_path: Path) -> None:
+    """Who set the largest scale of one projection did not set that of the others."""
+
+    def plant(files: Bytes) -> None:
+        everyone = [f"layers.{layer}.ffn.experts.{e}" for layer in range(3) for e in range(6)]
+        for w in ("w1", "w2", "w3"):
+            scales = [files[f"{name}.{w}.input_scale"] for name in everyone]
+            largest = max(float(scale[0]) for scale in scales)
+            files.set(f"layers.1.ffn.experts.2.{w}.input_scale", largest)
+
+    findings = audit_planted(experts, tmp_path / "planted", plant)
+    (found,) = [f for f in findings if f.rule == rules_numbers.INPUT_FALLBACK.id]
+    assert (found.count, found.module) == (1, W1)
+    assert len(found.evidence["projections"]) == 3
+
+
+def test_columns_of_padding_are_no_fault(experts: Healthy, tmp_path: Path) -> None:
+    def plant(files: Bytes) -> None:
+        codes = files["layers.1.attn.wo_b.weight"]
+        codes[:, codes.shape[1] * 7 // 8 :] = 0
+
+    assert not [
+        finding
+        for finding in audit_planted(experts, tmp_path / "planted", plant)
+        if finding.level is Level.ERROR
+    ]
+
+
 def test_a_disabled_check_misses_its_fault(
     experts: Healthy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +165,22 @@ def test_modules_of_an_unknown_model_are_judged_by_themselves(tmp_path: Path, se
     assert found[rules_numbers.INPUT_ABSENT.id].module == "blocks.2.up"
     assert found[rules_numbers.IDENTICAL_TIED.id].level is Level.NOTE
     assert "1 matrices, blocks.2.up" in found[rules_numbers.SCALE_UNDECIDED.id].message
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule"),
+    [(128, rules_numbers.SCALE_LAYOUT), (64, rules_numbers.SCALE_UNDECIDED)],
+)
+def test_scales_out_of_order_in_a_small_matrix_are_told(
+    tmp_path: Path, seed: int, rows: int, rule: Rule
+) -> None:
+    parts = quantised_parts(matrix(seed, rows, 256))
+    scale = parts["weight_scale"].view(torch.uint8)
+    made = to_layout(scale, SWIZZLE_128X4).reshape(scale.shape) if rows == 128 else scale.flip(0, 1)
+    modules = {"blocks.0.up": {**parts, "weight_scale": made.view(torch.float8_e4m3fn)}}
+    with write_modules(tmp_path, modules) as checkpoint:
+        found = {finding.rule for finding in audit_numbers(checkpoint).findings}
+    assert found == {rule.id, rules_numbers.DIALECT.id}
 
 
 def test_tensors_that_are_no_weight_together_are_judged_one_by_one(tmp_path: Path) -> None:
