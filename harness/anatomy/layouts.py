@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.config import Config, V4Config, V32Config
-from degarble.harness.anatomy.parameters import EXPERT, V4_MTP, V32_MTP
+from degarble.harness.anatomy.parameters import EXPERT, V4_BLOCK, V4_MTP, V32_MTP
 from degarble.harness.anatomy.recipes import Recipe, recipe_named
 from degarble.harness.anatomy.types import Dtype, Kind
 from degarble.harness.errors import UnknownName
@@ -98,9 +98,9 @@ class Layout:
 
     def path_of(self, parameter: Parameter, config: Config, fused: str = "") -> str:
         """Spell the path of a parameter, or of the tensor `fused` in the same block."""
-        if self.spelling is Spelling.DEEPSEEK:
-            return parameter.name
         block = parameter.block
+        if self.spelling is Spelling.DEEPSEEK:
+            return f"{block.prefix}.{fused}" if fused and block else parameter.name
         own = fused or self._own_name(parameter)
         if block is None:
             return own if own in {"lm_head", "head"} else f"model.{own}"
@@ -145,6 +145,8 @@ _OTHER_NAMES = {
     },
 }
 _DRAFTER_NAMES = {"norm": "shared_head.norm"}  # vLLM 0.33 models/deepseek_v4/nvidia/mtp.py
+
+FUSED_COMPRESSOR = ".fused_wkv_wgate"
 
 _W13 = ("ffn.experts.{e}.w1", "ffn.experts.{e}.w3")
 _W2 = ("ffn.experts.{e}.w2",)
@@ -244,6 +246,22 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = MappingProxyType(
         )
     }
 )
+
+
+def with_fused_compressors(layout: Layout) -> Layout:
+    """Return a layout of V4 that fuses compressors as vLLM does, and keeps the rest apart."""
+    rows = {row.name: row.hf for row in V4_BLOCK}
+    renamed = layout.spelling is Spelling.HUGGINGFACE
+    fusions = tuple(
+        replace(each, target=_beside(rows[each.members[0]], each)) if renamed else each
+        for each in _VLLM_V4_FUSIONS
+        if each.target.endswith(FUSED_COMPRESSOR)
+    )
+    return replace(layout, fusions=fusions)
+
+
+def _beside(member: str, fusion: Fusion) -> str:
+    return f"{member.rpartition('.')[0]}.{fusion.target.rpartition('.')[2]}"
 
 
 def layout_named(name: str, config: Config) -> Layout:

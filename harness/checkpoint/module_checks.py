@@ -26,7 +26,13 @@ from degarble.harness.checkpoint.modules import (
     SCALE_OF_DTYPE,
 )
 from degarble.harness.errors import Refused
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4, scale_shape
+from degarble.harness.formats.block_formats import (
+    BLOCK_FORMATS,
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    NVFP4,
+    scale_shape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
 _FLOATS = {"F64": 3, "F32": 3, "BF16": 2, "F16": 1}  # by how much of a bf16 or fp32 value is kept
 _INTEGERS = frozenset({"I64", "I32", "I16"})
 _DTYPES_OF_SCALE = {"FP32": "F32 or BF16", "UE8M0": "F8_E8M0 or U8", "E4M3": "F8_E4M3"}
+_BY_GROUPS = 3  # dimensions: groups, rows, columns
 _ANOTHER_TOOL = "Find out which tool wrote it, and write the module again."
 
 
@@ -112,6 +119,15 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
             _ANOTHER_TOOL,
             dtype=codes.dtype,
         )
+    elif parameter.row.name == "attn.wo_a" and (form := _deepgemm_form(parameter, parts)):
+        check.weight = form
+        check.report(
+            rules.ENGINE_FORM,
+            Part.CODES,
+            f"is {list(codes.shape)} with scales for DeepGEMM's kernel, and judged as that",
+            "Nothing, if an engine hands it to that kernel; others expect two dimensions.",
+            shape=list(codes.shape),
+        )
     else:
         fmt = _judge_codes(check, parameter, parts)
         check.weight = None if fmt is None else fmt.name
@@ -127,6 +143,21 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
         if part in parts:
             _judge_scalar(check, part, parts[part])
     return check
+
+
+def _deepgemm_form(parameter: Parameter, parts: Parts) -> str:
+    """Name the format of wo_a by groups, with scales in fp32 or four UE8M0 a word; else empty."""
+    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    if codes.dtype != "F8_E4M3" or len(codes.shape) != _BY_GROUPS or scales is None:
+        return ""
+    groups, rows, columns = codes.shape
+    if (groups * rows, columns) != parameter.shape:
+        return ""
+    blocks = -(-columns // 128)
+    if (scales.dtype, scales.shape) == ("I32", (groups, -(-blocks // 4), rows)):
+        return FP8_128X128_UE8M0.name
+    as_fp32 = (scales.dtype, scales.shape) == ("F32", (groups, rows // 128, blocks))
+    return FP8_128X128_F32.name if as_fp32 else ""
 
 
 def _judge_plain(check: ModuleCheck, parameter: Parameter, parts: Parts) -> None:

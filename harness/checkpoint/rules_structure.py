@@ -77,6 +77,12 @@ KNOWN_EXTRA = Rule(
     "buffers of an engine (inverse frequencies, cache scales) are no parameters of the model",
     "transformers' rotary_emb.inv_freq; ModelOpt's k_scale and v_scale",
 )
+ENGINE_FORM = Rule(
+    "structure.engine_form",
+    Level.NOTE,
+    "modules are as released; those in the form of one engine or kernel are judged as that form",
+    "vLLM's fused_wkv_wgate; DeepGEMM's wo_a [g, r, d] with its own scales",
+)
 UNREADABLE_MODULE = Rule(
     "structure.unreadable_module",
     Level.ERROR,

@@ -15,8 +15,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.layouts import (
+    FUSED_COMPRESSOR,
+    Spelling,
+    with_fused_compressors,
+)
 from degarble.harness.anatomy.parameters import parameter_named, parameters
 from degarble.harness.checkpoint import rules_files
 from degarble.harness.checkpoint import rules_structure as rules
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.module_checks import Issue
     from degarble.harness.checkpoint.modules import ModuleTable
     from degarble.harness.checkpoint.view import Checkpoint
@@ -56,10 +64,11 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     elif names is None:
         _report_spelling(checkpoint, findings)
     else:
-        inventory = take_inventory(names)
+        inventory = take_inventory(_as_fused(names))
         _report_missing(inventory, findings)
         _report_issues(checkpoint.table, inventory, findings)
         _report_unexpected(checkpoint.table, inventory, findings)
+        _report_engine_form(inventory, findings)
         report_indexer_bytes(checkpoint, inventory, findings)
         report_formats(checkpoint, inventory, findings)
         report_scalars(checkpoint, inventory, findings)
@@ -182,7 +191,11 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
             rule, extra = issue.rule, ""
             if _is_main_compressors(inventory, parameter, issue):
                 rule, extra = rules.INDEXER_PREFIX, ", which is the main compressor's shape"
-            layer = None if rule is rules.NARROWED else inventory.layer_of(parameter)
+            layer = (
+                None
+                if rule in (rules.NARROWED, rules.ENGINE_FORM)
+                else inventory.layer_of(parameter)
+            )
             findings.add(
                 rule,
                 Place(None if issue.part is None else name, module, layer),
@@ -199,6 +212,27 @@ def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Issu
         return False
     main = parameter.name.replace(".indexer.", ".")
     return list(parameter_named(inventory.config, main).shape) == issue.evidence["shape"]
+
+
+def _as_fused(names: LogicalNames) -> LogicalNames:
+    """Read names as a layout with fused compressors where a module is called so."""
+    is_v4 = isinstance(names.config, V4Config) and not names.layout.fusions
+    if is_v4 and any(module.endswith(FUSED_COMPRESSOR) for module in names.table.suffixes):
+        return replace(names, layout=with_fused_compressors(names.layout))
+    return names
+
+
+def _report_engine_form(inventory: Inventory, findings: Findings) -> None:
+    fused = [each for each in inventory.fused if each.endswith(FUSED_COMPRESSOR)]
+    if fused and inventory.layout.spelling is not Spelling.VLLM:
+        findings.add(
+            rules.ENGINE_FORM,
+            NOWHERE,
+            f"{len(fused)} modules such as {shown(fused[0])} hold two projections of a compressor,"
+            " as vLLM's memory does; they are judged as that.",
+            "Nothing, if an engine reads this form; others find no compressors.",
+            modules=len(fused),
+        )
 
 
 def _report_unexpected(table: ModuleTable, inventory: Inventory, findings: Findings) -> None:

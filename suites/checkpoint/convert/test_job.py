@@ -79,8 +79,12 @@ def test_an_interrupted_run_refuses_another_conversion(tmp_path: Path) -> None:
     [
         ("nvfp4-full", "fp8-block"),
         ("bf16", "vllm"),
+        ("bf16", "deepgemm-wo-a"),
         ("nvfp4-full", "vllm"),
         ("v32", "vllm"),
+        ("official", "deepgemm-wo-a"),
+        ("official", "fused-compressor"),
+        ("nvfp4-full", "fused-compressor"),
     ],
 )
 def test_what_is_written_passes_the_structure_audit(kind: str, to: str, tmp_path: Path) -> None:
@@ -89,6 +93,8 @@ def test_what_is_written_passes_the_structure_audit(kind: str, to: str, tmp_path
     with Checkpoint.survey(tmp_path / "out") as after:
         found = audit_structure(after)
         assert not [each for each in found if each.level is not Level.NOTE], found
+        is_engines = any(each.rule == "structure.engine_form" for each in found)
+        assert is_engines == (to in {"deepgemm-wo-a", "fused-compressor"})
 
 
 def test_a_target_inside_the_source_is_refused() -> None:
