@@ -278,7 +278,7 @@ class _Maker:
     def _split(self, path: _Path, cut: Cut) -> Iterator[Split]:
         parameter, fusion = path.parameter, path.fusion
         for slot in slots(self._config, self._engine, self._partners(parameter, fusion)):
-            if slot.parameter is not parameter or not slot.shape:
+            if slot.parameter.name != parameter.name or not slot.shape:
                 continue
             formats = self._format(self._engine, path)
             unit = next(s.unit for s in parts_of(parameter, formats) if s.part is slot.part)

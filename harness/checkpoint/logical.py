@@ -99,7 +99,7 @@ class LogicalNames:
         layout = self.layout.with_recipe(Recipe("as stored", (Rule("*", weight, activation),)))
         found = {}
         for slot in slots(self.config, layout, members):
-            if slot.parameter is parameter and slot.part in form.parts:
+            if slot.parameter.name == parameter.name and slot.part in form.parts:
                 entry = form.parts[slot.part]
                 inside = len(slot.box.ranges) == len(entry.shape) and all(
                     stop <= extent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.layouts import layout_named
-from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.parameters import parameter_named, parameters
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint import logical
 from degarble.harness.checkpoint.types import Layout
@@ -160,6 +161,19 @@ def test_a_mixed_up_order_of_experts_would_be_seen(
     assert not torch.equal(
         Checkpoint.open(tmp_path).weight(name).values(torch.float32), model.values[name].float()
     )
+
+
+def test_members_are_found_after_the_anatomy_forgot_them(tmp_path: Path, seed: int) -> None:
+    """Anatomy keeps the parameters of a few configs; those made again are others, but equal."""
+    write_model(tmp_path, make_model(TINY_V4, layout_named("vllm", TINY_V4), seed))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        before = checkpoint.stored("layers.0.attn.wq_a")
+        for extra in range(1, 12):
+            parameter_named(replace(TINY_V4, vocab_size=TINY_V4.vocab_size + extra), "embed")
+        after = checkpoint.stored("layers.0.attn.wq_a")
+        assert after.boxes
+        assert after.boxes == before.boxes
+        assert torch.equal(after.values(), before.values())
 
 
 def test_both_families_are_shown() -> None:

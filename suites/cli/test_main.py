@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,13 +41,14 @@ def test_the_look_at_imports_sees_torch() -> None:
 
 
 def test_it_starts_at_once() -> None:
-    """Half a second; the best of three, because the machine may be busy."""
+    """Half a second of processor time; the best of three. Wall time is the machine's business."""
     times = []
     for _ in range(3):
-        begun = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         _python(f"{START}main(['--version'])")
-        times.append(time.perf_counter() - begun)
-    assert min(times) < 0.5
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert 0.0 < min(times) < 0.5
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

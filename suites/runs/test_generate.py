@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,8 +166,10 @@ def test_a_checkpoint_without_a_tokenizer_or_marks_is_refused(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_ends_it_cleanly(model: Path) -> None:
-    command = [sys.executable, "-m", "degarble.harness.cli.main", "generate", str(model)]
+def test_ctrl_c_ends_it_cleanly(model: Path, tmp_path: Path) -> None:
+    endless = shutil.copytree(model, tmp_path / "endless")
+    (endless / "generation_config.json").write_text('{"eos_token_id": []}')
+    command = [sys.executable, "-m", "degarble.harness.cli.main", "generate", str(endless)]
     line = [*command, "--prompt", "w7", "--max-new-tokens", "100000"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -174,7 +177,7 @@ def test_ctrl_c_ends_it_cleanly(model: Path) -> None:
         time.sleep(0.1)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
-    assert running.returncode == 130
+    assert running.returncode == 130, err
     assert out.endswith(b"\n")
     assert err.decode().strip().endswith("degarble: interrupted")
     assert b"Traceback" not in err
