@@ -89,7 +89,7 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
         "import sys, time\n"
         "from degarble.harness.cli import usage\n"
         "from degarble.harness.cli.main import main\n"
-        "def slow(*_): print('on', flush=True); time.sleep(60)\n"
+        "def slow(*_): print('on', flush=True); [time.sleep(0.05) for _ in range(600)]\n"
         "usage.dispatch = slow\n"
         "sys.exit(main([]))\n"
     )
