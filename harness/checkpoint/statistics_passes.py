@@ -8,6 +8,7 @@ Shape letters: M rows, K columns, R and C blocks along M and K, b bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def pass_over(stored: StoredWeight, *, profile: bool) -> Pass:
     return E2M1Pass(stored, fmt, profile) if fmt.element == E2M1 else E4M3Pass(stored, fmt, profile)
 
 
-class Pass:
+class Pass(ABC):
     """What every kind of weight has: rows with digests, energies, bytes, a profile."""
 
     def __init__(self, stored: StoredWeight, profile: bool) -> None:
@@ -72,13 +73,13 @@ class Pass:
         self.scalars: tuple[float | None, float | None] = (None, None)
         self._byte_step = _BYTE_ROWS if self.height >= 8 * _BYTE_ROWS else 1
 
+    @abstractmethod
     def add(self, weight: Weight) -> None:
         """Take the next rows in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> TensorStatistics:
         """Return what was gathered."""
-        raise NotImplementedError
 
     def take_rows(self, data_Mb: NDArray[np.uint8], mask: int) -> NDArray[np.uint64]:
         """Digest rows of bytes; return them as words, filled up with zeros."""
