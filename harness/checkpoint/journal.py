@@ -73,7 +73,7 @@ class Journal:
         """Open the memory of a target that somebody began with this plan."""
         marker = target / UNFINISHED / PLAN
         manifest = Manifest.read(target) if (target / MANIFEST).exists() else None
-        stated = read_object(marker) if marker.exists() else manifest.plan if manifest else {}
+        stated = _marked_plan(marker) or (manifest.plan if manifest else {})
         if stated.get("plan") != plan:
             raise UnwritablePath(
                 shown(str(target)),
@@ -152,8 +152,8 @@ def _look_into(target: Path, ours: Mapping[str, Any], *, resume: bool) -> Manife
         if not target.exists():
             return None
         names = sorted(path.name for path in target.iterdir())
-    marker = target / UNFINISHED / PLAN
-    begun = marker.exists()
+    marked = _marked_plan(target / UNFINISHED / PLAN)
+    begun = marked is not None
     if not begun and MANIFEST not in names:
         others = [name for name in names if name != UNFINISHED]
         if others:
@@ -161,8 +161,8 @@ def _look_into(target: Path, ours: Mapping[str, Any], *, resume: bool) -> Manife
         return None
     if not resume:
         raise _in_the_way(target, "holds an unfinished output" if begun else "is finished already")
-    if begun:
-        _require_same(target, read_object(marker), ours, "an unfinished output")
+    if marked is not None:
+        _require_same(target, marked, ours, "an unfinished output")
     if MANIFEST not in names:
         return None
     try:
@@ -172,6 +172,21 @@ def _look_into(target: Path, ours: Mapping[str, Any], *, resume: bool) -> Manife
     stated = {"schema": SCHEMA, "version": manifest.version, **manifest.plan}
     _require_same(target, stated, ours, "a finished checkpoint")
     return manifest
+
+
+def _marked_plan(marker: Path) -> dict[str, Any] | None:
+    """Return what an unfinished target remembers of its plan, or None without a mark.
+
+    Another run may take the mark away at any moment: then the target has none.
+    """
+    if not marker.exists():
+        return None
+    try:
+        return read_object(marker)
+    except UnreadableFile:
+        if marker.exists():
+            raise
+        return None
 
 
 def _require_same(

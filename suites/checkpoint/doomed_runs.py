@@ -22,7 +22,7 @@ from itertools import count, cycle
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.disk import Disk
-from degarble.harness.errors import UnwritablePath
+from degarble.harness.errors import Refused
 from degarble.suites.checkpoint.writing_cases import (
     broken_promises,
     quick_folder,
@@ -85,7 +85,7 @@ def forked(work: Callable[[], object]) -> int:
         return child
     try:
         work()
-    except UnwritablePath as refusal:
+    except Refused as refusal:
         sys.stderr.write(f"{refusal}\n")
         os._exit(2)
     except BaseException as error:  # noqa: BLE001  a child must never return into the parent's code
