@@ -1,4 +1,8 @@
-"""All faults that this version can plant and name, by id. A new family is one file and one line."""
+"""All faults that this version can plant and name, by id. A new family is one file and one line.
+
+A family of tensors puts `FAULTS` into its module, a family of running models `MODEL_FAULTS`; a
+module may hold both. Ids are unique in each of the two.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,37 @@ from degarble.harness.errors import UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from degarble.harness.engine.faults.family import Fault
+    from degarble.harness.engine.faults.model_faults import ModelFault
 
-_FAMILIES = (m01_scale_direction, m02_scale_count, m10_nibble_order, m11_scale_layout)
+_FAMILIES: tuple[ModuleType, ...] = (
+    m01_scale_direction,
+    m02_scale_count,
+    m10_nibble_order,
+    m11_scale_layout,
+)
+# Families with MODEL_FAULTS: what can go wrong in a running model.
+_MODEL_FAMILIES: tuple[ModuleType, ...] = ()
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {fault.id: fault for family in _FAMILIES for fault in family.FAULTS}
 )
+MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
+    {fault.id: fault for family in _MODEL_FAMILIES for fault in family.MODEL_FAULTS}
+)
 
 
 def fault_named(name: str) -> Fault:
-    """Look a fault up by its id."""
+    """Look a fault of a tensor up by its id."""
     if name not in FAULTS:
         raise UnknownName.among("fault", name, FAULTS)
     return FAULTS[name]
+
+
+def model_fault_named(name: str) -> ModelFault:
+    """Look a fault of a running model up by its id."""
+    if name not in MODEL_FAULTS:
+        raise UnknownName.among("fault", name, MODEL_FAULTS)
+    return MODEL_FAULTS[name]
