@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.formats.weight import Weight
     from degarble.harness.protocols import ComponentCall
+    from degarble.references.facts import Facts
     from degarble.references.numerics import Numerics
 
 _ACT_QUANT = ".act_quant"
@@ -66,6 +67,7 @@ class Bound:
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, Fetched] = {}
         self._inputs: dict[str, frozenset[str]] = {}
+        self._bound_to: dict[str, tuple[Component, Facts]] = {}
         # In the definition nothing is quantised, whatever the recipe says.
         self._bind(None if numerics.exact else recipe)
 
@@ -84,6 +86,7 @@ class Bound:
                 self.calls[name] = call
                 local = {local_name(each, component.block): each for each in names[name]}
                 self._fetched[name] = Fetched(self, local)
+                self._bound_to[name] = component, here
                 self._inputs[name] = frozenset(each.name for each in component.inputs)
 
     def weights_of(self, component: str) -> Mapping[str, Weight]:
@@ -91,6 +94,12 @@ class Bound:
         if component not in self.calls:
             raise self._unknown(component)
         return self._fetched[component]
+
+    def bound_to(self, component: str) -> tuple[Component, Facts]:
+        """What a component is, and the facts that its callable was bound to."""
+        if component not in self._bound_to:
+            raise self._unknown(component)
+        return self._bound_to[component]
 
     def __call__(self, component: str, **inputs: Tensor) -> Mapping[str, Tensor]:
         """Run one component and show it to the observer."""

@@ -13,12 +13,13 @@ Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.budget_rules import (
     SCALE_ROUNDINGS,
     U,
@@ -30,7 +31,6 @@ from degarble.harness.engine.budget_rules import (
 )
 from degarble.harness.errors import Undecided
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
-from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,28 +39,13 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget import Budget
     from degarble.harness.formats.types import ElementFormat
-    from degarble.harness.formats.weight import Weight
 
     Rule = Callable[["Call", Tensor], Budget]
 
+__all__ = ("RULES", "Call", "budgets_of")
+
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
 _ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One component on the inputs that the candidate saw; `outputs` are the twin's."""
-
-    role: str
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
-    weights: Mapping[str, Weight]
-    activation: str | None = None
-
-    @property
-    def x(self) -> Tensor:
-        """The input's numbers, decoded where codes arrived."""
-        return activation_values(self.inputs, self.activation, torch.float32)
 
 
 def budgets_of(call: Call) -> dict[str, Budget]:

@@ -1,0 +1,70 @@
+"""One call of a component, as whoever judges its outputs has it in hands.
+
+Owns the record, and the way to it from a bound twin. `facts` are those that the twin's callable was
+bound to: config, arithmetic, block, formats. Derivations that go through several stored values need
+them; without, such roles are refused as undecided. Refuses nothing else.
+Kept honest by suites/engine/test_judging.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.errors import Undecided
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.binding import Bound
+    from degarble.references.facts import Facts
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One component on the inputs that the candidate saw; `outputs` are the twin's."""
+
+    role: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
+    activation: str | None = None
+    facts: Facts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        twin: Bound,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor] | None = None,
+    ) -> Call:
+        """A call of a bound twin; without `outputs` it is made here."""
+        what, facts = twin.bound_to(component)
+        weights = twin.weights_of(component)
+        if outputs is None:
+            outputs = twin.calls[component](inputs, weights)
+        name = next(iter(weights), None)
+        form = facts.activation(name) if "codes" in inputs and name is not None else None
+        return cls(what.role, inputs, outputs, weights, form, facts)
+
+    @property
+    def x(self) -> Tensor:
+        """The input's numbers, decoded where codes arrived."""
+        return activation_values(self.inputs, self.activation, torch.float32)
+
+    @property
+    def known_facts(self) -> Facts:
+        """The facts; a derivation that needs them is undecided without."""
+        if self.facts is None:
+            raise Undecided(
+                "budget", self.role, "a call with the facts that its twin was bound to",
+                "Make it with Call.of(twin, component, inputs).",
+            )  # fmt: skip
+        return self.facts
