@@ -71,25 +71,32 @@ def pool(
     latent = torch.cat((state.latent[base : base + partial], new[0]))
     gate = torch.cat((state.gate[base : base + partial], new[1]))
     complete = windows * ratio
-    window_latent = latent[:complete].reshape(windows, ratio, -1)
-    window_gate = gate[:complete].reshape(windows, ratio, -1)
-    slots = (window_latent, window_gate)
-    if facts.overlap:
-        before_gate = state.gate[:ratio]
-        if first == 0:
-            # Trap: window 0 has no predecessor; a zero gate would still take weight.
-            before_gate = torch.full_like(before_gate, -torch.inf)
-        before_latent = state.latent[:ratio] if first else torch.zeros_like(state.latent[:ratio])
-        slots = (
-            _overlapping(window_latent, before_latent, facts.width),
-            _overlapping(window_gate, before_gate, facts.width),
-        )
+    slots = slots_of((latent[:complete], gate[:complete]), state, first, facts)
     entries = _entries(slots, first, norm_E, facts, numerics)
     kept = PoolState(
         _remainder(latent, complete, facts),
         _remainder(gate, complete, facts),
     )
     return entries, kept
+
+
+def slots_of(
+    rows: tuple[Tensor, Tensor], state: PoolState, first: int, facts: PoolFacts
+) -> tuple[Tensor, Tensor]:
+    """Latents and gates [W, R, E] that windows `first` onward pool, of the rows [W * m, c * E]."""
+    ratio = facts.ratio
+    window_latent, window_gate = (part.reshape(-1, ratio, part.shape[1]) for part in rows)
+    if not facts.overlap:
+        return window_latent, window_gate
+    before_gate = state.gate[:ratio]
+    if first == 0:
+        # Trap: window 0 has no predecessor; a zero gate would still take weight.
+        before_gate = torch.full_like(before_gate, -torch.inf)
+    before_latent = state.latent[:ratio] if first else torch.zeros_like(state.latent[:ratio])
+    return (
+        _overlapping(window_latent, before_latent, facts.width),
+        _overlapping(window_gate, before_gate, facts.width),
+    )
 
 
 def _overlapping(windows_WmF: Tensor, before_mF: Tensor, width: int) -> Tensor:

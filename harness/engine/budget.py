@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from degarble.harness.engine.compare import compare
 from degarble.harness.engine.compare_definition import values_of_any
@@ -48,13 +49,15 @@ _PANEL = 1 << 20  # elements judged at once
 class Budget:
     """What one output of a component may differ by, and why; `slack` broadcasts to the output.
 
-    `repeats` says how many rows, and how many columns, may be equal: these round alike.
+    `repeats` says how many rows, and how many columns, may be equal: these round alike. `free`
+    marks elements that nobody reads: they may hold anything.
     """
 
     output: ElementFormat
     slack: Tensor
     derivation: tuple[str, ...]
     repeats: tuple[int, int] = (1, 1)
+    free: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def judge(
     candidate: Tensor, twin: Tensor, budget: Budget, places: Places | None = None
 ) -> Judgement:
     """Judge a candidate against its twin by rows, tiles and every named place."""
+    if budget.free is not None:
+        candidate = torch.where(budget.free, twin, candidate)
     found = compare(candidate, twin, places)
     element, rows, cells = _allowances(candidate, twin, budget, found)
     per = found.places.tile[1] // found.cell

@@ -2,12 +2,13 @@
 
 Owns the table, and the counting of operations behind each function of few operations. A call is
 what a replay has in its hands: the role, inputs, the twin's outputs, weights, and the activation
-format where codes arrive. Outputs of whole numbers (experts, chosen rows, offsets) are exact.
+format where codes arrive, and the facts of the twin. Roles of one formula stand in RULES; chains
+that go through stored values stand in WHOLE, all outputs at once, and need the facts.
 
-Refuses, as undecided, roles whose arithmetic has no derivation here: mixing coefficients, pooling,
-the indexer's operands and scores, quantised activations (which packing_compare judges), V3.2's
-attention. Kept honest by suites/engine/test_budget_roles.py: both families component by component,
-float32 against float64 inside, and every role either in the table or refused.
+Refuses, as undecided: codes, which judging.judge_outputs judges; the components of the DSpark
+drafter; and calls without facts where the chain needs them. Kept honest by
+suites/engine/test_budget_roles.py and test_judging.py: both families component by component,
+float32 against float64 inside, and every role of every recipe in one of the tables.
 Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of one, R rows.
 """
 
@@ -19,30 +20,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.engine import budget_attention as attention
+from degarble.harness.engine import budget_indexer as indexer
+from degarble.harness.engine import budget_rotation as rotation
+from degarble.harness.engine.budget import Budget
 from degarble.harness.engine.budget_call import Call
+from degarble.harness.engine.budget_choices import weights_budget
+from degarble.harness.engine.budget_codes import gated, is_coded
+from degarble.harness.engine.budget_mixing import mixed
+from degarble.harness.engine.budget_pooling import pooled
 from degarble.harness.engine.budget_rules import (
     SCALE_ROUNDINGS,
     U,
     exact,
     few,
     normed,
+    output_format,
     stored_between,
     summed,
 )
 from degarble.harness.errors import Undecided
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.element_formats import FP32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget import Budget
-    from degarble.harness.formats.types import ElementFormat
+    Rule = Callable[[Call, Tensor], Budget]
+    Whole = Callable[[Call], dict[str, Budget]]
 
-    Rule = Callable[["Call", Tensor], Budget]
-
-__all__ = ("RULES", "Call", "budgets_of")
+__all__ = ("RULES", "WHOLE", "Call", "budgets_of")
 
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
 _ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
@@ -50,8 +58,10 @@ _ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units e
 
 def budgets_of(call: Call) -> dict[str, Budget]:
     """Return the budget of every output of a component."""
-    rule = RULES.get(call.role)
-    if rule is None or (call.role == "attn.attend" and "window" not in call.inputs):
+    whole, rule = WHOLE.get(call.role), RULES.get(call.role)
+    if whole is not None and (call.facts is not None or rule is None):
+        return whole(call)
+    if rule is None:
         raise Undecided(
             "budget", call.role, "a component whose rounding errors have a derivation",
             "Judge it by its distance to the BF16 reference, or compare two runs.",
@@ -59,13 +69,9 @@ def budgets_of(call: Call) -> dict[str, Budget]:
     return {
         name: rule(call, out)
         if out.dtype.is_floating_point
-        else exact(_output(torch.zeros(())), f"{name} are whole numbers")
+        else exact(FP32, f"{name} are whole numbers")
         for name, out in call.outputs.items()
     }
-
-
-def _output(out: Tensor) -> ElementFormat:
-    return FORMAT_OF_DTYPE[out.dtype]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -73,13 +79,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _copied(_call: Call, out: Tensor) -> Budget:
-    return exact(_output(out), "values are copied, or rounded by a rule that is exact in float32")
+    return exact(
+        output_format(out), "values are copied, or rounded by a rule that is exact in float32"
+    )
 
 
 def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
     weight = torch.cat([each.values(torch.float32) for each in call.weights.values()])
-    return summed(_rows(call.x), weight, _output(out))
+    made = summed(_rows(call.x), weight, output_format(out))
+    return replace(made, slack=made.slack.reshape(out.shape))
 
 
 def _projected(call: Call, out: Tensor) -> Budget:
@@ -87,7 +96,7 @@ def _projected(call: Call, out: Tensor) -> Budget:
     name = next(n for n, each in call.outputs.items() if each is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
     (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
-    return summed(_rows(call.x), weight.values(torch.float32), _output(out))
+    return summed(_rows(call.x), weight.values(torch.float32), output_format(out))
 
 
 def _grouped(call: Call, out: Tensor) -> Budget:
@@ -96,7 +105,7 @@ def _grouped(call: Call, out: Tensor) -> Budget:
     w, x = weight.values(torch.float32), _rows(call.x)
     groups = x.shape[1] // w.shape[1]
     made = [
-        summed(a, b, _output(out))
+        summed(a, b, output_format(out))
         for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
     ]
     return replace(
@@ -115,12 +124,12 @@ def _routed(call: Call, out: Tensor) -> Budget:
     per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
-    made = [exact(_output(out), "no expert was visited")]
+    made = [exact(output_format(out), "no expert was visited")]
     for number in experts[experts >= 0].unique().tolist():
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         weight = torch.cat([call.weights[name].values(torch.float32) for name in names])
-        made.append(summed(per_slot[at], weight, _output(out)))
+        made.append(summed(per_slot[at], weight, output_format(out)))
         slack[at] = made[-1].slack
     return replace(made[-1], slack=slack, repeats=_most(made))
 
@@ -128,8 +137,8 @@ def _routed(call: Call, out: Tensor) -> Budget:
 def _norm(call: Call, out: Tensor) -> Budget:
     """A norm, or the residual that it passes on."""
     if out is call.outputs.get("residual"):
-        return few(out.abs(), 1, _output(out), "sum of input and residual")
-    return normed(out, out.shape[-1], _output(out), additions=1)
+        return few(out.abs(), 1, output_format(out), "sum of input and residual")
+    return normed(out, out.shape[-1], output_format(out), additions=1)
 
 
 def _rotated(call: Call, out: Tensor) -> Budget:
@@ -141,7 +150,7 @@ def _rotated(call: Call, out: Tensor) -> Budget:
     if "norm" in call.role:
         count += out.shape[-1] / 4 + 8
         what = "norm and rotation"
-    budget = few(length, count, _output(out), what)
+    budget = few(length, count, output_format(out), what)
     turned = replace(
         budget,
         slack=budget.slack + 4 * U * angle * length,
@@ -157,7 +166,7 @@ def _gated(call: Call, out: Tensor) -> Budget:
     """SwiGLU: the exponential's argument is rounded, which errs by |gate| u."""
     gate = call.inputs["x"].float().chunk(2, -1)[0].abs()
     return few(
-        out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS), _SILU_ROUNDINGS, _output(out), "SwiGLU"
+        out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS), _SILU_ROUNDINGS, output_format(out), "SwiGLU"
     )
 
 
@@ -166,12 +175,14 @@ def _combined(call: Call, out: Tensor) -> Budget:
     x = call.inputs["x"].float().abs()
     if "weights" in call.inputs:
         x = torch.maximum(x, x * call.inputs["weights"].float().abs()[..., None])
-    return few(x.sum(1), x.shape[1] + 1, _output(out), f"sum of {x.shape[1]} slots")
+    return few(x.sum(1), x.shape[1] + 1, output_format(out), f"sum of {x.shape[1]} slots")
 
 
-def _added(_call: Call, out: Tensor) -> Budget:
-    """Two terms."""
-    return few(out.abs(), 2, _output(out), "sum of two terms")
+def _added(call: Call, out: Tensor) -> Budget:
+    """Two terms; V3.2's drafter sets them side by side."""
+    if call.role == "join" and out.ndim == call.inputs["e"].ndim:
+        return exact(output_format(out), "two rows side by side")
+    return few(out.abs(), 2, output_format(out), "sum of two terms")
 
 
 def _spread(call: Call, out: Tensor) -> Budget:
@@ -181,16 +192,18 @@ def _spread(call: Call, out: Tensor) -> Budget:
     )
     largest = torch.bmm(mix.transpose(1, 2), streams) + post[..., None] * x[:, None]
     count = 2.0 * (streams.shape[1] + 1)
-    return few(largest, count, _output(out), "one product a stream, and their sum")
+    return few(largest, count, output_format(out), "one product a stream, and their sum")
 
 
 def _chosen_weights(_call: Call, out: Tensor) -> Budget:
     """softplus, root, and the share of the chosen ones."""
-    return few(out.abs(), 2 * out.shape[-1] + 24, _output(out), "shares of the chosen scores")
+    return few(out.abs(), 2 * out.shape[-1] + 24, output_format(out), "shares of the chosen scores")
 
 
 def _attended(call: Call, out: Tensor) -> Budget:
     """V4: shares of rows. Each is stored in BF16 beside a peak that kernels choose differently."""
+    if "window" not in call.inputs:
+        return attention.attended(call)["out"]  # V3.2, which needs the facts: refused by name
     held = ("window", "state_window", "compressed", "state_compressed")
     rows = [_rows(call.inputs[name].float()) for name in held if name in call.inputs]
     values = torch.cat(rows).abs()
@@ -200,10 +213,28 @@ def _attended(call: Call, out: Tensor) -> Budget:
     keys = torch.cat(rows).norm(dim=1).max() if len(values) else torch.zeros(())
     logit = q.norm(dim=-1, keepdim=True) * keys * length**-0.5
     budget = few(
-        (1 + logit) * largest, length + len(values) + SCALE_ROUNDINGS, _output(out),
+        (1 + logit) * largest, length + len(values) + SCALE_ROUNDINGS, output_format(out),
         "logits, exponentials, sums of rows",
     )  # fmt: skip
     return stored_between(budget, largest, 1.0, "shares of rows, in the twin and in the candidate")
+
+
+def _experts_gated(call: Call) -> dict[str, Budget]:
+    """SwiGLU of the routed experts where nothing is quantised."""
+    if is_coded(call):
+        raise Undecided(
+            "budget", call.role, "numbers; codes and scales have no slack of their own",
+            "Judge all outputs together: harness.engine.judging.judge_outputs.",
+        )  # fmt: skip
+    out = call.outputs["out"]
+    words = ("SwiGLU: exponential by its argument, functions within 2 units, products; weight",)
+    return {"out": Budget(output_format(out), gated(call).error, words)}
+
+
+def _weighed(call: Call) -> dict[str, Budget]:
+    """The router: weights for the twin's choice; a candidate's own is judged in judging."""
+    whole = exact(FP32, "experts are whole numbers")
+    return {"experts": whole, "weights": weights_budget(call, call.outputs["experts"])[1]}
 
 
 _LINEARS = (
@@ -229,4 +260,22 @@ _GROUPS: tuple[tuple[str, Rule], ...] = (
 )
 RULES: Mapping[str, Rule] = MappingProxyType(
     {role: rule for roles, rule in _GROUPS for role in roles.split()}
+)
+_WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
+    ("attn.hc_pre ffn.hc_pre hc_head", mixed),
+    ("attn.compressor.pool attn.indexer.compressor.pool", pooled),
+    ("attn.indexer.q attn.indexer.k", indexer.operand_of),
+    ("attn.indexer.weights_proj", indexer.head_weights),
+    ("attn.indexer.scores", indexer.scored),
+    ("attn.attend", attention.attended),
+    ("attn.q_head_norm_rope", rotation.query_heads),
+    ("attn.kv_norm_rope", rotation.latent_row),
+    ("attn.inverse_rope", rotation.turned_back),
+    ("attn.rope", rotation.query_and_key),
+    ("attn.kv_write attn.compressor.write", rotation.cache_rows),
+    ("ffn.experts.act_quant", _experts_gated),
+    ("ffn.topk", _weighed),
+)
+WHOLE: Mapping[str, Whole] = MappingProxyType(
+    {role: rule for roles, rule in _WHOLE_GROUPS for role in roles.split()}
 )

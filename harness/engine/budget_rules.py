@@ -25,7 +25,8 @@ import torch
 
 from degarble.harness.engine.budget import Budget
 from degarble.harness.errors import ShapeMismatch
-from degarble.harness.formats.element_formats import BF16
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.element_formats import BF16, FP32
 from degarble.harness.record.wording import number
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's b
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
 _DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
+
+
+def output_format(out: Tensor) -> ElementFormat:
+    """The number format of an output; what a twin holds in float64 is judged as float32."""
+    return FORMAT_OF_DTYPE.get(out.dtype, FP32)
 
 
 def exact(output: ElementFormat, why: str) -> Budget:

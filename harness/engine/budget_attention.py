@@ -1,0 +1,224 @@
+"""Budgets of attention: shares of rows, as kernels store them, and the sums of rows behind them.
+
+Owns the shares' errors. A logit errs by half its length in u of |q| |k|; a share by that, by its
+peers' (through their sum) and by the exponential. Kernels that never store a logit round shares
+beside a peak of their own choice, the twin beside the row's: each is half a spacing of BF16 off,
+2^-8 of the share. Sources that store logits and normalised shares step only at rounding boundaries.
+The output errs by the sum over rows of a share's error times the row.
+
+V3.2 absorbed: the query through the key rows is stored, and so is the mixed latent in front of the
+value rows. Its error is the smaller of two bounds: every latent's own, or the shares' through the
+expanded values beside one spacing a latent.
+
+Kept honest by suites/engine/test_budget_attention.py. Shape letters: T tokens, H heads, R rows,
+C latent width, n nope width, v value width, L row width of V4.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from degarble.harness.engine.budget import Budget, spacing
+from degarble.harness.engine.budget_near import FUNCTION, Near, memories, stored
+from degarble.harness.engine.budget_rules import U, output_format
+from degarble.harness.formats.element_formats import BF16
+from degarble.harness.record.wording import number
+from degarble.references import attention, indexer, latent_attention
+from degarble.references.facts import V4Facts, V32Facts, single, spans_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget_call import Call
+    from degarble.references.facts import Span
+    from degarble.references.latent_attention import Form
+
+_CHUNK = 1 << 22  # shares [T, H, R] of one step
+_BESIDE_PEAKS = "each share is rounded beside a peak of the kernel's choice: 2^-8 on both sides"
+_IN_STEPS = "logits and normalised shares are stored: steps at rounding boundaries only"
+_HALF = 2.0 ** -(BF16.mantissa_bits + 1)  # half a spacing, of the number that is stored
+
+
+def attended(call: Call) -> dict[str, Budget]:
+    """Of the attention's output."""
+    facts, out = call.known_facts, call.outputs["out"]
+    if isinstance(facts, V4Facts):
+        slack, beside_peaks = _attended_v4(call, facts)
+    else:
+        assert isinstance(facts, V32Facts), "there are two families"
+        slack, beside_peaks = _attended_v32(call, facts)
+    average = float(slack.mean()) if slack.numel() else 0.0
+    words = [
+        "logits: half their length in u of |q| |k|, 2 u of themselves",
+        "shares: their logit's error, that of the sum, the exponential (2 u of its argument, 4 u)",
+        _BESIDE_PEAKS if beside_peaks else _IN_STEPS,
+        f"sum over rows of error times row: {number(average)} on average",
+    ]
+    if "expanded" not in call.inputs and isinstance(facts, V32Facts):
+        words.append("the query and the mixed latents are stored in between: one spacing each")
+    return {"out": Budget(output_format(out), slack.reshape(out.shape), tuple(words))}
+
+
+def _steps(span: Span, work: int) -> Iterator[slice]:
+    """Tokens of a sequence that are looked at together; `work` is what one costs."""
+    step = max(1, _CHUNK // max(1, work))
+    for begin in range(span.begin, span.end, step):
+        yield slice(begin, min(begin + step, span.end))
+
+
+def _attended_v4(call: Call, facts: V4Facts) -> tuple[Tensor, bool]:
+    inputs, ratio = call.inputs, facts.decoder_block.ratio
+    spans, reach = spans_of(inputs), facts.config.sliding_window - 1
+    sink = single(call.weights).values(torch.float64)
+    q, entries = inputs["q"], [inputs["window"][:0]] * len(spans)
+    if ratio:
+        entries = memories(spans, inputs.get("state_compressed"), inputs["compressed"], ratio)
+    slack, old = torch.zeros(q.shape, dtype=torch.float64), 0
+    in_steps = bool(facts.numerics.switches.attention_in_storage_dtype)
+    for span, own in zip(spans, entries, strict=True):
+        kept = min(span.start, reach)
+        parts = [inputs["state_window"][old : old + kept]] if kept else []
+        near = torch.cat([*parts, inputs["window"][span.tokens]])
+        old += kept
+        for tokens in _steps(span, q.shape[1] * (len(near) + len(own))):
+            seen = _seen_v4(inputs, facts, tokens, (span.start - kept, len(near)), len(own))
+            rows = torch.cat((near, own)).double()
+            used = seen.any(0)  # most of a long window belongs to other tokens
+            rows, seen = rows[used], seen[:, used]
+            logit = _logit(q[tokens].double(), rows, q.shape[-1] ** -0.5)
+            share = _shares(logit, seen, (sink, in_steps, not in_steps), facts.numerics.store)
+            added = U * (rows.shape[0] + FUNCTION) * share.value
+            slack[tokens] = torch.matmul(share.error + added, rows.abs())
+    return slack, not in_steps
+
+
+def _seen_v4(
+    inputs: Mapping[str, Tensor], facts: V4Facts, tokens: slice, near: tuple[int, int],
+    entries: int,
+) -> Tensor:  # fmt: skip
+    """Which rows, then which entries, each token attends to [T, R]."""
+    positions = inputs["positions"][tokens]
+    seen = attention.window_rows(positions, *near, facts.config.sliding_window)
+    if "chosen" in inputs:
+        listed = _listed(inputs["chosen"][tokens], entries)
+    elif facts.decoder_block.ratio:
+        visible = indexer.visible_entries(positions, facts.decoder_block.ratio)
+        listed = torch.arange(entries) < visible[:, None]
+    else:
+        return seen
+    return torch.cat((seen, listed), dim=1)
+
+
+def _listed(chosen_TK: Tensor, rows: int) -> Tensor:
+    """Which rows are listed [T, R]; -1 and rows that do not exist are passed over."""
+    exists = (chosen_TK >= 0) & (chosen_TK < rows)
+    seen = torch.zeros(len(chosen_TK), rows + 1, dtype=torch.bool)
+    seen.scatter_(1, torch.where(exists, chosen_TK, rows), value=True)
+    return seen[:, :rows]
+
+
+def _logit(q: Tensor, rows: Tensor, scale: float) -> Near:
+    """Scaled products [T, H, R] and their errors, by Cauchy from the norms of both."""
+    value = torch.matmul(q, rows.T) * scale
+    size = q.norm(dim=-1, keepdim=True) * rows.norm(dim=-1) * scale
+    return Near(value, U * ((q.shape[-1] / 2 + 2) * size + 2 * value.abs()))
+
+
+def _shares(
+    logit: Near, seen: Tensor, how: tuple[Tensor | None, bool, bool], store: torch.dtype
+) -> Near:
+    """Normalised shares [T, H, R]; `how` is the sink, whether logits are stored, and peaks free."""
+    sink, logits_stored, beside_peaks = how
+    if logits_stored:
+        logit = stored(logit, store)
+    hidden = ~seen[:, None]
+    value = logit.value.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        value = torch.cat((value, sink[:, None].expand(*value.shape[:2], 1)), dim=-1)
+    share = torch.softmax(value.masked_fill(value.amax(-1, keepdim=True).isneginf(), 0.0), dim=-1)
+    share = torch.where(value.isneginf(), 0.0, share)
+    below = torch.where(share > 0, value.amax(-1, keepdim=True) - value, 0.0)
+    if sink is not None:
+        share, below = share[..., :-1], below[..., :-1]
+    relative = torch.where(hidden, 0.0, logit.error) + U * (2 * below + FUNCTION)
+    relative = relative + (share * relative).sum(-1, keepdim=True) + U * share.shape[-1]
+    if beside_peaks:
+        return Near(share, share * (relative + 2 * _HALF))
+    return stored(Near(share, share * relative), store)
+
+
+def _attended_v32(call: Call, facts: V32Facts) -> tuple[Tensor, bool]:
+    inputs, c = call.inputs, facts.config
+    logits_stored = facts.numerics.switches.attention_in_storage_dtype is not False
+    form = latent_attention.Form(
+        c.qk_nope_head_dim, c.v_head_dim, latent_attention.softmax_scale(c), logits_stored
+    )
+    spans, q, naive = spans_of(inputs), inputs["q"], "expanded" in inputs
+    rows = memories(spans, inputs.get("state_rows"), inputs["rows"], 1)
+    wide = rows
+    if naive:
+        wide = memories(spans, inputs.get("state_expanded"), inputs["expanded"], 1)
+    slack = torch.zeros(len(q), q.shape[1], c.v_head_dim, dtype=torch.float64)
+    for span, own, other in zip(spans, rows, wide, strict=True):
+        for tokens in _steps(span, q.shape[1] * len(own)):
+            seen = _listed(inputs["chosen"][tokens], len(own))
+            used, part = seen.any(0), q[tokens].double()
+            some, seen = own[used].double(), seen[:, used]
+            if naive:
+                key = some[:, c.kv_lora_rank :]
+                made = _naive((part, key, other[used].double()), seen, form, facts)
+            else:
+                weight = single(call.weights).values(torch.float64)
+                made = _absorbed((part, some, weight), seen, form, facts)
+            slack[tokens] = made
+    return slack, not logits_stored
+
+
+def _naive(
+    operands: tuple[Tensor, Tensor, Tensor], seen: Tensor, form: Form, facts: V32Facts
+) -> Tensor:
+    q_THd, key_RP, wide_RF = operands
+    heads, store = q_THd.shape[1], facts.numerics.store
+    both = wide_RF.reshape(len(wide_RF), heads, form.nope + form.value)
+    how = None, form.logits_stored, not form.logits_stored
+    out = []
+    for head in range(heads):
+        rows = torch.cat((both[:, head, : form.nope], key_RP), dim=-1)
+        share = _shares(_logit(q_THd[:, head : head + 1], rows, form.scale), seen, how, store)
+        error = share.error + U * (len(rows) + 1) * share.value
+        out.append(torch.matmul(error, both[:, head, form.nope :].abs()))
+    return torch.cat(out, dim=1)
+
+
+def _absorbed(
+    operands: tuple[Tensor, Tensor, Tensor], seen: Tensor, form: Form, facts: V32Facts
+) -> Tensor:
+    q_THd, row_RX, wkv_b = operands
+    heads, width, store = q_THd.shape[1], wkv_b.shape[1], facts.numerics.store
+    per_head = wkv_b.reshape(heads, form.nope + form.value, -1)
+    key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
+    nope, rope = q_THd[..., : form.nope], q_THd[..., form.nope :]
+    made = torch.einsum("thn,hnc->thc", nope, key_HnC)
+    size = torch.einsum("thn,hnc->thc", nope.abs(), key_HnC.abs())
+    query = stored(Near(made, U * (form.nope / 2 + 2) * size), store)
+    logit = _logit(torch.cat((query.value, rope), dim=-1), row_RX, form.scale)
+    moved = torch.matmul(query.error, row_RX[:, :width].abs().T) * form.scale
+    how = None, form.logits_stored, not form.logits_stored
+    share = _shares(Near(logit.value, logit.error + moved), seen, how, store)
+    latent = row_RX[:, :width]
+    error = share.error + U * (len(row_RX) + 1) * share.value
+    mixed = Near(torch.matmul(share.value, latent), torch.matmul(error, latent.abs()))
+    stepped = stored(mixed, store)
+    own = torch.einsum("thc,hvc->thv", stepped.error, value_HvC.abs())
+    expanded = torch.einsum("rc,hvc->hrv", latent, value_HvC).abs()
+    ulp = torch.from_numpy(np.asarray(spacing(mixed.value.abs().numpy(), BF16)))
+    ulp = torch.where(stepped.error > 0, ulp, 0.0)
+    through = torch.einsum("thr,hrv->thv", error, expanded)
+    through = through + torch.einsum("thc,hvc->thv", ulp, value_HvC.abs())
+    sums = torch.einsum("thc,hvc->thv", stepped.value.abs(), value_HvC.abs())
+    return torch.minimum(own, through) + U * (width / 2 + 2) * sums
