@@ -1,4 +1,4 @@
-"""Every way in which degarble refuses, one class per cause.
+"""Every way in which degarble refuses: one class per cause, with what a user needs to mend it.
 
 DegarbleError
 ├── Refused                    the input is wrong: exit status 2, nothing half-written
@@ -7,6 +7,7 @@ DegarbleError
 │   ├── ShapeMismatch          extents that do not fit each other
 │   ├── DtypeMismatch          the right shape in the wrong number format
 │   ├── LayoutMismatch         bytes in another order than the consumer reads
+│   │   └── PartnersMismatch   partners that do not fit into one tensor
 │   ├── DialectMismatch        two producers' scale rules mixed
 │   ├── ScaleDirectionMismatch a decode scale where an encode scale is expected, or the reverse
 │   ├── UnreadableFile         missing, truncated or hostile file
@@ -16,8 +17,6 @@ DegarbleError
 │   ├── WorkerLost             a worker process ended before its task did
 │   └── NotBuilt               a command of the contract that this version does not have yet
 └── Undecided                  the comparison cannot be made; exit status 2 as well
-
-An error carries name, value, expectation and remedy; its text is built from these four.
 """
 
 from __future__ import annotations
@@ -47,7 +46,10 @@ def _shown(value: object) -> str:
 
 
 class DegarbleError(Exception):
-    """Base of all errors of this project. Catch it at the edge only."""
+    """Base of all errors of this project. Catch it at the edge only.
+
+    An error carries name, value, expectation and remedy; its text is built from these four.
+    """
 
     exit_status = EXIT_REFUSED
 
@@ -101,6 +103,10 @@ class DtypeMismatch(Refused):
 
 class LayoutMismatch(Refused):
     """Bytes in another order than the consumer reads. Convert with harness.formats.layouts."""
+
+
+class PartnersMismatch(LayoutMismatch):
+    """Partners that a layout fuses, and that do not fit into one tensor as they are stored."""
 
 
 class DialectMismatch(Refused):

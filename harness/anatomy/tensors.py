@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.storage import Part, parts_of, suffixes_named
 from degarble.harness.anatomy.types import Box, Dtype, StoredTensor
-from degarble.harness.errors import InvalidArgument, LayoutMismatch
+from degarble.harness.errors import InvalidArgument, PartnersMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -88,7 +88,7 @@ class _Placer:
         for stored in parts_of(parameter, formats):
             dtype, suffix = self._named(parameter, stored, formats.weight)
             if fusion and fusion.bare and stored.part is not Part.VALUE:
-                raise LayoutMismatch(
+                raise PartnersMismatch(
                     f"format of {parameter.name}",
                     formats.weight,
                     f"BF16: layout {self._layout.name} stacks experts unquantised",
@@ -113,7 +113,7 @@ class _Placer:
         """Refuse a fused tensor whose members differ in format."""
         first, expected = self._formats.setdefault(path, (parameter.name, formats))
         if formats != expected:
-            raise LayoutMismatch(
+            raise PartnersMismatch(
                 f"format of {parameter.name}",
                 formats,
                 f"{expected}, as {first} has: both lie in {path}",
@@ -131,7 +131,7 @@ class _Placer:
         before = sum(self._rows[parameter.block, name] for name in fusion.members[:order])
         unit = stored.unit[0]
         if before % unit:
-            raise LayoutMismatch(
+            raise PartnersMismatch(
                 f"rows in front of {parameter.name}",
                 before,
                 f"a multiple of {unit}, one row of its scales",

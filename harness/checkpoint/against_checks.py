@@ -175,6 +175,10 @@ class _Judging:
         )
 
     def _rows(self, index: int) -> None:
+        reason = self._reasons.of_rows(index)
+        if reason is not None:
+            self.report(reason.rule, index, reason.message, _AGAIN)
+            return
         count, first = (int(self.table[name][index]) for name in ("bad_rows", "first_bad_row"))
         self.report(
             rules.ROWS,

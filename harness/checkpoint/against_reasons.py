@@ -22,6 +22,7 @@ import torch
 from degarble.harness.checkpoint import rules_against as rules
 from degarble.harness.checkpoint.against_floor import CHAINS, fits, ideal_in
 from degarble.harness.checkpoint.against_pairs import stored_there
+from degarble.harness.checkpoint.against_signs import ALIKE, cosine, signs_told, turned_lines
 from degarble.harness.checkpoint.inference_order import BLOCK, ORDERS
 from degarble.harness.checkpoint.source_values import row_values
 from degarble.harness.checkpoint.types import shown
@@ -37,12 +38,10 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view import Checkpoint
 
 PANEL, PANELS = 128, 8  # rows that are looked at, from the middle of a weight
-ALIKE = 0.97  # cosine: what is left is a format's error
 SKETCHES_ALIKE = 0.9
 NAMED_GAIN = 0.01
 LOOKED_AT = 3  # weights of one role in one block; others like them have the same cause
 GAIN_SPREAD = 0.1  # of blocks under scales that are not theirs
-_SIGNS_KEPT = 0.97  # zeros have none, and small values become zeros
 _PROBES = 16  # rows that are looked for among all rows
 _MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
 _FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
@@ -77,6 +76,22 @@ class Reasons:
         if self._seen[key] <= LOOKED_AT:
             self._last[key] = self._tried(index)
         return self._last[key]
+
+    def of_rows(self, index: int) -> Reason | None:
+        """Return why rows of a weight are not the reference's: turned signs, or nothing known."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2:
+            return None
+        begin = int(self._table["first_bad_row"][index]) // PANEL * PANEL
+        end = min(begin + PANELS * PANEL, here.shape[0])
+        ours = row_values(here.rows(begin, end)).float()
+        theirs = row_values(there.rows(first + begin, first + end)).float()
+        turned = turned_lines(ours, theirs, begin)
+        if turned is None:
+            return None
+        return Reason(
+            rules.SIGN, f"has the reference's magnitudes, and every sign turned in {turned}."
+        )
 
     def of_gain(self, index: int, gain: float) -> str:
         """Name a gain, as `, which is ...`; empty for one without a name."""
@@ -133,8 +148,9 @@ class Reasons:
         ours, theirs = self._panels(index)
         if not (bool(ours.isfinite().all()) and bool(theirs.isfinite().all())):
             return None
+        signs = signs_told(ours, theirs, self._first(index))
         return (
-            _signs(ours, theirs)
+            (Reason(rules.SIGN, signs) if signs else None)
             or _packing(ours, theirs)
             or self._block_scales(index, ours, theirs)
             or self._row_order(index, ours)
@@ -148,6 +164,11 @@ class Reasons:
         end = min(begin + PANELS * PANEL, here.shape[0])
         pair = here.rows(begin, end), there.rows(first + begin, first + end)
         return row_values(pair[0]).float(), row_values(pair[1]).float()
+
+    def _first(self, index: int) -> int:
+        """Return the number of the first row of the panels."""
+        shape = stored_of(self._checkpoint, self._table.pairs[index].unit).shape
+        return _first_row(shape[0]) if len(shape) == 2 else 0
 
     def _both(self, index: int) -> tuple[StoredWeight, StoredWeight, int]:
         pair = self._table.pairs[index]
@@ -229,26 +250,6 @@ class Reasons:
 
 def _first_row(height: int) -> int:
     return max(0, height // 2 - PANELS * PANEL // 2) // PANEL * PANEL
-
-
-def cosine(ours: Tensor, theirs: Tensor) -> float:
-    """Return the cosine of all values; 0 where one side is zero."""
-    x, y = ours.double().flatten(), theirs.double().flatten()
-    length = float(x.square().sum() * y.square().sum())
-    return float((x * y).sum()) / math.sqrt(length) if length else 0.0
-
-
-def _signs(ours: Tensor, theirs: Tensor) -> Reason | None:
-    if cosine(ours.abs(), theirs.abs()) < ALIKE:
-        return None
-    if cosine(ours, -theirs) >= ALIKE:
-        return Reason(rules.SIGN, "is the reference's with every sign turned.")
-    same = float((torch.sign(ours) == torch.sign(theirs)).double().mean())
-    if same > _SIGNS_KEPT:
-        return None
-    lost = " It has no negative value." if bool((ours >= 0).all()) else ""
-    message = f"has the reference's magnitudes, and its sign in {same:.1%} of the places.{lost}"
-    return Reason(rules.SIGN, message)
 
 
 def _packing(ours: Tensor, theirs: Tensor) -> Reason | None:

@@ -13,6 +13,7 @@ written from this table, and suites/house/test_documents.py compares the two.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,17 +52,21 @@ RULES: Mapping[str, Rule] = _table(
 _EXAMPLES = 8
 _EXPERT = re.compile(r"(\bexperts\.)(\d{1,9})(?!\d)")
 _NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert; not the digit of `w1`
 
 
 class Place(NamedTuple):
     """Where a rule is broken. A drafter's layer number follows those of the decoder.
 
     With a layer, findings of that layer that differ in the expert are one; without, those of all.
+    `spread`: a cause that layers share; its findings whose names differ in indices alone are one,
+    which tells the layers.
     """
 
     tensor: str | None = None
     module: str | None = None
     layer: int | None = None
+    spread: str | None = None
 
 
 NOWHERE = Place()
@@ -72,6 +77,7 @@ class Finding:
     """One rule broken: at one place, or at `count` places that differ in the expert alone.
 
     `tensor`, `module` and `message` speak of the first; `evidence` has examples of the others.
+    `by_layer`: how many in each layer, where one cause goes through several; `layer` is None then.
     """
 
     level: Level
@@ -83,6 +89,13 @@ class Finding:
     evidence: Mapping[str, Any]
     remedy: str
     count: int = 1
+    by_layer: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers that it stands for."""
+        alone = () if self.layer is None else (self.layer,)
+        return tuple(sorted(self.by_layer)) or alone
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for a JSON report."""
@@ -92,6 +105,7 @@ class Finding:
             "tensor": self.tensor,
             "module": self.module,
             "layer": self.layer,
+            "layers": list(self.layers),
             "message": self.message,
             "evidence": dict(self.evidence),
             "remedy": self.remedy,
@@ -111,6 +125,7 @@ class _Group:
     count: int = 0
     examples: list[str] = field(default_factory=list)
     experts: set[int] = field(default_factory=set)
+    layers: Counter[int] = field(default_factory=Counter)
 
 
 class Findings:
@@ -125,14 +140,19 @@ class Findings:
         """Take one finding in; of those alike, message and evidence of the first one stay."""
         assert RULES.get(rule.id) is rule, f"{rule.id} is in no table of RULES"
         name = place.tensor or place.module or ""
-        alike = _NUMBER.sub("*", name) if place.layer is None else _EXPERT.sub(r"\1*", name)
-        key = (rule.id, place.layer, alike or message)
+        anywhere = place.layer is None or place.spread is not None
+        numbers = _NUMBER if place.spread is None else _INDEX
+        alike = numbers.sub("*", name) if anywhere else _EXPERT.sub(r"\1*", name)
+        layer = None if anywhere else place.layer
+        key = (rule.id, layer, f"{alike or message} {place.spread or ''}")
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(rule, place, message, remedy, evidence)
         group.count += 1
         if name and len(group.examples) < _EXAMPLES:
             group.examples.append(shown(name))
+        if place.spread is not None and place.layer is not None:
+            group.layers[place.layer] += 1
         expert = _EXPERT.search(name)
         if expert:
             group.experts.add(int(expert[2]))
@@ -160,17 +180,19 @@ def _told(group: _Group) -> Finding:
     if group.count > 1:
         evidence["examples"] = group.examples
         message += f" And {group.count - 1} more like it"
-        message += f", experts {ranges_told(group.experts)}." if group.experts else "."
+        message += f", experts {ranges_told(group.experts)}" if group.experts else ""
+        message += f", layers {ranges_told(group.layers)}." if len(group.layers) > 1 else "."
     return Finding(
         group.rule.level,
         group.rule.id,
         place.tensor and shown(place.tensor),
         place.module and shown(place.module),
-        place.layer,
+        None if len(group.layers) > 1 else place.layer,
         message,
         MappingProxyType(evidence),
         group.remedy,
         group.count,
+        MappingProxyType(dict(group.layers) if len(group.layers) > 1 else {}),
     )
 
 

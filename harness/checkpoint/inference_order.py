@@ -51,6 +51,7 @@ class Kinship(StrEnum):
     SIBLING = "linears on the same input that are not packed"
     NORM = "the norm in front"
     PRODUCER = "the rows of what makes its input"
+    EXPERTS = "the rows of what makes the inputs of all experts of its layer, taken together"
     PACKED = "packed linears on the same input"  # tells of a difference, not which of them is right
 
 
@@ -95,6 +96,30 @@ def infer_order(columns: NDArray[np.float32], references: Sequence[Reference]) -
     profile = logs_of(columns)
     found = [_judge(profile, each) for each in fitting]
     return max(found, key=lambda each: (each.is_decided, max(each.evidence.values(), default=0.0)))
+
+
+def infer_shared_order(
+    columns: Sequence[NDArray[np.float32]], references: Sequence[Reference]
+) -> Inferred:
+    """Infer the one order of several matrices, each beside a reference of its own.
+
+    Each is weak evidence; together they are one long profile. Matrices count alike: a dead expert,
+    whose logarithms are wide on both sides, must not decide for all of them.
+    """
+    pairs = [
+        (_standard(logs_of(ours)), _standard(each.logs))
+        for ours, each in zip(columns, references, strict=True)
+        if len(ours) == len(each.logs) and len(ours) % BLOCK == 0
+    ]
+    if sum(len(ours) for ours, _ in pairs) < _FEWEST_COLUMNS:
+        return undecided(ABOUT, "too few columns, even of all experts")
+    profile, theirs = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return _judge(profile, Reference(Kinship.EXPERTS, theirs))
+
+
+def _standard(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bring a profile to mean 0 and deviation 1; what hardly varies becomes zero."""
+    return _of_length_one(logs - logs.mean()) * math.sqrt(len(logs))
 
 
 def _judge(profile: NDArray[np.float64], reference: Reference) -> Inferred:

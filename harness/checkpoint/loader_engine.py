@@ -40,7 +40,7 @@ from degarble.harness.checkpoint.loader_maps import (
 )
 from degarble.harness.checkpoint.loader_names import NameRules, Outcome
 from degarble.harness.checkpoint.loader_sources import require_unfused
-from degarble.harness.errors import UnknownName
+from degarble.harness.errors import PartnersMismatch, UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,10 +158,13 @@ class _Maker:
             elsewhere=tuple(self._elsewhere()),
             rename=tuple(dict.fromkeys((*self._path_renames(), *self._suffix_renames()))),
             stack=() if self._source.fusions else tuple(self._stacks()),
-            split=tuple(dict.fromkeys(self._splits())),
             caveats=tuple(self._caveats()),
         )
-        self._try(made)
+        try:
+            made = replace(made, split=tuple(dict.fromkeys(self._splits())))
+            self._try(made)
+        except PartnersMismatch:
+            pass  # a finding: the proof lays the same parameters out, and meets it again
         return made
 
     def _caveats(self) -> Iterator[str]:

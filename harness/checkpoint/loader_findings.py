@@ -103,9 +103,10 @@ class LoaderFindings:
         """Take in a weight that the engine builds in another format than it is stored in."""
         block, expert = found.parameter.block, found.parameter.expert
         drafts = block is not None and block.is_drafter and expert is not None
+        layer = self._layer(found.parameter, found.module)
         self._findings.add(
             rules.DRAFTER_FORMAT if drafts else rules.FORMAT,
-            Place(None, found.module, self._layer(found.parameter, found.module)),
+            Place(None, found.module, layer, f"{found.weight} as {built}"),
             f"{shown(found.module)} is stored as {found.weight}, the engine builds {built}.",
             "Convert it beforehand, add a conversion to the map, or change what the engine builds.",
             stored=found.weight,
@@ -152,7 +153,8 @@ class LoaderFindings:
         self._findings.add(
             rules.PARTNERS_DIFFER,
             NOWHERE,
-            f"{error.name}: {error.shown_value}, expected {error.expectation}.",
+            f"{error.name}: {error.shown_value}, expected {error.expectation}."
+            " The proof ends there: no parameter of the engine can be laid out.",
             error.remedy,
         )
 
@@ -178,11 +180,11 @@ class LoaderFindings:
     def sorted(self) -> list[Finding]:
         """Return all findings."""
         for (_, target, wrong), (source, ranks) in self._wrong.items():
-            lossy = wrong.rule is rules.NARROWED
-            layer = None if lossy else self._layer(source.parameter, source.name)
+            spread = wrong.told if wrong.rule is rules.NARROWED else None
+            layer = self._layer(source.parameter, source.name)
             self._findings.add(
                 wrong.rule,
-                Place(source.name, target, layer),
+                Place(source.name, target, layer, spread),
                 f"{shown(source.name)} -> {shown(target)}, {_ranks(ranks)}: it {wrong.told}.",
                 wrong.remedy,
                 ranks=sorted(ranks),

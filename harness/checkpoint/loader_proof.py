@@ -61,7 +61,8 @@ class LoaderProof:
 
     `unread`: boxes of stored tensors that have a place and reach nothing. `unwritten`: boxes of
     parameters, by rank and name. `outcomes`: by stored tensor. Single transfers are worked out
-    again when they are asked for: there can be millions.
+    again when they are asked for: there can be millions. `stopped`: partners that the engine fuses
+    do not fit into one tensor, so that its parameters cannot be laid out, and nothing is proven.
     """
 
     map: LoaderMap
@@ -73,11 +74,12 @@ class LoaderProof:
     counts: Mapping[str, int]
     _held: Callable[[range], Iterator[RankTargets]]
     _writer: Writer
+    stopped: bool = False
 
     @property
     def ranks(self) -> range:
         """The ranks that were proven."""
-        return ranks_of(self.map)
+        return range(0) if self.stopped else ranks_of(self.map)
 
     def held(self) -> Iterator[RankTargets]:
         """Yield what each rank holds, one after the other."""
@@ -156,6 +158,7 @@ class _Prover:
     def prove(self) -> LoaderProof:
         """Return the proof."""
         unwritten: dict[tuple[int, str], tuple[Box, ...]] = {}
+        stopped = False
         for caveat in (*self._map.caveats, *self._arranged()):
             self._findings.caveat(caveat)
         try:
@@ -172,7 +175,8 @@ class _Prover:
             self._findings.dead(self._routes.dead() + self._writer.splits.dead())
         except LayoutMismatch as error:
             self._findings.partners_differ(error)
-        unread = self._judge_sources()
+            stopped = True
+        unread = {} if stopped else self._judge_sources()
         return LoaderProof(
             self._map,
             self._checkpoint.entries,
@@ -183,6 +187,7 @@ class _Prover:
             self._counts,
             self._held,
             self._writer,
+            stopped,
         )
 
     def _arranged(self) -> Iterator[str]:

@@ -21,7 +21,7 @@ from degarble.harness.anatomy.recipes import RECIPE_NAMES, Recipe, recipe_from_y
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.anatomy.types import Dtype
 from degarble.harness.checkpoint.inventory import take_inventory
-from degarble.harness.checkpoint.loader_engine import ENGINES, Ranks, engine_map
+from degarble.harness.checkpoint.loader_engine import ENGINES, ONE_RANK, Ranks, engine_map
 from degarble.harness.checkpoint.loader_maps import (
     AS_STORED,
     ONE_SCALE,
@@ -78,8 +78,9 @@ def read_loader_map(argument: str, checkpoint: Checkpoint) -> LoaderMap:
     names = checkpoint.names
     inventory = None if names is None else take_inventory(names)
     if not argument.endswith(_SUFFIXES):
-        engine, _, ranks = argument.partition(":")
-        return engine_map(_known(inventory, engine), engine, _ranks(ranks))
+        engine, colon, ranks = argument.partition(":")
+        numbers = _ranks(ranks) if colon else ONE_RANK
+        return engine_map(_known(inventory, engine), engine, numbers)
     path = Path(argument)
     try:
         text = read_small_file(path, _LARGEST_MAP).decode("utf-8")
@@ -146,7 +147,7 @@ def _known(inventory: Inventory | None, engine: str) -> Inventory:
 
 def _ranks(text: str) -> Ranks:
     numbers: dict[str, int] = {}
-    for each in filter(None, text.split(",")):
+    for each in text.split(","):
         key, _, number = each.partition("=")
         fits = number.isdecimal() and len(number) <= _MOST_DIGITS
         if key not in Ranks._fields or key in numbers or not fits:

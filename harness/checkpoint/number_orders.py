@@ -37,6 +37,7 @@ STRONG = -0.25  # a pairing that cannot be chance, nor an order that is nearly r
 WEAKER = 0.6  # of the siblings' pairing: something is wrong in parts
 FEWEST_BLOCKS = 1536  # chance correlates fewer by more than 0.025
 FEWEST_TOLD = 64  # fewer say nothing, and are not told either
+_MOST_ROLES = 8  # named in evidence
 LOOKED_AT = 3  # of the matrices of one role in one block; others like them are told alike
 
 
@@ -183,14 +184,15 @@ def check_orders(judging: Judging) -> None:
         )
     asked, open_ = int((order > -2).sum()), int((order == -1).sum())
     if open_:
-        first = judging.table.units[int(np.flatnonzero(order == -1)[0])].name
+        units = [table.units[index] for index in indices(order == -1)]
         judging.findings.add(
             rules.NIBBLE_ORDER_UNDECIDED,
             NOWHERE,
-            f"Of {open_} of {asked} packed matrices, {first} for one, statistics do not tell the"
-            " packing order.",
-            "Compare with the source by --against.",
+            f"Of {open_} of {asked} packed matrices, {units[0].name} for one, statistics do not"
+            " tell the packing order: swapped nibbles there would not be seen.",
+            "Run `degarble audit` with --against SOURCE: that tells it of every matrix.",
             matrices=open_,
+            roles=list(dict.fromkeys(unit.role for unit in units))[:_MOST_ROLES],
         )
 
 

@@ -21,6 +21,7 @@ from degarble.harness.checkpoint.inference_order import (
     Kinship,
     Reference,
     infer_order,
+    infer_shared_order,
     logs_of,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.statistics_records import TensorStatistics
     from degarble.harness.checkpoint.weight_units import Unit
 
+_FEWEST_POOLED = 3  # experts of a layer
 _FEWEST_PACKED = 3  # others, whose mean stands for the order of packed siblings
 _HOPS = 2  # from an input back to the linear whose rows make it: over an activation or a norm
 
@@ -80,7 +82,27 @@ class Block:
             for each in packed:
                 references = [*shared, *self._producers(feed, each.unit.expert)]
                 found.append(infer_order(each.columns, references))
+            self._pool(feed, packed, found)
             yield from _with_company(packed, found)
+
+    def _pool(self, feed: str, packed: list[Profile], found: list[Inferred]) -> None:
+        """Judge the undecided experts of a layer as one, beside the rows of each one's makers.
+
+        Trap: makers that experts share would count the same chance as often as there are experts.
+        """
+        members, references = [], []
+        for i, each in enumerate(packed):
+            if each.unit.expert is None or found[i].is_decided:
+                continue
+            for reference in self._producers(feed, each.unit.expert, alone=True):
+                members.append(i)
+                references.append(reference)
+        if len(members) < _FEWEST_POOLED:
+            return
+        together = infer_shared_order([packed[i].columns for i in members], references)
+        if together.is_decided:
+            for i in members:
+                found[i] = together
 
     def _shared(self, feed: str) -> Iterator[Reference]:
         """Yield what tells of an input, whichever matrix reads it."""
@@ -91,8 +113,13 @@ class Block:
         gains = (each.columns for each in norms if each.unit.component == maker)
         yield from _reference(Kinship.NORM, gains)
 
-    def _producers(self, feed: str, expert: int | None) -> Iterator[Reference]:
-        """Yield the rows of the linears that make an input, the same expert's where it has one."""
+    def _producers(
+        self, feed: str, expert: int | None, *, alone: bool = False
+    ) -> Iterator[Reference]:
+        """Yield the rows of the linears that make an input, the same expert's where it has one.
+
+        `alone`: of that expert's own linears.
+        """
         for _ in range(_HOPS + 1):
             makers = [
                 p.rows
@@ -100,7 +127,7 @@ class Block:
                 if p.rows is not None
                 and p.unit.is_linear
                 and p.unit.component == _component(feed)
-                and p.unit.expert in (None, expert)
+                and p.unit.expert in ((expert,) if alone else (None, expert))
             ]
             if makers:
                 yield from _reference(Kinship.PRODUCER, makers)

@@ -31,6 +31,7 @@ from degarble.harness.anatomy.recipes import (
     recipe_named,
 )
 from degarble.harness.anatomy.tensors import slots
+from degarble.harness.checkpoint.apart import require_apart
 from degarble.harness.checkpoint.configs_out import companions, config_files
 from degarble.harness.checkpoint.conversion_report import REPORT, ShardFacts, report_bytes
 from degarble.harness.checkpoint.disk import DISK, write_file
@@ -220,6 +221,7 @@ def run_job(
     planned: Planned | None = None,
 ) -> Manifest:
     """Do all of it; the same call resumes what was interrupted."""
+    require_apart(job.source, target)
     planned = planned or plan_job(job, shard_bytes=shard_bytes)
     begin(target, planned.plan)
     work = partial(make_shard, job, target)

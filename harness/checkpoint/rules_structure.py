@@ -17,6 +17,12 @@ UNKNOWN_MODEL = Rule(
     "config.json describes a model of a known family; otherwise each module is judged by itself",
     _ANATOMY,
 )
+NO_CONFIG = Rule(
+    "structure.no_config",
+    Level.ERROR,
+    "a checkpoint's folder has a config.json: no engine loads it without, and nothing is implied",
+    "transformers and vLLM 0.33 choose the model's class by its architectures",
+)
 UNKNOWN_SPELLING = Rule(
     "structure.unknown_spelling",
     Level.ERROR,
@@ -198,6 +204,12 @@ BLOCK_SIZE = Rule(
     Level.WARNING,
     "every stated block or group size is the one that the shapes show",
     "field report A: 128 in one place and 16 in another",
+)
+BLOCK_SIZE_BUILT = Rule(
+    "config.block_size_built",
+    Level.ERROR,
+    "the group or block size by which engines allocate scales is the one that the shapes show",
+    "vLLM's methods for ModelOpt and FP8: as many scales as columns / group_size are expected",
 )
 TWO_STATEMENTS = Rule(
     "config.two_statements",

@@ -66,11 +66,15 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True)
 class StatedBlock:
-    """One place that states a group or block size, and for which format if it says so."""
+    """One place that states a group or block size, and for which format if it says so.
+
+    `builds`: engines that read this file allocate scales by it.
+    """
 
     told: str
     sizes: tuple[int, ...]
     format: str | None
+    builds: bool = False
 
 
 class _Patterns:
@@ -286,9 +290,10 @@ class _Reader:
         """Yield every block size that is stated anywhere."""
         algorithm = ALGORITHMS.get(str(self._raw.get("quant_algo")), (None, False))[0]
         moe = ALGORITHMS.get(str(self._raw.get("moe_quant_algo")), (None, False))[0]
-        yield from self._block("group_size", self._raw.get("group_size"), moe or algorithm)
+        group_size = self._raw.get("group_size")
+        yield from self._block("group_size", group_size, moe or algorithm, builds=True)
         block = self._raw.get("weight_block_size")
-        yield from self._block("weight_block_size", block, FP8_BLOCKS)
+        yield from self._block("weight_block_size", block, FP8_BLOCKS, builds=True)
         seen = set()
         for each in self._mapping("quantized_layers").values():
             size = each.get("group_size") if isinstance(each, dict) else None
@@ -300,12 +305,18 @@ class _Reader:
             weights = _inside(group, "weights")
             bits = algorithm or moe or ("NVFP4" if weights.get("num_bits") == 4 else None)
             place = f"config_groups.{name[:80]}.weights.group_size"
-            yield from self._block(place, weights.get("group_size"), _group_format(weights) or bits)
+            # Trap: 4 bits in groups of 32 are MXFP4's, unless the algorithm says otherwise.
+            named = algorithm if algorithm == "NVFP4" and weights.get("num_bits") == 4 else None
+            fmt = named or _group_format(weights) or bits
+            size = weights.get("group_size")
+            yield from self._block(place, size, fmt, builds=group_size is None)
 
-    def _block(self, key: str, value: object, fmt: str | None) -> Iterator[StatedBlock]:
+    def _block(
+        self, key: str, value: object, fmt: str | None, *, builds: bool = False
+    ) -> Iterator[StatedBlock]:
         sizes: list[Any] = value if isinstance(value, list) else [value]
         if all(type(each) is int for each in sizes):
-            yield StatedBlock(f"{self._file}: {key} {value}", tuple(sizes), fmt)
+            yield StatedBlock(f"{self._file}: {key} {value}", tuple(sizes), fmt, builds)
 
     def _mapping(self, key: str) -> Mapping[str, Any]:
         value = self._raw.get(key) or {}

@@ -31,8 +31,9 @@ from degarble.harness.checkpoint.findings import NOWHERE, Finding, Findings, Pla
 from degarble.harness.checkpoint.inventory import Inventory, take_inventory
 from degarble.harness.checkpoint.structure_formats import report_formats
 from degarble.harness.checkpoint.structure_indexer import report_indexer_bytes
+from degarble.harness.checkpoint.structure_lost import Lost, lost_modules, without_lost
 from degarble.harness.checkpoint.structure_scalars import report_scalars
-from degarble.harness.checkpoint.types import shown
+from degarble.harness.checkpoint.types import ProblemKind, shown
 from degarble.harness.errors import Refused
 
 if TYPE_CHECKING:
@@ -51,23 +52,20 @@ _KNOWN_EXTRAS = re.compile(r"\.(rotary_emb\.inv_freq|[kvq]_scale|[kv]_proj\.outp
 def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     """Judge the structure of a checkpoint; survey() opens one for this that open() refuses."""
     findings = Findings()
-    _report_problems(checkpoint, findings)
+    lost = lost_modules(checkpoint)
+    _report_problems(checkpoint, lost, findings)
     names = checkpoint.names
     if checkpoint.model is None:
-        findings.add(
-            rules.UNKNOWN_MODEL,
-            NOWHERE,
-            "No known model follows from config.json, so modules are judged one by one.",
-            "Put the model's config.json beside the shards.",
-        )
+        _report_no_model(checkpoint, findings)
         _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
     elif names is None:
-        _report_spelling(checkpoint, findings)
+        _report_spelling(checkpoint, lost, findings)
     else:
-        inventory = take_inventory(_as_fused(names))
+        whole = take_inventory(_as_fused(names))
+        inventory = without_lost(whole, lost)
         _report_missing(inventory, findings)
         _report_issues(checkpoint.table, inventory, findings)
-        _report_unexpected(checkpoint.table, inventory, findings)
+        _report_unexpected(checkpoint.table, whole, findings)
         _report_engine_form(inventory, findings)
         report_indexer_bytes(checkpoint, inventory, findings)
         report_formats(checkpoint, inventory, findings)
@@ -75,13 +73,15 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     return findings.sorted()
 
 
-def _report_problems(checkpoint: Checkpoint, findings: Findings) -> None:
+def _report_problems(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> None:
     for problem in checkpoint.problems.found:
+        gone = lost.tensors.get(problem.file, 0)
+        more = f" The index places {gone:,} tensors there; none of them is judged." if gone else ""
         findings.add(
             rules_files.BY_KIND[problem.kind],
             Place(problem.tensor),
             f"{shown(problem.file)}: {problem.kind}: {problem.error.shown_value}, expected"
-            f" {problem.error.expectation}.",
+            f" {problem.error.expectation}.{more}",
             problem.error.remedy,
             file=shown(problem.file),
             place=problem.error.name,
@@ -89,8 +89,30 @@ def _report_problems(checkpoint: Checkpoint, findings: Findings) -> None:
         )
 
 
-def _report_spelling(checkpoint: Checkpoint, findings: Findings) -> None:
+def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
+    unread = checkpoint.problems.counts[ProblemKind.UNREADABLE_CONFIG]
+    if checkpoint.is_folder and not checkpoint.config and not unread:
+        findings.add(
+            rules.NO_CONFIG,
+            NOWHERE,
+            "There is no config.json: what belongs into the checkpoint cannot be known, and modules"
+            " are judged one by one.",
+            "Put the model's config.json beside the shards, and audit again.",
+        )
+        return
+    findings.add(
+        rules.UNKNOWN_MODEL,
+        NOWHERE,
+        "No known model follows from config.json, so modules are judged one by one.",
+        "Put the model's config.json beside the shards.",
+    )
+
+
+def _report_spelling(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> None:
     assert checkpoint.model is not None, "asked for a known model only"
+    _report_forms(checkpoint.table, set(checkpoint.table.suffixes) - lost.modules, findings)
+    if lost.modules:
+        return  # too few names are left to tell a spelling by, and the shards have their finding
     wanted = [each.name for each in parameters(checkpoint.model)[:5]]
     there = sorted(checkpoint.entries)[:5]
     findings.add(
@@ -102,7 +124,6 @@ def _report_spelling(checkpoint: Checkpoint, findings: Findings) -> None:
         wanted=wanted,
         there=[shown(name) for name in there],
     )
-    _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
 
 
 def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings) -> None:

@@ -162,12 +162,18 @@ def _report_block_sizes(
             for part, entry in checkpoint.table.parts(module).items()
             if entry.shape
         }
+        # An engine reads the first statement; the others are for people and for ModelOpt's tools.
+        builds = any(
+            each.builds and each.sizes != sizes for each in said if each in stated[0].blocks
+        )
         findings.add(
-            rules.BLOCK_SIZE,
+            rules.BLOCK_SIZE_BUILT if builds else rules.BLOCK_SIZE,
             Place(None, module),
             f"{name} has blocks of {_told(sizes)} by the shapes of {shown(module)}, but"
             f" {'; '.join(shown(claim.told) for claim in said)}.",
-            "Correct the config; readers that believe it cut the scales wrongly.",
+            "Correct the config; an engine that believes it allocates other scales than are stored."
+            if builds
+            else "Correct the config; readers that believe it cut the scales wrongly.",
             shown=list(sizes),
             stated={claim.told: list(claim.sizes) for claim in said},
             shapes=shapes,
@@ -220,8 +226,8 @@ def _report_experts(inventory: Inventory, findings: Findings) -> None:
             rules.DRAFTER_EXPERTS,
             NOWHERE,
             f"The drafter's experts are {' and '.join(sorted(drafter))}, the main model's"
-            f" {' and '.join(sorted(main))}: an engine that chooses the method by the main model"
-            " reads the drafter's scales as another format's and finds some missing.",
+            f" {' and '.join(sorted(main))}: an engine that builds all experts by one format builds"
+            " the drafter's for bytes that are not there.",
             "See that the engine dispatches the drafter by itself, or serve without it.",
             drafter=sorted(drafter),
             main=sorted(main),

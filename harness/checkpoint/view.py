@@ -90,6 +90,7 @@ class Checkpoint:
         self.quantisation: Mapping[str, Mapping[str, Any]] = {}
         self.model: Config | None = None
         self.files = MappedFiles({})
+        self.is_folder = True  # not one file by itself, which promises nothing around it
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
@@ -198,6 +199,7 @@ class _Opener:
         single = self._path.is_file()
         root = self._path.parent if single else self._path
         checkpoint = Checkpoint(root, self._problems)
+        checkpoint.is_folder = not single
         folder = Folder((self._path,), (), ()) if single else look_into(root)
         if not single:
             self._report_unfinished(root)

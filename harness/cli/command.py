@@ -8,13 +8,13 @@ What keeps it honest: suites/cli/test_command.py.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import InvalidArgument, UnknownName
@@ -85,6 +85,9 @@ def command(
     """Register a function of (options, terminal) as `name`; its docstring is the help."""
     kinds = get_type_hints(options, include_extras=True)
     defaults = {f.name: f.default for f in fields(options)}  # type: ignore[arg-type]
+    paths = {
+        key for key, kind in kinds.items() if Path in (*get_args(kind.__origin__), kind.__origin__)
+    }
     common: dict[str, tuple[Any, object]] = {"quiet": (Quiet, False)}
     if "json" not in kinds:
         common["json_wanted"] = (Json, False)
@@ -117,10 +120,30 @@ def command(
                 for key, (kind, d) in both.items()
             ]
         )
-        app.command(name, rich_help_panel=panel)(parsed)
+        app.command(name, cls=_refusing_empty(paths), rich_help_panel=panel)(parsed)
         return body
 
     return register
+
+
+def _refusing_empty(paths: Collection[str]) -> type[TyperCommand]:
+    """Make a class of commands that refuse an empty path: Python takes one for the folder `.`."""
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Look at the words before they are turned into paths."""
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            for each in self.params:
+                if each.name in paths and given.get(each.name) == "":
+                    raise InvalidArgument(
+                        each.opts[0] if each.opts[0].startswith("-") else str(each.metavar),
+                        "",
+                        "the path of a file or folder",
+                        "Write `.` for the folder that you are in.",
+                    )
+            return super().parse_args(ctx, args)
+
+    return Command
 
 
 def _terminal(

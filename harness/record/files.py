@@ -68,6 +68,17 @@ def usable_folder(name: str, folder: Path) -> Path:
     return folder
 
 
+def require_folder(name: str, folder: Path) -> None:
+    """Prove that `folder` can be made and written, and leave nothing behind."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        usable_folder(name, folder)
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+
+
 def _unwritable(name: str, error: OSError, value: str | None = None) -> UnwritablePath:
     return UnwritablePath(
         name,

@@ -170,7 +170,7 @@ def by_rule(findings: Iterable[Finding]) -> list[Broken]:
         Broken(
             found[0],
             sum(each.count for each in found),
-            ranges_told({each.layer for each in found if each.layer is not None}),
+            ranges_told({layer for each in found for layer in each.layers}),
         )
         for found in gathered.values()
     ]
@@ -229,6 +229,8 @@ class _Steps:
         self._findings += audit_structure(self._checkpoint)
         about = self._subject
         by = "module by module, because no known config says what belongs there"
+        if self._checkpoint.model is not None:
+            by = "module by module, because too few names are those of the config's model"
         if self._checkpoint.names is not None:
             by = f"against the config of {about.family}"
         files = places(about.shards, "file")
@@ -249,6 +251,9 @@ class _Steps:
         self._told[LOADER] = (
             f"map {chosen.name} on {places(ranks, 'rank')}:"
             f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
+            if not proof.stopped
+            else f"map {chosen.name}: partners do not fit into its fused parameters; nothing else"
+            " of the loading was judged."
         )
 
     def walk(self, workers: Workers, progress: Progress) -> None:
@@ -291,7 +296,7 @@ class _Steps:
         told = _read(progress.pace.done - before, begun)
         self._findings += judge_against(self._checkpoint, reference, table)
         name = path.resolve().name
-        self._beside = Beside(name, _identity(reference), table)
+        self._beside = Beside(name, identity_of(reference), table)
         alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
         rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
         self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
@@ -333,7 +338,7 @@ def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
     )
     return Subject(
         name=path.resolve().name,
-        identity=_identity(checkpoint),
+        identity=identity_of(checkpoint),
         family=model.family if model else "unknown",
         layout=str(checkpoint.layout),
         layers=layers,
@@ -345,7 +350,8 @@ def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
     )
 
 
-def _identity(checkpoint: Checkpoint) -> str:
+def identity_of(checkpoint: Checkpoint) -> str:
+    """Hash a checkpoint's config and every header entry: what its page is kept under."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
     for name in sorted(checkpoint.entries):
         entry = checkpoint.entries[name]

@@ -118,9 +118,11 @@ def _map(audit: Audit) -> list[Block]:
     about = audit.subject
     worst: dict[tuple[int | None, str], Mark] = {}
     for index, finding in enumerate(audit.findings):  # the worst come first
-        key = finding.layer, kind_of(finding)
-        mark = worst.get(key) or Mark(TONES[finding.level], 0, _anchor(index))
-        worst[key] = Mark(mark.tone, mark.count + finding.count, mark.anchor)
+        kind = kind_of(finding)
+        spread: list[tuple[int | None, int]] = [*finding.by_layer.items()]
+        for layer, count in spread or [(finding.layer, finding.count)]:
+            mark = worst.get((layer, kind)) or Mark(TONES[finding.level], 0, _anchor(index))
+            worst[layer, kind] = Mark(mark.tone, mark.count + count, mark.anchor)
     for key in about.places:
         worst.setdefault(key, Mark(Tone.GOOD))
     numbered = sorted({layer for layer, _ in worst if layer is not None})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.checkpoint.apart import require_apart
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.workers import counting
@@ -86,6 +87,7 @@ def convert(
     job: Job, target: Path, workers: Workers, listen: Listen, *, proving: bool
 ) -> Converted:
     """Convert, or finish what was interrupted; then read it again where `proving`."""
+    require_apart(job.source, target)
     plan = job.plan()
     proof = None
     with listen(plan.data_bytes * (2 if proving else 1)) as progress:

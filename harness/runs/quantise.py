@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.checkpoint.apart import require_apart
 from degarble.harness.checkpoint.calibration import Calibration
 from degarble.harness.checkpoint.conversion_report import REPORT
 from degarble.harness.checkpoint.convert.source import require_model
@@ -105,6 +106,7 @@ def job_from(
 
 def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
     """Do the job, or finish one that was interrupted; what a source cannot give is refused."""
+    require_apart(job.source, target)
     planned = plan_job(job)
     with listen(planned.plan.data_bytes) as progress:
         heard = counting(progress, target, planned.plan)

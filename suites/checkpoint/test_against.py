@@ -165,6 +165,11 @@ def _noisy(values: np.ndarray) -> np.ndarray:
     return (off.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def _turn(files: Bytes, bytes_: tuple[slice, slice]) -> None:
+    """Turn the sign of both codes of some bytes."""
+    files[f"{W1}.weight"][bytes_] ^= 0x88
+
+
 def _truncated(files: Bytes) -> None:
     """Codes of one row in four are one step too small, as a quantiser that truncates leaves."""
     codes = files[f"{W1}.weight"]
@@ -219,6 +224,19 @@ FAULTS: dict[str, Fault] = {
     "rows interleaved": Fault(_rows_moved, rules.ORDER, "`interleave_1`"),
     "signs lost": Fault(_all(f"{W1}.weight", lambda c: c & 0x77), rules.SIGN, "no negative value"),
     "signs turned": Fault(_all(f"{W1}.weight", lambda c: c ^ 0x88), rules.SIGN, "every sign"),
+    "signs of a row turned": Fault(
+        lambda files: _turn(files, (slice(5, 6), slice(None))), rules.SIGN, "turned in row 5."
+    ),
+    "signs of rows turned": Fault(
+        lambda files: _turn(files, (slice(130, 190), slice(None))),
+        rules.SIGN,
+        "turned in 60 rows (rows 130-189).",
+    ),
+    "signs of columns turned": Fault(
+        lambda files: _turn(files, (slice(None), slice(8, 12))),
+        rules.SIGN,
+        "turned in 8 columns (columns 16-23).",
+    ),
     "zeros": Fault(_all(f"{W1}.weight", np.zeros_like), rules.VALUES, "zero throughout"),
     "noise": Fault(
         _all(f"{W1}.weight", lambda c: np.random.default_rng(1).integers(0, 256, c.shape, c.dtype)),

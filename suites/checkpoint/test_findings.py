@@ -83,6 +83,7 @@ def test_a_finding_is_plain_data() -> None:
         "tensor": None,
         "module": "layers.3.attn.wq_a",
         "layer": 3,
+        "layers": [3],
         "message": "m",
         "evidence": {"shape": [1, 2]},
         "remedy": "r",
@@ -95,3 +96,14 @@ def test_a_finding_is_plain_data() -> None:
 )
 def test_numbers_are_told_by_their_runs(numbers: tuple[int, ...], told: str) -> None:
     assert ranges_told(numbers) == told
+
+
+def test_one_cause_in_several_layers_is_one_finding() -> None:
+    gathered = Findings()
+    for layer, cause in ((0, "a"), (1, "a"), (2, "a"), (2, "a"), (3, "b")):
+        gathered.add(INDEX, Place(None, f"layers.{layer}.attn.wq_a", layer, cause), "M.", "r")
+    several, alone = gathered.sorted()
+    assert (several.layer, several.layers, several.count) == (None, (0, 1, 2), 4)
+    assert dict(several.by_layer) == {0: 1, 1: 1, 2: 2}
+    assert several.message == "M. And 3 more like it, layers 0-2."
+    assert (alone.layer, alone.layers, dict(alone.by_layer)) == (3, (3,), {})

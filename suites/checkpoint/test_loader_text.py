@@ -266,6 +266,9 @@ def test_texts_that_are_no_map_are_refused(what: str) -> None:
 
 ARGUMENTS = {
     "sglang": "loader map = 'sglang'",
+    "vllm:": "ranks = ''",
+    "vllm:tp=1,,ep=1": "ranks = ''",
+    "vllm:tp=1,": "ranks = ''",
     "vllm:tp": "ranks = 'tp'",
     "vllm:tp=two": "ranks = 'tp=two'",
     "vllm:dp=2": "ranks = 'dp=2'",

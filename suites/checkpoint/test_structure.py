@@ -230,6 +230,20 @@ def test_an_unknown_model_is_judged_module_by_module(tmp_path: Path, experts: Pa
     assert unread.module == f"{Q}.wq_b"
 
 
+def test_a_folder_without_a_config_cannot_be_vouched_for(tmp_path: Path, experts: Path) -> None:
+    folder = replant(experts, tmp_path / "c", lambda _: None)
+    (folder / "config.json").unlink()
+    found = audited(folder)
+    assert errors(found) == {"structure.no_config"}
+    assert told(found, "structure.unknown_model") == []
+    # One file by itself promises nothing around it.
+    alone = audited(next(folder.glob("*.safetensors")))
+    assert errors(alone) == set()
+    assert told(alone, "structure.unknown_model")
+    (folder / "config.json").write_text("{")
+    assert errors(audited(folder)) == {"files.unreadable_config"}
+
+
 def test_names_of_no_known_spelling_are_an_error(tmp_path: Path, experts: Path) -> None:
     def change(tensors: Tensors) -> None:
         for name in list(tensors):

@@ -57,7 +57,7 @@ def turned_back(*modules: str) -> Callable[[Tensors], None]:
     return change
 
 
-def test_a_block_size_of_128_beside_16_is_a_warning_that_quotes_both(
+def test_a_block_size_of_128_beside_16_is_an_error_that_quotes_both(
     tmp_path: Path, full: Path
 ) -> None:
     folder = replant(full, tmp_path / "c", same)
@@ -65,24 +65,50 @@ def test_a_block_size_of_128_beside_16_is_a_warning_that_quotes_both(
         folder, "config.json", lambda raw: raw["quantization_config"].update(group_size=128)
     )
     found = audited(folder)
-    assert errors(found) == set()
-    (size,) = told(found, "config.block_size")
-    assert size.level == "warning"
+    assert errors(found) == {"config.block_size_built"}
+    (size,) = told(found, "config.block_size_built")
     assert "config.json: group_size 128" in size.message
     assert f"{HF}: group_size 16" in size.message
     assert "blocks of 16 by the shapes" in size.message
     assert size.evidence["shown"] == [16]
 
 
-@pytest.mark.parametrize("file", ["config.json", HF])
-def test_each_file_is_asked_for_its_block_size(tmp_path: Path, full: Path, file: str) -> None:
+def test_a_config_of_32_beside_scales_of_16_columns_is_an_error(
+    tmp_path: Path, experts: Path
+) -> None:
+    """In config.json only: engines do not read the other file where this one states a format."""
+    folder = replant(experts, tmp_path / "c", same)
+    reconfigure(folder, "config.json", lambda raw: raw["quantization_config"].update(group_size=32))
+    assert errors(audited(folder)) == {"config.block_size_built"}
+
+
+def test_groups_are_believed_where_nothing_else_states_a_size(tmp_path: Path, full: Path) -> None:
+    folder = replant(full, tmp_path / "c", same)
+
+    def change(raw: dict[str, Any]) -> None:
+        stated = raw["quantization_config"]
+        stated["config_groups"]["group_0"]["weights"]["group_size"] = 32
+
+    reconfigure(folder, "config.json", change)
+    assert errors(audited(folder)) == set()
+    assert told(audited(folder), "config.block_size")
+    reconfigure(folder, "config.json", lambda raw: raw["quantization_config"].pop("group_size"))
+    assert "config.block_size_built" in errors(audited(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "rule"), [("config.json", "config.block_size_built"), (HF, "config.block_size")]
+)
+def test_each_file_is_asked_for_its_block_size(
+    tmp_path: Path, full: Path, file: str, rule: str
+) -> None:
     folder = replant(full, tmp_path / "c", same)
 
     def change(raw: dict[str, Any]) -> None:
         raw["quantization_config" if file == "config.json" else "quantization"]["group_size"] = 32
 
     reconfigure(folder, file, change)
-    (size,) = told(audited(folder), "config.block_size")
+    (size,) = told(audited(folder), rule)
     assert f"{file}: group_size 32" in size.message
 
 

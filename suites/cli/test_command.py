@@ -40,6 +40,16 @@ def test_the_record_arrives_with_its_defaults() -> None:
     assert seen == [(PlainOptions(Path("here")), Terminal())]
 
 
+def test_an_empty_path_is_not_the_folder_that_one_stands_in() -> None:
+    app, seen = _app(PlainOptions)
+    with pytest.raises(InvalidArgument, match="= ''"):
+        dispatch(app, ["do", ""], Session())
+    file_app, _ = _app(WithFileOptions)
+    with pytest.raises(InvalidArgument, match="--json = ''"):
+        dispatch(file_app, ["do", "--json", ""], Session())
+    assert not seen
+
+
 def test_every_field_can_be_given() -> None:
     app, seen = _app(PlainOptions)
     dispatch(app, ["do", "here", "--count", "7", "--quiet", "--json"], Session())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.errors import UnwritablePath
-from degarble.harness.record.files import is_stream, usable_folder, write_text
+from degarble.harness.record.files import is_stream, require_folder, usable_folder, write_text
 
 
 def test_text_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -70,6 +70,16 @@ def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     folder = usable_folder("--out", tmp_path / "a" / "b")
     assert folder.is_dir()
     assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_only_asked_for_is_not_left(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    require_folder("--report", tmp_path / "there" / "b" / "c")
+    assert list((tmp_path / "there").iterdir()) == []
+    require_folder("--report", tmp_path / "there")
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(UnwritablePath, match="--report"):
+        require_folder("--report", tmp_path / "file" / "c")
 
 
 def test_a_file_in_the_way_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.record.progress import Progress
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.audit import Wanted, audit, by_rule
+from degarble.suites.checkpoint.structure_cases import V4 as STORED
+from degarble.suites.checkpoint.structure_cases import write
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.audit_cases import healthy_checkpoint, sick_checkpoint, without
 
@@ -148,6 +150,42 @@ def test_loading_is_proven_by_a_map(healthy: Path, capsys: pytest.CaptureFixture
     assert [share["rank"] for share in document["loader"]["shares"]] == [0, 1]
 
 
+def test_partners_that_do_not_fit_are_a_finding_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """32 rows of q_a, where fused_wqa_wkv has one row of scales for 128."""
+    write_checkpoint(tmp_path / "made", Synthetic(V4, "official", seed=1))
+    words = ("audit", tmp_path / "made", "--loader", "vllm", "--report", tmp_path / "page")
+    done = call(capsys, "--json", *words)
+    assert done.status == 1
+    document = done.document
+    (error,) = (each for each in document["findings"] if each["level"] == "error")
+    assert error["rule"] == "loader.partners_differ"
+    assert "rows in front of layers.0.attn.wkv: 32, expected a multiple of 128" in error["message"]
+    assert list(document["judged"]) == ["structure", "numbers", "loader"]
+    assert document["judged"]["loader"].endswith("nothing else of the loading was judged.")
+    assert document["loader"]["ranks"]["proven"] == []
+    assert document["loader"]["shares"] == []
+    (tmp_path / "map.yaml").write_text("base: vllm\nname: mine\n")
+    again = call(capsys, "audit", tmp_path / "made", "--loader", tmp_path / "map.yaml")
+    assert (again.status, again.err) == (1, "")
+
+
+def test_one_format_in_all_layers_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "made", STORED, "nvfp4-full")
+    words = ("--only", "structure", "--loader", "vllm")
+    document = call(capsys, "--json", "audit", tmp_path / "made", *words).document
+    told = [each for each in document["findings"] if each["rule"] == "loader.format"]
+    of_wq_a = [each for each in told if each["module"].endswith(".q_a_proj")]
+    (first,) = of_wq_a
+    assert (first["count"], first["layer"], first["layers"]) == (3, None, [0, 1, 2])
+    assert first["message"].endswith("And 2 more like it, layers 0-2.")
+    assert first["module"] == "model.layers.0.self_attn.q_a_proj"
+    assert {each["module"].split(".")[-1] for each in told} > {"o_b_proj", "kv_proj", "up_proj"}
+
+
 def test_a_map_that_drops_scales_differs(
     healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +220,10 @@ def test_the_page_and_the_file_are_written(
         (("--loader", "vlm"), "--loader"),
         (("--loader", "vllm:tp=none"), "tp=none"),
         (("--loader", "vllm:tp=3"), "tp"),
+        (("--loader", "vllm:"), "loader map: ranks = ''"),
+        (("--loader", "vllm:tp=3", "--report", "page/of/mine"), "tp"),
+        (("--against", ""), "--against = ''"),
+        (("--report=",), "--report = ''"),
         (("--json", "nowhere/found.json"), "--json"),
         (("--json", "."), "--json"),
         (("--report", "file"), "--report"),
@@ -241,7 +283,7 @@ def test_an_interrupted_audit_writes_nothing(
     target = tmp_path / "page"
     done = call(capsys, "audit", healthy, "--report", target, "--json", tmp_path / "found.json")
     assert done.status == 130
-    assert list(target.iterdir()) == []
+    assert not target.exists()
     assert not (tmp_path / "found.json").exists()
 
 

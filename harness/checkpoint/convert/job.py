@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.checkpoint.apart import require_apart
 from degarble.harness.checkpoint.convert.endings import CONVERSION, ending_of
 from degarble.harness.checkpoint.convert.registry import conversion_named
 from degarble.harness.checkpoint.convert.units import Options
@@ -156,7 +157,7 @@ class Job:
         progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     ) -> Manifest:
         """Convert everything, or finish a run that was interrupted."""
-        _require_apart(self.source, target)
+        require_apart(self.source, target)
         plan = self.plan(shard_bytes)
         if not (target / MANIFEST).exists():
             self.require(workers)
@@ -166,17 +167,6 @@ class Job:
 def _already(only: tuple[str, ...]) -> str:
     held = "Nothing needs to be done: the source holds it already"
     return f"{held}, or `only` should name other linears." if only else f"{held}."
-
-
-def _require_apart(source: Path, target: Path) -> None:
-    """Refuse to write into the folder that is read."""
-    if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
-        raise InvalidArgument(
-            "target",
-            shown(str(target)),
-            f"a folder outside the source, {shown(str(source))}",
-            "Choose another target: a checkpoint inside another one is taken for a part of it.",
-        )
 
 
 def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> Job:

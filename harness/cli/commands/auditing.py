@@ -13,7 +13,7 @@ from degarble.harness.cli.options import CheckpointPath, JsonFile, ReportFolder
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import InvalidArgument
-from degarble.harness.record.files import usable_folder
+from degarble.harness.record.files import require_folder
 
 ONLY = ("structure",)
 LOADER_MAPS = ("vllm",)
@@ -105,7 +105,7 @@ def _check(options: AuditOptions, terminal: Terminal) -> None:
             "Leave one of them out.",
         )
     if options.report is not None:
-        usable_folder("--report", options.report)
+        require_folder("--report", options.report)
     if terminal.json_file is not None:
         values.writable("--json", terminal.json_file)
 
