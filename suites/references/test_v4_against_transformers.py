@@ -17,8 +17,14 @@ from degarble.harness.anatomy.types import LayerType, MlpType, Yarn
 from degarble.references.binding import Bound
 from degarble.references.model_v4 import ModelV4
 from degarble.references.numerics import SOURCES, Numerics
-from degarble.references.state import Sequence
-from degarble.suites.references.transformers_cases import Case, Judge, answers, tokens
+from degarble.suites.references.transformers_cases import (
+    Case,
+    Judge,
+    answers,
+    require_cached,
+    require_ragged,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from degarble.harness.anatomy.config import V4Config
@@ -205,24 +211,13 @@ def test_every_component_agrees_on_the_same_inputs(cases: dict[str, Case], name:
 def test_ragged_prompts_agree_end_to_end(cases: dict[str, Case]) -> None:
     case = cases["small"]
     model = ModelV4(Bound(SMALL, NUMERICS, case.weights), SMALL)
-    prompts = [row[:length] for row, length in zip(case.tokens, LENGTHS, strict=True)]
-    ours = model.forward([Sequence() for _ in prompts], prompts)
-    theirs = torch.cat([row[:n] for row, n in zip(case.logits, LENGTHS, strict=True)])
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    require_ragged(model, case, LENGTHS)
 
 
 def test_cached_decoding_agrees_end_to_end(cases: dict[str, Case]) -> None:
     case = cases["decode"]
     model = ModelV4(Bound(SMALL, NUMERICS, case.weights), SMALL)
-    sequences = [Sequence(), Sequence()]
-    prompt = case.tokens.shape[1] - case.decode
-    first = model.forward(sequences, list(case.tokens[:, :prompt])).reshape(2, prompt, -1)
-    following = [
-        model.forward(sequences, list(column[:, None])).reshape(2, 1, -1)
-        for column in case.tokens[:, prompt:].T
-    ]
-    ours = torch.cat([first, *following], dim=1)
-    assert (ours - case.logits).abs().max() <= 1e-5 * case.logits.abs().max()
+    require_cached(model, case)
 
 
 def test_a_planted_deviation_is_seen(cases: dict[str, Case]) -> None:

@@ -10,13 +10,15 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from degarble.references.state import Sequence
 from degarble.references.weights import random_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from torch import Tensor
@@ -140,3 +142,32 @@ def near_ties(scores: Tensor, count: int) -> Tensor:
     last, following = best[:, count - 1], best[:, count]
     size = torch.where(torch.isfinite(scores), scores.abs(), 0.0).amax(-1)
     return torch.isfinite(following) & (last - following <= NEAR_TIE * size)
+
+
+class Model(Protocol):
+    """What generates: one of our models, whole."""
+
+    def forward(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Return the logits of all new tokens."""
+
+
+def require_ragged(model: Model, case: Case, lengths: Collection[int]) -> None:
+    """Require the oracle's logits for prompts of these lengths in one call."""
+    prompts = [row[:length] for row, length in zip(case.tokens, lengths, strict=True)]
+    ours = model.forward([Sequence() for _ in prompts], prompts)
+    theirs = torch.cat([row[:n] for row, n in zip(case.logits, lengths, strict=True)])
+    assert (ours - theirs).abs().max() <= RELATIVE * theirs.abs().max()
+
+
+def require_cached(model: Model, case: Case) -> None:
+    """Require the oracle's logits for a prompt, and for one token after the other behind it."""
+    batch = len(case.tokens)
+    sequences = [Sequence() for _ in range(batch)]
+    prompt = case.tokens.shape[1] - case.decode
+    first = model.forward(sequences, list(case.tokens[:, :prompt])).reshape(batch, prompt, -1)
+    following = [
+        model.forward(sequences, list(column[:, None])).reshape(batch, 1, -1)
+        for column in case.tokens[:, prompt:].T
+    ]
+    ours = torch.cat([first, *following], dim=1)
+    assert (ours - case.logits).abs().max() <= RELATIVE * case.logits.abs().max()
