@@ -87,7 +87,7 @@ def _verdict(page: Page) -> Element:
         h("div", None, h("dt", None, name), h("dd", None, h("code", None, text) if code else text))
         for name, text, code in facts
     ]
-    word = h("p", {"class": "word"}, badge(page.verdict), h("span", None, page.verdict.meaning))
+    word = h("p", {"class": "word"}, badge(page.verdict), h("span", None, words.meaning(page)))
     return h(
         "section",
         {

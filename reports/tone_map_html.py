@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from degarble.reports.markup import Element
 
 _NOTHING = "nothing there"
+_FEW = 24  # columns that stay beside their labels; more are spread over the page
 
 
 def tone_map_element(block: ToneMap) -> Element:
@@ -27,7 +28,7 @@ def tone_map_element(block: ToneMap) -> Element:
     rows = [_row(block, index) for index in range(len(block.row_labels))]
     table = h(
         "table",
-        {"class": "heat tones"},
+        {"class": "heat tones few" if len(block.column_labels) <= _FEW else "heat tones"},
         h("caption", None, h("span", {"class": "held"}, block.caption)),
         h("thead", None, head),
         h("tbody", None, rows),

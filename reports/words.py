@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.record.blocks import ColumnKind, Tone
 from degarble.harness.record.page import PanelKind
+from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import number as number  # noqa: PLC0414  for renderers
 from degarble.harness.record.wording import share
 
 if TYPE_CHECKING:
     from degarble.harness.record.blocks import Cell, Column, HeatScale
+    from degarble.harness.record.page import Page
     from degarble.harness.record.verdict import Origin
 
 DASH = "–"
@@ -33,6 +35,20 @@ PANEL_QUESTIONS = {
     PanelKind.KERNELS: "Which kernels ran, and how fast?",
     PanelKind.HISTORY: "Which night moved it?",
 }
+
+
+# An audit has rules and levels; it compares with no twin, so that nothing there has a budget.
+AUDIT_MEANINGS = {
+    Verdict.AGREES: "no rule of level error is broken",
+    Verdict.DIFFERS: "a rule of level error is broken in at least one place",
+}
+
+
+def meaning(page: Page) -> str:
+    """Say what the verdict of a page means, by what was judged there."""
+    judged = {panel.kind for panel in page.panels if panel.verdict is not None}
+    told = AUDIT_MEANINGS if judged == {PanelKind.AUDIT} else {}
+    return told.get(page.verdict, page.verdict.meaning)
 
 
 # What a tone is called in a table or a map, and its sign; a plain one is not told.

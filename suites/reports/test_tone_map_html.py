@@ -34,6 +34,13 @@ def test_the_legend_has_a_word_for_each_tone_and_for_gaps() -> None:
     assert "nothing there" not in str(tone_map_element(whole))
 
 
+def test_a_few_columns_stay_beside_their_labels() -> None:
+    for count, told in ((3, '"heat tones few"'), (24, '"heat tones few"'), (25, '"heat tones"')):
+        names = tuple(map(str, range(count)))
+        block = ToneMap("c", "kind", "layer", ("a",), names, ((Mark(Tone.GOOD),) * count,))
+        assert f"<table class={told}>" in str(tone_map_element(block))
+
+
 def test_one_place_is_singular() -> None:
     block = ToneMap("c", "kind", "layer", ("a",), ("0",), ((Mark(Tone.WARNING, 1),),))
     assert 'title="a, layer 0: warning, 1 place"' in str(tone_map_element(block))

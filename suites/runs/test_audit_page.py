@@ -53,6 +53,27 @@ def test_the_map_shows_the_worst_finding_where_it_is(sick: Audit) -> None:
     assert _map(page).column_labels == ("0", "1", "2", "d0", "all")
 
 
+def test_an_audit_has_no_budget(sick: Audit) -> None:
+    healthy = replace(sick, findings=())
+    for judged, told in ((healthy, "no rule of level error"), (sick, "a rule of level error")):
+        text = page_html(audit_page(judged, WHERE))
+        assert f"<span>{told} is broken" in text
+        assert "its budget" not in text
+
+
+def test_a_cause_of_several_layers_is_on_the_map_in_each(sick: Audit) -> None:
+    findings = Findings()
+    for layer in (0, 1, 1):
+        place = Place(None, f"layers.{layer}.attn.wq_a", layer, "NVFP4 as FP8")
+        findings.add(RULES["loader.format"], place, "m", "r")
+    block = _map(audit_page(replace(sick, findings=tuple(findings.sorted())), WHERE))
+    row = block.marks[block.row_labels.index("attention")]
+    marks = dict(zip(block.column_labels, row, strict=True))
+    counts = {layer: mark.count for layer, mark in marks.items() if mark and mark.count}
+    assert counts == {"0": 1, "1": 2}
+    assert {mark.anchor for mark in marks.values() if mark and mark.count} == {"finding-0"}
+
+
 def test_what_is_missing_is_on_the_map_too(sick: Audit) -> None:
     findings = Findings()
     findings.add(RULES["structure.missing_block"], Place(None, "layers.40.attn", 40), "m", "r")
