@@ -1,0 +1,226 @@
+"""The cases of the museum: a model, a recipe, prompts of some lengths, a seed, and what ran.
+
+Owns how a case is run: prompts side by side, then tokens one by one, in memory. Prompts are longer
+than the window, than the ratio of a heavily compressed layer and than the indexer's choice, so that
+every component works; the healthy variants change lengths, company in the batch, switches and the
+order of sums. Everything follows from the seed.
+
+Refuses nothing. Kept honest by suites/runs/test_museum_cases.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.components import component_named
+from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.seen import InMemoryRun, by_component, same_bits
+from degarble.harness.runs.museum_models import KEYS, ModelKey, MuseumModel, prompt_ids
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics, switches_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.record.capture_types import Call
+    from degarble.references.numerics import Switches
+
+LENGTHS = ((133, 17), (131, 9, 30), (200,), (133, 133))
+NEW_TOKENS = 3
+_HEALTHY_LENGTHS = (*LENGTHS, (5,), (1,), (64, 3, 40), (129, 1), (200,), (2, 2, 2, 2))
+_SOURCES = ("official", "exact", "vllm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run. `products` is the dtype in which the candidate sums; the twin's is float64."""
+
+    key: ModelKey
+    seed: int
+    lengths: tuple[int, ...] = LENGTHS[0]
+    new_tokens: int = NEW_TOKENS
+    source: str = "official"
+    products: str = "float32"
+    absorbed: bool = True
+    control: str = ""  # a negative control, or nothing
+
+    def __str__(self) -> str:
+        lengths = "+".join(map(str, self.lengths))
+        more = [self.source, *(() if self.products == "float32" else (self.products,))]
+        more += [] if self.absorbed else ["naive"]
+        more += [self.control] if self.control else []
+        return f"{self.key}, {lengths} tokens, seed {self.seed}, {', '.join(more)}"
+
+    @property
+    def switches(self) -> Switches | None:
+        """What the source of switches chooses; None for the defaults."""
+        if self.source == "exact":
+            return None
+        return switches_of(
+            f"official-{self.key.model}" if self.source == "official" else self.source
+        )
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids."""
+        return tuple(
+            prompt_ids(1000 + 16 * self.seed + number, length)
+            for number, length in enumerate(self.lengths)
+        )
+
+
+def planting_cases(seed: int = 0) -> tuple[Case, ...]:
+    """One case for each model and recipe, with lengths that differ."""
+    return tuple(
+        Case(key, seed + number, LENGTHS[(seed + number) % len(LENGTHS)])
+        for number, key in enumerate(KEYS)
+    )
+
+
+def healthy_cases(count: int, controls: tuple[str, ...] = ()) -> Iterator[Case]:
+    """Cases in which nothing is wrong: seeds, lengths, switches, orders of sums, controls."""
+    for number in range(count):
+        key = KEYS[number % len(KEYS)]
+        turn = number // len(KEYS)
+        control = ""
+        if controls and turn % 3 == 2:
+            control = controls[(turn // 3) % len(controls)]
+        yield Case(
+            key,
+            seed=100 + number,
+            lengths=_HEALTHY_LENGTHS[turn % len(_HEALTHY_LENGTHS)],
+            new_tokens=2 + turn % 2,
+            source=_SOURCES[turn % len(_SOURCES)],
+            products="float64" if turn % 5 == 4 else "float32",
+            absorbed=turn % 4 != 3,
+            control=control,
+        )
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether two sides of a call hold the same bits."""
+    return left.keys() == right.keys() and all(same_bits(left[n], right[n]) for n in right)
+
+
+@dataclass(eq=False)
+class _Tape:
+    """A component's call that looks first whether the healthy run was given the same."""
+
+    call: ComponentCall
+    healthy: InMemoryRun
+    known: Sequence[Call]
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Give what it gave, or compute."""
+        for each in self.known:
+            if equal(inputs, self.healthy.inputs(each)):
+                kept = self.healthy.outputs(each)
+                return {name: tensor.clone() for name, tensor in kept.items()}
+        return self.call(inputs, weights)
+
+
+class Rest:
+    """A run of which some components were judged already: theirs are told as if not stored."""
+
+    def __init__(self, run: InMemoryRun, judged: frozenset[str]) -> None:
+        self.steps, self.facts = run.steps, run.facts
+        self.inputs, self.outputs = run.inputs, run.outputs
+        self.judged = judged
+        self.calls = [_told(call) if call.component in judged else call for call in run.calls]
+
+
+def _told(call: Call) -> Call:
+    inputs, outputs = (
+        {name: kept._replace(at=None) for name, kept in side.items()}
+        for side in (call.inputs, call.outputs)
+    )
+    return replace(call, inputs=inputs, outputs=outputs)
+
+
+@dataclass(eq=False)
+class Stage:
+    """A case with its twin and its healthy run, on which faults are planted."""
+
+    case: Case
+    model: MuseumModel
+    twin: Bound
+    healthy: InMemoryRun = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.healthy = self.run()
+        self.calls = by_component(self.healthy)
+
+    @classmethod
+    def of(cls, case: Case, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
+        """Open a case; models are kept from one case to the next."""
+        if case.key not in models:
+            models[case.key] = MuseumModel.open(case.key, root)
+        model = models[case.key]
+        numerics = Numerics.twin(case.switches)
+        return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
+
+    def candidate(self) -> Bound:
+        """A healthy candidate that may be changed."""
+        products = getattr(torch, self.case.products)
+        numerics = Numerics.twin(self.case.switches, products=products)
+        return Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
+
+    def taped(self) -> Bound:
+        """A candidate that computes only what the healthy run has not computed already."""
+        bound = self.candidate()
+        for name, calls in self.calls.items():
+            bound.calls[name] = _Tape(bound.calls[name], self.healthy, calls)
+        return bound
+
+    def rest(self, run: InMemoryRun) -> Rest:
+        """What is left to judge of a run: components that saw anything new.
+
+        All calls of the others are those of the healthy run, bit for bit, and judged with it.
+        """
+        judged = set()
+        for name, calls in by_component(run).items():
+            known = self.calls.get(name, ())
+            if len(calls) == len(known) and all(map(partial(self._alike, run), calls, known)):
+                judged.add(name)
+        return Rest(run, frozenset(judged))
+
+    def _alike(self, run: InMemoryRun, call: Call, known: Call) -> bool:
+        return (
+            call.step == known.step
+            and call.changed == known.changed
+            and equal(run.inputs(call), self.healthy.inputs(known))
+            and equal(run.outputs(call), self.healthy.outputs(known))
+        )
+
+    def run(
+        self, candidate: Bound | None = None, edges: Mapping[str, Way] = MappingProxyType({})
+    ) -> InMemoryRun:
+        """Run the case; the tokens behind the prompts are the candidate's own."""
+        return InMemoryRun.of(
+            candidate or self.candidate(),
+            self.case.prompts,
+            self.case.new_tokens,
+            edges,
+            absorbed=self.case.absorbed,
+        )
+
+    def scene(self, name: str, bound: Bound | None = None) -> Scene:
+        """A component, by default the twin's."""
+        component = component_named(self.model.config, name, self.model.recipe)
+        return Scene(bound or self.twin, component, self.model.recipe)
+
+    def first(self, name: str) -> Call:
+        """The healthy run's first call of a component."""
+        return self.calls[name][0]
