@@ -1,7 +1,7 @@
 """Each typed block to one HTML element.
 
-Owns the look of sentences, facts, tables, bars, figures, code and folded details; maps and
-catalogues live in heat_map_html, tone_map_html and catalogue_html.
+Owns the look of sentences, facts, tables, bars, figures, code and folded details; maps,
+catalogues, folds and what a replay shows live in files of their own.
 Refuses nothing: the records have been checked when they were made.
 What keeps it honest: suites/reports/test_blocks_html.py renders every block with hostile strings.
 """
@@ -21,15 +21,25 @@ from degarble.harness.record.blocks import (
     Facts,
     Figure,
     HeatMap,
+    Looks,
     Sentence,
     Table,
+    Tabs,
     Tone,
     ToneMap,
 )
+from degarble.harness.record.judged_blocks import Files, JudgedMap, Profile, Voices
 from degarble.harness.record.verdict import Verdict
 from degarble.reports import words
 from degarble.reports.catalogue_html import catalogue_element
+from degarble.reports.folds_html import looks_element, tabs_element
 from degarble.reports.heat_map_html import heat_map_element
+from degarble.reports.judged_html import (
+    files_element,
+    judged_map_element,
+    profile_element,
+    voices_element,
+)
 from degarble.reports.markup import h
 from degarble.reports.tone_map_html import tone_map_element
 
@@ -83,15 +93,26 @@ def block_element(block: Block) -> Element:
         case Figure():
             return _figure(block)
         case Code():
-            caption = h("p", {"class": "caption"}, block.caption) if block.caption else None
-            return h(
-                "div",
-                {"class": "block"},
-                caption,
-                code_element(block.text, block.caption or "Code"),
-            )
+            return _code(block)
         case Details():
             return _details(block)
+        case JudgedMap():
+            return judged_map_element(block)
+        case Profile():
+            return profile_element(block)
+        case Voices():
+            return voices_element(block)
+        case Files():
+            return files_element(block)
+        case Tabs():
+            return tabs_element(block, block_element)
+        case Looks():
+            return looks_element(block, block_element)
+
+
+def _code(block: Code) -> Element:
+    caption = h("p", {"class": "caption"}, block.caption) if block.caption else None
+    return h("div", {"class": "block"}, caption, code_element(block.text, block.caption or "Code"))
 
 
 def _sentence(block: Sentence) -> Element:

@@ -2,13 +2,15 @@ r"""A tree of HTML elements that escapes everything by construction. Imports no 
 
 Owns the only way in which markup is written: `h("p", {"class": "x"}, "text")`. Text and attribute
 values are always escaped; element and attribute names come from closed lists, so there is no
-`style`, no `on...`, no `script`, and links lead only to places on the same page.
+`style`, no `on...`, no `script`, and links lead only to places on the same page or to tables that
+lie beside it.
 Control characters, bidirectional overrides and lone surrogates are shown as `\u202e`, never sent.
 What keeps it honest: suites/reports/test_markup.py (hostile strings) and the Chromium suite.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,6 +88,7 @@ _ATTRIBUTES = frozenset(
         "data-filter",
         "data-label",
         "data-sort",
+        "data-tabs",
         "data-value",
         "fill",
         "height",
@@ -115,6 +118,8 @@ _ATTRIBUTES = frozenset(
         "y2",
     ]
 )
+# A file beside the page: one plain name, so that a link never leaves its folder.
+_BESIDE = re.compile(r"[a-z0-9][a-z0-9-]*\.(csv|json)")
 _SAFE_SOURCES = ("data:image/svg+xml;base64,",)
 
 
@@ -143,7 +148,7 @@ def h(
         if value is None or value is False:
             continue
         text = "" if value is True else value
-        assert key != "href" or text.startswith("#"), text
+        assert key != "href" or text.startswith("#") or _BESIDE.fullmatch(text), text
         assert key != "src" or text.startswith(_SAFE_SOURCES), text
         kept.append((key, text))
     return Element(name, tuple(kept), tuple(_flat(children)))

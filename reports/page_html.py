@@ -38,7 +38,8 @@ def _hash(text: str) -> str:
 
 def page_html(page: Page) -> str:
     """Render `page`; the same record gives the same text."""
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css") + _asset("replay.css")
+    script = _asset("page.js") + _asset("replay.js")
     icon_data = base64.b64encode(_asset("icon.svg").encode()).decode("ascii")
     policy = (
         f"default-src 'none'; style-src 'sha256-{_hash(style)}'; "

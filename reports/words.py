@@ -5,6 +5,7 @@ Owns the words of cells, columns, panels and origins. What keeps it honest: suit
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from degarble.harness.record.blocks import ColumnKind, Tone
@@ -14,6 +15,8 @@ from degarble.harness.record.wording import number as number  # noqa: PLC0414  f
 from degarble.harness.record.wording import share
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from degarble.harness.record.blocks import Cell, Column, HeatScale
     from degarble.harness.record.page import Page
     from degarble.harness.record.verdict import Origin
@@ -82,6 +85,22 @@ def cell(value: Cell, column: Column) -> str:
 def heat(value: float | None, scale: HeatScale) -> str:
     """Write one cell of a heat map, without its unit."""
     return DASH if value is None else number(value, scale.digits)
+
+
+def reading(tone: Tone, legend: Mapping[Tone, str]) -> str:
+    """Say what the tone of a cell means there; nothing for a plain one."""
+    return legend.get(tone) or (TONES.get(tone, "") if SIGNS.get(tone) else "")
+
+
+def near_one(value: float) -> str:
+    """Write a cosine: what is not 1 does not look like 1."""
+    if abs(value) == 1 or not math.isfinite(value):
+        return f"{value:g}"
+    for places in (4, 6, 8, 10):
+        text = f"{value:.{places}f}"
+        if abs(float(text)) != 1:
+            return text
+    return f"1 - {1 - value:.0e}" if value > 0 else f"-1 + {1 + value:.0e}"
 
 
 def is_number(column: Column) -> bool:

@@ -1,6 +1,7 @@
-"""The typed blocks that a panel of a report page is made of. Imports no sibling.
+"""The typed blocks that a panel of a report page is made of.
 
-Owns what can be shown: sentences, facts, tables, catalogues, maps, bars, figures, code, details.
+Owns what can be shown: sentences, facts, tables, catalogues, maps, bars, profiles, figures, code,
+texts beside each other, and what folds them: details, tabs, close looks.
 Blocks carry numbers as numbers and text as text; how they look is decided in reports/.
 Refuses ragged tables and heat maps, so a renderer never meets one.
 What keeps it honest: suites/record/ walks every block through JSON and both renderers.
@@ -13,23 +14,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.record.judged_blocks import (
+    Files,
+    JudgedMap,
+    Profile,
+    Voices,
+    require_matrix,
+)
+from degarble.harness.record.tones import Tone as Tone  # noqa: PLC0414  every block has one
 
 Cell = str | int | float | bool | None
-
-
-class Tone(StrEnum):
-    """How a sentence or bar is meant. Never told by colour alone."""
-
-    PLAIN = "plain"
-    NOTE = "note"
-    GOOD = "good"
-    WARNING = "warning"
-    BAD = "bad"
-
-    @property
-    def weight(self) -> int:
-        """Order of tones, the worst one highest."""
-        return list(Tone).index(self)
 
 
 class ColumnKind(StrEnum):
@@ -178,7 +172,7 @@ class HeatMap:
         for name, matrix in (("values", self.values), ("anchors", self.anchors)):
             if matrix or name == "values":
                 where = f"{name} of heat map {self.caption!r}"
-                _require_matrix(where, matrix, self.row_labels, self.column_labels)
+                require_matrix(where, matrix, self.row_labels, self.column_labels)
 
 
 @dataclass(frozen=True)
@@ -207,23 +201,7 @@ class ToneMap:
 
     def __post_init__(self) -> None:
         where = f"marks of tone map {self.caption!r}"
-        _require_matrix(where, self.marks, self.row_labels, self.column_labels)
-
-
-def _require_matrix(
-    name: str,
-    matrix: tuple[tuple[object, ...], ...],
-    rows: tuple[str, ...],
-    columns: tuple[str, ...],
-) -> None:
-    extents = [len(row) for row in matrix]
-    if extents != [len(columns)] * len(rows):
-        raise ShapeMismatch(
-            name,
-            extents,
-            f"{len(rows)} rows of {len(columns)} cells",
-            "Give one value a cell; None where nothing was run.",
-        )
+        require_matrix(where, self.marks, self.row_labels, self.column_labels)
 
 
 @dataclass(frozen=True)
@@ -273,7 +251,46 @@ class Details:
     anchor: str = ""
 
 
-Block = Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
+@dataclass(frozen=True)
+class Tab:
+    """One of several views of the same thing."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Tabs:
+    """Views of one thing: one at a time on a screen, one behind the other on paper."""
+
+    caption: str
+    tabs: tuple[Tab, ...]
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A close look at one cell. Those with `first` are there before anything is asked for."""
+
+    anchor: str
+    title: str
+    blocks: tuple[Block, ...]
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Close looks, of which the one that is asked for is shown; `back` is where they lead from."""
+
+    caption: str
+    looks: tuple[Look, ...]
+    back: str = ""
+
+
+Block = (
+    Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
+    | JudgedMap | Profile | Voices | Tabs | Looks | Files
+)  # fmt: skip
 
 BLOCKS: dict[str, type[Block]] = {
     "sentence": Sentence,
@@ -286,4 +303,10 @@ BLOCKS: dict[str, type[Block]] = {
     "figure": Figure,
     "code": Code,
     "details": Details,
+    "judged_map": JudgedMap,
+    "profile": Profile,
+    "voices": Voices,
+    "tabs": Tabs,
+    "looks": Looks,
+    "files": Files,
 }

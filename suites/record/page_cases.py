@@ -21,11 +21,23 @@ from degarble.harness.record.blocks import (
     Figure,
     HeatMap,
     HeatScale,
+    Look,
+    Looks,
     Mark,
     Sentence,
+    Tab,
     Table,
+    Tabs,
     Tone,
     ToneMap,
+)
+from degarble.harness.record.judged_blocks import (
+    Files,
+    JudgedMap,
+    Profile,
+    Reading,
+    Voice,
+    Voices,
 )
 from degarble.harness.record.page import Finding, Page, Panel, PanelKind, Provenance, Subject
 from degarble.harness.record.verdict import Origin, Verdict
@@ -97,6 +109,36 @@ def every_block(text: str) -> tuple[Block, ...]:
         Figure(text, text, HOSTILE_SVG),
         Code(text, text),
         Details(text, (Sentence(text), Details(text, (Code(text),))), "fold"),
+        *judged_blocks(text),
+    )
+
+
+def judged_blocks(text: str) -> tuple[Block, ...]:
+    """One of each block of a replay, all of its words being `text`."""
+    judged = JudgedMap(
+        text,
+        text,
+        text,
+        (text, "b"),
+        (text, "c", "d"),
+        (
+            (Reading(0.5, anchor="look-1"), None, Reading(None, Tone.WARNING, "", text)),
+            (Reading(math.inf, Tone.BAD, "look-1", text), Reading(math.nan), Reading(2.0)),
+        ),
+        (0.5, 1.0, 10.0),
+        text,
+        legend=((Tone.BAD, text), (Tone.WARNING, text)),
+    )
+    return (
+        Tabs(text, (Tab(text, (judged,)), Tab(text, (Sentence(text),))), "views"),
+        Profile(text, (text, "b", "c"), (0.5, None, math.inf), text, 1.0),
+        Profile(text, tuple(map(str, range(20))), (math.nan, *[0.0] * 18, 7.0), logarithmic=True),
+        Voices(text, (Voice(text, (text, "a", text)), Voice("b", (text, text, text))), 1),
+        Voices(text, (Voice(text, ()),)),
+        Files(text, (("a-page-cosines.csv", text),)),
+        Looks(
+            text, (Look("look-1", text, (Sentence(text),), True), Look("look-2", text, ())), "views"
+        ),
     )
 
 

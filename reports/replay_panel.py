@@ -1,0 +1,341 @@
+"""The replay and text panels: records of harness.record.replay_panel as blocks of a page.
+
+Owns their order and words: the maps layer x component (difference in budgets, three cosines), the
+close look behind each cell, how far everything lies from its budget, texts side by side. What is
+left out for its number is counted in a sentence; the tables beside the page have all of it.
+Refuses nothing. What keeps it honest: suites/reports/test_replay_panel.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from degarble.harness.record.blocks import (
+    Code,
+    Column,
+    ColumnKind,
+    Details,
+    Fact,
+    Facts,
+    Look,
+    Looks,
+    Sentence,
+    Tab,
+    Table,
+    Tabs,
+    Tone,
+)
+from degarble.harness.record.judged_blocks import (
+    Files,
+    JudgedMap,
+    Profile,
+    Reading,
+    Voice,
+    Voices,
+)
+from degarble.harness.record.page import Panel, PanelKind
+from degarble.harness.record.replay_panel import PAIRS, worst_first
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.wording import number, share
+from degarble.reports.charts import run_chart
+from degarble.reports.words import near_one
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from degarble.harness.record.blocks import Block
+    from degarble.harness.record.replay_panel import (
+        CloseLook,
+        JudgedOutput,
+        ReplayRecord,
+        TextRecord,
+    )
+
+    Cells = Mapping[tuple[str, str], Sequence[JudgedOutput]]
+
+LOOKS = 400  # close looks on a page; a model of 61 layers has some 2,600 outputs
+MAP = "replay-map"
+_FIRST = 3  # close looks that are open, and that are printed
+_LISTED = 40  # outputs of a kind that are listed by name
+_BUDGET_STEPS = (0.35, 0.7, 1.0, 3.0, 10.0, 100.0, 1e4, 1e6)
+_COSINE_STEPS = (1 - 1e-8, 1 - 1e-6, 1 - 1e-5, 1 - 1e-4, 0.999, 0.99, 0.9, 0.5)
+_LEGEND = ((Tone.BAD, "differs"), (Tone.WARNING, "undecided"))
+
+
+def replay_panel(
+    record: ReplayRecord, files: tuple[tuple[str, str], ...] = (), most: int = LOOKS
+) -> Panel:
+    """Make the panel; `files` lie beside the page, `most` limits its close looks."""
+    chosen = worst_first(record.outputs)[:most]
+    anchors = {id(each): f"look-{at}" for at, each in enumerate(chosen)}
+    blocks: list[Block] = [
+        *(Sentence(text, Tone.BAD) for text in record.findings),
+        *_maps(record, anchors),
+    ]
+    if chosen:
+        blocks.append(_looks(record, chosen))
+    if len(chosen) < len(record.outputs):
+        told = f"{len(chosen):,} of {len(record.outputs):,} outputs can be looked at closely here, "
+        blocks.append(Sentence(f"{told}the worst ones; the tables have all of them.", Tone.NOTE))
+    if files:
+        blocks.append(Files("The same as tables", files))
+    if record.outputs:
+        blocks.append(run_chart(record))
+    blocks += [*_flips(record), *_undecided(record), *_notes(record)]
+    if record.facts:
+        facts = tuple(Fact(name, value, code=True) for name, value in record.facts)
+        blocks.append(Facts(facts, "What ran, on what, and where"))
+    return Panel(PanelKind.REPLAY, record.sentence, record.verdict, tuple(blocks))
+
+
+def text_panel(record: TextRecord, replayed: Verdict) -> Panel:
+    """Make the panel of what the model says; `replayed` is the verdict of its components.
+
+    Texts alone are no verdict: where every component agrees, a near tie may fall either way.
+    """
+    apart = [each for each in record.said if each.parting is not None]
+    if not record.said:
+        sentence = "No text was captured."
+    elif not apart:
+        sentence = "Candidate and twin say the same."
+    else:
+        first = min(each.parting for each in apart if each.parting is not None)
+        count = f"{len(apart)} of {len(record.said)} prompts"
+        sentence = f"They part on {count}, first at new token {first + 1}."
+        if replayed is Verdict.AGREES:
+            sentence += " Every component agrees: of two likely words, rounding chose the other."
+    blocks: list[Block] = [
+        Voices(each.prompt, tuple(Voice(*voice) for voice in each.voices), each.parting)
+        for each in record.said
+    ]
+    blocks += [Sentence(text, Tone.NOTE) for text in record.notes]
+    verdict = replayed if apart else Verdict.AGREES if record.said else Verdict.UNDECIDED
+    return Panel(PanelKind.TEXT, sentence, verdict, tuple(blocks))
+
+
+def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
+    cells: dict[tuple[str, str], list[JudgedOutput]] = defaultdict(list)
+    for each in record.outputs:
+        cells[each.role, each.column].append(each)
+    if not cells:
+        return []
+    rows = _roles(record.outputs)
+    columns = tuple(dict.fromkeys(each.column for each in _by_layer(record.outputs)))
+
+    def view(title: str, unit: str, chosen: Callable[[JudgedOutput], float | None]) -> JudgedMap:
+        cosine = not unit
+        readings = tuple(
+            tuple(_reading(cells.get((row, column), ()), chosen, anchors) for column in columns)
+            for row in rows
+        )
+        steps = _COSINE_STEPS if cosine else _BUDGET_STEPS
+        return JudgedMap(
+            title, "component", "layer", rows, columns, readings, steps, unit, cosine, _LEGEND
+        )
+
+    def cosine_of(at: int) -> Callable[[JudgedOutput], float | None]:
+        return lambda each: each.cosines[at]
+
+    budget = view(
+        "How far each component's worst output is from its twin's, on the same inputs",
+        "budgets (1 is what a correct kernel may differ)",
+        lambda each: each.ratio,
+    )
+    tabs = [Tab("Difference in budgets", (budget,))]
+    for at, pair in enumerate(PAIRS):
+        if any(each.cosines[at] is not None for each in record.outputs):
+            shown = view(f"Cosine of {pair}, on the same inputs", "", cosine_of(at))
+            tabs.append(Tab(f"Cosine: {pair}", (shown,)))
+    return [Tabs("Layer by component", tuple(tabs), MAP)]
+
+
+def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
+    """The components in the order of the run; what only some layers have stands where it runs."""
+    by_layer: dict[str, list[str]] = defaultdict(list)
+    for each in outputs:
+        if each.role not in by_layer[each.column]:
+            by_layer[each.column].append(each.role)
+    ends = by_layer.pop("ends", [])
+    order: list[str] = []
+    for roles in sorted(by_layer.values(), key=len, reverse=True):
+        at = 0
+        for role in roles:
+            if role in order:
+                at = order.index(role) + 1
+            else:
+                order.insert(at, role)
+                at += 1
+    front = ends[: ends.index("embed") + 1] if "embed" in ends else []
+    return (*front, *order, *(role for role in ends if role not in front))
+
+
+def _by_layer(outputs: Sequence[JudgedOutput]) -> list[JudgedOutput]:
+    """By layer, drafters behind them, the ends last."""
+    far = 1 << 30
+
+    def place(each: JudgedOutput) -> tuple[bool, int]:
+        return each.component.startswith("mtp."), far if each.layer is None else each.layer
+
+    return sorted(outputs, key=place)
+
+
+def _reading(
+    outputs: Sequence[JudgedOutput],
+    chosen: Callable[[JudgedOutput], float | None],
+    anchors: Mapping[int, str],
+) -> Reading | None:
+    """The worst output of a component in a layer."""
+    if not outputs:
+        return None
+    worst = worst_first(tuple(outputs))[0]
+    values = [(value, each) for each in outputs if (value := chosen(each)) is not None]
+    value = chosen(worst)
+    if values and (value is None or not _is_ratio(worst, value)):
+        value = min(pair[0] for pair in values)  # of cosines the lowest
+    tone = {Verdict.DIFFERS: Tone.BAD, Verdict.UNSTABLE: Tone.BAD, Verdict.UNDECIDED: Tone.WARNING}
+    note = worst.undecided if worst.verdict is Verdict.UNDECIDED else ""
+    meant = tone.get(worst.verdict, Tone.PLAIN)
+    return Reading(value, meant, anchors.get(id(worst), ""), note)
+
+
+def _is_ratio(worst: JudgedOutput, value: float) -> bool:
+    return worst.ratio is not None and (value == worst.ratio or math.isnan(value))
+
+
+def _looks(record: ReplayRecord, chosen: Sequence[JudgedOutput]) -> Looks:
+    differing = [each for each in chosen if each.verdict is Verdict.DIFFERS][:_FIRST]
+    began = [each for each in chosen if each.site in record.origins][:_FIRST]
+    first = {id(each) for each in began or differing}
+    looks = tuple(
+        Look(f"look-{at}", each.site, _close(each), first=id(each) in first)
+        for at, each in enumerate(chosen)
+    )
+    return Looks("A cell of the map, looked at closely: choose one.", looks, MAP)
+
+
+def _close(each: JudgedOutput) -> tuple[Block, ...]:
+    look = each.look
+    blocks: list[Block] = [_told(each), _figures(each)]
+    if look.worst is not None:
+        blocks.append(_worst(look))
+    blocks += [
+        Profile(f"Relative difference by {a.name}", a.labels, a.values)
+        for a in look.along
+        if a.values
+    ]
+    if look.histogram is not None:
+        found = look.histogram
+        counts = tuple(float(count) for count in found.counts)
+        caption = f"Elements by distance from the twin, in {found.unit}; heights are logarithmic"
+        blocks.append(Profile(caption, found.labels, counts, "elements", None, logarithmic=True))
+    if look.places:
+        blocks.append(_places(look))
+    if look.derivation:
+        blocks.append(Code("\n".join(look.derivation), "How the budget comes about"))
+    return tuple(blocks)
+
+
+def _told(each: JudgedOutput) -> Sentence:
+    if each.verdict is Verdict.UNDECIDED:
+        return Sentence(
+            f"Nothing is claimed: {each.undecided or 'it has no budget'}.", Tone.WARNING
+        )
+    at = "" if each.ratio is None else f": at {number(each.ratio, 3)} of its budget"
+    if each.verdict is Verdict.AGREES:
+        exact = each.identical == 1
+        return Sentence("Equal to its twin's, bit for bit." if exact else f"Agrees{at}.", Tone.GOOD)
+    return Sentence(f"Differs from its twin's{at}.", Tone.BAD)
+
+
+def _figures(each: JudgedOutput) -> Facts:
+    look = each.look
+    rows = [
+        *(
+            Fact(f"Cosine, {pair}", near_one(value))
+            for pair, value in zip(PAIRS, each.cosines, strict=True)
+            if value is not None
+        ),
+        *_number("Relative difference", each.difference),
+        *_number("Budget of the whole", each.budget),
+        *_number("Gain", look.gain),
+        *_number("Rounding bias, in standard deviations", look.rounding_bias),
+    ]
+    if each.identical is not None:
+        rows.append(Fact("Equal codes", f"{share(each.identical)} of {each.elements:,}"))
+    if each.choices:
+        rows.append(Fact("Near ties decided otherwise", f"{each.flips:,} of {each.choices:,}"))
+    rows.append(Fact("Calls", f"{each.calls:,}"))
+    return Facts(tuple(rows))
+
+
+def _number(name: str, value: float | None) -> list[Fact]:
+    return [] if value is None else [Fact(name, number(value))]
+
+
+def _worst(look: CloseLook) -> Table:
+    worst = look.worst
+    assert worst is not None
+    steps = None if worst.steps is None else worst.steps
+    return Table(
+        "The worst element",
+        (
+            Column("place"),
+            Column("candidate's code", ColumnKind.CODE),
+            Column("twin's code", ColumnKind.CODE),
+            Column("candidate", ColumnKind.NUMBER),
+            Column("twin", ColumnKind.NUMBER),
+            Column("ulps apart", ColumnKind.NUMBER),
+        ),
+        (
+            (
+                worst.place, worst.candidate_code, worst.twin_code, worst.candidate, worst.twin,
+                steps,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _places(look: CloseLook) -> Table:
+    columns = (
+        Column("level"),
+        Column("worst place"),
+        Column("difference", ColumnKind.NUMBER),
+        Column("budget", ColumnKind.NUMBER),
+        Column("in budgets", ColumnKind.NUMBER),
+    )
+    rows = tuple((p.level, p.place, p.measured, p.allowed, p.ratio) for p in look.places)
+    return Table("Level by level: the worst place of each, in its own unit", columns, rows)
+
+
+def _flips(record: ReplayRecord) -> list[Block]:
+    found = [each for each in record.outputs if each.flips]
+    if not found:
+        return []
+    columns = (
+        Column("site", ColumnKind.CODE),
+        Column("decided otherwise", ColumnKind.NUMBER),
+        Column("of", ColumnKind.NUMBER),
+    )
+    rows = tuple((each.site, each.flips, each.choices) for each in found[:_LISTED])
+    caption = "Near ties that fell the other way, legally: no difference of the arithmetic"
+    return [Details(_count(len(found), "output", "near ties"), (Table(caption, columns, rows),))]
+
+
+def _undecided(record: ReplayRecord) -> list[Block]:
+    found = [each for each in record.outputs if each.verdict is Verdict.UNDECIDED]
+    if not found:
+        return []
+    columns = (Column("site", ColumnKind.CODE), Column("reason"))
+    rows = tuple((each.site, each.undecided) for each in found[:_LISTED])
+    table = Table("Of these nothing is claimed", columns, rows)
+    return [Details(_count(len(found), "output", "no judgement"), (table,))]
+
+
+def _notes(record: ReplayRecord) -> list[Block]:
+    return [Sentence(text, Tone.NOTE) for text in record.notes[:_LISTED]]
+
+
+def _count(count: int, noun: str, what: str) -> str:
+    return f"{count:,} {noun if count == 1 else f'{noun}s'} with {what}"

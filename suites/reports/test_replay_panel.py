@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.record.blocks import BLOCKS, Details, Look, Looks, Tabs
+from degarble.harness.record.judged_blocks import JudgedMap, Reading, Voices
+from degarble.harness.record.page_json import page_from_json, page_to_json
+from degarble.harness.record.replay_panel import ReplayRecord, TextRecord
+from degarble.harness.record.tones import Tone
+from degarble.harness.record.verdict import Verdict
+from degarble.reports.page_html import SIZE_LIMIT, page_html
+from degarble.reports.replay_panel import replay_panel, text_panel
+from degarble.suites.record.page_cases import HOSTILE
+from degarble.suites.reports.replay_cases import FILES, replay, replay_page, texts
+
+if TYPE_CHECKING:
+    from degarble.harness.record.page import Panel
+
+DIFFERS = Verdict.DIFFERS
+
+
+def maps(panel: Panel) -> dict[str, JudgedMap]:
+    (tabs,) = (block for block in panel.blocks if isinstance(block, Tabs))
+    found = {tab.title: block for tab in tabs.tabs for block in tab.blocks}
+    assert all(isinstance(block, JudgedMap) for block in found.values())
+    return found  # type: ignore[return-value]
+
+
+def cell(judged: JudgedMap, role: str, layer: str) -> Reading | None:
+    return judged.readings[judged.row_labels.index(role)][judged.column_labels.index(layer)]
+
+
+def looks(panel: Panel) -> tuple[Look, ...]:
+    return next(block.looks for block in panel.blocks if isinstance(block, Looks))
+
+
+def test_layers_and_components_are_a_map_of_budgets_and_three_of_cosines() -> None:
+    panel = replay_panel(replay(), FILES)
+    found = maps(panel)
+    assert list(found) == [
+        "Difference in budgets",
+        "Cosine: candidate and twin",
+        "Cosine: candidate and BF16",
+        "Cosine: twin and BF16",
+    ]
+    budget = found["Difference in budgets"]
+    assert budget.row_labels == ("embed", "attn.norm", "attn.wq_a", "ffn.experts.w2", "head")
+    assert budget.column_labels == ("0", "1", "2", "ends")
+    sick = cell(budget, "ffn.experts.w2", "2")
+    assert sick is not None
+    assert (sick.value, sick.tone) == (17210.0, Tone.BAD)
+    assert cell(budget, "attn.wq_a", "0") is None  # it is not in that layer
+    open_one = cell(budget, "attn.norm", "0")
+    assert open_one == Reading(None, Tone.WARNING, open_one.anchor if open_one else "", "plain")
+    twin = cell(found["Cosine: candidate and twin"], "ffn.experts.w2", "2")
+    assert twin is not None
+    assert twin.value == 0.5
+
+
+def test_every_cell_leads_to_its_close_look_and_the_origin_is_open() -> None:
+    panel = replay_panel(replay())
+    titles = {each.anchor: each.title for each in looks(panel)}
+    for judged in maps(panel).values():
+        for role, row in zip(judged.row_labels, judged.readings, strict=True):
+            for column, reading in zip(judged.column_labels, row, strict=True):
+                if reading is not None:
+                    layer = "" if column == "ends" else f"layers.{column}."
+                    assert titles[reading.anchor] == f"{layer}{role}.out"
+    assert [each.title for each in looks(panel) if each.first] == ["layers.2.ffn.experts.w2.out"]
+
+
+def test_what_gives_way_for_size_is_counted() -> None:
+    panel = replay_panel(replay(), most=2)
+    assert [each.title for each in looks(panel)] == [
+        "layers.2.ffn.experts.w2.out",
+        "layers.0.attn.norm.out",
+    ]
+    text = str(panel.blocks)
+    assert "2 of 10 outputs can be looked at closely here, the worst ones" in text
+    assert not any(isinstance(each, Looks) for each in replay_panel(replay(), most=0).blocks)
+
+
+def test_a_run_of_which_nothing_was_judged_has_a_panel() -> None:
+    panel = replay_panel(ReplayRecord(Verdict.UNDECIDED, "nothing", ()))
+    assert panel.blocks == ()
+    assert panel.verdict is Verdict.UNDECIDED
+
+
+def test_where_texts_part_is_told_and_meant_by_the_replay() -> None:
+    panel = text_panel(texts(), DIFFERS)
+    assert panel.sentence == "They part on 1 of 2 prompts, first at new token 2."
+    assert panel.verdict is DIFFERS
+    first, second = (block for block in panel.blocks if isinstance(block, Voices))
+    assert (first.parting, second.parting) == (None, 1)
+    legal = text_panel(texts(), Verdict.AGREES)
+    assert legal.verdict is Verdict.AGREES
+    assert legal.sentence.endswith("of two likely words, rounding chose the other.")
+    same = text_panel(TextRecord(texts().said[:1]), DIFFERS)
+    assert (same.verdict, same.sentence) == (Verdict.AGREES, "Candidate and twin say the same.")
+    assert text_panel(TextRecord(()), DIFFERS).verdict is Verdict.UNDECIDED
+
+
+def test_near_ties_and_undecided_outputs_are_listed_apart() -> None:
+    folds = [each for each in replay_panel(replay()).blocks if isinstance(each, Details)]
+    assert [each.summary for each in folds] == [
+        "1 output with near ties",
+        "1 output with no judgement",
+    ]
+
+
+def test_the_page_survives_its_file_and_renders_alike() -> None:
+    page = replay_page()
+    again = page_from_json(page_to_json(page))
+    assert page_html(again) == page_html(page)
+    assert {type(block) for panel in page.panels for block in panel.blocks} <= set(BLOCKS.values())
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_words_stay_words(text: str) -> None:
+    markup = page_html(replay_page(text))
+    for tag in ("<script>", "<img src=x", "<svg onload"):
+        assert markup.count(tag) == page_html(replay_page("plain")).count(tag)
+    markup.encode("utf-8")
+
+
+def test_a_model_of_61_layers_fits_with_few_looks() -> None:
+    record = replay()
+    outputs = tuple(
+        replace(each, component=f"layers.{layer}.a{role}", role=f"a{role}", layer=layer)
+        for layer in range(61)
+        for role in range(43)
+        for each in record.outputs[2:3]
+    )
+    page = replay_page()
+    panel = replay_panel(replace(record, outputs=outputs), FILES, 150)
+    size = len(page_html(page.with_panel(panel)).encode())
+    assert size < SIZE_LIMIT
