@@ -88,8 +88,9 @@ def unit_of(linear: Linear, groups: int, options: Options) -> Unit:
         raise ShapeMismatch(
             f"rows of {linear.name}",
             rows,
-            f"{groups} groups of a multiple of {BLOCK_ROWS}",
-            "DeepGEMM's scales cover 128 rows of one group.",
+            f"{groups} groups of a multiple of {BLOCK_ROWS} rows, one of DeepGEMM's scales each",
+            "Leave wo_a as it is: this kernel cannot read the model. `--to fp8-block` has no such"
+            " limit.",
         )
     made = _WoA(linear, Extents(groups, rows // groups, columns), options)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -8,8 +9,9 @@ import torch
 
 from degarble.harness.checkpoint.convert.job import convert
 from degarble.harness.checkpoint.convert.prove import prove
+from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.errors import LayoutMismatch, UnknownName
+from degarble.harness.errors import LayoutMismatch, ShapeMismatch, UnknownName
 from degarble.harness.formats.packed_scales import unpack_scales
 from degarble.suites.checkpoint.convert.converting_cases import (
     V4,
@@ -130,3 +132,14 @@ def test_other_sources_and_options_are_refused(tmp_path: Path) -> None:
         convert(source("bf16"), tmp_path / "out", "deepgemm-wo-a", {"gpu": "sm10"})
     with pytest.raises(UnknownName, match="option of deepgemm-wo-a"):
         convert(source("bf16"), tmp_path / "out", "deepgemm-wo-a", {"block_shape": 128})
+
+
+def test_groups_that_are_no_multiple_of_a_scale_are_refused_by_name(tmp_path: Path) -> None:
+    """As in a very small model: 32 rows a group, where one scale stands for 128."""
+    config = replace(V4, o_lora_rank=32)
+    write_checkpoint(tmp_path / "made", Synthetic(config, "official", seed=1))
+    rows = config.o_groups * 32
+    told = rf"rows of layers\.0\.attn\.wo_a = {rows}: expected {config.o_groups} groups of .*128"
+    with pytest.raises(ShapeMismatch, match=told):
+        convert(tmp_path / "made", tmp_path / "out", "deepgemm-wo-a", {"gpu": "sm90"})
+    assert not (tmp_path / "out").exists()
