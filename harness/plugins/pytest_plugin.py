@@ -25,7 +25,7 @@ from degarble.harness.errors import MissingDevice, Refused, UnknownName, Unreada
 from degarble.harness.plugins.presence import DEVICES, missing_device, missing_requirement
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -209,6 +209,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 def run_options(pytestconfig: pytest.Config) -> RunOptions:
     """Give the options of this run; a suite that cannot do without one is marked needs("--...")."""
     return pytestconfig.stash[_RUN]
+
+
+@pytest.fixture(scope="session")
+def judge() -> Callable[..., Any]:
+    """Give `degarble.harness.api.judge`; `judge(...).require()` fails with all that is known."""
+    from degarble.harness import api  # noqa: PLC0415  imports torch: not when the plugin is loaded
+
+    return api.judge
 
 
 def asked_markers(expression: str) -> set[str]:

@@ -107,7 +107,8 @@ class ModuleRecorder:
                 "model", "no tensor", "a tensor of tokens as its first argument",
                 "Call the model with its tokens.",
             )  # fmt: skip
-        batch, time = (first.shape[0], first.shape[1]) if first.ndim > 1 else (1, first.shape[0])
+        extents = first.shape[:-1] if first.is_floating_point() else first.shape
+        batch, time = (extents[0], extents[1]) if len(extents) > 1 else (1, *extents, 1)[:2]
         self._shape = (batch, time)
         cache: Any = named.get("past_key_values")
         past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0

@@ -9,7 +9,7 @@ Kept honest by suites/runs/test_capture_recorder.py.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -26,9 +26,20 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.weight import Weight
     from degarble.harness.protocols import ComponentCall
-    from degarble.harness.record.capture_writer import CaptureWriter
     from degarble.harness.runs.capture_snapshots import Snapshot
     from degarble.references.binding import Bound
+
+
+class Sink(Protocol):
+    """Where steps and calls go: a CaptureWriter, or a run in memory."""
+
+    def step(self, step: Step) -> None:
+        """Begin a forward pass."""
+        ...
+
+    def call(self, call: SentCall) -> None:
+        """Take one call."""
+        ...
 
 
 class Taken(NamedTuple):
@@ -43,7 +54,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: CaptureWriter,
+        writer: Sink,
         wanted: Wanted | None = None,
         *,
         statistics_only: bool = False,

@@ -238,3 +238,23 @@ def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
     omitted = [line for line in done.stdout.splitlines() if "00: 1 in" in line]
     assert len(omitted) == 1, done.stdout
     assert "degarble/suites/test_planted.py" in omitted[0]
+
+
+def test_the_fixture_judge_tells_all_of_a_wrong_kernel(house: House) -> None:
+    house.pytester.makepyfile(
+        """
+import torch
+
+x, w = torch.arange(512.).reshape(8, 64).sin(), torch.arange(1024.).reshape(16, 64).cos()
+
+def test_right(judge):
+    judge("gemm", x, w, x @ w.T).require()
+
+def test_wrong(judge):
+    judge("gemm", x, w, (x @ w.T) * 2).require()
+"""
+    )
+    result = house.pytester.runpytest_inprocess("-p", PLUGIN)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*128 of 128 elements are each beyond their budget*"])
+    result.stdout.fnmatch_lines(["*cause: M43.gain: the factor 2*"])

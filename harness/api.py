@@ -1,0 +1,108 @@
+"""The stable surface of degarble: what a kernel's suite and a notebook import. Semantic versioning.
+
+`judge` says of one kernel call whether it is right, by which budget, and if not, why. `capture`
+records any torch model, `check` judges every module of the record that it has a twin for. Names
+that are not listed in `__all__` may change in any version; these change with the major one.
+Kept honest by suites/test_api.py, which runs the examples of docs/api.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.single import Setting, judge
+from degarble.harness.engine.single_modules import Checked, Twin, check_modules
+from degarble.harness.engine.single_told import JudgedKernel
+from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.weight import Weight
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.capture_writer import CaptureWriter
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.capture_memory import MemoryRun
+from degarble.harness.runs.capture_modules import Place, places_by_name, recording
+from degarble.harness.runs.capture_recorder import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = (
+    "NVFP4",
+    "Checked",
+    "DegarbleError",
+    "JudgedKernel",
+    "Place",
+    "QuantisedTensor",
+    "Setting",
+    "Twin",
+    "Verdict",
+    "Weight",
+    "capture",
+    "check",
+    "dequantise",
+    "judge",
+    "quantise",
+)
+
+
+def capture(
+    model: torch.nn.Module,
+    *arguments: Any,
+    places: Iterable[Place] | None = None,
+    components: str | None = None,
+    folder: Path | str | None = None,
+) -> MemoryRun | Capture:
+    """Run a model once and record its components: in memory, or in a folder for `degarble compare`.
+
+    `places` maps modules to components; without it every leaf module is one, by its name.
+    `components` keeps those that fit a pattern, such as "mlp.*"; the others are not recorded.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            "model", type(model).__name__, "a torch module", "Judge a bare function with judge()."
+        )
+    chosen = list(places_by_name(model) if places is None else places)
+    wanted = Wanted.of(components=components)
+    wanted.require_choosing([place.component for place in chosen])
+    if folder is None:
+        run = MemoryRun()
+        _record(model, arguments, chosen, Recorder(run, wanted))
+        return run
+    with CaptureWriter(Path(folder), {"model": type(model).__name__}) as writer:
+        _record(model, arguments, chosen, Recorder(writer, wanted))
+        writer.finish()
+    return Capture.open(Path(folder))
+
+
+def _record(
+    model: torch.nn.Module, arguments: tuple[Any, ...], places: list[Place], recorder: Recorder
+) -> None:
+    with torch.inference_mode(), recording(model, places, recorder):
+        model(*arguments)
+
+
+def check(
+    run: MemoryRun | Capture | Path | str,
+    twin: Twin | Mapping[str, Any],
+    definitions: Mapping[str, Any] | None = None,
+) -> Checked:
+    """Judge every captured call whose component the twin knows, on the inputs that it was given.
+
+    `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as
+    they are stored, never as the model holds them; `definitions`: callables by component.
+    """
+    if isinstance(run, (str, Path)):
+        run = Capture.open(Path(run))
+    if isinstance(twin, Twin):
+        if definitions is not None:
+            raise InvalidArgument(
+                "definitions", sorted(definitions), "none beside a Twin", "Pass them to Twin()."
+            )
+        return check_modules(run, twin)
+    return check_modules(run, Twin(dict(twin), definitions))

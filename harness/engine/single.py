@@ -1,0 +1,142 @@
+"""`judge`: one kernel call, without a checkpoint, against exact arithmetic on the same operands.
+
+Owns what a component may be called: a bare operation ("gemm", "rmsnorm", "swiglu",
+"quantise_nvfp4"), a role or a full name of an architecture whose config is given, or a callable
+that is the definition itself. The answer is two-sided: beyond the budget of the twin, and nearer to
+the unquantised reference than the twin can be. What differs is explained by reproduction.
+
+Refuses unknown names, operands that do not fit or are not finite, outputs of another kind.
+Kept honest by suites/engine/test_single.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.single_components import judge_component
+from degarble.harness.engine.single_gemm import judge_product, require_output
+from degarble.harness.engine.single_operations import (
+    by_callable,
+    judge_defined,
+    judge_quantised,
+    rms_norm,
+    swiglu,
+)
+from degarble.harness.engine.single_product import Product
+from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.formats.block_formats import NVFP4, block_format
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+
+if TYPE_CHECKING:
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.engine.single_told import JudgedKernel
+
+OPERATIONS = ("gemm", "rmsnorm", "swiglu", "quantise_nvfp4")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Facts that operands do not tell; what an operation has no use for is ignored.
+
+    `config` and `recipe` are of a model's component; `activation` is the format of inputs that
+    arrive as codes; `epsilon` of a norm; `limit` the clamp of a SwiGLU.
+    """
+
+    config: Config | None = None
+    recipe: Recipe | str | None = None
+    activation: str = NVFP4.name
+    epsilon: float = 1e-6
+    limit: float | None = None
+
+
+def judge(
+    component: Any,
+    inputs: Any,
+    weights: Any,
+    output: Any,
+    *,
+    reference: Any = None,
+    setting: Setting | None = None,
+) -> JudgedKernel:
+    """Judge one kernel call. `reference`: unquantised operands by name, or the output they give."""
+    how = setting or Setting()
+    if callable(component):
+        name = getattr(component, "__name__", type(component).__name__)
+        return judge_defined(name, by_callable(component, inputs, weights), output)
+    if not isinstance(component, str):
+        raise InvalidArgument(
+            "component", type(component).__name__, "a name, or a callable as the definition",
+            f"Bare operations are {', '.join(OPERATIONS)}.",
+        )  # fmt: skip
+    if reference is not None and component != "gemm":
+        raise InvalidArgument(
+            "reference", component, "a gemm, whose operands can be compared unquantised",
+            "Leave it out, or judge the product alone.",
+        )  # fmt: skip
+    if component not in OPERATIONS and how.config is None:
+        raise UnknownName.among("component without a config", component, OPERATIONS)
+    given = _by_name(inputs)
+    match component:
+        case "gemm":
+            return _gemm(given, weights, output, reference, how)
+        case "rmsnorm":
+            return judge_defined(component, rms_norm(given, weights, how.epsilon), output)
+        case "swiglu":
+            return judge_defined(component, swiglu(given, how.limit), output)
+        case "quantise_nvfp4":
+            return judge_quantised(given, output)
+    assert how.config is not None, "refused above"
+    return judge_component(component, given, weights, output, (how.config, how.recipe))
+
+
+def _by_name(inputs: Any) -> dict[str, Any]:
+    return dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
+
+
+def _gemm(
+    given: dict[str, Any], weights: Any, output: Any, reference: Any, how: Setting
+) -> JudgedKernel:
+    x = _coded(given, how.activation) if "codes" in given else given.get("x")
+    known = {"codes", "block_scale", "tensor_scale"} if "codes" in given else {"x"}
+    for name in given:
+        if name not in known:
+            raise UnknownName.among("input", name, known)
+    named = weights if isinstance(weights, dict) else {"w": weights}
+    for name in named:
+        if name not in {"w", "bias"}:
+            raise UnknownName.among("weight", name, ("w", "bias"))
+    dtype = output.dtype if isinstance(output, torch.Tensor) else torch.bfloat16
+    require_output("output", output, tuple(getattr(output, "shape", ())))
+    product = Product.of(x, named.get("w"), dtype, named.get("bias"))
+    return judge_product("gemm", product, output, reference)
+
+
+def _coded(given: dict[str, Any], activation: str) -> QuantisedTensor:
+    """Codes and scales as components receive them: linear, low nibble even, decode scales."""
+    form = block_format(activation)
+    codes, scale = given["codes"], given.get("tensor_scale")
+    if not isinstance(codes, torch.Tensor) or "block_scale" not in given:
+        raise InvalidArgument(
+            "inputs", sorted(given), "codes and block_scale", "Pass both, as tensors."
+        )
+    block_scale, width = given["block_scale"], codes.shape[-1] * (2 if form.packed else 1)
+    if scale is not None and scale.ndim:
+        codes, block_scale = codes.unsqueeze(-2), block_scale.unsqueeze(-2)
+    return QuantisedTensor(
+        codes=codes,
+        block_scale=block_scale,
+        tensor_scale=scale,
+        format=form,
+        dialect=CANONICAL,
+        layout=LINEAR,
+        direction=None if scale is None else ScaleDirection.DECODE,
+        nibble_order=NibbleOrder.LOW_EVEN if form.packed else None,
+        shape=(*codes.shape[:-1], width),
+    )

@@ -1,0 +1,279 @@
+"""The modules of any torch model judged one by one, each on the inputs that it was given.
+
+Owns the twin of a plain model (its weights as they are stored, decoded once while that fits into
+memory), the walk over a captured run, and what is said of it: which components differ from their
+twin, which agree, which were not judged because nobody said what they compute. Errors of earlier
+modules are no module's fault, because each is replayed on its own inputs; a value that was not
+finite before a module ran is told of the module that made it.
+
+Refuses weights of components that the run does not have. Kept honest by
+suites/engine/test_single_modules.py.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.engine.seen import same_bits
+from degarble.harness.engine.single_gemm import agrees_at_once, judge_product
+from degarble.harness.engine.single_operations import by_callable, judge_defined
+from degarble.harness.engine.single_product import OUTPUTS, Operand, Product
+from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.record.verdict import SCHEMA, Origin, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.seen import SeenRun
+    from degarble.harness.engine.single_told import JudgedKernel
+    from degarble.harness.record.capture_types import Call
+
+HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
+_REMEMBERED = 4  # calls of a component that agreed and are not judged again
+_WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
+
+
+class Twin:
+    """What every component computes: weights of products by component, and other definitions.
+
+    A weight is a tensor, a QuantisedTensor or a Weight, or a dict of `w` and `bias`; a definition
+    is a callable of the component's captured inputs, in their order.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Any], definitions: Mapping[str, Any] | None = None
+    ) -> None:
+        self._weights = {name: _parts(name, held) for name, held in weights.items()}
+        self._definitions = dict(definitions or {})
+        for name, each in self._definitions.items():
+            if not callable(each) or name in self._weights:
+                raise InvalidArgument(
+                    f"definition of {name}", type(each).__name__,
+                    "a callable, for a component without a weight",
+                    "Pass a function of its captured inputs.",
+                )  # fmt: skip
+        self._held: dict[str, Operand] = {}
+        self._agreed: dict[str, deque[_Agreed]] = {}
+        self._room = HELD_VALUES
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The components that it knows."""
+        return (*self._weights, *self._definitions)
+
+    def judge_call(self, run: SeenRun, call: Call) -> JudgedKernel | None:
+        """Judge one call of a run; one that agreed in an earlier run that is still there is known.
+
+        Runs of one model share much: with a fault in layer 7, all of layers 0 to 6.
+        """
+        inputs, outputs = run.inputs(call), run.outputs(call)
+        for known in self._agreed.get(call.component, ()):
+            earlier = known.run()
+            if earlier is not None and known.equals(earlier, inputs, outputs):
+                return known.judged
+        found = self.judge(call.component, inputs, outputs)
+        if found is not None and found.verdict is Verdict.AGREES:
+            kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
+            kept.append(_Agreed(weakref.ref(run), call, found))
+        return found
+
+    def judge(
+        self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> JudgedKernel | None:
+        """Judge one call; None where nobody said what the component computes."""
+        if component in self._definitions:
+            made = by_callable(self._definitions[component], tuple(inputs.values()), None)
+            return judge_defined(component, made, dict(outputs))
+        if component not in self._weights or set(inputs) != {_IN} or set(outputs) != {_OUT}:
+            return None
+        x, out = inputs[_IN], outputs[_OUT]
+        if out.dtype not in OUTPUTS:
+            return None
+        bias = self._weights[component].get(_BIAS)
+        product = Product.of(x, self._operand(component), out.dtype, bias)
+        at_once = agrees_at_once(component, product, out)
+        return at_once or judge_product(component, product, out)
+
+    def _operand(self, component: str) -> Operand:
+        known = self._held.get(component)
+        if known is None:
+            known = Operand.of(f"weight of {component}", self._weights[component][_WEIGHT])
+            size = known.values.numel()
+            if size <= self._room:
+                self._room -= size
+                self._held[component] = known
+        return known
+
+
+@dataclass(frozen=True, eq=False)
+class _Agreed:
+    """A call that agreed; its tensors are the run's, while that lasts."""
+
+    run: weakref.ref[SeenRun]
+    call: Call
+    judged: JudgedKernel
+
+    def equals(
+        self, run: SeenRun, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether another call was given and returned the same bits."""
+        for ours, theirs in ((run.inputs(self.call), inputs), (run.outputs(self.call), outputs)):
+            if set(ours) != set(theirs):
+                return False
+            if not all(same_bits(ours[name], each) for name, each in theirs.items()):
+                return False
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What is said of a run: the worst call of every judged component, in the order of the run."""
+
+    verdict: Verdict
+    judged: Mapping[str, JudgedKernel] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the call that is told
+    unjudged: tuple[str, ...] = ()
+    inherited: tuple[str, ...] = ()  # given values that are not finite
+    first_not_finite: str = ""
+
+    @property
+    def troubles(self) -> tuple[JudgedKernel, ...]:
+        """The components that differ, the first of the run first."""
+        return tuple(e for e in self.judged.values() if e.verdict is Verdict.DIFFERS)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The same, as `--json` spells origins."""
+        return tuple(_origin(each, self.steps[each.component]) for each in self.troubles)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in a sentence."""
+        count = len(self.judged)
+        if self.verdict is Verdict.AGREES:
+            return f"{count} components agree with their twins."
+        if self.verdict is Verdict.UNDECIDED:
+            return "Nothing was judged: no weight and no definition fits a captured component."
+        names = ", ".join(each.component for each in self.troubles)
+        return f"{len(self.troubles)} of {count} components differ from their twins: {names}."
+
+    def lines(self) -> list[str]:
+        """Everything, line by line."""
+        told = [f"{self.verdict}: {self.sentence}"]
+        if self.first_not_finite:
+            told.append(f"The first value that is not finite is put out by {self.first_not_finite}")
+        for each in self.troubles:
+            told += each.lines()
+        if self.inherited:
+            told.append(
+                f"Not judged, given values that are not finite: {', '.join(self.inherited)}"
+            )
+        if self.unjudged:
+            told.append(f"Not judged, nobody said what they compute: {', '.join(self.unjudged)}")
+        return told
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        return {
+            "schema": SCHEMA,
+            "verdict": str(self.verdict),
+            "origins": [vars(each) | {"where": dict(each.where)} for each in self.origins],
+            "cosines": [
+                {"component": name, "cosine": _cosine(each), "ratio": each.ratio}
+                for name, each in self.judged.items()
+            ],
+            "unjudged": list(self.unjudged),
+            "inherited": list(self.inherited),
+        }
+
+
+def check_modules(run: SeenRun, twin: Twin) -> Checked:
+    """Judge every call of a captured run that the twin knows."""
+    seen = {call.component for call in run.calls}
+    for name in twin.names:
+        if name not in seen:
+            raise UnknownName.among("component of the twin", name, seen)
+    worst: dict[str, JudgedKernel] = {}
+    steps: dict[str, int] = {}
+    unjudged, inherited, first = {}, {}, ""
+    for call in run.calls:
+        inputs, outputs = run.inputs(call), run.outputs(call)
+        spoilt = not _all_finite(inputs)
+        if not spoilt and not first and not _all_finite(outputs):
+            first = f"{call.component} in step {call.step}"
+        if spoilt:
+            inherited[call.component] = True
+            continue
+        found = twin.judge_call(run, call)
+        if found is None:
+            unjudged[call.component] = True
+        elif call.component not in worst or found.ratio > worst[call.component].ratio:
+            worst[call.component], steps[call.component] = found, call.step
+    verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
+    if any(each.verdict is Verdict.DIFFERS for each in worst.values()):
+        verdict = Verdict.DIFFERS
+    return Checked(verdict, worst, steps, tuple(unjudged), tuple(inherited), first)
+
+
+def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(
+        bool(each.isfinite().all()) for each in tensors.values() if each.dtype.is_floating_point
+    )
+
+
+def _parts(name: str, held: Any) -> dict[str, Any]:
+    if not isinstance(held, dict):
+        return {_WEIGHT: held}
+    if _WEIGHT not in held or not set(held) <= {_WEIGHT, _BIAS}:
+        raise InvalidArgument(
+            f"weight of {name}", sorted(held), "w, and bias where there is one", "Name the parts."
+        )
+    return dict(held)
+
+
+def _cosine(judged: JudgedKernel) -> float | None:
+    for each in judged.outputs.values():
+        if each.comparison is not None:
+            return float(each.comparison.total.cosine)
+    return None if judged.verdict is not Verdict.AGREES else 1.0
+
+
+def _origin(judged: JudgedKernel, step: int) -> Origin:
+    cause = judged.cause
+    output, found = next((name, e) for name, e in judged.outputs.items() if e.findings)
+    comparison = found.comparison
+    length = float(comparison.total.relative_l2) if comparison is not None else None
+    name = judged.component
+    layer = name.split(".")[1] if name.startswith("layers.") else ""
+    worst = found.findings[0]
+    where: dict[str, str | int | float] = {"step": step}
+    where |= {"level": worst.level, "place": ", ".join(map(str, worst.place))}
+    return Origin(
+        layer=int(layer) if layer.isdigit() else None,
+        component=name.split(".", 2)[2] if layer.isdigit() else name,
+        site=f"{name}.out" if output == _OUT else f"{name}.out.{output}",
+        where=where,
+        fault=cause.fault if cause else None,
+        cosine=_cosine(judged),
+        difference=length,
+        budget=_allowed(judged),
+        confidence=1.0 if cause else 0.0,
+        evidence=cause.evidence if cause else str(worst),
+    )
+
+
+def _allowed(judged: JudgedKernel) -> float | None:
+    """What the whole difference may be, relative to the twin."""
+    for each in judged.outputs.values():
+        if each.comparison is not None and float(each.comparison.total.rr) > 0:
+            return each.allowed_length / math.sqrt(float(each.comparison.total.rr))
+    return None

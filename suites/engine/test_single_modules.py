@@ -1,0 +1,134 @@
+"""Any torch model through its modules: a clean one agrees, a fault is told of its own module."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from degarble.harness import api
+from degarble.harness.engine import single_modules
+from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.suites.engine.decoder_toy import FAULTS, PLACE, Toy, toy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINEARS = 7
+
+
+@pytest.fixture(scope="module")
+def small() -> Toy:
+    return toy(layers=9, width=128, wide=256, tokens=48)
+
+
+@pytest.fixture(scope="module")
+def twin(small: Toy) -> api.Twin:
+    return api.Twin(small.weights)
+
+
+def test_a_clean_model_agrees_in_every_linear(small: Toy, twin: api.Twin) -> None:
+    found = api.check(api.capture(small.model, small.tokens), twin)
+    assert found.verdict is api.Verdict.AGREES
+    assert len(found.judged) == 9 * LINEARS
+    assert found.troubles == ()
+    assert found.origins == ()
+    assert {name.rpartition(".")[2] for name in found.unjudged} >= {"embed", "input_layernorm"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_of_its_module_alone(small: Toy, twin: api.Twin, fault: str) -> None:
+    change, named = FAULTS[fault]
+    small.put(PLACE, change(small.weights[PLACE]))
+    try:
+        found = api.check(api.capture(small.model, small.tokens), twin)
+    finally:
+        small.put(PLACE, small.weights[PLACE])
+    assert found.verdict is api.Verdict.DIFFERS
+    assert [each.component for each in found.troubles] == [PLACE]
+    (origin,) = found.origins
+    assert (origin.layer, origin.component, origin.fault) == (7, "mlp.down_proj", named)
+    document = json.loads(json.dumps(found.document()))
+    assert (document["schema"], document["verdict"]) == (1, "DIFFERS")
+    assert PLACE in str(found)
+
+
+def test_bfloat16_models_are_judged_by_the_budget(small: Toy) -> None:
+    """Not bit for bit our own product, so each output goes through the exact twin."""
+    run = api.capture(small.model.bfloat16(), small.tokens)
+    small.model.float()
+    for name, tensor in small.weights.items():
+        small.put(name, tensor)
+    found = api.check(
+        run, {name: w for name, w in _rounded(small).items() if name[:8] < "layers.2"}
+    )
+    assert found.verdict is api.Verdict.AGREES, str(found)
+    assert max(each.ratio for each in found.judged.values()) <= 0.7
+
+
+def _rounded(small: Toy) -> dict[str, torch.Tensor]:
+    return {
+        name: api.dequantise(each, torch.float32).bfloat16() for name, each in small.weights.items()
+    }
+
+
+def test_calls_that_agreed_are_not_judged_again(
+    small: Toy, twin: api.Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [api.capture(small.model, small.tokens) for _ in range(2)]
+    assert api.check(runs[0], twin).verdict is api.Verdict.AGREES
+    monkeypatch.setattr(single_modules, "agrees_at_once", lambda *_: pytest.fail("judged again"))
+    assert api.check(runs[1], twin).verdict is api.Verdict.AGREES
+
+
+def test_captures_on_disk_are_judged_alike(small: Toy, tmp_path: Path) -> None:
+    api.capture(small.model, small.tokens, folder=tmp_path / "run", components="mlp.*")
+    found = api.check(tmp_path / "run", {n: w for n, w in small.weights.items() if ".mlp." in n})
+    assert found.verdict is api.Verdict.AGREES
+    assert len(found.judged) == 9 * 3
+
+
+def test_definitions_and_values_that_are_not_finite() -> None:
+    first, last = nn.Linear(8, 8), nn.Linear(8, 4)
+    model = nn.Sequential(first, nn.GELU(), last)
+    run = api.capture(model, torch.randn(5, 8))
+    weights = {
+        "m0": {"w": first.weight.detach().clone(), "bias": first.bias.detach().clone()},
+        "m2": {"w": last.weight.detach().clone(), "bias": last.bias.detach().clone()},
+    }
+    gelu = {"m1": nn.GELU()}
+    found = api.check(run, weights, gelu)
+    assert (found.verdict, len(found.judged)) == (api.Verdict.AGREES, 3), str(found)
+    tanh = {"m1": lambda x: nn.functional.gelu(x, approximate="tanh")}
+    assert [e.component for e in api.check(run, weights, tanh).troubles] == ["m1"]
+    with torch.no_grad():
+        first.weight[3, 3] = math.nan
+    found = api.check(api.capture(model, torch.randn(5, 8)), weights, gelu)
+    assert [each.component for each in found.troubles] == ["m0"]
+    assert found.inherited == ("m1", "m2")
+    assert found.first_not_finite == "m0 in step 0"
+
+
+def test_what_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    run = api.capture(model, torch.randn(5, 8))
+    weight = torch.zeros(8, 8)
+    with pytest.raises(UnknownName, match="Did you mean m0"):
+        api.check(run, {"m0_": weight})
+    with pytest.raises(InvalidArgument, match="Name the parts"):
+        api.check(run, {"m0": {"weight": weight}})
+    with pytest.raises(InvalidArgument, match="a callable"):
+        api.check(run, {}, {"m0": 3})
+    with pytest.raises(InvalidArgument, match="weight of m0"):
+        api.check(run, {"m0": "x"})
+    with pytest.raises(InvalidArgument, match="none beside a Twin"):
+        api.check(run, api.Twin({}), {})
+    with pytest.raises(InvalidArgument, match="a torch module"):
+        api.capture(lambda x: x, weight)  # type: ignore[arg-type]
+    with pytest.raises(UnknownName, match="--components"):
+        api.capture(model, torch.randn(5, 8), components="nothing")
+    assert api.check(run, {}).verdict is api.Verdict.UNDECIDED
