@@ -22,7 +22,7 @@ from degarble.suites.checkpoint.writing_cases import quick_folder, tree
     ("modes", "least"),
     [
         (("moments=3", "file-size=1", "read-only=1", "full=1"), 5),
-        pytest.param(("moments=110",), 200, marks=pytest.mark.slow),
+        pytest.param(("moments=170",), 200, marks=pytest.mark.slow),
         pytest.param(("file-size=40", "full=40"), 40, marks=pytest.mark.slow),
     ],
 )
