@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -121,6 +121,23 @@ class _Allowances:
         np.maximum.at(out[:, 4:], labels[kept], self.stack[kept][:, 4:])
         return _Allowances(out)
 
+    def in_runs(self, per: int, axis: int) -> _Allowances:
+        """Join every `per` neighbours along an axis."""
+        count = self.stack.shape[axis]
+        if per == 1 or not count:
+            return self
+        starts = np.arange(0, count, per)
+        parts = (
+            joined.reduceat(part, starts, axis=axis)
+            for joined, part in ((np.add, self.stack[..., :4]), (np.maximum, self.stack[..., 4:]))
+        )
+        return _Allowances(np.concatenate(tuple(parts), axis=-1))
+
+    def joined(self) -> _Allowances:
+        """Join all that lie along the first axis."""
+        sums, largest = self.stack[..., :4].sum(0), self.stack[..., 4:].max(0, initial=0.0)
+        return _Allowances(np.concatenate((sums, largest), axis=-1))
+
     def repeated(self, count: int) -> _Allowances:
         """Let `count` elements err together: their sum varies more, its mean stays."""
         factors = np.array([1, count, 1, count, count, count], np.float64)
@@ -129,7 +146,7 @@ class _Allowances:
     @property
     def length(self) -> NDArray[np.float64]:
         """What the length of a place's difference may be."""
-        squares, fourth, _, _, largest, _ = np.moveaxis(self.stack, -1, 0)
+        squares, fourth, largest = (self.stack[..., k] for k in (0, 1, 4))
         bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
         allowed: NDArray[np.float64] = np.sqrt(bound) / HEADROOM
         return allowed
@@ -137,7 +154,7 @@ class _Allowances:
     @property
     def pull(self) -> NDArray[np.float64]:
         """What the sum of reference times difference may be."""
-        _, _, most, squares, _, largest = np.moveaxis(self.stack, -1, 0)
+        most, squares, largest = (self.stack[..., k] for k in (2, 3, 5))
         bound = most + np.sqrt(2 * _LOG * squares) + _LOG / 3 * largest
         allowed: NDArray[np.float64] = bound / HEADROOM
         return allowed
@@ -152,12 +169,11 @@ def judge(
     found = compare(candidate, twin, places)
     element, rows, cells = _allowances(candidate, twin, budget, found)
     per = found.places.tile[1] // found.cell
-    bands, runs = cells.shape[:2]
-    tile_of = np.arange(bands)[:, None] * -(-runs // per) + np.arange(runs) // per
-    flat = _Allowances(cells.reshape(-1, 6))
-    tiles = flat.folded(tile_of.reshape(-1), bands * -(-runs // per))
-    columns = flat.folded(np.tile(np.arange(runs), bands), runs)
-    whole = flat.folded(np.zeros(len(flat.stack), np.int64), 1)
+    runs = cells.shape[1]
+    by_cell = _Allowances(cells)
+    tiles = _Allowances(by_cell.in_runs(per, 1).stack.reshape(-1, 6))
+    columns = by_cell.joined()
+    whole = _Allowances(columns.joined().stack[None])
     high, wide = budget.repeats
     in_tile = min(high, found.places.tile[0]) * min(wide, found.places.tile[1])
     levels = [
@@ -191,9 +207,7 @@ def _worst_of(level: str, sums: NDArray[np.float64], allowances: _Allowances) ->
         return
     lengths, allowed = np.sqrt(sums[:, 3]), allowances.length
     pulls, allowed_pull = np.abs(sums[:, 2]), allowances.pull
-    with np.errstate(invalid="ignore", divide="ignore"):
-        far = np.where(lengths > 0, lengths / allowed, 0.0)
-        pulled = np.where(pulls > 0, pulls / allowed_pull, 0.0)
+    far, pulled = _ratios(lengths, allowed), _ratios(pulls, allowed_pull)
     at = int(far.argmax())
     yield Finding(f"length of {level}", (at,), float(lengths[at]), float(allowed[at]))
     at = int(pulled.argmax())
@@ -213,19 +227,31 @@ def _allowances(
     worst = Finding("element", (0, 0), 0.0, 0.0)
     slack = _slack(budget, found.shape).reshape(height, width)
     c_MK, t_MK = (side.detach().reshape(height, width) for side in (candidate, twin))
-    step = max(1, _PANEL // max(1, width))
+    step, starts = max(1, _PANEL // max(1, width)), np.arange(0, width, cell)
     for start in range(0, height if width else 0, step):
         part = slice(start, min(start + step, height))
         c, t = values_of_any(c_MK[part].cpu()), values_of_any(t_MK[part].cpu())
-        known = np.isfinite(c) & np.isfinite(t)
-        t, e = np.where(known, t, 0.0), np.where(known, slack[part].double().numpy(), 0.0)
-        d = np.where(known, np.abs(c - t), 0.0)
+        e = slack[part].double().numpy()
+        if found.census.clean:
+            d = np.abs(c - t)
+        else:
+            known = np.isfinite(c) & np.isfinite(t)
+            t, e = np.where(known, t, 0.0), np.where(known, e, 0.0)
+            d = np.where(known, np.abs(c - t), 0.0)
         most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
         worst = max(worst, _worst_element(d, most, start), key=lambda each: each.ratio)
         square, size = (most - e) * e + e * e, np.abs(t)
-        terms = (square, square * most * most, size * e, t * t * square, most * most, size * most)
-        by_cell = np.stack([_joined(term, cell, k > 3) for k, term in enumerate(terms)], axis=-1)
+        largest = most * most
+        terms = (square, square * largest, size * e, t * t * square, largest, size * most)
+        by_cell = np.empty((*d.shape[:-1], len(starts), 6))
+        for k, term in enumerate(terms):
+            by_cell[..., k] = (np.maximum if k > 3 else np.add).reduceat(term, starts, axis=1)
         rows[part, :4], rows[part, 4:] = by_cell[..., :4].sum(1), by_cell[..., 4:].max(1)
+        if start // tall == (part.stop - 1) // tall:
+            band = cells[start // tall]
+            band[:, :4] += by_cell[..., :4].sum(0)
+            np.maximum(band[:, 4:], by_cell[..., 4:].max(0), out=band[:, 4:])
+            continue
         bands = np.arange(part.start, part.stop) // tall
         np.add.at(cells[..., :4], bands, by_cell[..., :4])
         np.maximum.at(cells[..., 4:], bands, by_cell[..., 4:])
@@ -243,19 +269,17 @@ def _slack(budget: Budget, shape: tuple[int, ...]) -> Tensor:
 
 
 def _worst_element(d: NDArray[np.float64], most: NDArray[np.float64], start: int) -> Finding:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = np.where(d > 0, d / most, 0.0)
-    row, column = np.unravel_index(int(ratios.argmax()), ratios.shape)
-    place = (int(row) + start, int(column))
+    row, column = divmod(int(_ratios(d, most).argmax()), d.shape[1])
+    place = (row + start, column)
     return Finding("element", place, float(d[row, column]), float(most[row, column]) / HEADROOM)
 
 
-def _joined(term: NDArray[np.float64], cell: int, greatest: bool) -> NDArray[np.float64]:
-    """Sum, or find the largest of, every run of `cell` columns."""
-    starts = np.arange(0, term.shape[1], cell)
-    joined = np.maximum if greatest else np.add
-    found: NDArray[np.float64] = joined.reduceat(term, starts, axis=1)
-    return found
+def _ratios(measured: NDArray[np.float64], allowed: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Units of budget; infinite where something was measured and nothing is allowed."""
+    with np.errstate(divide="ignore"):
+        out: NDArray[np.float64] = np.zeros(measured.shape)
+        np.divide(measured, allowed, out=out, where=measured > 0)
+    return out
 
 
 def spacing(magnitude: NDArray[np.float64], fmt: ElementFormat) -> NDArray[np.float64]:
@@ -266,8 +290,17 @@ def spacing(magnitude: NDArray[np.float64], fmt: ElementFormat) -> NDArray[np.fl
     return steps
 
 
+class Allowing(Protocol):
+    """A judgement that says how long the whole difference may be."""
+
+    @property
+    def allowed_length(self) -> float:
+        """Of a healthy candidate."""
+        ...
+
+
 def nearer_than_the_twin(
-    judgement: Judgement, candidate: Tensor, twin: Tensor, reference: Tensor
+    judgement: Allowing, candidate: Tensor, twin: Tensor, reference: Tensor
 ) -> Finding:
     """Say by how much a candidate is nearer to the unquantised reference than its twin is.
 

@@ -90,8 +90,11 @@ def _attended_v4(call: Call, facts: V4Facts) -> tuple[Tensor, bool]:
             rows = torch.cat((near, own)).double()
             used = seen.any(0)  # most of a long window belongs to other tokens
             rows, seen = rows[used], seen[:, used]
-            logit = _logit(q[tokens].double(), rows, q.shape[-1] ** -0.5)
-            share = _shares(logit, seen, (sink, in_steps, not in_steps), facts.numerics.store)
+            scale = q.shape[-1] ** -0.5
+            logit, rest = _logit(q[tokens].double(), rows, 1.0 if in_steps else scale), sink
+            if in_steps:
+                logit, rest = _below_peak(logit, seen, (scale, sink), facts.numerics.store)
+            share = _shares(logit, seen, (rest, False, not in_steps), facts.numerics.store)
             added = U * (rows.shape[0] + FUNCTION) * share.value
             slack[tokens] = torch.matmul(share.error + added, rows.abs())
     return slack, not in_steps
@@ -129,6 +132,23 @@ def _logit(q: Tensor, rows: Tensor, scale: float) -> Near:
     return Near(value, U * ((q.shape[-1] / 2 + 2) * size + 2 * value.abs()))
 
 
+def _below_peak(
+    product: Near, seen: Tensor, how: tuple[float, Tensor], store: torch.dtype
+) -> tuple[Near, Tensor]:
+    """What transformers stores one after the other: product, logit, distance to the peak."""
+    scale, sink_H = how[0], how[1].to(store).double()
+    near = stored(product, store)
+    near = stored(Near(near.value * scale, near.error * scale), store)
+    value = near.value.masked_fill(~seen[:, None], -torch.inf)
+    top, at = value.max(-1, keepdim=True) if value.shape[-1] else (sink_H[None, :, None], None)
+    off = torch.zeros(()) if at is None else near.error.gather(-1, at)
+    peak = torch.maximum(top, sink_H[:, None])
+    off = torch.where(top >= sink_H[:, None], off, 0.0)
+    below = stored(Near(near.value - peak, near.error + off), store)
+    rest = stored(Near(sink_H[:, None] - peak, off), store)  # its own step is the peak's again
+    return Near(below.value, below.error + rest.error), rest.value.squeeze(-1)
+
+
 def _shares(
     logit: Near, seen: Tensor, how: tuple[Tensor | None, bool, bool], store: torch.dtype
 ) -> Near:
@@ -139,7 +159,7 @@ def _shares(
     hidden = ~seen[:, None]
     value = logit.value.masked_fill(hidden, -torch.inf)
     if sink is not None:
-        value = torch.cat((value, sink[:, None].expand(*value.shape[:2], 1)), dim=-1)
+        value = torch.cat((value, sink.expand(value.shape[:2]).unsqueeze(-1)), dim=-1)
     share = torch.softmax(value.masked_fill(value.amax(-1, keepdim=True).isneginf(), 0.0), dim=-1)
     share = torch.where(value.isneginf(), 0.0, share)
     below = torch.where(share > 0, value.amax(-1, keepdim=True) - value, 0.0)
@@ -216,7 +236,7 @@ def _absorbed(
     stepped = stored(mixed, store)
     own = torch.einsum("thc,hvc->thv", stepped.error, value_HvC.abs())
     expanded = torch.einsum("rc,hvc->hrv", latent, value_HvC).abs()
-    ulp = torch.from_numpy(np.asarray(spacing(mixed.value.abs().numpy(), BF16)))
+    ulp = torch.from_numpy(np.asarray(spacing((mixed.value.abs() + mixed.error).numpy(), BF16)))
     ulp = torch.where(stepped.error > 0, ulp, 0.0)
     through = torch.einsum("thr,hrv->thv", error, expanded)
     through = through + torch.einsum("thc,hvc->thv", ulp, value_HvC.abs())

@@ -67,9 +67,15 @@ class Coded:
 
 
 @lru_cache(maxsize=8)
+def _numbers(fmt: ElementFormat) -> Tensor:
+    """What every code stands for."""
+    return decode_array(torch.arange(fmt.code_count, dtype=torch.int64), fmt).double()
+
+
+@lru_cache(maxsize=8)
 def cells(fmt: ElementFormat) -> Cells:
     """The cells of a signed format, or of positive scales."""
-    value = decode_array(torch.arange(fmt.code_count, dtype=torch.int64), fmt).double()
+    value = _numbers(fmt)
     size = value[: fmt.largest_code + 1]
     middle = (size[1:] + size[:-1]) / 2
     low = torch.full_like(value, torch.nan)
@@ -164,7 +170,7 @@ def _scale_values(scales: Tensor, form: BlockFormat) -> Tensor:
     """Block scales as numbers; float32 ones are stored as such."""
     if form.scale.bits == 32:
         return scales.double()
-    return decode_array(_bits(scales), form.scale).double()
+    return _numbers(form.scale)[_bits(scales).long()]
 
 
 def _tensor_scale(call: Call, candidate: Tensor, size: Near, form: BlockFormat) -> Coded:

@@ -35,12 +35,13 @@ from degarble.harness.engine.budget_rules import (
     exact,
     few,
     normed,
+    operand,
     output_format,
     stored_between,
     summed,
 )
 from degarble.harness.errors import Undecided
-from degarble.harness.formats.element_formats import FP32
+from degarble.harness.formats.element_formats import BF16, FP32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,11 @@ def budgets_of(call: Call) -> dict[str, Budget]:
     }
 
 
+def has_rule(call: Call) -> bool:
+    """Whether the outputs of a role are judged at all: numbers here, codes in budget_codes."""
+    return call.role in WHOLE or call.role in RULES or is_coded(call)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -86,8 +92,8 @@ def _copied(_call: Call, out: Tensor) -> Budget:
 
 def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
-    weight = torch.cat([each.values(torch.float32) for each in call.weights.values()])
-    made = summed(_rows(call.x), weight, output_format(out))
+    x, weights = operand(_rows(call.x)), call.weights.values()
+    made = _side_by_side([summed(x, w.values(torch.float32), output_format(out)) for w in weights])
     return replace(made, slack=made.slack.reshape(out.shape))
 
 
@@ -96,7 +102,10 @@ def _projected(call: Call, out: Tensor) -> Budget:
     name = next(n for n, each in call.outputs.items() if each is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
     (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
-    return summed(_rows(call.x), weight.values(torch.float32), output_format(out))
+    kept = output_format(out)
+    if call.facts is not None and call.facts.numerics.switches.pooling_in_storage_dtype:
+        kept = BF16  # values of BF16 in a wider tensor
+    return summed(_rows(call.x), weight.values(torch.float32), kept)
 
 
 def _grouped(call: Call, out: Tensor) -> Budget:
@@ -108,9 +117,15 @@ def _grouped(call: Call, out: Tensor) -> Budget:
         summed(a, b, output_format(out))
         for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
     ]
-    return replace(
-        made[0], slack=torch.cat([each.slack for each in made], dim=1), repeats=_most(made)
-    )
+    return _side_by_side(made)
+
+
+def _side_by_side(made: Sequence[Budget]) -> Budget:
+    """Several products whose outputs stand beside each other; the first one's words."""
+    if len(made) == 1:
+        return made[0]
+    slack = torch.cat([each.slack for each in made], dim=1)
+    return replace(made[0], slack=slack, repeats=_most(made))
 
 
 def _most(made: Sequence[Budget]) -> tuple[int, int]:
@@ -128,8 +143,9 @@ def _routed(call: Call, out: Tensor) -> Budget:
     for number in experts[experts >= 0].unique().tolist():
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
-        weight = torch.cat([call.weights[name].values(torch.float32) for name in names])
-        made.append(summed(per_slot[at], weight, output_format(out)))
+        x_own = operand(per_slot[at])
+        weights = (call.weights[name].values(torch.float32) for name in names)
+        made.append(_side_by_side([summed(x_own, w, output_format(out)) for w in weights]))
         slack[at] = made[-1].slack
     return replace(made[-1], slack=slack, repeats=_most(made))
 

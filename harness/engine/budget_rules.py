@@ -18,8 +18,10 @@ Shape letters: M rows, K summed, N outputs.
 
 from __future__ import annotations
 
+import weakref
+from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 U = 2.0**-24
 CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
+_AT_ONCE = 1 << 18  # partial sums that are held together; below, calls cost more than sums
 _DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
 
@@ -51,27 +54,50 @@ def exact(output: ElementFormat, why: str) -> Budget:
     return Budget(output, torch.zeros(()), (why,))
 
 
-def summed(x_MK: Tensor, w_NK: Tensor, output: ElementFormat = BF16) -> Budget:
+class Operand(NamedTuple):
+    """Rows of one side of a product, with what a bound needs to know of them."""
+
+    rows: Tensor
+    four: Tensor  # the norms |row|_4
+    repeats: int  # rows at most that are equal but for sign and size
+
+
+_KNOWN: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, int]]] = {}
+_MOST_KNOWN = 4096
+
+
+def operand(rows: Tensor) -> Operand:
+    """Look at rows once while their tensor lives unchanged: weights meet many calls."""
+    wide = rows.float()
+    if rows.is_inference():  # no version counter would tell of a change
+        return Operand(wide, _four_norm(wide), _repeats(wide))
+    known = _KNOWN.get(id(rows))
+    if known is None or known[0]() is not rows or known[1] != rows._version:  # noqa: SLF001
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        found = _four_norm(wide), _repeats(wide)
+        known = weakref.ref(rows), rows._version, found  # noqa: SLF001
+        _KNOWN[id(rows)] = known
+    return Operand(wide, *known[2])
+
+
+def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat = BF16) -> Budget:
     """A matrix product x w^T, with scales before or behind the sum."""
-    if x_MK.ndim != 2 or w_NK.ndim != 2 or x_MK.shape[1] != w_NK.shape[1]:
+    shapes = tuple(
+        tuple((side.rows if isinstance(side, Operand) else side).shape) for side in (x_MK, w_NK)
+    )
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
         raise ShapeMismatch(
-            "operands", (tuple(x_MK.shape), tuple(w_NK.shape)), "(M, K) and (N, K)",
+            "operands", shapes, "(M, K) and (N, K)",
             "Pass the weight as rows of K; join leading extents.",
         )  # fmt: skip
-    length = x_MK.shape[1]
-    x, w = x_MK.float(), w_NK.float()
-    total = torch.zeros(len(x), len(w))
-    partial = torch.zeros_like(total)
-    bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
-    for begin, end in pairwise(bounds):
-        total += x[:, begin:end] @ w[:, begin:end].T
-        partial += total.abs()
-    mean = partial / CHECKPOINTS
-    bridge = _four_norm(x)[:, None] * _four_norm(w)[None, :]
-    slack = U * (
-        length * mean + (length / 2 + ALIGNED_TERMS) * bridge + SCALE_ROUNDINGS * total.abs()
-    )
-    repeats = _repeats(x), _repeats(w)
+    x, w = (side if isinstance(side, Operand) else operand(side) for side in (x_MK, w_NK))
+    length = x.rows.shape[1]
+    total, mean = _partial_sums(x.rows, w.rows)
+    bridge = x.four[:, None] * w.four[None, :]
+    slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
+    slack = slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
+    repeats = x.repeats, w.repeats
     middle = float(mean.mean()), float(bridge.mean())
     return Budget(
         output,
@@ -89,15 +115,37 @@ def summed(x_MK: Tensor, w_NK: Tensor, output: ElementFormat = BF16) -> Budget:
     )
 
 
+def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
+    length, elements = x.shape[1], len(x) * len(w)
+    if length % CHECKPOINTS == 0 and elements * CHECKPOINTS <= _AT_ONCE:
+        parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
+        sums = torch.bmm(parts[0], parts[1].transpose(1, 2)).cumsum(0)
+        return sums[-1].clone(), sums.abs_().mean(0)
+    total = torch.zeros(len(x), len(w))
+    partial = torch.zeros_like(total)
+    bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
+    for begin, end in pairwise(bounds):
+        total += x[:, begin:end] @ w[:, begin:end].T
+        partial += total.abs()
+    return total, partial / CHECKPOINTS
+
+
+@lru_cache(maxsize=16)
+def _probe(width: int) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(0)).double()
+
+
 def _repeats(rows: Tensor) -> int:
     """Return how many rows at most are the same but for sign and size: they round alike."""
+    if len(rows) < 2:
+        return 1
     wide = rows.double()
     norms = wide.norm(dim=1)
     held = norms > 0
     if not bool(held.any()):
         return 1
-    probe = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).double()
-    digests = ((wide[held] @ probe) / norms[held]).abs()
+    digests = ((wide @ _probe(rows.shape[1])) / norms)[held].abs()
     found = torch.unique((digests * 2**_DIGEST_BITS).round(), return_counts=True)
     return int(found[1].max())
 

@@ -37,15 +37,18 @@ class Sums:
     cc: NDArray[np.float64]
     rd: NDArray[np.float64]
     dd: NDArray[np.float64]
+    whole: NDArray[np.float64] | None = field(default=None, repr=False)  # all four, if at hand
 
     @classmethod
     def of(cls, stack: NDArray[np.float64]) -> Sums:
         """Take the four sums apart that lie along the last axis."""
-        return cls(stack[..., 0], stack[..., 1], stack[..., 2], stack[..., 3])
+        return cls(stack[..., 0], stack[..., 1], stack[..., 2], stack[..., 3], stack)
 
     @property
     def stack(self) -> NDArray[np.float64]:
         """All four along a last axis."""
+        if self.whole is not None:
+            return self.whole
         return np.stack((self.rr, self.cc, self.rd, self.dd), axis=-1)
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,21 +21,24 @@ import torch
 from degarble.harness.engine.budget import Finding, judge
 from degarble.harness.engine.budget_choices import experts_chosen, rows_chosen, weights_budget
 from degarble.harness.engine.budget_codes import format_of, is_coded, judge_codes, values_of
-from degarble.harness.engine.budget_roles import budgets_of
+from degarble.harness.engine.budget_roles import budgets_of, has_rule
 from degarble.harness.engine.compare import compare
 from degarble.harness.errors import Undecided
 from degarble.harness.record.verdict import Verdict
 from degarble.references.linears import CODES
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget import Budget
+    from degarble.harness.engine.budget import Budget, Judgement
     from degarble.harness.engine.budget_call import Call
     from degarble.harness.engine.budget_choices import Chosen
     from degarble.harness.engine.comparison import Comparison, Places
+
+
+_NO_RULE = "its role has no derivation of rounding errors"
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,56 @@ class Flips:
 
 
 @dataclass(frozen=True, eq=False)
+class Reasons:
+    """What stands behind a judgement."""
+
+    comparison: Comparison | None = None
+    derivation: tuple[str, ...] = ()
+    allowed_length: float = math.nan
+
+    @classmethod
+    def of(cls, found: Judgement) -> Reasons:
+        """Those of an output of numbers."""
+        return cls(found.comparison, found.budget.derivation, found.allowed_length)
+
+
+@dataclass(frozen=True, eq=False)
 class Judged:
-    """One output: the findings (the worst first), what was legal all the same, and the reasons."""
+    """One output: the findings (the worst first), what was legal all the same, and the reasons.
+
+    Where candidate and twin are equal the reasons are worked out when somebody asks for them.
+    """
 
     output: str
     verdict: Verdict
     findings: tuple[Finding, ...] = ()
     flips: Flips = Flips()
-    comparison: Comparison | None = None
-    derivation: tuple[str, ...] = ()
     undecided: str = ""  # why nothing is claimed
-    allowed_length: float = math.nan  # what the whole difference's length may be
+    reasons: Callable[[], Reasons] = Reasons
+
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return self.reasons()
+
+    def settled(self) -> Judged:
+        """The same without hold on any tensor: for whoever keeps many."""
+        known = self._reasons
+        return replace(self, reasons=lambda: known)
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Candidate and twin side by side; of codes, what they stand for."""
+        return self._reasons.comparison
+
+    @property
+    def derivation(self) -> tuple[str, ...]:
+        """Where the budget comes from, in words."""
+        return self._reasons.derivation
+
+    @property
+    def allowed_length(self) -> float:
+        """What the length of the whole difference may be; NaN of codes and choices."""
+        return self._reasons.allowed_length
 
     @property
     def ratio(self) -> float:
@@ -86,13 +129,10 @@ def judge_outputs(
         if name not in outputs or outputs[name].shape != twin.shape
     }
     named = places or {}
+    if not made and all(_equal(outputs[name], twin) for name, twin in call.outputs.items()):
+        return _all_equal(call, outputs, named)
     try:
-        if is_coded(call):
-            found = {} if made else _coded(call, outputs, named)
-        elif call.role in _CHOICES:
-            found = {} if made else _CHOICES[call.role](call, outputs, named)
-        else:
-            found = _numbers(call, outputs, named, made)
+        found = _found(call, outputs, named, made)
     except Undecided as reason:
         found = {
             name: Judged(name, Verdict.UNDECIDED, undecided=str(reason)) for name in call.outputs
@@ -100,10 +140,51 @@ def judge_outputs(
     return {name: made.get(name) or found.get(name) or _unjudged(name) for name in call.outputs}
 
 
+def _found(
+    call: Call,
+    outputs: Mapping[str, Tensor],
+    places: Mapping[str, Places],
+    passed_over: Container[str] = (),
+) -> dict[str, Judged]:
+    """Judge by the rules of the role; what belongs together is left out together."""
+    if not is_coded(call) and call.role not in _CHOICES:
+        return _numbers(call, outputs, places, passed_over)
+    if passed_over:
+        return {}
+    return _CHOICES.get(call.role, _coded)(call, outputs, places)
+
+
+def _equal(candidate: Tensor, twin: Tensor) -> bool:
+    return candidate.dtype is twin.dtype and torch.equal(candidate, twin)
+
+
+def _all_equal(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
+) -> dict[str, Judged]:
+    """Nothing differs: AGREES, if there is a rule; its reasons are worked out when asked for."""
+    if not has_rule(call):
+        return {name: Judged(name, Verdict.UNDECIDED, undecided=_NO_RULE) for name in call.outputs}
+    late = cache(lambda: _found(call, outputs, places))
+
+    def reasons(name: str) -> Reasons:
+        return late()[name].reasons()
+
+    none = (Finding("element", (0, 0), 0.0, 0.0),)
+    return {
+        name: Judged(name, Verdict.AGREES, none, reasons=partial(reasons, name))
+        for name in call.outputs
+    }
+
+
 def _misshapen(name: str, candidate: Tensor | None, twin: Tensor) -> Judged:
     found = "missing" if candidate is None else f"{tuple(candidate.shape)}"
     words = (f"expected extents {tuple(twin.shape)}, found {found}",)
-    return Judged(name, Verdict.DIFFERS, (Finding("shape", (), 1.0, 0.0),), derivation=words)
+    return Judged(
+        name,
+        Verdict.DIFFERS,
+        (Finding("shape", (), 1.0, 0.0),),
+        reasons=lambda: Reasons(derivation=words),
+    )
 
 
 def _unjudged(name: str) -> Judged:
@@ -143,9 +224,7 @@ def _judged(
         name,
         found.verdict,
         found.findings,
-        comparison=found.comparison,
-        derivation=budget.derivation,
-        allowed_length=found.allowed_length,
+        reasons=lambda: Reasons.of(found),
     )
 
 
@@ -153,9 +232,14 @@ def _coded(
     call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
 ) -> dict[str, Judged]:
     """Codes with their scales; the comparison is of the numbers that they stand for."""
-    form = format_of(call)
-    sides = [values_of(side, form) for side in (outputs, call.outputs)]
-    compared = compare(sides[0], sides[1], places.get(CODES))
+
+    def reasons(name: str, words: tuple[str, ...]) -> Reasons:
+        if name != CODES:
+            return Reasons(derivation=words)
+        form = format_of(call)
+        sides = [values_of(side, form) for side in (outputs, call.outputs)]
+        return Reasons(compare(sides[0], sides[1], places.get(CODES)), words)
+
     made = {}
     for name, found in judge_codes(call, outputs).items():
         flips = Flips(found.legal, found.total, found.rows, "one step, at a rounding boundary")
@@ -164,8 +248,7 @@ def _coded(
             Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
             (found.worst,),
             flips if found.legal else Flips(),
-            compared if name == CODES else None,
-            found.words,
+            reasons=partial(reasons, name, found.words),
         )
     return made
 
@@ -209,12 +292,13 @@ def _chosen(
         Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
         (found.worst,),
         flips,
-        compare(outputs[name], call.outputs[name], places.get(name)),
-        found.words,
+        reasons=lambda: Reasons(
+            compare(outputs[name], call.outputs[name], places.get(name)), found.words
+        ),
     )
 
 
-_CHOICES = {
+_CHOICES: Mapping[str, Callable[..., dict[str, Judged]]] = {
     "ffn.topk": _experts_listed,
     "attn.indexer.topk": _rows_listed,
 }
