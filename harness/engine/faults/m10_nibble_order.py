@@ -9,11 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from degarble.harness.engine.faults import operand_faults as operands
 from degarble.harness.engine.faults.family import Fault, Match, Part, element_codes, reproduction
+from degarble.harness.engine.faults.weight_faults import (
+    Words,
+    is_packed,
+    of_fault,
+    of_tensor,
+    weight_fault,
+)
 from degarble.harness.record.wording import share
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from degarble.harness.engine.faults.family import Case
+    from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.formats.quantised import QuantisedTensor
 
 
@@ -49,5 +62,56 @@ FAULTS = (
         part=Part.CODES,
         inject=inject,
         signature=signature,
+    ),
+)
+
+
+def _words_turned(tensor: QuantisedTensor, count: int, swap: bool) -> QuantisedTensor | None:
+    """Reverse the bytes of every run of `count`, and the nibbles in them where asked."""
+    if not tensor.format.packed or tensor.codes.shape[-1] % count:
+        return None
+    runs = tensor.codes.unflatten(-1, (-1, count)).flip(-1)
+    runs = (runs << 4) | (runs >> 4) if swap else runs
+    return replace(tensor, codes=runs.flatten(-2).contiguous())
+
+
+def _read_swapped(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**inputs, "codes": (inputs["codes"] << 4) | (inputs["codes"] >> 4)}
+
+
+MODEL_FAULTS = (
+    of_fault(FAULTS[0], "a nibble swap on", is_packed),
+    weight_fault(
+        Words(
+            "M10.bytes_swapped",
+            "The bytes of every 16-bit word are swapped",
+            "pairs of neighbouring values change places: text is garbled, nothing is NaN",
+            "Read packed codes byte by byte, never as 16-bit words of another byte order.",
+            "swapping neighbouring bytes on",
+        ),
+        of_tensor(lambda tensor: _words_turned(tensor, 2, swap=False)),
+        is_packed,
+    ),
+    weight_fault(
+        Words(
+            "M10.word_reversed",
+            "The eight codes of every 32-bit word stand in reversed order",
+            "values change places within runs of eight: text is garbled, nothing is NaN",
+            "Unpack 32-bit words from the low end: code j is shifted by 4 j.",
+            "reversing the eight codes of every word on",
+        ),
+        of_tensor(lambda tensor: _words_turned(tensor, 4, swap=True)),
+        is_packed,
+    ),
+    operands.reading_fault(
+        Words(
+            "M10.activation_order",
+            "The nibbles of packed activations are read in the other order",
+            "neighbouring inputs change places: outputs are noise of the right size",
+            "Producer and consumer of activations must agree: low half, even index.",
+            "a nibble swap of the activations of",
+        ),
+        _read_swapped,
+        operands.is_packed,
     ),
 )

@@ -14,16 +14,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from degarble.harness.engine.faults import operand_faults as operands
 from degarble.harness.engine.faults.family import Fault, Match, Part, read_scales, reproduction
+from degarble.harness.engine.faults.weight_faults import (
+    Words,
+    has_scale_bytes,
+    of_fault,
+    of_scales,
+    weight_fault,
+)
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
 from degarble.harness.record.wording import share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from degarble.harness.engine.faults.family import Case
+    from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.quantised import QuantisedTensor
 
@@ -142,5 +151,78 @@ FAULTS = (
         "Store the scales with K innermost: [rows, K / block].",
         inject_transposed,
         (None, "Transposing the scale matrix"),
+    ),
+)
+
+
+def _in_fours(_tensor: QuantisedTensor, scales: Tensor) -> Tensor | None:
+    """Reverse rows within groups of four, as a reader of another group order does."""
+    if scales.shape[-2] % 4:
+        return None
+    turned: Tensor = scales.unflatten(-2, (-1, 4)).flip(-2).flatten(-3, -2)
+    return turned
+
+
+def _turned(tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    del tensor
+    return scales.transpose(-2, -1).reshape(scales.shape)
+
+
+def _read_turned(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    scales = inputs["block_scale"]
+    rows = scales.flatten(0, -2)
+    return {**inputs, "block_scale": rows.reshape(rows.shape[::-1]).t().reshape(scales.shape)}
+
+
+def _read_backwards(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**inputs, "block_scale": inputs["block_scale"].flip(-1)}
+
+
+_DOING = (
+    "reading swizzled scales as linear on",
+    "a second swizzle of the scales of",
+    "reading linear scales through the swizzle on",
+    "transposed scales on",
+)
+MODEL_FAULTS = (
+    *(
+        of_fault(fault, doing, has_scale_bytes)
+        for fault, doing in zip(FAULTS[:3], _DOING[:3], strict=True)
+    ),
+    weight_fault(
+        Words(FAULTS[3].id, FAULTS[3].title, FAULTS[3].effect, FAULTS[3].remedy, _DOING[3]),
+        of_scales(_turned),
+    ),
+    weight_fault(
+        Words(
+            "M11.groups_of_four",
+            "The block scales of four rows are read in reversed order",
+            "rows are scaled by their neighbours' scales: wrong by a varying factor",
+            "Write and read scales with one order of rows in a group.",
+            "reversing the scales within groups of four rows on",
+        ),
+        of_scales(_in_fours),
+    ),
+    operands.reading_fault(
+        Words(
+            "M11.activation_transposed",
+            "The scales of activations are read transposed",
+            "exact for one token, wrong by a varying factor for several",
+            "Move the data when a group-major buffer becomes token-major, or keep its strides.",
+            "transposed scales of the activations of",
+        ),
+        _read_turned,
+        operands.any_format,
+    ),
+    operands.reading_fault(
+        Words(
+            "M11.activation_reversed",
+            "The scales of each token's activations are read from the last to the first",
+            "each block is scaled by the scale of another one of the same token",
+            "Scale j belongs to columns from j times the block on.",
+            "reversed scales of the activations of",
+        ),
+        _read_backwards,
+        operands.any_format,
     ),
 )

@@ -12,8 +12,29 @@ from typing import TYPE_CHECKING
 from degarble.harness.engine.faults import (
     m01_scale_direction,
     m02_scale_count,
+    m03_fused_scales,
+    m04_scale_unset,
+    m05_number_formats,
+    m06_power_of_two,
+    m08_scale_range,
+    m09_codecs,
     m10_nibble_order,
     m11_scale_layout,
+    m12_scale_arithmetic,
+    m13_cache_rows,
+    m14_gate_and_up,
+    m16_wrong_rows,
+    m17_tensor_absent,
+    m19_wrong_precision,
+    m20_after_loading,
+    o01_lost_sign,
+    o02_order_of_scales,
+    o03_lookup_edges,
+    o06_scale_rank,
+    o07_prefix_mixup,
+    o08_skipped_load,
+    o09_ones_for_scales,
+    o10_input_scale_in_weights,
 )
 from degarble.harness.errors import UnknownName
 
@@ -31,7 +52,33 @@ _FAMILIES: tuple[ModuleType, ...] = (
     m11_scale_layout,
 )
 # Families with MODEL_FAULTS: what can go wrong in a running model.
-_MODEL_FAMILIES: tuple[ModuleType, ...] = ()
+_MODEL_FAMILIES: tuple[ModuleType, ...] = (
+    m01_scale_direction,
+    m02_scale_count,
+    m03_fused_scales,
+    m04_scale_unset,
+    m05_number_formats,
+    m06_power_of_two,
+    m08_scale_range,
+    m09_codecs,
+    m10_nibble_order,
+    m11_scale_layout,
+    m12_scale_arithmetic,
+    m13_cache_rows,
+    m14_gate_and_up,
+    m16_wrong_rows,
+    m17_tensor_absent,
+    m19_wrong_precision,
+    m20_after_loading,
+    o01_lost_sign,
+    o02_order_of_scales,
+    o03_lookup_edges,
+    o06_scale_rank,
+    o07_prefix_mixup,
+    o08_skipped_load,
+    o09_ones_for_scales,
+    o10_input_scale_in_weights,
+)
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {fault.id: fault for family in _FAMILIES for fault in family.FAULTS}

@@ -1,0 +1,291 @@
+"""Say what went wrong in a component, by reproduction; or that no known fault explains it.
+
+Owns `diagnose`: every fault that can sit in the scene proposes ways; each is tried on a sample (few
+rows, those that differ most), and those that leave little of the difference are proved on every row
+of every call: the twin with the way must give what the candidate gave, at no more of its budget
+than a healthy component needs. So a way explains every row that differs and breaks none that
+agreed. Where no single way does, two at a time are tried. What explains equally well is ordered by
+simplicity: numbers that had to be fitted count against a way; the others are alternatives.
+
+Refuses nothing: a sight that cannot be tried is unexplained. A wrong cause is worse than none.
+Kept honest by suites/engine/test_diagnose.py: every fault in every place, each family left out
+once, and damage that nobody has named.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget import HEADROOM
+from degarble.harness.engine.diagnose_sample import most_telling, sampled
+from degarble.harness.engine.diagnose_trial import (
+    Proof,
+    distance,
+    make,
+    proof,
+    shape_distance,
+)
+from degarble.harness.engine.faults.model_faults import Reach, Way
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.record.wording import number, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from degarble.harness.engine.diagnose_sample import Measure, Sample
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight
+    from degarble.harness.protocols import ComponentCall
+
+EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
+EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
+PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
+PROVED = 12  # ways at most that are proved on every row
+_PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
+_PARTNERS = 40  # ways at most that are put on top
+_NOISE = 1e-6  # of the difference: below, all is explained
+_NEAREST = 3  # excluded faults in a sentence
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """A cause: one fault, or two at once, and the proof that it explains every call.
+
+    `reproduced` and `as_stored` are shares of outputs within budget with the way and without.
+    """
+
+    faults: tuple[ModelFault, ...]
+    way: Way
+    reproduced: float
+    as_stored: float
+    ratio: float
+    evidence: str
+    alternatives: tuple[str, ...] = ()
+
+    @property
+    def fault(self) -> ModelFault:
+        """The fault; the first of two."""
+        return self.faults[0]
+
+    @property
+    def id(self) -> str:
+        """Its id, or both."""
+        return " + ".join(each.id for each in self.faults)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A fault that does not explain it, its nearest way, and what that leaves of the difference."""
+
+    fault: str
+    words: str
+    left: float
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosed:
+    """What is said of one trouble. Causes are ranked; none means that no known fault is it."""
+
+    named: tuple[Named, ...]
+    excluded: tuple[Excluded, ...]
+    tried: int
+    sentence: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    order: int
+    fault: tuple[ModelFault, ...]
+    way: Way
+    left: float
+
+    @property
+    def fitted(self) -> int:
+        """Facts that had to be fitted: numbers, and which rows of a weight."""
+        where = self.way.where
+        return sum(isinstance(each, float) for each in where.values()) + ("rows" in where)
+
+
+def diagnose(
+    scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
+) -> Diagnosed:
+    """Diagnose calls of one component that belong together; on an edge, of its consumer."""
+    from degarble.harness.engine.faults.model_faults import Sight as _Sight  # noqa: PLC0415
+
+    calls = [sights] if isinstance(sights, _Sight) else list(sights)
+    reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
+    known = MODEL_FAULTS.values() if faults is None else faults
+    sitting = [each for each in known if each.reach is reach and each.sits(scene)]
+    main = most_telling(calls)
+    with torch.inference_mode():
+        sample = sampled(scene, main)
+        trials = list(_trials(scene, main, sample, sitting))
+        named = _proved(scene, calls, main, trials)
+        if not named and not sample.whole:
+            sample = sampled(scene, main, len(next(iter(main.outputs.values()))))
+            trials = list(_trials(scene, main, sample, sitting))
+            named = _proved(scene, calls, main, trials)
+        pairs: list[_Trial] = []
+        if not named:
+            pairs = list(_pairs(scene, sample, trials))
+            named = _proved(scene, calls, main, pairs)
+    excluded = _excluded(trials, named)
+    tried = len(trials) + len(pairs)
+    return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
+
+
+def _trials(
+    scene: Scene, main: Sight, sample: Sample, sitting: Sequence[ModelFault]
+) -> Iterator[_Trial]:
+    """Try every way that a fault proposes, on the sample."""
+    order = 0
+    for fault in sitting:
+        for way in fault.signature(scene, main):
+            yield _Trial(order, (fault,), way, _left(scene, sample, way))
+            order += 1
+
+
+def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:
+    """What a way leaves of the difference; 1 is nothing done."""
+    made = make(scene, sample.sight, way, sample.plain)
+    before = sample.before(measure)
+    if made is None or not before:
+        return 1.0
+    return measure(sample.candidate, sample.looked_at(made.outputs)) / before
+
+
+def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
+    """Put a second way on top of those that alone come nearest, with gains taken out or not."""
+    effective = [each for each in trials if each.left != 1.0]
+    in_shape = {each.order: _left(scene, sample, each.way, shape_distance) for each in effective}
+    by_left = sorted(effective, key=lambda each: each.left)[:_PAIRED]
+    by_shape = sorted(effective, key=lambda each: in_shape[each.order])[:_PAIRED]
+    first = {each.order: each for each in (*by_left, *by_shape)}
+    partners = sorted(effective, key=lambda each: min(each.left, in_shape[each.order]))
+    order = len(trials)
+    for a in first.values():
+        for b in partners[:_PARTNERS]:
+            if a.fault[0].family == b.fault[0].family or (b.order in first and b.order < a.order):
+                continue
+            for inner, outer in ((a, b), (b, a)):
+                way = _composed(inner.way, outer.way)
+                left = _left(scene, sample, way)
+                if left <= PAIRS_LEAVE * min(a.left, b.left):
+                    yield _Trial(order, (inner.fault[0], outer.fault[0]), way, left)
+                order += 1
+
+
+def _composed(inner: Way, outer: Way) -> Way:
+    def apply(call: ComponentCall) -> ComponentCall:
+        return outer.apply(inner.apply(call))
+
+    where = {**outer.where, **inner.where}
+    return Way(f"{inner.words}, with {outer.words},", apply, where)
+
+
+def _proved(
+    scene: Scene, calls: Sequence[Sight], main: Sight, trials: Sequence[_Trial]
+) -> tuple[Named, ...]:
+    """Prove the ways that leave least, on every row of every call, and rank what holds."""
+    near = sorted((each for each in trials if each.left <= EXPLAINS), key=_likeliest)
+    held: list[tuple[_Trial, Proof]] = []
+    for trial in near[:PROVED]:
+        if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
+            break  # it leaves many times more than one that holds
+        if any(trial.fault == other.fault for other, _ in held):
+            continue  # a simpler way of the same fault explains it already
+        worst = _on_every_call(scene, calls, main, trial.way)
+        if worst is not None:
+            held.append((trial, worst))
+    if not held:
+        return ()
+    best = min(trial.left for trial, _ in held)
+    ranked = sorted(
+        held,
+        key=lambda pair: (
+            pair[0].left > EQUALLY * best + _NOISE,
+            len(pair[0].fault),
+            pair[0].fitted,
+            pair[0].order,
+        ),
+    )
+    stored = _as_stored(scene, main)
+    ids = [" + ".join(each.id for each in trial.fault) for trial, _ in ranked]
+    return tuple(
+        Named(
+            trial.fault,
+            trial.way,
+            found.within,
+            stored,
+            found.ratio,
+            _evidence(trial.way, found, stored),
+            tuple(ids[:at] + ids[at + 1 :]),
+        )
+        for at, (trial, found) in enumerate(ranked)
+    )
+
+
+def _likeliest(trial: _Trial) -> tuple[int, int, int]:
+    """By what is left, in steps in which ways explain alike; then by simplicity."""
+    step = math.log(trial.left + _NOISE, EQUALLY)
+    return math.floor(step), trial.fitted, trial.order
+
+
+def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) -> Proof | None:
+    """The worst proof over all calls; None where one of them is not explained."""
+    worst: Proof | None = None
+    for sight in (main, *(each for each in calls if each is not main)):
+        made = make(scene, sight, way)
+        if made is None:
+            return None
+        found = proof(scene, sight, made)
+        if not found.ratio <= HEADROOM:
+            return None
+        if worst is None or found.ratio > worst.ratio:
+            worst = found
+    return worst
+
+
+def _as_stored(scene: Scene, main: Sight) -> float:
+    made = make(scene, main, Way("nothing", lambda call: call))
+    return proof(scene, main, made).within if made else 0.0
+
+
+def _evidence(way: Way, found: Proof, stored: float) -> str:
+    return (
+        f"{way.words} reproduces {share(found.within)} of outputs within budget "
+        f"({share(found.identical)} to the bit, the worst at {number(found.ratio, 3)} of it); "
+        f"as stored {share(stored)}"
+    )
+
+
+def _excluded(trials: Sequence[_Trial], named: Sequence[Named]) -> tuple[Excluded, ...]:
+    explained = {each.id for cause in named for each in cause.faults}
+    nearest: dict[str, _Trial] = {}
+    for trial in trials:
+        name = trial.fault[0].id
+        if name not in explained and (name not in nearest or trial.left < nearest[name].left):
+            nearest[name] = trial
+    ranked = sorted(nearest.values(), key=lambda each: (each.left, each.order))
+    return tuple(Excluded(each.fault[0].id, each.way.words, each.left) for each in ranked)
+
+
+def _sentence(
+    named: Sequence[Named], excluded: Sequence[Excluded], sitting: int, tried: int
+) -> str:
+    if named:
+        first = named[0]
+        titles = " and ".join(each.title for each in first.faults)
+        also = f" Equally well: {', '.join(first.alternatives)}." if first.alternatives else ""
+        return f"{titles}: {first.evidence}.{also}"
+    near = "; ".join(
+        f"{each.fault} leaves {share(min(each.left, 1.0))} of the difference"
+        for each in excluded[:_NEAREST]
+    )
+    return (
+        f"No known fault explains this: {sitting} faults in {tried} ways were tried"
+        f"{f'; nearest: {near}' if near else ''}."
+    )

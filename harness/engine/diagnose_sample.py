@@ -1,0 +1,144 @@
+"""What of a sight a diagnosis looks at first: few rows, few columns, those that differ most.
+
+Owns the choice of the call that shows most, the window of rows in it, and columns of each output.
+Rows stay together and begin at a multiple of the window, so that a fault which counts rows or tiles
+stays what it is. Calls with sequences or memory are never cut. A sample only orders trials: what is
+named is proved on every row of every call. Kept honest by suites/engine/test_diagnose_sample.py.
+Shape letters: T tokens, F columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.diagnose_trial import (
+    decoded_once,
+    distance,
+    seen_tensors,
+    untouched,
+)
+from degarble.harness.engine.faults.model_faults import Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene
+
+    Tensors = Mapping[str, Tensor]
+    Measure = Callable[[Tensors, Tensors], float]
+
+WINDOW = 64  # rows at most
+COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
+_OUTSIDE = frozenset({"offsets", "state"})
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sight that is cut to a window, and which columns of its outputs are looked at."""
+
+    sight: Sight
+    columns: Mapping[str, Tensor]
+    whole: bool  # whether no row was left out
+    plain: Tensors | None  # its inputs with codes decoded
+
+    @cached_property
+    def candidate(self) -> dict[str, Tensor]:
+        """What a trial has to reproduce, in the chosen columns."""
+        return self.looked_at(seen_tensors(self.sight))
+
+    def before(self, measure: Measure) -> float:
+        """The difference without any fault."""
+        if measure not in self._before:
+            self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
+        return self._before[measure]
+
+    @cached_property
+    def _before(self) -> dict[Measure, float]:
+        return {}
+
+    def looked_at(self, outputs: Tensors) -> dict[str, Tensor]:
+        """Keep the chosen columns of outputs."""
+        return {name: self._chosen(name, each) for name, each in outputs.items()}
+
+    def _chosen(self, name: str, output: Tensor) -> Tensor:
+        columns = self.columns.get(name)
+        if columns is None or output.ndim < 2 or output.shape[-1] <= int(columns[-1]):
+            return output
+        return output.index_select(-1, columns)
+
+
+def most_telling(sights: Sequence[Sight]) -> Sight:
+    """Return the call whose outputs are farthest from what they should be."""
+    return max(sights, key=lambda each: distance(seen_tensors(each), untouched(each)))
+
+
+def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
+    """Cut a sight to the window of rows that differs most, where rows stand for themselves."""
+    cut = _window(sight, window) if _is_by_row(scene, sight) else sight
+    columns = {
+        name: _columns(each, untouched(cut)[name])
+        for name, each in seen_tensors(cut).items()
+        if name in untouched(cut) and each.ndim > 1 and each.shape[-1] > COLUMNS
+    }
+    chosen = {name: each for name, each in columns.items() if len(each)}
+    return Sample(cut, chosen, cut is sight, decoded_once(scene, cut))
+
+
+def _is_by_row(scene: Scene, sight: Sight) -> bool:
+    """Whether every tensor that has a row of a token has it first, and no row needs another."""
+    if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
+        return False
+    counts = {each.shape[0] for each in _all(sight) if each.ndim}
+    return len(counts) == 1
+
+
+def _all(sight: Sight) -> list[Tensor]:
+    return [*sight.inputs.values(), *sight.outputs.values(), *sight.expected.values()]
+
+
+def _window(sight: Sight, size: int) -> Sight:
+    first = next(each for each in _all(sight) if each.ndim)
+    count = first.shape[0]
+    if count <= size:
+        return sight
+    weight_T = torch.zeros(count)
+    for name, each in sight.outputs.items():
+        if not each.ndim:
+            continue
+        weight_T += _apart(each, sight.expected.get(name)).reshape(count, -1).sum(1)
+    windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
+    begin = int(windows.argmax()) * size
+    rows = slice(begin, min(begin + size, count))
+
+    def part(side: Tensors) -> dict[str, Tensor]:
+        return {name: each[rows] if each.ndim else each for name, each in side.items()}
+
+    return Sight(part(sight.inputs), part(sight.outputs), part(sight.expected), {}, sight.step)
+
+
+def _apart(c: Tensor, e: Tensor | None) -> Tensor:
+    """A number from 0 to 1 an element: how far apart, in units of both sizes."""
+    if e is None or e.shape != c.shape:
+        return torch.ones(c.shape)
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return (c != e).float()
+    c, e = c.float(), e.float()
+    apart = torch.where(c == e, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
+    return torch.nan_to_num(apart, 1.0, 1.0, 1.0)
+
+
+def _columns(c: Tensor, e: Tensor) -> Tensor:
+    if e.shape != c.shape:
+        return torch.empty(0, dtype=torch.int64)
+    weight_F = _apart(c, e).flatten(0, -2).sum(0)
+    worst = weight_F.topk(COLUMNS // 2).indices
+    step = -(-len(weight_F) // (COLUMNS // 2))
+    spread = torch.arange(0, len(weight_F), step)
+    chosen: Tensor = torch.cat((worst, spread)).unique()
+    return chosen

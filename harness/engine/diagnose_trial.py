@@ -1,0 +1,285 @@
+"""One trial of a diagnosis: what a way makes of a captured call, and how near that is.
+
+Owns two measures. `remaining` is cheap: what is left of the difference, in a form without unit, so
+that trials can be ordered; it excludes nothing by itself. `judged` is the proof: the outputs of the
+twin with the way, and the budget that is derived for *it*, hence from its damaged operands. On an
+edge, what the consumer would have received stands for outputs. A way that cannot be made here
+explains nothing, and says so. Kept honest by suites/engine/test_diagnose_trial.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from degarble.harness.engine.budget import HEADROOM, judge, spacing
+from degarble.harness.engine.budget_call import Call
+from degarble.harness.engine.budget_roles import budgets_of
+from degarble.harness.engine.compare_definition import values_of_any
+from degarble.harness.engine.faults.decoding import Decoding
+from degarble.harness.engine.judging import judge_outputs
+from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.record.wording import share
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
+    from degarble.harness.formats.weight import Weight
+
+    Tensors = Mapping[str, Tensor]
+
+# Producers of one dialect differ in up to 0.56 % of codes (packing_diagnosis, NAMED_FROM).
+CODES_UNLIKE = 0.0056
+_SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, in each of two
+_EDGE_SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What comes out of a way, and the operands that its innermost call saw."""
+
+    outputs: Tensors
+    inputs: Tensors
+    weights: Mapping[str, Weight]
+    stretch: Mapping[str, float]  # by how much the way made an output larger behind the call
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How well a way explains one sight, in units of budget; shares count elements."""
+
+    ratio: float
+    within: float
+    identical: float
+    worst: str = ""
+
+
+def make(scene: Scene, sight: Sight, way: Way, plain: Tensors | None = None) -> Made | None:
+    """Run the twin with a way on the inputs of a sight; None where the way cannot be made.
+
+    `plain` are the same inputs with codes decoded, for ways that leave inputs alone.
+    """
+    seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
+    operands: list[Mapping[str, Weight]] = [scene.weights]
+
+    def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        known = weights if weights is scene.weights else Decoding(weights, scene.weights)
+        given = plain if plain is not None and inputs is sight.inputs else inputs
+        outputs = scene.call(given, known)
+        seen.update(inputs=inputs, outputs=outputs)
+        operands[0] = weights
+        return outputs
+
+    try:
+        if sight.implied:
+            outputs: Tensors = way.passed_on({**sight.inputs, **sight.implied}, scene.weights)
+            return Made(outputs, sight.inputs, scene.weights, {})
+        outputs = way.apply(spied)(sight.inputs, scene.weights)
+    except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+        return None  # another shape or format than the way is about
+    stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
+    typed = {
+        name: each.to(sight.outputs[name].dtype) if name in sight.outputs else each
+        for name, each in outputs.items()
+    }
+    return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+
+
+def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
+    """Inputs with numbers in place of codes, so that trials need not decode them again."""
+    if "codes" not in sight.inputs or sight.implied:
+        return None
+    form = Call.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
+    if form is None:
+        return None
+    parts = {"codes", "block_scale", "tensor_scale"}
+    rest = {name: each for name, each in sight.inputs.items() if name not in parts}
+    dtype = scene.bound.numerics.products
+    return {"x": activation_values(sight.inputs, form, dtype), **rest}
+
+
+def _stretch(inner: Tensor | None, final: Tensor) -> float:
+    """How much longer an output became behind the call; at least 1."""
+    if inner is None or inner is final or not final.dtype.is_floating_point:
+        return 1.0
+    before, after = (float(each.double().nan_to_num(0, 0, 0).norm()) for each in (inner, final))
+    return max(1.0, after / before) if before > 0 and math.isfinite(after / before) else 1.0
+
+
+def seen_tensors(sight: Sight) -> Tensors:
+    """What a trial has to reproduce: outputs, or on an edge the inputs that were implied."""
+    if sight.implied:
+        return {name: sight.inputs[name] for name in sight.implied if name in sight.inputs}
+    return sight.outputs
+
+
+def untouched(sight: Sight) -> Tensors:
+    """What there would be without a fault."""
+    return sight.implied or sight.expected
+
+
+def distance(candidate: Tensors, made: Tensors) -> float:
+    """How far apart two sets of outputs are: 0 the same, about 1 an output nothing alike."""
+    return sum(_apart(each, made.get(name)) for name, each in candidate.items())
+
+
+def _apart(c: Tensor, m: Tensor | None) -> float:
+    if m is None or m.shape != c.shape:
+        return 2.0
+    if not c.numel():
+        return 0.0
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return float((c != m).double().mean())
+    c, m = c.double(), m.double()
+    odd = ~(c.isfinite() & m.isfinite())
+    alike = (c == m) | (c.isnan() & m.isnan())
+    unlike = float((odd & ~alike).double().mean())
+    c, m = c.masked_fill(odd, 0.0), m.masked_fill(odd, 0.0)
+    return unlike + float((c - m).norm()) / (float(c.norm()) + float(m.norm()) + _TINY)
+
+
+def shape_distance(candidate: Tensors, made: Tensors) -> float:
+    """The same with a gain of its own for every row, or for every column, taken out."""
+    return sum(_apart_in_shape(each, made.get(name)) for name, each in candidate.items())
+
+
+def _apart_in_shape(c: Tensor, m: Tensor | None) -> float:
+    if m is None or m.shape != c.shape or not c.numel() or not _is_wide(c):
+        return _apart(c, m)
+    c, m = c.double().flatten(0, -2), m.double().flatten(0, -2)
+    finite = c.isfinite() & m.isfinite()
+    c, m = torch.where(finite, c, 0.0), torch.where(finite, m, 0.0)
+    total = float(c.norm()) + _TINY
+    found = []
+    for dim in (0, 1):
+        energy = m.square().sum(dim, keepdim=True)
+        gain = (c * m).sum(dim, keepdim=True) / energy.clamp(min=_TINY)
+        found.append(float((c - gain * m).norm()) / total)
+    return min(found) + float((~finite).double().mean())
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.ndim > 1
+
+
+def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
+    """Judge what a way made against the candidate."""
+    candidate = seen_tensors(sight)
+    if sight.implied:
+        return _edge_proof(candidate, made.outputs)
+    call = _call(scene, made)
+    worst, words = 0.0, ""
+    for name, (ratio, text) in _ratios(call, candidate).items():
+        found = ratio / made.stretch.get(name, 1.0)
+        if found >= worst:
+            worst, words = found, text
+    return Proof(worst, *shares(call, candidate, made), words)
+
+
+def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+    """The worst of every output in units of budget; what has no budget must be the very same."""
+    if "codes" in call.outputs:
+        return {name: _coded_ratio(candidate.get(name), m) for name, m in call.outputs.items()}
+    try:
+        judged = judge_outputs(call, candidate)
+    except InvalidArgument:
+        return _finite_ratios(call, candidate)
+    found = {}
+    for name, each in judged.items():
+        ratio, words = each.ratio, str(each.worst or "")
+        if name in candidate and _apart(candidate[name], call.outputs[name]) == 0:
+            ratio, words = 0.0, "the same to the bit"
+        elif math.isnan(ratio):
+            ratio, words = math.inf, each.undecided
+        found[name] = ratio, words
+    return found
+
+
+def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
+    """Codes and scales beside those of a damaged producer: both may round a quotient otherwise.
+
+    A healthy producer is judged by the cells of its quotients; what a damaged one quantises is not
+    known here, but that its neighbour of the same dialect has nearly all codes alike.
+    """
+    if c is None or c.shape != m.shape:
+        return math.inf, "another shape"
+    equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
+    if c.dtype.is_floating_point and c.dtype.itemsize > 1:
+        equal |= (c - m).abs() <= torch.maximum(c.abs(), m.abs()) * _SCALE_UNITS
+    unlike = 1 - float(equal.double().mean()) if c.numel() else 0.0
+    return unlike / CODES_UNLIKE * HEADROOM, f"{share(unlike)} of codes are others"
+
+
+def _finite_ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+    """The same where damaged operands are not finite: a bound is needed only for what is."""
+    found = {}
+    for name, budget in budgets_of(call).items():
+        twin = call.outputs[name]
+        slack = budget.slack.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        if name not in candidate or candidate[name].shape != twin.shape:
+            found[name] = math.inf, f"{name} has another shape"
+            continue
+        worst = judge(candidate[name], twin, replace(budget, slack=slack)).worst
+        found[name] = worst.ratio, str(worst)
+    return found
+
+
+def _call(scene: Scene, made: Made) -> Call:
+    call = Call.of(scene.bound, scene.name, made.inputs, made.outputs)
+    return replace(call, weights=made.weights)
+
+
+def shares(call: Call, candidate: Tensors, made: Made) -> tuple[float, float]:
+    """Shares of elements within budget, and of equal ones, over all outputs together."""
+    try:
+        budgets = budgets_of(call)
+    except DegarbleError:
+        budgets = {}
+    within = same = total = 0
+    for name, twin in made.outputs.items():
+        c = candidate.get(name)
+        if c is None or c.shape != twin.shape:
+            return 0.0, 0.0
+        equal = (c == twin) | ((c != c) & (twin != twin))  # noqa: PLR0124  NaN
+        total += c.numel()
+        same += int(equal.sum())
+        budget = budgets.get(name)
+        if budget is None or not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+            within += int(equal.sum())
+            continue
+        slack = budget.slack.double().expand(c.shape).numpy() * made.stretch.get(name, 1.0)
+        t = values_of_any(twin.detach().cpu())
+        near = (slack + spacing(abs(t) + slack, budget.output)) / HEADROOM
+        with np.errstate(invalid="ignore"):
+            apart = abs(values_of_any(c.detach().cpu()) - t)
+        within += int(((apart <= near) | equal.numpy()).sum())
+    return (within / total, same / total) if total else (1.0, 1.0)
+
+
+def _edge_proof(received: Tensors, passed: Tensors) -> Proof:
+    """What arrives is the producers' own, or computed from it: a spacing or two apart."""
+    within = same = total = 0
+    for name, c in received.items():
+        m = passed.get(name)
+        if m is None or m.shape != c.shape:
+            return Proof(math.inf, 0.0, 0.0, f"{name} has another shape")
+        equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
+        near = equal
+        if c.dtype.is_floating_point and c.dtype.itemsize > 1:
+            step = torch.finfo(c.dtype).eps * _EDGE_SPACINGS
+            far = torch.maximum(c.double().abs(), m.double().abs()) * step
+            near = equal | ((c.double() - m.double()).abs() <= far)
+        within, same, total = within + int(near.sum()), same + int(equal.sum()), total + c.numel()
+    if not total:
+        return Proof(0.0, 1.0, 1.0)
+    ratio = 0.0 if within == total else math.inf
+    return Proof(ratio, within / total, same / total)

@@ -1,0 +1,132 @@
+"""M08: block scales leave the range that their format, or its reader, can hold.
+
+E4M3 has subnormal numbers below 2^-6 and nothing below 2^-9. A reader decodes them by the formula
+of normal numbers, flushes them, or encodes all of them again with five bits of exponent; a producer
+chooses a tensor scale that makes them small (flashinfer issue 3932, vllm issue 34577).
+Without effect where no block scale is that small.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.faults import operand_faults as operands
+from degarble.harness.engine.faults.weight_faults import (
+    Words,
+    has_tensor_scale,
+    of_scales,
+    weight_fault,
+)
+from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.element_formats import E4M3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.weight_faults import Change
+    from degarble.harness.formats.quantised import QuantisedTensor
+
+    Scaling = Callable[[QuantisedTensor, Tensor], Tensor]
+
+_NORMAL = 2.0**-6  # the smallest normal E4M3 number
+_SHIFT = 2.0**-14  # what a tensor scale that is too large takes from block scales
+_ASSUMED = 2.0  # an encoder that drops the top bit of the exponent takes it for granted
+
+
+def _as_normal(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    """Subnormal m / 8 * 2^-6 read as (1 + m / 8) * 2^-7."""
+    wrong = (1 + scales / _NORMAL) * (_NORMAL / 2)
+    return torch.where((scales < _NORMAL) & (scales > 0), wrong, scales)
+
+
+def _flushed(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    return torch.where(scales < _NORMAL, 0.0, scales)
+
+
+def _shifted(change: Callable[[QuantisedTensor, Tensor], Tensor] | None = None) -> Scaling:
+    """Block scales made small by the tensor scale, then perhaps misread; the factor is undone."""
+
+    def shifted(tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+        small = decode_array(encode_array(scales * _SHIFT, E4M3), E4M3)
+        return (small if change is None else change(tensor, small)) / _SHIFT
+
+    return shifted
+
+
+def _five_bits(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    """Five bits of exponent of which the top one is assumed: what is below 2 underflows."""
+    return torch.where(scales < _ASSUMED, 0.0, scales)
+
+
+def _unit(
+    scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    one = torch.ones_like(outputs["tensor_scale"])
+    return {**operands.requantised(scene, inputs, outputs, one), "tensor_scale": one}
+
+
+def _fault(variant: str, title: str, doing: str, change: Change) -> ModelFault:
+    words = Words(
+        f"M08.{variant}",
+        title,
+        "small blocks are wrong by a factor, or vanish",
+        "Choose the tensor scale so that block scales use the upper end of E4M3.",
+        doing,
+    )
+    return weight_fault(words, change, has_tensor_scale)
+
+
+MODEL_FAULTS = (
+    _fault(
+        "subnormal",
+        "Subnormal block scales are decoded by the formula of normal ones",
+        "subnormal block scales read as normal ones on",
+        of_scales(_as_normal),
+    ),
+    _fault(
+        "flushed",
+        "Subnormal block scales are flushed to zero",
+        "subnormal block scales flushed to zero on",
+        of_scales(_flushed),
+    ),
+    _fault(
+        "underflow",
+        "The tensor scale is so large that block scales are subnormal",
+        "block scales that were rounded 2^14 too small on",
+        of_scales(_shifted()),
+    ),
+    _fault(
+        "small_as_normal",
+        "The tensor scale makes block scales subnormal, and they are decoded as normal ones",
+        "block scales 2^14 too small, read as normal ones, on",
+        of_scales(_shifted(_as_normal)),
+    ),
+    _fault(
+        "small_flushed",
+        "The tensor scale makes block scales subnormal, and they are flushed to zero",
+        "block scales 2^14 too small, flushed to zero, on",
+        of_scales(_shifted(_flushed)),
+    ),
+    _fault(
+        "five_bits",
+        "Block scales are encoded again with five bits of exponent, the top one assumed",
+        "block scales below 2 lost on",
+        of_scales(_five_bits),
+    ),
+    operands.making_fault(
+        Words(
+            "M08.activation_unit",
+            "Activations are quantised without a tensor scale",
+            "block scales become subnormal or vanish: small inputs are lost",
+            "Give the quantiser the input scale that the checkpoint holds.",
+            "a tensor scale of 1 at",
+        ),
+        _unit,
+        operands.has_tensor_scale,
+    ),
+)

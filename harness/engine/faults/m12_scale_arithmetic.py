@@ -1,0 +1,159 @@
+"""M12: the place of scales or codes is worked out wrongly: offsets, strides, shared views.
+
+An expert's offset without rounding up to 128 rows, a view of the first layer for all layers, a
+strided row read as dense, a scale column off by one (flashinfer issue 4044, vllm issues 42984 and
+56248, ATOM issue 1466). The first expert, layer, row or column is exact; what follows is not.
+
+Shape letters: E experts, R and C block scales along rows and columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.faults.decoding import scale_numbers, with_scales
+from degarble.harness.engine.faults.spots import expert_of
+from degarble.harness.engine.faults.weight_faults import (
+    Words,
+    has_codes,
+    of_scales,
+    weight_fault,
+)
+from degarble.harness.formats.weight import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.weight_faults import Change, Kept
+    from degarble.harness.formats.quantised import QuantisedTensor
+
+_TILE = 128  # rows to which every expert's scales are padded
+_REMEDY = "Take strides and offsets from the tensor, and pad every expert on its own."
+
+
+def _with_scales_of(weight: Weight, scales: Tensor) -> Weight | None:
+    if not weight.is_quantised or scale_numbers(weight.quantised()).shape != scales.shape:
+        return None
+    value = with_scales(weight.quantised(), scales)
+    return Weight(value=value, input_scale=weight.input_scale)
+
+
+def _of_expert(scene: Scene, name: str, number: int) -> Weight | None:
+    stem, _, rest = name.partition(".experts.")
+    other = f"{stem}.experts.{number}.{rest.partition('.')[2]}"
+    return scene.weights.get(other)
+
+
+def _unrounded_offset(scene: Scene, name: str, weight: Weight) -> Weight | None:
+    """Scales from row e * R on, where every expert begins at a multiple of 128."""
+    number = expert_of(name)
+    if number < 0 or not weight.is_quantised:
+        return None
+    own = scale_numbers(weight.quantised())
+    rows = own.shape[-2]
+    padded = -(-rows // _TILE) * _TILE
+    begin = number * rows
+    found = []
+    for row in range(begin, begin + rows):
+        holder = _of_expert(scene, name, row // padded)
+        if holder is None or row % padded >= rows:
+            found.append(torch.zeros_like(own[0]))
+        else:
+            found.append(_scales(holder)[row % padded])
+    return _with_scales_of(weight, torch.stack(found))
+
+
+def _scales(weight: Weight) -> Tensor:
+    return scale_numbers(weight.quantised())
+
+
+def _previous_expert(scene: Scene, name: str, weight: Weight) -> Weight | None:
+    holder = _of_expert(scene, name, expert_of(name) - 1)
+    return None if holder is None else _with_scales_of(weight, _scales(holder))
+
+
+def _first_layer(scene: Scene, name: str, weight: Weight) -> Weight | None:
+    """The scales of the first layer that has such a weight."""
+    for layer in range(scene.component.layer or 0):
+        other = scene.sibling(f"layers.{layer}.{scene.role}")
+        if other is not None and name in other.weights:
+            holder = other.weights[name]
+            return _with_scales_of(weight, _scales(holder)) if holder.is_quantised else None
+    return None
+
+
+def _dense_rows(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+    """Rows that lie one block apart, read as if they followed each other."""
+    if weight.codes is None or weight.storage is None or weight.codes.ndim != 2:
+        return None
+    codes = weight.codes
+    gap = 8 if weight.storage.format.packed else 16
+    stored = torch.nn.functional.pad(codes, (0, gap)).flatten()[: codes.numel()]
+    return replace(weight, codes=stored.reshape(codes.shape).contiguous(), _decoded={})
+
+
+def _column_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    return scales.roll(-1, -1)
+
+
+def _row_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
+    return scales.roll(-1, -2)
+
+
+def _routed(kept: Kept) -> bool:
+    return has_codes(kept) and kept.routed
+
+
+def _fault(variant: str, title: str, doing: str, change: Change, *, routed: bool) -> ModelFault:
+    words = Words(f"M12.{variant}", title, "exact at first, wrong behind it", _REMEDY, doing)
+    return weight_fault(words, change, _routed if routed else has_codes)
+
+
+MODEL_FAULTS = (
+    _fault(
+        "expert_offset",
+        "Scales of an expert are read from an offset that is not rounded up to 128 rows",
+        "expert offsets without rounding up to 128 rows on",
+        _unrounded_offset,
+        routed=True,
+    ),
+    _fault(
+        "previous_expert",
+        "Every expert reads the scales of the one before it",
+        "the scales of the expert before on",
+        _previous_expert,
+        routed=True,
+    ),
+    _fault(
+        "first_layer",
+        "Every layer reads the scales of the first one",
+        "the scales of the first such layer on",
+        _first_layer,
+        routed=False,
+    ),
+    _fault(
+        "dense_rows",
+        "Rows of codes with a gap between them are read as dense",
+        "reading strided rows of codes as dense on",
+        _dense_rows,
+        routed=False,
+    ),
+    _fault(
+        "column_off",
+        "The columns of the block scales are off by one",
+        "scale columns off by one on",
+        of_scales(_column_off),
+        routed=False,
+    ),
+    _fault(
+        "row_off",
+        "The rows of the block scales are off by one",
+        "scale rows off by one on",
+        of_scales(_row_off),
+        routed=False,
+    ),
+)

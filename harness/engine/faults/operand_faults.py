@@ -1,0 +1,180 @@
+"""Faults on the activation side of a quantised product: how codes are made, and how they are read.
+
+Owns two lifts. `made` wraps the quantisation in front of a linear (`*.act_quant`) and changes what
+it puts out; `read` wraps the linear and changes how it reads codes and scales that are right.
+Ways are all columns, or the second half. `numbers` gives what is quantised, SwiGLU included.
+Kept honest by suites/engine/faults/test_operand_faults.py.
+
+Shape letters: T tokens (or tokens and slots), C block scales of a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.parameters import parameter_named
+from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.quantise import quantise
+from degarble.references import experts
+from degarble.references.facts import V4Facts, V32Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.weight_faults import Words
+    from degarble.harness.formats.dialects import Dialect
+    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.protocols import ComponentCall
+
+    Parts = Mapping[str, Tensor]
+    Making = Callable[[Scene, Parts, Parts], Parts | None]
+    Reading = Callable[[Scene, Parts], Parts | None]
+
+_SWIGLU = "ffn.experts.act_quant"
+
+
+def any_format(_form: BlockFormat) -> bool:
+    """Whatever is quantised."""
+    return True
+
+
+def has_tensor_scale(form: BlockFormat) -> bool:
+    """NVFP4."""
+    return form.tensor_scale
+
+
+def is_packed(form: BlockFormat) -> bool:
+    """Two codes a byte."""
+    return form.packed
+
+
+def activation_format(scene: Scene) -> BlockFormat | None:
+    """The format of the codes that a component makes or reads; None where it does neither."""
+    component = scene.component
+    is_maker = "codes" in component.outputs
+    if not is_maker and not any(each.name == "codes" for each in component.inputs):
+        return None
+    names = component.input_scales or component.weights
+    if not names:  # without calibrated scales the maker names no weights; its linear does
+        linear = scene.name.removesuffix(".act_quant")
+        if scene.role == _SWIGLU:
+            linear = scene.name.replace("act_quant", "w2")
+        found = scene.sibling(linear)
+        names = found.component.weights if found else ()
+    if not names:
+        return None
+    parameter = parameter_named(scene.bound.config, names[0])
+    return BLOCK_FORMATS.get(scene.recipe.format_of(parameter).activation)
+
+
+def numbers(scene: Scene, inputs: Parts) -> Tensor:
+    """What a maker quantises: its input, or what SwiGLU makes of it."""
+    if scene.role != _SWIGLU:
+        return inputs["x"]
+    bound, block = scene.bound, scene.component.block
+    if isinstance(bound.config, V4Config):
+        facts: Any = V4Facts(bound.config, bound.numerics, block, {})
+    else:
+        facts = V32Facts(bound.config, bound.numerics, block, {})
+    return experts.routed_act(facts, inputs, {})["out"]
+
+
+def requantised(
+    scene: Scene,
+    inputs: Parts,
+    outputs: Parts,
+    scale: Tensor | None = None,
+    dialect: Dialect = CANONICAL,
+) -> dict[str, Tensor]:
+    """Codes made again, with another tensor scale or by other rules; the scale put out stays."""
+    form, x = activation_format(scene), numbers(scene, inputs).float().contiguous()
+    assert form is not None, "asked only where codes are made"
+    if not form.tensor_scale:
+        made = quantise(x, form, dialect)
+        return {**outputs, "codes": made.codes, "block_scale": made.block_scale}
+    scale = (outputs["tensor_scale"] if scale is None else scale).float()
+    if not scale.ndim:
+        made = quantise(x, form, dialect, decode_scale=scale)
+        return {**outputs, "codes": made.codes, "block_scale": made.block_scale}
+    if scale.ndim == x.ndim:  # a token, quantised for each of its experts
+        x = x.unsqueeze(1).expand(*scale.shape, -1)
+    made = quantise(x.unsqueeze(-2).contiguous(), form, dialect, decode_scale=scale)
+    codes, block_scale = made.codes.squeeze(-2), made.block_scale.squeeze(-2)
+    return {**outputs, "codes": codes, "block_scale": block_scale}
+
+
+def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bool]) -> ModelFault:
+    """A maker of codes puts out something else; `change` sees its inputs and right outputs."""
+
+    def sits(scene: Scene) -> bool:
+        form = activation_format(scene) if "codes" in scene.component.outputs else None
+        return form is not None and needs(form)
+
+    def ways(scene: Scene) -> Iterator[Way]:
+        for half, of in ((False, ""), (True, ", the second half of the columns")):
+            yield Way(f"{words.doing} {scene.name}{of}", _made(scene, change, half))
+
+    return ModelFault(
+        words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
+    )
+
+
+def reading_fault(
+    words: Words, change: Reading, needs: Callable[[BlockFormat], bool]
+) -> ModelFault:
+    """A linear reads right codes and scales wrongly."""
+
+    def sits(scene: Scene) -> bool:
+        is_reader = any(each.name == "codes" for each in scene.component.inputs)
+        form = activation_format(scene) if is_reader else None
+        return form is not None and needs(form)
+
+    def ways(scene: Scene) -> Iterator[Way]:
+        for half, of in ((False, ""), (True, ", the second half of the columns")):
+            yield Way(f"{words.doing} {scene.name}{of}", _read(scene, change, half))
+
+    return ModelFault(
+        words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
+    )
+
+
+def _made(scene: Scene, change: Making, half: bool) -> Callable[[ComponentCall], ComponentCall]:
+    def apply(call: ComponentCall) -> ComponentCall:
+        def faulty(inputs: Parts, weights: Mapping[str, Any]) -> Parts:
+            outputs = call(inputs, weights)
+            return _columns(half, outputs, change(scene, inputs, outputs))
+
+        return faulty
+
+    return apply
+
+
+def _read(scene: Scene, change: Reading, half: bool) -> Callable[[ComponentCall], ComponentCall]:
+    apply: Callable[[ComponentCall], ComponentCall] = with_inputs(
+        lambda inputs: _columns(half, inputs, change(scene, inputs))
+    )
+    return apply
+
+
+def _columns(half: bool, right: Parts, wrong: Parts | None) -> Parts:
+    """Take what is wrong, all of it or the second half of its columns; scalars are left then."""
+    if wrong is None:
+        return right
+    joined = dict(right)
+    for name, part in wrong.items():
+        if part is right.get(name):
+            continue
+        if not half:
+            joined[name] = part
+        elif name != "tensor_scale" and part.shape == right[name].shape and part.ndim > 1:
+            middle = part.shape[-1] // 2
+            joined[name] = right[name].clone()
+            joined[name][..., middle:] = part[..., middle:]
+    return joined

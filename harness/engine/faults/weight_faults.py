@@ -1,0 +1,241 @@
+"""Faults in the weights of a component: from one function over a weight to a ModelFault.
+
+Owns the lift: a change of one weight becomes ways over the spots of any component (all weights, one
+part, one expert, half of the experts, a run of rows), the same change for planting and for naming.
+`of_tensor` lifts the faults of quantised tensors, `of_values` what is done to numbers. A change
+returns None where it cannot be; `needs` says by format alone where it can.
+
+Kept honest by suites/engine/faults/test_weight_faults.py and suites/engine/test_diagnose.py.
+Shape letters: N rows, K elements of a row, R and C block scales along them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.anatomy.parameters import parameter_named
+from degarble.harness.anatomy.types import Dtype, Kind
+from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
+from degarble.harness.engine.faults.model_faults import ModelFault, Way, with_weights
+from degarble.harness.engine.faults.spots import (
+    expert_of,
+    full_name,
+    matrices,
+    plantable,
+    suggested,
+)
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.weight import Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.family import Fault
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.spots import Spot
+    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.types import BlockFormat
+
+    Change = Callable[[Scene, str, Weight], Weight | None]
+    Needs = Callable[["Kept"], bool]
+
+
+class Words(NamedTuple):
+    """What a person reads about a fault; `doing` begins a sentence that a spot ends."""
+
+    id: str
+    title: str
+    effect: str
+    remedy: str
+    doing: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How the recipe keeps one weight of a component; `form` is None for plain numbers."""
+
+    form: BlockFormat | None
+    linear: bool
+    stored: Dtype  # unquantised
+    shape: tuple[int, ...]
+    role: str
+    name: str
+
+    @property
+    def routed(self) -> bool:
+        """Whether it belongs to one of several experts."""
+        return expert_of(self.name) >= 0
+
+
+def has_tensor_scale(kept: Kept) -> bool:
+    """NVFP4."""
+    return kept.form is not None and kept.form.tensor_scale
+
+
+def is_packed(kept: Kept) -> bool:
+    """Two codes a byte."""
+    return kept.form is not None and kept.form.packed
+
+
+def has_scale_bytes(kept: Kept) -> bool:
+    """Block scales of one byte each."""
+    return kept.form is not None and kept.form.scale.bits == 8
+
+
+def has_float_scales(kept: Kept) -> bool:
+    """Block scales in float32."""
+    return kept.form is not None and kept.form.scale.bits == 32
+
+
+def has_codes(kept: Kept) -> bool:
+    """Any quantised weight."""
+    return kept.form is not None
+
+
+def is_plain_matrix(kept: Kept) -> bool:
+    """A matrix that the recipe leaves alone."""
+    return kept.form is None and kept.linear
+
+
+def is_matrix(kept: Kept) -> bool:
+    """Any matrix that inputs are multiplied by."""
+    return kept.linear
+
+
+def is_number(kept: Kept) -> bool:
+    """Anything but a table of whole numbers."""
+    return kept.stored is not Dtype.I64
+
+
+def is_gate_or_up(kept: Kept) -> bool:
+    """One half of w13."""
+    return kept.linear and kept.name.rpartition(".")[2] in {"w1", "w3"}
+
+
+def is_routed(kept: Kept) -> bool:
+    """A matrix of one of several experts."""
+    return kept.linear and kept.routed
+
+
+def kept(scene: Scene) -> Iterator[Kept]:
+    """Say of each weight how it is kept, without reading any."""
+    for name in matrices(scene):
+        parameter = parameter_named(scene.bound.config, full_name(scene, name))
+        form = BLOCK_FORMATS.get(scene.recipe.format_of(parameter).weight)
+        linear = parameter.kind is Kind.LINEAR
+        yield Kept(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
+
+
+def weight_fault(
+    words: Words, change: Change, needs: Needs = has_codes, *, whole: bool = False
+) -> ModelFault:
+    """Make a fault of a change of one weight; `whole` ones concern every part of an expert."""
+
+    def sits(scene: Scene) -> bool:
+        # Quantisation in front of a linear reads its input scale alone.
+        return not scene.role.endswith("act_quant") and any(map(needs, kept(scene)))
+
+    def ways(scene: Scene) -> Iterator[Way]:
+        for spot in _fitting(plantable(scene), whole, scene):
+            yield way_at(scene, spot, change, words.doing)
+
+    def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
+        for spot in _fitting(suggested(scene, sight), whole, scene):
+            yield way_at(scene, spot, change, words.doing)
+
+    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways, signature)
+
+
+def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spot]:
+    """Leave out spots that take parts of an expert alone, where a fault concerns all parts."""
+    together = len({name.rpartition(".")[2] for name in matrices(scene)})
+    for spot in spots:
+        parts = len({name.rpartition(".")[2] for name in spot.names})
+        if not whole or (spot.rows is None and parts == together):
+            yield spot
+
+
+def way_at(scene: Scene, spot: Spot, change: Change, doing: str) -> Way:
+    """One change at one spot."""
+    names = frozenset(spot.names)
+
+    def changed(name: str, weight: Weight) -> Weight:
+        if name not in names:
+            return weight
+        made = change(scene, name, weight)
+        if made is None:
+            return weight
+        return made if spot.rows is None else _in_rows(weight, made, spot.rows)
+
+    return Way(f"{doing} {spot}", with_weights(changed), spot.where)
+
+
+def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
+    """Take some rows of the changed weight, the others as they were."""
+    value = numbers_of(weight).clone()
+    chosen = numbers_of(made)
+    if chosen.shape == value.shape:
+        value[rows[0] : rows[1]] = chosen[rows[0] : rows[1]]
+    return Weight(value=value, input_scale=weight.input_scale)
+
+
+def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Change:
+    """Lift the damage of one quantised tensor."""
+
+    def change(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+        if not weight.is_quantised:
+            return None
+        made = inject(weight.quantised())
+        return None if made is None else Weight.of(made, weight.input_scale)
+
+    return change
+
+
+def of_fault(fault: Fault, doing: str, needs: Needs) -> ModelFault:
+    """Lift a known fault of one tensor, under its own id."""
+    words = Words(fault.id, fault.title, fault.effect, fault.remedy, doing)
+    return weight_fault(words, of_tensor(fault.inject), needs)
+
+
+def of_values(change: Callable[[Tensor], Tensor]) -> Change:
+    """Lift what is done to the numbers of a weight, however it is stored."""
+
+    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+        value = change(numbers_of(weight))
+        return Weight(value=value, input_scale=weight.input_scale)
+
+    return changed
+
+
+def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Change:
+    """Lift what is done to block scales [R, C], as numbers, when they are read."""
+
+    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+        if not weight.is_quantised:
+            return None
+        tensor = weight.quantised()
+        scales = change(tensor, scale_numbers(tensor))
+        if scales is None:
+            return None
+        return Weight(value=with_scales(tensor, scales), input_scale=weight.input_scale)
+
+    return changed
+
+
+def with_tensor_scale(change: Callable[[Tensor], Tensor]) -> Change:
+    """Lift what is done to the number that decodes a whole tensor."""
+
+    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+        if weight.tensor_scale is None:
+            return None
+        scale = change(weight.tensor_scale.float()).float().reshape(weight.tensor_scale.shape)
+        return replace(weight, tensor_scale=scale, _decoded={})
+
+    return changed
+
+
+fault_of_tensor_scale = partial(weight_fault, needs=has_tensor_scale)

@@ -1,0 +1,140 @@
+"""Two small models with calibrated input scales, run once; faults are planted into single calls.
+
+A sight is what a candidate in float32 does with a way, on the inputs that a healthy run gave it,
+beside what the twin in float64 does without. Scenes of planting are the candidate's, those of
+naming the twin's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.anatomy.components import component_named
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.presets import small_v4, small_v32
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.engine.diagnose_trial import make, proof
+from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.references.binding import Bound
+from degarble.references.model_v4 import ModelV4
+from degarble.references.model_v32 import ModelV32
+from degarble.references.numerics import Numerics, switches_of
+from degarble.references.state import Sequence
+from degarble.references.weights import InputAmax, quantised_weights, random_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.recipes import Recipe
+
+CONFIGS: Mapping[str, Config] = {
+    "v4": small_v4(
+        num_hidden_layers=3, compress_ratios=(0, 4, 128), num_hash_layers=1, hidden_size=128,
+        moe_intermediate_size=96, n_routed_experts=4, num_attention_heads=4, o_groups=2,
+        vocab_size=64, sliding_window=12, index_topk=5, swiglu_limit=0.5,
+        num_nextn_predict_layers=0,
+    ),
+    "v32": small_v32(
+        num_hidden_layers=2, hidden_size=128, intermediate_size=256, moe_intermediate_size=128,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, vocab_size=64,
+        index_topk=12, num_nextn_predict_layers=0,
+    ),
+}  # fmt: skip
+_NUMBERS: dict[str, tuple[int, ...]] = {
+    "M": (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 16, 17, 19, 20)
+}
+_NUMBERS["O"] = (1, 2, 3, 6, 7, 8, 9, 10)
+OURS = tuple(f"{letter}{n:02}" for letter, numbers in _NUMBERS.items() for n in numbers)
+FAULTS = tuple(each for each in MODEL_FAULTS.values() if each.family in OURS)
+PROMPTS = ((torch.arange(133) * 37 + 5) % 60, (torch.arange(19) * 11 + 3) % 60)
+
+
+@dataclass(frozen=True, eq=False)
+class Double:
+    """A healthy candidate, its twin, and what every component was given, call by call."""
+
+    candidate: Bound
+    twin: Bound
+    recipe: Recipe
+    calls: Mapping[str, tuple[Mapping[str, Tensor], ...]]
+
+    def planting(self, name: str) -> Scene:
+        """Where a fault is put."""
+        component = component_named(self.candidate.config, name, self.recipe)
+        return Scene(self.candidate, component, self.recipe)
+
+    def naming(self, name: str) -> Scene:
+        """Where it is looked for."""
+        return Scene(self.twin, self.planting(name).component, self.recipe)
+
+    def sights(self, name: str, way: Way | None, calls: int = 2) -> list[Sight]:
+        """What a candidate with a way does on its first calls."""
+        planted, twin = self.planting(name), self.naming(name)
+        call = planted.call if way is None else way.apply(planted.call)
+        found = []
+        with torch.inference_mode():
+            for step, inputs in enumerate(self.calls[name][:calls]):
+                outputs = dict(call(inputs, planted.weights))
+                expected = dict(twin.call(inputs, twin.weights))
+                found.append(Sight(inputs, outputs, expected, {}, step))
+        return found
+
+    def differs(self, name: str, sights: list[Sight]) -> bool:
+        """Whether what a candidate did is beyond the budget of a healthy one."""
+        return any(self.ratio(name, sight) > 1 for sight in sights)
+
+    def ratio(self, name: str, sight: Sight) -> float:
+        """The difference in units of budget."""
+        scene = self.naming(name)
+        with torch.inference_mode():
+            made = make(scene, sight, Way("nothing", lambda call: call))
+            assert made is not None
+            return proof(scene, sight, made).ratio
+
+
+@cache
+def double(family: str, recipe_name: str) -> Double:
+    """The healthy run: prompts side by side, then one token each."""
+    config = CONFIGS[family]
+    if recipe_name != "nvfp4-full":  # FP8 beside the experts needs whole blocks of 128
+        config = replace(config, moe_intermediate_size=128)
+    recipe = recipe_named(recipe_name, config)
+    plain = random_weights(config, 3)
+    amax = InputAmax(config)
+    _run(Bound(config, Numerics.bf16(), plain, observer=amax))
+    weights = quantised_weights(plain, config, recipe, input_amax=amax.largest)
+    switches = switches_of(f"official-{family}")
+    calls: dict[str, list[Mapping[str, Tensor]]] = defaultdict(list)
+
+    def seen(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        del outputs
+        calls[component].append({name: each.clone() for name, each in inputs.items()})
+
+    numerics = Numerics.twin(switches, products=torch.float32)
+    candidate = Bound(config, numerics, weights, recipe, observer=seen)
+    _run(candidate)
+    candidate.observer = None
+    twin = Bound(config, Numerics.twin(switches), weights, recipe)
+    return Double(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
+
+
+def _run(bound: Bound) -> None:
+    model = (
+        ModelV4(bound, bound.config)
+        if isinstance(bound.config, V4Config)
+        else ModelV32(bound, bound.config)
+    )
+    sequences, tokens = [Sequence() for _ in PROMPTS], list(PROMPTS)
+    with torch.no_grad():
+        for _ in range(2):
+            logits = model.forward(sequences, tokens, last_only=True)
+            tokens = list(logits.argmax(-1, keepdim=True))

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from degarble.harness.engine.faults.decoding import Decoding, numbers_of, scale_numbers, with_scales
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.weight import Weight
+from degarble.suites.engine.weights import heavy_tailed
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_numbers_are_those_of_dequantise(name: str, seed: int) -> None:
+    form = BLOCK_FORMATS[name]
+    tensor = quantise(heavy_tailed(160, 256, seed), form)
+    forms = [tensor]
+    if form.tensor_scale:
+        forms += [
+            tensor.with_layout(SWIZZLE_128X4),
+            tensor.with_nibble_order(NibbleOrder.HIGH_EVEN),
+            tensor.with_direction(ScaleDirection.ENCODE),
+        ]
+    for each in forms:
+        assert torch.equal(numbers_of(Weight.of(each)), dequantise(each, torch.float64))
+        assert torch.equal(scale_numbers(each), each.scale_values())
+
+
+def test_cut_off_blocks_are_decoded(seed: int) -> None:
+    tensor = quantise(heavy_tailed(130, 200, seed), BLOCK_FORMATS["FP8_128X128_F32"])
+    assert torch.equal(numbers_of(Weight.of(tensor)), dequantise(tensor, torch.float64))
+
+
+def test_scales_of_ones_leave_elements(seed: int) -> None:
+    tensor = quantise(heavy_tailed(4, 32, seed), BLOCK_FORMATS["NVFP4"])
+    ones = torch.ones_like(tensor.scale_values())
+    assert with_scales(tensor, ones, tensor_scale=False).abs().max() == 6
+
+
+def test_only_changed_weights_are_decoded_again(seed: int) -> None:
+    weight = Weight.of(quantise(heavy_tailed(4, 32, seed), BLOCK_FORMATS["NVFP4"]))
+    other = Weight.of(weight.quantised())
+    seen = Decoding({"a": weight, "b": other}, {"a": weight, "b": weight})
+    assert seen["a"] is weight
+    assert not seen["b"].is_quantised
+    assert torch.equal(seen["b"].values(torch.float64), weight.values(torch.float64))
+    assert list(seen) == ["a", "b"]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.spots import differing_columns, expert_of, plantable, suggested
+from degarble.suites.engine.diagnosing import double
+
+EXPERTS = "layers.1.ffn.experts.w13"
+
+
+def test_places_to_plant_are_told_apart() -> None:
+    model = double("v4", "nvfp4-full")
+    words = [str(spot) for spot in plantable(model.planting(EXPERTS))]
+    assert words == [
+        "layers.1.ffn.experts.w13 (all 8 weights)",
+        "layers.1.ffn.experts.w13 of expert 2",
+        "layers.1.ffn.experts.w13 of experts 0, 2",
+        "layers.1.ffn.experts.w13 w1 of all experts",
+        "layers.1.ffn.experts.w13 w3 of all experts",
+        "layers.1.ffn.experts.2.w1, rows 48 to 95",
+        "layers.1.ffn.experts.2.w1, rows 24 to 31",
+    ]
+
+
+def test_components_without_weights_have_no_place() -> None:
+    model = double("v4", "nvfp4-full")
+    scene = model.planting("layers.1.ffn.moe_sum")
+    assert plantable(scene) == ()
+    assert suggested(scene, model.sights(scene.name, None)[0]) == ()
+
+
+@pytest.mark.parametrize("place", [EXPERTS, "layers.1.attn.wq_a", "layers.1.ffn.shared.w13"])
+def test_the_place_is_seen_in_outputs(place: str) -> None:
+    """For every spot, one suggestion has the same rows and the weights that were used."""
+    model = double("v4", "nvfp4-full")
+    fault, scene = MODEL_FAULTS["M06.exponent_off"], model.naming(place)
+    used = set(model.calls[place][0].get("experts", torch.tensor([-1])).flatten().tolist())
+    for spot, way in zip(
+        plantable(model.planting(place)), fault.ways(model.planting(place)), strict=True
+    ):
+        found = suggested(scene, model.sights(place, way)[0])
+        wanted = {name for name in spot.names if expert_of(name) in used}
+        hits = [
+            each for each in found if set(each.names) & wanted == wanted and each.rows == spot.rows
+        ]
+        assert hits, (str(spot), [str(each) for each in found])
+
+
+def test_neighbouring_numbers_are_no_difference() -> None:
+    plain = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    near = plain.double()
+    stepped = near.clone()
+    stepped[5, 7] *= 1 + 2.0**-8
+    assert not bool(differing_columns(stepped, near).any())
+    stepped[:, 9] *= 1.01
+    stepped[3, 11] = torch.nan
+    assert differing_columns(stepped, near).nonzero().flatten().tolist() == [9, 11]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose_trial import (
+    CODES_UNLIKE,
+    distance,
+    make,
+    proof,
+    shape_distance,
+)
+from degarble.harness.engine.faults.model_faults import Way, with_outputs
+from degarble.suites.engine.diagnosing import double
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PLACE = "layers.1.attn.wq_a"
+ONE = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "least", "most"),
+    [
+        (ONE, 0, 0),
+        (ONE * 1.001, 1e-4, 1e-3),
+        (-ONE, 1, 1),
+        (ONE * 1e6, 0.99, 1),
+        (ONE.masked_fill(ONE > 0.9, torch.nan), 1 / 12, 1),
+        (ONE[:2], 2, 2),
+    ],
+)
+def test_distance_has_no_unit(made: torch.Tensor, least: float, most: float) -> None:
+    assert least <= distance({"out": ONE}, {"out": made}) <= most
+
+
+def test_equal_values_that_are_no_numbers_are_equal() -> None:
+    odd = ONE.clone()
+    odd[0, 0], odd[1, 1] = torch.nan, torch.inf
+    assert distance({"out": odd}, {"out": odd.clone()}) == 0
+    assert distance({"out": odd}, {"out": ONE}) > 0.1
+    assert distance({"codes": torch.tensor([1, 2])}, {"codes": torch.tensor([1, 3])}) == 0.5
+
+
+def test_gains_of_rows_or_columns_are_taken_out() -> None:
+    noise = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gains = torch.linspace(0.1, 9, 8, dtype=torch.float64)
+    assert shape_distance({"out": noise * gains}, {"out": noise}) < 1e-12
+    assert distance({"out": noise * gains}, {"out": noise}) > 0.5
+    assert shape_distance({"out": noise.flip(0)}, {"out": noise}) > 0.5
+
+
+def test_a_healthy_candidate_is_within_and_a_changed_one_is_not() -> None:
+    model = double("v4", "nvfp4-full")
+    scene, sight = model.naming(PLACE), model.sights(PLACE, None)[0]
+    nothing = make(scene, sight, Way("nothing", lambda call: call))
+    assert nothing is not None
+    found = proof(scene, sight, nothing)
+    assert found.ratio <= 0.7
+    assert found.within == 1
+    double_way = Way("doubled", with_outputs(lambda _i, outputs: {"out": outputs["out"] * 1.05}))
+    wrong = make(scene, sight, double_way)
+    assert wrong is not None
+    found = proof(scene, sight, wrong)
+    assert found.ratio > 1
+    assert found.within < 0.5
+    assert wrong.stretch["out"] == pytest.approx(1.05, rel=1e-3)
+
+
+def test_a_way_that_cannot_be_made_makes_nothing() -> None:
+    model = double("v4", "nvfp4-full")
+
+    def broken(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"out": outputs["out"] @ outputs["out"][:3]}
+
+    way = Way("broken", with_outputs(broken))
+    assert make(model.naming(PLACE), model.sights(PLACE, None)[0], way) is None
+
+
+@pytest.mark.parametrize(("share", "within"), [(CODES_UNLIKE / 2, True), (0.05, False)])
+def test_codes_may_differ_as_producers_of_one_dialect_do(share: float, within: bool) -> None:
+    model = double("v4", "nvfp4-full")
+    place = f"{PLACE}.act_quant"
+    scene, sight = model.naming(place), model.sights(place, None)[0]
+    codes = sight.outputs["codes"].flatten().clone()
+    codes[: math.ceil(share * codes.numel())] ^= 1
+    made = make(scene, sight, Way("nothing", lambda call: call))
+    assert made is not None
+    sight.outputs["codes"] = codes.reshape(sight.outputs["codes"].shape)  # type: ignore[index]
+    assert (proof(scene, sight, made).ratio <= 0.7) is within
