@@ -4,6 +4,8 @@ Owns the run over our references: prompts, then new tokens one by one, greedily,
 decode are both recorded; the manifest's facts; the estimate in front; the summary. The logits are
 those behind each sequence's last token, as generating computes them.
 
+With a backend or a patch other code runs in places, and the manifest says where.
+
 Refuses filters that choose nothing of the model, a folder that holds a capture, a disk without room
 for the estimate, and all that generating refuses. Kept honest by suites/runs/test_capture.py.
 """
@@ -22,16 +24,20 @@ from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.manifest import Manifest
 from degarble.harness.errors import UnwritablePath
+from degarble.harness.pairings import Paired
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_text import capture_document, capture_lines
 from degarble.harness.record.capture_types import Phase
 from degarble.harness.record.capture_writer import MEMORY_BYTES, CaptureWriter, require_free
 from degarble.harness.record.progress import size
+from degarble.harness.runs.backends import TORCH, use_backend
 from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.capture_foreign import foreign_code
 from degarble.harness.runs.capture_recorder import Recorder
 from degarble.harness.runs.capture_size import captured_bytes, steps_of
 from degarble.harness.runs.generate import Manner, Talker
 from degarble.harness.runs.model import HELD_VALUES, open_model
+from degarble.harness.runs.patching import apply_patch
 from degarble.harness.talk.generation import PIECE, Limits
 from degarble.harness.talk.speaker import Speaker
 from degarble.harness.version import VERSION
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.runs.generate import Spoken
     from degarble.harness.runs.model import OpenModel
+    from degarble.harness.runs.patching import Patched
     from degarble.harness.runs.streamed_weights import StreamedWeights
     from degarble.references.binding import Bound
     from degarble.references.state import Sequence
@@ -64,6 +71,14 @@ class How:
     statistics_only: bool = False
     memory_bytes: int = MEMORY_BYTES
     held_values: int = HELD_VALUES
+    backend: str = TORCH
+    patch: Path | None = None  # a Python file: it is executed
+
+    @property
+    def foreign(self) -> list[str]:
+        """The options that bring code which is not ours."""
+        found = [f"--backend {self.backend}"] if self.backend != TORCH else []
+        return found + ([f"--patch {self.patch.name}"] if self.patch is not None else [])
 
 
 @dataclass(frozen=True)
@@ -73,15 +88,21 @@ class Captured:
     folder: Path
     capture: Capture
     spoken: Spoken
+    paired: Paired = field(default_factory=Paired)
+    patched: Patched | None = None
 
     def lines(self) -> list[str]:
         """Tell it in a few lines."""
-        return [*capture_lines(self.capture), f"Wrote {self.folder}"]
+        changed = [] if self.patched is None else self.patched.lines()
+        told = [*capture_lines(self.capture), *self.paired.lines(), *changed]
+        return [*told, f"Wrote {self.folder}"]
 
     def document(self) -> dict[str, Any]:
         """The machine's view of it."""
         made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
         made["capture"] = str(self.folder)
+        made["backend"] = self.paired.document()
+        made["patch"] = None if self.patched is None else self.patched.document()
         return made | capture_document(self.capture)
 
 
@@ -132,19 +153,42 @@ def capture(
     with open_model(source, held_values=how.held_values) as model:
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)
+        paired, patched = _changed(model, how)
         chat = any(isinstance(prompt, list) for prompt in prompts)
         talker = Talker(model, Manner(limits=Limits(how.new_tokens), chat=chat))
         estimate = _estimate(talker, prompts, how)
         _require_room(folder, estimate)
         told(estimate)
-        facts = facts_of(source, model, how)
-        with CaptureWriter(folder, facts, how.memory_bytes) as writer, watch(model.streamed):
+        facts = facts_of(source, model, how) | _facts_of_change(paired, patched)
+        with (
+            foreign_code(folder, how.foreign),
+            CaptureWriter(folder, facts, how.memory_bytes) as writer,
+            watch(model.streamed),
+        ):
             recorder = Recorder(writer, how.wanted, statistics_only=how.statistics_only)
             recorder.wrap(bound)
             model.speaker = SteppingSpeaker(bound, recorder)
             spoken = talker.speak(prompts)
             writer.finish(sequences=[_sequence(each) for each in spoken.speeches])
-    return Captured(folder, Capture.open(folder), spoken)
+    return Captured(folder, Capture.open(folder), spoken, paired, patched)
+
+
+def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
+    """Put a backend's kernels in, then let a patch change what it wants."""
+    bound = model.speaker.bound
+    paired = use_backend(bound, how.backend)
+    if how.patch is None:
+        return paired, None
+    names = model.checkpoint.names
+    assert names is not None, "an open model has all of its parameters"
+    return paired, apply_patch(how.patch, bound, model.checkpoint.weights, names)
+
+
+def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"backend": paired.backend}
+    if paired.backend != TORCH:
+        found |= {"by_backend": list(paired.taken), "fell_to_torch": list(paired.fallen)}
+    return found if patched is None else found | {"patch": patched.document()}
 
 
 def _estimate(talker: Talker, prompts: list[Any], how: How) -> int:
@@ -183,7 +227,6 @@ def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
             {"match": rule.match, "weight": rule.weight, "activation": rule.activation}
             for rule in model.recipe.rules
         ],
-        "backend": "torch",
         "arithmetic": model.arithmetic,
         "form": "absorbed",
         "sums": str(model.speaker.bound.numerics.products).removeprefix("torch."),

@@ -115,8 +115,9 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     values.within("--max-new-tokens", options.max_new_tokens, 1, float("inf"))
     for name in ("layers", "components", "tokens", "statistics_only", "max_new_tokens"):
         values.at_most_one(amax_only=options.amax_only, **{name: getattr(options, name)})
-    if options.backend != "torch" or options.patch is not None:
-        raise values.not_built("capture of another backend", "running other kernels")
+    foreign = options.backend if options.backend != "torch" else None
+    values.at_most_one(amax_only=options.amax_only, patch=options.patch)
+    values.at_most_one(amax_only=options.amax_only, backend=foreign)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
@@ -145,6 +146,8 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         Wanted.of(options.layers, options.components, options.tokens),
         options.max_new_tokens or run.NEW_TOKENS,
         statistics_only=options.statistics_only,
+        backend=options.backend,
+        patch=options.patch,
     )
 
     def told(nbytes: int) -> None:

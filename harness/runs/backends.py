@@ -1,0 +1,128 @@
+"""Backends by name: built in, installed as an entry point, or `module:factory` of the user's own.
+
+Owns finding and making one. `module` is imported as Python imports it, or from the folder in which
+the command is given; `factory` is called without arguments and returns an object with `name` and
+`components()`, or a plain mapping of component names to callables. It executes code: it comes from
+the command line only. Refuses, by name, what cannot be imported, made or read as a backend, and the
+built-in ones that have no kernel yet. Kept honest by suites/runs/test_backends.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument, MissingDependency, NotBuilt, UnknownName
+from degarble.harness.pairings import Paired, failed, pair
+from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from degarble.harness.protocols import ComponentCall
+    from degarble.references.binding import Bound
+
+TORCH = "torch"
+_WITHOUT_KERNELS = ("cutedsl", "vllm")
+
+
+@dataclass(frozen=True, eq=False)
+class Offered:
+    """A backend that was made: what it is called, and what it computes."""
+
+    name: str
+    components: Mapping[str, ComponentCall]
+
+
+def backend_named(value: str) -> Offered:
+    """Find and make the backend that `--backend` names; torch offers nothing of its own."""
+    if value == TORCH:
+        return Offered(TORCH, {})
+    if value in _WITHOUT_KERNELS:
+        raise NotBuilt(
+            "--backend", value, "a backend with kernels; this one has none in this version",
+            "Name your own kernels as module:factory.",
+        )  # fmt: skip
+    return _offered(value, _made(value, _factory(value)))
+
+
+def use_backend(bound: Bound, value: str) -> Paired:
+    """Put a backend's kernels into a bound model; what it leaves out stays torch."""
+    offered = backend_named(value)
+    if value == TORCH:
+        return Paired()
+    return pair(bound, offered.name, offered.components)
+
+
+def _factory(value: str) -> Callable[[], Any]:
+    if ":" in value:
+        module_name, _, attribute = value.partition(":")
+        module = _imported(value, module_name)
+        found = getattr(module, attribute, None)
+        if found is None:
+            names = [each for each in vars(module) if not each.startswith("_")]
+            raise UnknownName.among(f"factory in {module_name}", attribute, names)
+    else:
+        points = {each.name: each for each in entry_points(group=BACKEND_ENTRY_POINT_GROUP)}
+        if value not in points:
+            raise UnknownName.among("--backend", value, {TORCH, *_WITHOUT_KERNELS, *points})
+        try:
+            found = points[value].load()
+        except (Exception, SystemExit) as error:
+            raise failed(f"--backend {value}", error) from error
+    if not callable(found):
+        raise InvalidArgument(
+            f"--backend {value}", type(found).__name__, "a function or class without arguments",
+            "Name the factory, not what it makes.",
+        )  # fmt: skip
+    return found  # type: ignore[no-any-return]
+
+
+def _imported(value: str, module: str) -> Any:
+    """Import a module; the current folder is looked at behind everything that is installed."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise failed(f"--backend {value}", error) from error
+        raise MissingDependency(
+            f"--backend {value}", module, "a module that can be imported",
+            "Install it, or give the command in its folder.",
+        ) from error  # fmt: skip
+    except (Exception, SystemExit) as error:
+        raise failed(f"--backend {value}", error) from error
+    finally:
+        sys.path.remove(here)
+
+
+def _made(value: str, factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise failed(f"--backend {value}", error) from error
+
+
+def _offered(value: str, made: Any) -> Offered:
+    if isinstance(made, Mapping):
+        return Offered(value, made)
+    name, components = getattr(made, "name", None), getattr(made, "components", None)
+    if not isinstance(name, str) or not name or not callable(components):
+        raise InvalidArgument(
+            f"--backend {value}", type(made).__name__,
+            "an object with `name` and `components()`, or a dict of callables",
+            "See harness/protocols.py.",
+        )  # fmt: skip
+    found = _made(value, components)
+    if not isinstance(found, Mapping):
+        raise InvalidArgument(
+            f"--backend {value}: components()", type(found).__name__,
+            "a dict of component names to callables", "See harness/protocols.py.",
+        )  # fmt: skip
+    return Offered(name, found)
