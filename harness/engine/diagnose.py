@@ -15,13 +15,14 @@ once, and damage that nobody has named.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.engine.budget import HEADROOM
-from degarble.harness.engine.diagnose_sample import most_telling, sampled
+from degarble.harness.engine.diagnose_sample import calls_in, most_telling, sampled, together
 from degarble.harness.engine.diagnose_trial import (
     Proof,
     distance,
@@ -29,7 +30,7 @@ from degarble.harness.engine.diagnose_trial import (
     proof,
     shape_distance,
 )
-from degarble.harness.engine.faults.model_faults import Reach, Way
+from degarble.harness.engine.faults.model_faults import Reach, Sight, Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.wording import number, share
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from degarble.harness.engine.diagnose_sample import Measure, Sample
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.protocols import ComponentCall
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
@@ -47,6 +48,7 @@ PROVED = 12  # ways at most that are proved on every row
 _PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
 _PARTNERS = 40  # ways at most that are put on top
 _NOISE = 1e-6  # of the difference: below, all is explained
+_WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
 _NEAREST = 3  # excluded faults in a sentence
 
 
@@ -113,9 +115,7 @@ def diagnose(
     scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
 ) -> Diagnosed:
     """Diagnose calls of one component that belong together; on an edge, of its consumer."""
-    from degarble.harness.engine.faults.model_faults import Sight as _Sight  # noqa: PLC0415
-
-    calls = [sights] if isinstance(sights, _Sight) else list(sights)
+    calls = together(scene, [sights] if isinstance(sights, Sight) else list(sights))
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
     known = MODEL_FAULTS.values() if faults is None else faults
     sitting = [each for each in known if each.reach is reach and each.sits(scene)]
@@ -124,15 +124,18 @@ def diagnose(
         sample = sampled(scene, main)
         trials = list(_trials(scene, main, sample, sitting))
         named = _proved(scene, calls, main, trials)
-        if not named and not sample.whole:
-            sample = sampled(scene, main, len(next(iter(main.outputs.values()))))
-            trials = list(_trials(scene, main, sample, sitting))
-            named = _proved(scene, calls, main, trials)
+        more: list[_Trial] = []
+        if not named and not (sample.whole and len(main.rows) < 2):
+            # What counts rows or tiles is itself only in a whole call.
+            call = most_telling(calls_in(main))
+            if max(each.numel() for each in call.outputs.values()) <= _WHOLE:
+                more = list(_trials(scene, main, sampled(scene, call, sys.maxsize), sitting))
+                named = _proved(scene, calls, main, more)
         pairs: list[_Trial] = []
         if not named:
             pairs = list(_pairs(scene, sample, trials))
             named = _proved(scene, calls, main, pairs)
-    excluded = _excluded(trials, named)
+    excluded = _excluded([*trials, *more], named)
     tried = len(trials) + len(pairs)
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
 
@@ -238,15 +241,26 @@ def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) 
     """The worst proof over all calls; None where one of them is not explained."""
     worst: Proof | None = None
     for sight in (main, *(each for each in calls if each is not main)):
-        made = make(scene, sight, way)
-        if made is None:
+        found = _explained(scene, sight, way)
+        if found is None and len(sight.rows) > 1:
+            alone = [_explained(scene, call, way) for call in calls_in(sight)]
+            known = [each for each in alone if each is not None]
+            found = max(known, key=_ratio) if len(known) == len(alone) else None
+        if found is None:
             return None
-        found = proof(scene, sight, made)
-        if not found.ratio <= HEADROOM:
-            return None
-        if worst is None or found.ratio > worst.ratio:
-            worst = found
+        worst = found if worst is None else max(worst, found, key=_ratio)
     return worst
+
+
+def _explained(scene: Scene, sight: Sight, way: Way) -> Proof | None:
+    """The proof that a way explains one sight; None where it does not."""
+    made = make(scene, sight, way)
+    found = None if made is None else proof(scene, sight, made)
+    return found if found is not None and found.ratio <= HEADROOM else None
+
+
+def _ratio(found: Proof) -> float:
+    return found.ratio
 
 
 def _as_stored(scene: Scene, main: Sight) -> float:

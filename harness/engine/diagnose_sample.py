@@ -9,7 +9,7 @@ Shape letters: T tokens, F columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,14 +21,13 @@ from degarble.harness.engine.diagnose_trial import (
     seen_tensors,
     untouched,
 )
-from degarble.harness.engine.faults.model_faults import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
 
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
@@ -114,12 +113,60 @@ def _window(sight: Sight, size: int) -> Sight:
         weight_T += _apart(each, sight.expected.get(name)).reshape(count, -1).sum(1)
     windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
     begin = int(windows.argmax()) * size
-    rows = slice(begin, min(begin + size, count))
+    return _rows_of(sight, slice(begin, min(begin + size, count)))
 
+
+def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
+    """Put calls below each other whose rows stand for themselves, so that one shows all experts."""
+    first = sights[0]
+    if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
+        return list(sights)
+    if any(_likeness(each) != _likeness(first) for each in sights):
+        return list(sights)
+
+    def joined(side: str) -> dict[str, Tensor]:
+        parts = [getattr(each, side) for each in sights]
+        return {
+            name: torch.cat([each[name] for each in parts]) if tensor.ndim else tensor
+            for name, tensor in parts[0].items()
+        }
+
+    rows = tuple(count for each in sights for count in (each.rows or (_height(each),)))
+    sides = (joined("inputs"), joined("outputs"), joined("expected"))
+    return [replace(first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows)]
+
+
+def _likeness(sight: Sight) -> list[tuple[object, ...]]:
+    """Names, dtypes and extents; numbers that all rows share have to be the same."""
+    sides = (sight.inputs, sight.outputs, sight.expected)
+    return [
+        (name, each.dtype, *(each.shape[1:] if each.ndim else (float(each),)))
+        for side in sides
+        for name, each in side.items()
+    ]
+
+
+def _height(sight: Sight) -> int:
+    return next(each.shape[0] for each in _all(sight) if each.ndim)
+
+
+def calls_in(sight: Sight) -> list[Sight]:
+    """The calls of a sight one by one, where several stand below each other."""
+    if len(sight.rows) < 2:
+        return [sight]
+    begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
+    return [
+        _rows_of(sight, slice(begin, begin + count))
+        for begin, count in zip(begins, sight.rows, strict=True)
+    ]
+
+
+def _rows_of(sight: Sight, rows: slice) -> Sight:
     def part(side: Tensors) -> dict[str, Tensor]:
         return {name: each[rows] if each.ndim else each for name, each in side.items()}
 
-    return Sight(part(sight.inputs), part(sight.outputs), part(sight.expected), {}, sight.step)
+    sides = (part(sight.inputs), part(sight.outputs), part(sight.expected))
+    return replace(sight, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=())
 
 
 def _apart(c: Tensor, e: Tensor | None) -> Tensor:

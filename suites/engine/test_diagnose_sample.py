@@ -4,7 +4,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.engine.diagnose_sample import COLUMNS, WINDOW, most_telling, sampled
+from degarble.harness.engine.diagnose_sample import (
+    COLUMNS,
+    WINDOW,
+    calls_in,
+    most_telling,
+    sampled,
+    together,
+)
 from degarble.harness.engine.diagnose_trial import distance
 from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
 from degarble.suites.engine.diagnosing import double
@@ -74,3 +81,21 @@ def test_the_most_telling_call_is_the_one_that_is_farthest_off() -> None:
     near = Sight({}, {"out": one * 1.01}, {"out": one})
     far = Sight({}, {"out": one * 3}, {"out": one})
     assert most_telling([near, far, near]) is far
+
+
+def test_calls_are_put_together_and_taken_apart_again() -> None:
+    model = double("v4", "nvfp4-full")
+    for place in (PLACE, "layers.1.ffn.experts.w13", f"{PLACE}.act_quant"):
+        sights = model.sights(place, None)
+        (joined,) = together(model.naming(place), sights)
+        assert joined.rows == tuple(len(next(iter(each.inputs.values()))) for each in sights)
+        for call, sight in zip(calls_in(joined), sights, strict=True):
+            for name, each in sight.outputs.items():
+                assert torch.equal(call.outputs[name], each)
+
+
+def test_calls_with_sequences_stay_apart() -> None:
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.attn.compressor.pool"
+    sights = model.sights(place, None)
+    assert together(model.naming(place), sights) == sights

@@ -83,7 +83,9 @@ class Sight:
     """What the candidate did at a scene, in one call: what it was given and what came out.
 
     `expected` is what the twin returns on these inputs. On an edge `implied` holds the inputs that
-    the producers' outputs imply; it is empty inside a component.
+    the producers' outputs imply; it is empty inside a component. `earlier` are the sights of the
+    same place in calls before this one, oldest first, as far as they are known: what is stale
+    comes from there. `rows` counts the rows of each call where several stand below each other.
     """
 
     inputs: Mapping[str, Tensor]
@@ -91,6 +93,8 @@ class Sight:
     expected: Mapping[str, Tensor]
     implied: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
+    earlier: tuple[Sight, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +118,8 @@ class ModelFault:
 
     `sits` says by role, recipe and config alone whether it can be at a scene. `ways` lists what can
     be planted there, mild ones included. `signature` proposes what may explain a sight, fitted to
-    it where the fault has a parameter; whether it does is decided by reproduction.
+    it where the fault has a parameter; whether it does is decided by reproduction. Where damage
+    is another one in every call (`per_call`), so is what a signature proposes.
     """
 
     id: str
@@ -125,6 +130,7 @@ class ModelFault:
     ways: Callable[[Scene], Iterator[Way]]
     signature: Callable[[Scene, Sight], Iterator[Way]]
     reach: Reach = Reach.COMPONENT
+    per_call: bool = False
 
     @property
     def family(self) -> str:

@@ -1,0 +1,211 @@
+"""Causes by reproduction: named where a fault was planted, and nothing where nobody knows it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import (
+    ModelFault,
+    Reach,
+    Sight,
+    Way,
+    from_ways,
+    with_inputs,
+    with_outputs,
+)
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.suites.engine.diagnosing import FAULTS, Double, double
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose import Diagnosed
+    from degarble.harness.engine.faults.model_faults import Scene
+
+ROLES = (
+    "attn.wq_a", "attn.compressor.proj", "attn.wo_a", "ffn.gate", "ffn.experts.w13",
+    "ffn.experts.w2", "ffn.shared.w13", "attn.wq_a.act_quant", "ffn.experts.act_quant",
+    "attn.kv_write", "attn.norm",
+)  # fmt: skip
+
+
+def component(model: Double, role: str) -> str:
+    """The second component of a role, or the only one."""
+    found = [name for name in model.calls if model.naming(name).role == role]
+    return found[min(1, len(found) - 1)]
+
+
+def asked(
+    model: Double, name: str, way: Way, known: tuple[ModelFault, ...] = FAULTS
+) -> Diagnosed | None:
+    """What is said about a planted way; None where it has no effect."""
+    sights = model.sights(name, way)
+    return diagnose(model.naming(name), sights, known) if model.differs(name, sights) else None
+
+
+def crossing(per_role: int) -> list[tuple[str, str]]:
+    """Faults to plant in each role; all of them where a role has no more."""
+    model, found = double("v4", "nvfp4-full"), []
+    for role in ROLES:
+        scene = model.planting(component(model, role))
+        sitting = [each.id for each in FAULTS if each.sits(scene)]
+        chosen = random.Random(role).sample(sitting, min(per_role, len(sitting)))
+        found += [(role, each) for each in chosen]
+    return found
+
+
+@pytest.mark.parametrize(("role", "name"), crossing(4))
+def test_what_was_planted_is_named(role: str, name: str) -> None:
+    model = double("v4", "nvfp4-full")
+    place, fault = component(model, role), MODEL_FAULTS[name]
+    ways = list(fault.ways(model.planting(place)))
+    for way in random.Random(name).sample(ways, min(2, len(ways))):
+        found = asked(model, place, way)
+        if found is None:
+            continue  # without effect here
+        assert found.named, (way.words, found.sentence)
+        assert name in {found.named[0].id, *found.named[0].alternatives}, found.sentence
+        assert found.named[0].reproduced > 0.99
+        without = tuple(each for each in FAULTS if each.family not in _families(found))
+        unknown = asked(model, place, way, without)
+        assert unknown is not None
+        assert not unknown.named, (way.words, unknown.sentence)
+        assert unknown.sentence.startswith("No known fault explains this")
+
+
+def _families(found: Diagnosed) -> set[str]:
+    """Every family that explains it: what one cannot tell apart is one cause."""
+    return {each.family for cause in found.named for each in cause.faults}
+
+
+@pytest.mark.slow  # every fault in every component of every recipe: half an hour
+@pytest.mark.parametrize("recipe", ["nvfp4-full", "nvfp4-experts"])
+@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("fault", [each.id for each in FAULTS])
+def test_every_fault_is_named_wherever_it_has_an_effect(
+    fault: str, family: str, recipe: str
+) -> None:
+    model = double(family, recipe)
+    wrong = []
+    for place in model.calls:
+        if not MODEL_FAULTS[fault].sits(model.planting(place)):
+            continue
+        for way in MODEL_FAULTS[fault].ways(model.planting(place)):
+            found = asked(model, place, way)
+            known = found and found.named and {found.named[0].id, *found.named[0].alternatives}
+            if found is not None and fault not in (known or ()):
+                wrong.append(f"{place}: {way.words}: {found.sentence}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_cause_quotes_its_figures() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "ffn.experts.w2")
+    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
+    found = asked(model, place, way)
+    assert found is not None
+    assert found.named[0].id == "M10.nibble_order"
+    assert f"a nibble swap on {place}" in found.sentence
+    assert "reproduces 100.0 % of outputs within budget" in found.sentence
+    assert found.named[0].as_stored < 0.2
+    assert found.tried > 50
+    left = [each.left for each in found.excluded]
+    assert left == sorted(left)
+    assert all(each.fault != "M10.nibble_order" for each in found.excluded)
+
+
+def _noise(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = outputs["out"]
+    sign = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).sign()
+    return {"out": (out * (1 + 0.2 * sign)).to(out.dtype)}
+
+
+def _shifted(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"out": outputs["out"] + outputs["out"].roll(3, -1) / 3}
+
+
+def _clipped(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = outputs["out"]
+    return {"out": out.clamp(min=-float(out.float().std()))}
+
+
+@pytest.mark.parametrize("damage", [_noise, _shifted, _clipped])
+@pytest.mark.parametrize("role", ["attn.wq_a", "ffn.experts.w13", "attn.kv_write", "attn.norm"])
+def test_damage_that_nobody_knows_has_no_name(role: str, damage: Any) -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    found = asked(model, place, Way("from outside", with_outputs(damage)), FAULTS)
+    assert found is not None
+    assert not found.named, found.sentence
+    assert found.sentence.startswith("No known fault explains this: ")
+    assert "of the difference" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("role", "first", "second"),
+    [
+        ("attn.wq_a", "M10.nibble_order", "M01.inverse"),
+        ("attn.wq_a", "M11.transposed", "M02.activation_missing"),
+        ("ffn.experts.w2", "O01.magnitudes", "M02.missing"),
+    ],
+)
+def test_two_faults_at_once(role: str, first: str, second: str) -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    a, b = (next(MODEL_FAULTS[name].ways(model.planting(place))) for name in (first, second))
+    found = asked(model, place, Way("both", lambda call: b.apply(a.apply(call))))
+    assert found is not None
+    assert len(found.named[0].faults) == 2, found.sentence
+    names = {found.named[0].id, *found.named[0].alternatives}
+    assert names & {f"{first} + {second}", f"{second} + {first}"}, found.sentence
+
+
+def test_a_way_has_to_explain_every_call() -> None:
+    """One call as planted, the other healthy: no fault of a weight does that."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_a")
+    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
+    damaged, healthy = model.sights(place, way)[0], model.sights(place, None)[1]
+    assert diagnose(model.naming(place), [damaged], FAULTS).named
+    found = diagnose(model.naming(place), [damaged, healthy], FAULTS)
+    assert not found.named, found.sentence
+
+
+def test_a_healthy_sight_has_no_cause() -> None:
+    model = double("v4", "nvfp4-full")
+    for role in ROLES:
+        place = component(model, role)
+        found = diagnose(model.naming(place), model.sights(place, None), FAULTS)
+        assert not found.named, (role, found.sentence)
+
+
+def _edge(words: str, change: Any) -> ModelFault:
+    def ways(_scene: Scene) -> Iterator[Way]:
+        yield Way(words, with_inputs(change))
+
+    title = "An input is another one"
+    return ModelFault(
+        f"M99.{words}", title, "", "", lambda _scene: True, ways, from_ways(ways), Reach.EDGE
+    )
+
+
+def test_on_an_edge_what_arrives_is_reproduced() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.norm")
+    halved = _edge("halved", lambda inputs: {**inputs, "x": inputs["x"] / 2})
+    turned = _edge("turned", lambda inputs: {**inputs, "x": inputs["x"].roll(1, 0)})
+    scene = model.naming(place)
+    healthy = model.sights(place, None)[0]
+    received = dict(next(halved.ways(scene)).passed_on(healthy.inputs, scene.weights))
+    sight = Sight(received, healthy.outputs, healthy.expected, healthy.inputs)
+    found = diagnose(scene, sight, (turned, halved, *FAULTS))
+    assert [each.id for each in found.named] == ["M99.halved"]
+    assert found.named[0].reproduced == 1
+    assert not diagnose(scene, sight, (turned, *FAULTS)).named
