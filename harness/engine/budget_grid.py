@@ -1,7 +1,7 @@
 """Values that were rounded to blocks of codes and back: how far a correct kernel's may be.
 
-Owns the reach of such a value: from the twin's to the furthest that codes and scales allow. A code
-may be the neighbour only where the exact quotient lies within its slack of a rounding boundary; a
+Owns the reach of such a value: from the least to the most that codes and scales allow. A code may
+be the neighbour only where the exact quotient lies within its slack of a rounding boundary; a
 scale may be one step away only where the block's largest magnitude lies within slack of *its*
 boundary, and then the block's values are those of either scale. Quotients by powers of two are
 exact; others err by an approximate reciprocal (2 units: 4 u) and a product (u).
@@ -84,26 +84,26 @@ def indexer_grid(numerics: Numerics, width: int) -> Grid | None:
     return Grid(32, rounding.E2M1_LARGEST, floor, rounding.round_e2m1, power_above, True)
 
 
-def reach(x: Near, twin: Tensor, grid: Grid) -> Tensor:
-    """How far from the twin's values a correct kernel's may be [..., D]."""
+def reach(x: Near, dtype: torch.dtype, grid: Grid) -> Tensor:
+    """How far two correct kernels may be from each other [..., D], rounded to `dtype`.
+
+    It does not look at a twin: beside the outputs of a damaged one it is no wider.
+    """
     shape = (*x.value.shape[:-1], x.value.shape[-1] // grid.block, grid.block)
-    value, error, expected = (
-        part.expand(x.value.shape).reshape(shape) for part in (*x, twin.double())
-    )
+    value, error = (part.expand(x.value.shape).reshape(shape) for part in x)
     low, high = value - error, value + error
     largest = torch.stack([(value.abs() + sign * error).amax(-1) for sign in (-1, 1)])
     off = QUOTIENT * U * torch.tensor([-1.0, 1.0], dtype=torch.float64)
     off = off.reshape(2, *[1] * (largest.ndim - 1))
-    furthest = torch.zeros_like(value)
+    lowest, highest = torch.full_like(value, torch.inf), torch.full_like(value, -torch.inf)
     for scale in grid.scale(_raw_scales(largest, grid) * (1 + off)):
         wide = scale.unsqueeze(-1)
         slack = 0.0 if grid.exact_quotient else QUOTIENT * U
-        for side, sign in ((low, -1), (high, 1)):
-            quotient = side / wide
-            met = grid.element(quotient + sign * slack * quotient.abs()) * wide
-            met = met.to(twin.dtype).double()
-            furthest = torch.maximum(furthest, sign * (met - expected))
-    return furthest.reshape(x.value.shape)
+        below, above = low / wide, high / wide
+        below, above = below - slack * below.abs(), above + slack * above.abs()
+        met = [(grid.element(side) * wide).to(dtype).double() for side in (below, above)]
+        lowest, highest = torch.minimum(lowest, met[0]), torch.maximum(highest, met[1])
+    return (highest - lowest).reshape(x.value.shape)
 
 
 def _raw_scales(largest: Tensor, grid: Grid) -> Tensor:

@@ -45,7 +45,7 @@ _TURNED = (
 )
 
 
-def operand(x: Near, twin: Tensor, numerics: Numerics) -> tuple[Near, tuple[str, ...]]:
+def operand(x: Near, dtype: torch.dtype, numerics: Numerics) -> tuple[Near, tuple[str, ...]]:
     """Behind the rotation: stored, Hadamard, stored, codes. The error is that of the output."""
     x, words = stored(x, numerics.store), tuple[str, ...]()
     if numerics.switches.indexer_hadamard:
@@ -59,7 +59,7 @@ def operand(x: Near, twin: Tensor, numerics: Numerics) -> tuple[Near, tuple[str,
         f"stored; codes of blocks of {grid.block} under a power of two: the neighbour only",
         "where the quotient's slack reaches a boundary, another scale only where amax does",
     )
-    return Near(x.value, reach(stored(x, numerics.store), twin, grid)), words
+    return Near(x.value, reach(stored(x, numerics.store), dtype, grid)), words
 
 
 def operand_of(call: Call) -> dict[str, Budget]:
@@ -81,7 +81,7 @@ def operand_of(call: Call) -> dict[str, Budget]:
     else:
         assert isinstance(facts, V4Facts), "there are two families"
         near = turned(near, turn(facts.rope, positions, numerics, heads=True))
-    found, more = operand(near, out, numerics)
+    found, more = operand(near, out.dtype, numerics)
     return {"out": Budget(output_format(out), found.error, (*words, *more))}
 
 

@@ -67,7 +67,7 @@ def pooled(call: Call) -> dict[str, Budget]:
         near = Near(*(torch.cat(parts) for parts in zip(*made, strict=True)))
         words: tuple[str, ...] = _WORDS
         if "indexer" in call.role:
-            near, more = operand(near, outputs["out"], numerics)
+            near, more = operand(near, outputs["out"].dtype, numerics)
             words = (*words, *more)
         out = Budget(output_format(outputs["out"]), near.error, words)
     return {"out": out, "entry_offsets": offsets, **state}

@@ -118,7 +118,7 @@ def cache_rows(call: Call) -> dict[str, Budget]:
     if grid is None or x is None:
         return {"out": exact(output_format(out), "rows are copied")}
     slack = torch.zeros(out.shape, dtype=torch.float64)
-    slack[..., :plain] = reach(exactly(x[..., :plain]), out[..., :plain], grid)
+    slack[..., :plain] = reach(exactly(x[..., :plain]), out.dtype, grid)
     words = (
         f"codes of blocks of {grid.block}: the neighbour only where the quotient's slack reaches",
         "a boundary, another scale only where amax does",

@@ -119,11 +119,11 @@ def test_a_code_steps_only_at_its_boundary(kind: IndexerFormat) -> None:
     twin = rounding.through_indexer(x, numerics).bfloat16()
     grid = indexer_grid(numerics, 128)
     assert grid is not None
-    sharp = reach(exactly(x), twin, grid)
+    sharp = reach(exactly(x), torch.bfloat16, grid)
     assert float((sharp > 0).float().mean()) < 0.02, "only where amax is a power of two"
     error = torch.zeros(40, 128, dtype=torch.float64)
     error[:, 11] = 0.01 * x[:, 11].abs()
-    wide = reach(Near(x.double(), error), twin, grid)
+    wide = reach(Near(x.double(), error), torch.bfloat16, grid)
     for sign in (-1, 1):
         moved = x.clone()
         moved[:, 11] *= 1 + sign * 0.01
@@ -138,7 +138,7 @@ def test_cache_rows_by_approximate_reciprocals_stay_within(kind: KeyValueCache) 
     grid = cache_grid(numerics, 128)
     assert grid is not None
     twin = rounding.through_cache(x, 128, numerics).bfloat16()
-    limit = reach(exactly(x), twin, grid)
+    limit = reach(exactly(x), torch.bfloat16, grid)
     blocks = x.unflatten(1, (-1, grid.block))
     raw = blocks.abs().amax(-1, keepdim=True).clamp(min=grid.floor) * (1 / grid.largest)
     for off in (1 - 2.0**-22, 1 + 2.0**-22):
