@@ -128,11 +128,7 @@ class InMemoryRun:
         known: dict[int, Sequence] = {}
         with run._recording(bound, edges):
             for step in steps:
-                owned: dict[int, list[int]] = {}
-                for token, owner in zip(step.tokens, step.sequences, strict=True):
-                    owned.setdefault(owner, []).append(token)
-                sequences = [known.setdefault(owner, Sequence()) for owner in owned]
-                run._step(model, sequences, [torch.tensor(ids) for ids in owned.values()], step)
+                run._step(model, *_fed(step, known), step)
         return run
 
     def inputs(self, call: Call) -> Mapping[str, Tensor]:
@@ -196,6 +192,25 @@ class InMemoryRun:
         self.calls.append(Call(number, step, name, kept[0], kept[1], changed))
         self._tensors.append((before, {key: each.clone() for key, each in outputs.items()}))
         return outputs
+
+
+def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> list[Tensor]:
+    """Logits behind each sequence's last token, of the very steps of another run; not recorded."""
+    model, known, made = _model(bound, absorbed=absorbed), dict[int, Sequence](), []
+    for step in steps:
+        sequences, tokens = _fed(step, known)
+        with torch.inference_mode():
+            made.append(model.forward(sequences, tokens, last_only=True))
+    return made
+
+
+def _fed(step: Step, known: dict[int, Sequence]) -> tuple[list[Sequence], list[Tensor]]:
+    """The sequences of a step with their new tokens."""
+    owned: dict[int, list[int]] = {}
+    for token, owner in zip(step.tokens, step.sequences, strict=True):
+        owned.setdefault(owner, []).append(token)
+    sequences = [known.setdefault(owner, Sequence()) for owner in owned]
+    return sequences, [torch.tensor(ids) for ids in owned.values()]
 
 
 def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:

@@ -1,0 +1,167 @@
+"""What outputs look like before they are judged: extents, dtypes, values that are not finite.
+
+Owns the forms that a candidate may put out all the same (another dtype, the same rows in another
+shape), those that it may not, and the first value that is not finite with its producer. Where
+inputs are not finite one question is left: is the candidate finite where its twin is? Refuses
+nothing. Kept honest by suites/engine/test_localise.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget import Finding
+from degarble.harness.engine.judging import Judged
+from degarble.harness.record.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.replay import Replay
+
+    Tensors = Mapping[str, Tensor]
+
+_SCORES = "scores"
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value of an output that is not finite."""
+
+    call: int
+    component: str
+    output: str
+    step: int
+    row: int
+    count: int
+    twin_as_well: bool
+    inputs_as_well: bool
+
+
+def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both sides of every output in one shape, and in the narrower of their dtypes."""
+    found = {}
+    for name, twin in expected.items():
+        if name not in outputs:
+            continue
+        candidate = outputs[name].reshape(twin.shape)
+        if candidate.dtype is twin.dtype is torch.float64:
+            # Nobody's kernel puts out float64; both sums are rounded as float32 holds them.
+            found[name] = (candidate.float(), twin.float())
+        elif candidate.dtype != twin.dtype and twin.is_floating_point():
+            narrow = min((candidate.dtype, twin.dtype), key=lambda each: each.itemsize)
+            found[name] = (candidate.to(narrow), twin.to(narrow))
+        else:
+            found[name] = (candidate.to(twin.dtype), twin)
+    return found
+
+
+def wrong_forms(outputs: Tensors, expected: Tensors) -> dict[str, Judged]:
+    """Outputs that are absent, of other extents, or of a dtype that cannot hold the values."""
+    found = {}
+    for name, twin in expected.items():
+        words = _wrong_form(outputs.get(name), twin)
+        if words:
+            finding = Finding(words, (), 1.0, 0.0)
+            found[name] = Judged(name, Verdict.DIFFERS, (finding,))
+    return found
+
+
+def _wrong_form(candidate: Tensor | None, twin: Tensor) -> str:
+    if candidate is None:
+        return "absent"
+    if candidate.numel() != twin.numel() or candidate.shape[:1] != twin.shape[:1]:
+        return f"shape {list(candidate.shape)} in place of {list(twin.shape)}"
+    if candidate.is_floating_point() != twin.is_floating_point():
+        return f"dtype {candidate.dtype} in place of {twin.dtype}"
+    if not twin.is_floating_point() or candidate.dtype == twin.dtype:
+        return ""
+    largest = torch.finfo(torch.bfloat16).max
+    if twin.dtype.itemsize > 1 and torch.finfo(candidate.dtype).max < largest:
+        return f"dtype {candidate.dtype} in place of {twin.dtype}: its range is smaller"
+    return ""
+
+
+def same_values(candidate: Tensor, twin: Tensor) -> bool:
+    """Equal values, NaN included; for codes that torch cannot compare, their bytes."""
+    if candidate.dtype.itemsize == 1:
+        return torch.equal(candidate.view(torch.uint8), twin.view(torch.uint8))
+    if torch.equal(candidate, twin):
+        return True
+    if not candidate.is_floating_point():
+        return False
+    return torch.equal(candidate.nan_to_num(), twin.nan_to_num()) and torch.equal(
+        candidate.isnan(), twin.isnan()
+    )
+
+
+def finite(inputs: Tensors) -> bool:
+    """Whether all inputs are finite; scores of what is not to be seen are -inf by design."""
+    for name, each in inputs.items():
+        if not each.is_floating_point() or each.dtype.itemsize == 1:
+            continue
+        known = each.isfinite() | each.isneginf() if name == _SCORES else each.isfinite()
+        if not bool(known.all()):
+            return False
+    return True
+
+
+def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
+    """Inputs are not finite: a candidate must be finite wherever its twin is."""
+    if not twin.is_floating_point() or twin.dtype.itemsize == 1:
+        return Judged(name, Verdict.UNDECIDED, undecided="inputs are not finite")
+    odd = twin.isfinite() & ~candidate.isfinite()
+    if bool(odd.any()):
+        row = int(odd.reshape(odd.shape[0], -1).any(1).nonzero()[0])
+        finding = Finding("not finite where the twin is", (row,), float(odd.sum()), 0.0)
+        return Judged(name, Verdict.DIFFERS, (finding,))
+    return Judged(name, Verdict.UNDECIDED, undecided="inputs are not finite")
+
+
+def equal_elements(c: Tensor, t: Tensor) -> Tensor:
+    """Which elements are equal; a NaN equals a NaN."""
+    if c.dtype.itemsize == 1:
+        return c.view(torch.uint8) == t.view(torch.uint8)
+    if not c.is_floating_point():
+        return c == t
+    return (c == t) | (c.isnan() & t.isnan())
+
+
+def non_finite_of(replay: Replay) -> NonFinite | None:
+    """The first value of a replay's outputs that is not finite, apart from hidden scores."""
+    batch = replay.batch
+    found: NonFinite | None = None
+    for name, each in batch.outputs.items():
+        if not each.is_floating_point() or each.dtype.itemsize == 1 or not each.ndim:
+            continue
+        odd = ~each.isfinite()
+        if batch.component.role.endswith(".scores"):
+            odd &= ~each.isneginf()
+        if not bool(odd.any()):
+            continue
+        row = int(odd.reshape(odd.shape[0], -1).any(1).nonzero()[0])
+        at = next((n for n, span in enumerate(batch.spans) if row < span.stop), 0)
+        at = at if len(batch.calls) > 1 else 0
+        twin = replay.expected.get(name)
+        as_well = twin is not None and not bool(twin.isfinite().all())
+        call = batch.calls[at]
+        found = earlier_of(
+            found,
+            NonFinite(
+                call.number, call.component, name, call.step, row - batch.spans[at].start,
+                int(odd.sum()), as_well, not finite(batch.inputs),
+            ),
+        )  # fmt: skip
+    return found
+
+
+def earlier_of(one: NonFinite | None, other: NonFinite | None) -> NonFinite | None:
+    """The one that was first in the run."""
+    if one is None or other is None:
+        return one or other
+    return one if one.call <= other.call else other

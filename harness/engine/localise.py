@@ -1,0 +1,281 @@
+"""Where a run went wrong: every component on its own inputs, every input beside its producers.
+
+Owns the order of questions and the verdict. A component that puts out what its twin does not is an
+origin. An input that its producers' outputs do not imply is one as well, at the edge; where a
+component wrote into its inputs, what others read there is its doing. Each fault is told once, at
+the place that blame.py names. Inherited error is never an origin, since every component is judged
+on what it was given.
+
+Refuses nothing; what cannot be judged is listed by name. Kept honest by
+suites/engine/test_localise.py: healthy runs of every recipe, and planted faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.sites import Port, Site
+from degarble.harness.engine.blame import Kind, Trouble, blamed_on_edge, source_of
+from degarble.harness.engine.edges import Wires
+from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.forms import earlier_of, same_values
+from degarble.harness.engine.judged_run import Judge, JudgedComponent, Row
+from degarble.harness.engine.onset import Onset, onset_of
+from degarble.harness.engine.replay import Known, batches
+from degarble.harness.engine.seen import by_component
+from degarble.harness.engine.troubles import missing_calls, of_outputs, repeats_apart
+from degarble.harness.errors import DegarbleError
+from degarble.harness.record.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from degarble.harness.anatomy.components import Component
+    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.engine.edges import Edge
+    from degarble.harness.engine.forms import NonFinite
+    from degarble.harness.engine.judged_run import Looked
+    from degarble.harness.engine.replay import Batch
+    from degarble.harness.engine.seen import SeenRun
+    from degarble.harness.record.capture_types import Call
+    from degarble.references.binding import Bound
+
+
+@dataclass(frozen=True, eq=False)
+class Localised:
+    """What was judged, and where something is wrong, in the order of the run."""
+
+    verdict: Verdict
+    rows: tuple[Row, ...]
+    origins: tuple[Trouble, ...]
+    first_non_finite: NonFinite | None = None
+    unstable: tuple[str, ...] = ()  # components that gave two answers to one question
+    unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flips(self) -> tuple[Row, ...]:
+        """Choices that fell the other way, legally: near ties."""
+        return tuple(row for row in self.rows if row.flips)
+
+
+def localise(
+    twin: Bound,
+    recipe: Recipe,
+    run: SeenRun,
+    reference: Bound | None = None,
+    told: Callable[[str], None] = lambda _component: None,
+    looked: Looked | None = None,
+) -> Localised:
+    """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
+    known = Known.of(twin, recipe)
+    work = _Work(known, run, Judge(known, reference, looked), Wires(known, run))
+    calls = by_component(run)
+    for name, component in known.components.items():
+        if name in calls:
+            told(name)
+            work.component(component, calls[name])
+    strange = sorted(calls.keys() - known.components.keys())
+    return work.result(strange)
+
+
+class _Work:
+    """A localisation under way."""
+
+    def __init__(self, known: Known, run: SeenRun, judge: Judge, wires: Wires) -> None:
+        self._known, self._run, self._judge, self._wires = known, run, judge, wires
+        self._steps = {step.number: step for step in run.steps}
+        self._judged: list[JudgedComponent] = []
+        self._troubles: list[Trouble] = []
+        self._edges: list[Edge] = []
+        self._written: dict[tuple[int, Site], Call] = {}
+        self._unstable: list[str] = []
+        self._notes: list[str] = []
+
+    def component(self, component: Component, calls: Sequence[Call]) -> None:
+        """Judge all calls of one component, and what they were given."""
+        stored = [call for call in calls if _is_stored(call)]
+        if len(stored) < len(calls):
+            self._notes.append(f"{component.name}: statistics only, so it was not judged")
+        found = batches(self._run, component, stored, self._steps)
+        made = self._judge.component(component, found)
+        self._judged.append(made)
+        if made.differs:
+            self._troubles.append(of_outputs(self._known, made, self._steps))
+        for batch in found:
+            self._edges_of(batch)
+        if repeats_apart(calls):
+            self._unstable.append(component.name)
+
+    def _edges_of(self, batch: Batch) -> None:
+        for at, call in enumerate(batch.calls):
+            inputs = {name: batch.part(at, each) for name, each in batch.inputs.items()}
+            self._edges += self._wires.broken(call, inputs)
+            for name in call.changed:
+                source = source_of(batch.component, name)
+                if source is not None:
+                    self._written.setdefault((call.step, source), call)
+
+    def result(self, strange: Sequence[str]) -> Localised:
+        """Join what was found."""
+        self._troubles += self._broken_edges()
+        self._troubles += missing_calls(self._known, self._run)
+        rows = tuple(row for each in self._judged for row in each.rows.values())
+        unjudged = [(row.component.name, row.undecided) for row in rows if row.undecided]
+        unjudged += [(name, "no component of this model") for name in strange]
+        first = None
+        for each in self._judged:
+            first = earlier_of(first, each.non_finite)
+        return Localised(
+            self._verdict(rows),
+            rows,
+            tuple(sorted(self._troubles, key=self._place)),
+            first,
+            tuple(self._unstable),
+            tuple(dict(unjudged).items()),
+            tuple(self._notes),
+        )
+
+    def _place(self, trouble: Trouble) -> int:
+        order = list(self._known.components)
+        return order.index(trouble.component) if trouble.component in order else len(order)
+
+    def _verdict(self, rows: Sequence[Row]) -> Verdict:
+        if self._unstable:
+            return Verdict.UNSTABLE
+        if self._troubles:
+            return Verdict.DIFFERS
+        judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
+        open_ones = [row for row in rows if row.undecided and row.budgetless]
+        return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
+
+    def _broken_edges(self) -> list[Trouble]:
+        """One trouble an input; what was written over belongs to who wrote."""
+        groups: dict[tuple[str, str], list[Edge]] = {}
+        harmed: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self._edges:
+            writer = None
+            if edge.source is not None:
+                writer = self._written.get((edge.call.step, edge.source))
+            if writer is not None and writer.number < edge.call.number:
+                harmed.setdefault((writer.component, str(edge.source)), []).append(edge)
+            else:
+                groups.setdefault((edge.component.name, edge.name), []).append(edge)
+        told = {call.component: call for call in self._written.values()}
+        self._notes += [
+            f"{name} wrote into its inputs ({', '.join(call.changed)}); nobody read them later"
+            for name, call in told.items()
+            if name not in {writer for writer, _ in harmed}
+        ]
+        found = [self._changed(writer, edges) for (writer, _), edges in harmed.items()]
+        return [*found, *(self._edge(each) for each in self._joined(list(groups.values())))]
+
+    def _joined(self, groups: list[list[Edge]]) -> list[list[Edge]]:
+        """Consumers of one output that were given the same wrong value are one trouble."""
+        kept: list[list[Edge]] = []
+        for group in groups:
+            first = group[0]
+            for other in kept:
+                if _one_value(first, other[0]):
+                    other.extend(group)
+                    break
+            else:
+                kept.append(group)
+        return kept
+
+    def _edge(self, edges: list[Edge]) -> Trouble:
+        best = max(edges, key=lambda e: 0 if e.captured is None else e.captured.numel())
+        consumers = sorted({edge.component.name for edge in edges})
+        component = best.component
+        blamed = blamed_on_edge(component, best.name)
+        if len(consumers) > 1 and best.source is not None:
+            blamed = best.source.component
+        onset = _onset_of_edge(self._known, best)
+        return Trouble(
+            Kind.EDGE,
+            blamed,
+            Scene(self._known.twin, component, self._known.recipe),
+            Site(component.name, Port.IN, best.name),
+            _words(best, consumers, onset),
+            self._sight(best),
+            where=onset.where,
+            steps=tuple(sorted({edge.call.step for edge in edges})),
+            more=tuple(self._sight(e) for e in edges if e.call.step != best.call.step)[:2],
+        )
+
+    def _changed(self, writer: str, edges: list[Edge]) -> Trouble:
+        first = min(edges, key=lambda edge: edge.call.number)
+        component = self._known.components[writer]
+        call = self._written[(first.call.step, first.source)]  # type: ignore[index]
+        readers = sorted({edge.component.name for edge in edges})
+        name = next(n for n in call.changed if source_of(component, n) == first.source)
+        sentence = (
+            f"{writer} wrote into its input {name}, which {', '.join(readers)} read afterwards"
+        )
+        return Trouble(
+            Kind.CHANGED,
+            writer,
+            Scene(self._known.twin, component, self._known.recipe),
+            Site(writer, Port.IN, name),
+            sentence,
+            where={"input": name},
+            steps=tuple(sorted({edge.call.step for edge in edges})),
+        )
+
+    def _sight(self, edge: Edge) -> Sight:
+        call = edge.call
+        inputs, implied = dict(self._run.inputs(call)), self._wires.implied(call)
+        if edge.implied is not None:
+            implied[edge.name] = edge.implied
+        for name, each in implied.items():
+            if name in inputs:
+                like = inputs[name]
+                same = each.numel() == like.numel()
+                implied[name] = (each.reshape(like.shape) if same else each).to(like.dtype)
+        try:
+            expected = self._known.expected(edge.component, inputs)
+        except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+            expected = {}
+        return Sight(inputs, self._run.outputs(call), expected, implied, call.step)
+
+
+def _is_stored(call: Call) -> bool:
+    return all(each.at for each in (*call.inputs.values(), *call.outputs.values()))
+
+
+def _one_value(left: Edge, right: Edge) -> bool:
+    if left.source is None or left.source != right.source or left.call.step != right.call.step:
+        return False
+    if left.captured is None or right.captured is None:
+        return False
+    a, b = left.captured.flatten(), right.captured.flatten()
+    return a.shape == b.shape and a.dtype == b.dtype and same_values(a, b)
+
+
+def _onset_of_edge(known: Known, edge: Edge) -> Onset:
+    implied, captured = edge.implied, edge.captured
+    if implied is None or captured is None or implied.numel() != captured.numel():
+        return Onset()
+    implied = implied.reshape(captured.shape)
+    return onset_of(known.twin.config, edge.component, (captured, implied))
+
+
+def _words(edge: Edge, consumers: Sequence[str], onset: Onset) -> str:
+    name = f"{edge.component.name}.in.{edge.name}"
+    if edge.captured is None:
+        return f"{name} did not arrive, though earlier calls left rows for it"
+    if edge.implied is None:
+        return f"{name} arrived, though nothing was there to read"
+    source = f"what {edge.source} put out" if edge.source else "the step's own record"
+    if edge.captured.numel() != edge.implied.numel():
+        found, want = (list(each.shape) for each in (edge.captured, edge.implied))
+        return f"{name} has shape {found}; {source} implies {want}"
+    others = len(consumers) - 1
+    more = f", and {others} more components were given the same" if others else ""
+    return f"{name} is not {source}{onset.sentence}{more}"
+
+
+def with_sentence(trouble: Trouble, sentence: str) -> Trouble:
+    """The same trouble, told otherwise."""
+    return replace(trouble, sentence=sentence)

@@ -1,0 +1,176 @@
+"""Troubles of single components: outputs that differ, calls that are missing, two answers.
+
+Owns which of a component's outputs and calls stands for its trouble: the output that is furthest
+beyond its budget, in the call that shows most. Also the silent fallback: a quantised linear whose
+outputs are those of unquantised operands within the budget of such a product, so that it is too
+good. Refuses nothing. Kept honest by suites/engine/test_localise.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.sites import Port
+from degarble.harness.engine.blame import Kind, Trouble
+from degarble.harness.engine.budget_call import Call as Judgeable
+from degarble.harness.engine.budget_roles import budgets_of
+from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.forms import aligned
+from degarble.harness.engine.judging import judge_outputs
+from degarble.harness.engine.onset import Onset, RowsOf, onset_of
+from degarble.harness.errors import DegarbleError
+from degarble.harness.record.capture_types import site_of
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.wording import number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from degarble.harness.engine.judged_run import JudgedComponent, Piece, Row
+    from degarble.harness.engine.replay import Known
+    from degarble.harness.engine.seen import SeenRun
+    from degarble.harness.record.capture_types import Call, Step
+
+_MORE = 2  # further calls that a trouble keeps
+
+
+def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -> Trouble:
+    """The trouble of a component whose outputs are not its twin's."""
+    row = made.differs[0]
+    pieces = [p for p in made.pieces if p.judged[row.output].verdict is Verdict.DIFFERS]
+    best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
+    judged, component = best.judged[row.output], made.component
+    form = _level(best, row).startswith(("shape", "dtype", "absent"))
+    where: dict[str, str | int | float] = {}
+    words = ""
+    if not form:
+        onset = _onset(known, best, row.output, steps)
+        where |= onset.where
+        words = onset.sentence
+    plain = None if form else _plain_form(known, best, row.output)
+    site = site_of(component.name, Port.OUT, row.output)
+    if plain:
+        where["operands"] = "unquantised"
+    return Trouble(
+        Kind.FORM if form else Kind.FALLBACK if plain else Kind.OUTPUT,
+        component.name,
+        Scene(known.twin, component, known.recipe),
+        site,
+        plain or f"{site}: {_told(judged.worst)}{words}",
+        _sight(best),
+        judged,
+        where,
+        tuple(sorted({call.step for piece in pieces for call in piece.replay.batch.calls})),
+        tuple(_sight(piece) for piece in pieces if piece is not best)[:_MORE],
+    )
+
+
+def _ratio(piece: Piece, row: Row) -> float:
+    return piece.judged[row.output].ratio
+
+
+def _level(piece: Piece, row: Row) -> str:
+    worst = piece.judged[row.output].worst
+    return worst.level if worst else ""
+
+
+def _told(worst: object) -> str:
+    return str(worst) if worst else "differs"
+
+
+def _sight(piece: Piece) -> Sight:
+    """What was seen. Calls that were replayed together are one sight."""
+    batch = piece.replay.batch
+    inputs = piece.replay.inputs or batch.inputs
+    rows = tuple(span.stop - span.start for span in batch.spans)
+    step = batch.calls[0].step
+    return Sight(inputs, batch.outputs, piece.replay.expected, step=step, rows=rows)
+
+
+def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -> Onset:
+    batch = piece.replay.batch
+    sides = aligned(batch.outputs, piece.replay.expected)[output]
+    slack = None
+    try:
+        budget = budgets_of(piece.replay.judgeable(known)).get(output)
+        if budget is not None and sides[0].is_floating_point():
+            slack = budget.slack.expand(sides[1].shape)
+    except (DegarbleError, RuntimeError):
+        slack = None  # no budget, or operands that have none: every difference counts
+    return onset_of(known.twin.config, batch.component, sides, RowsOf.of(batch, steps), slack)
+
+
+def _plain_form(known: Known, piece: Piece, output: str) -> str:
+    """Words where unquantised operands explain an output of a quantised linear; else nothing."""
+    replay = piece.replay
+    if "codes" not in replay.inputs or "codes" in replay.batch.outputs:
+        return ""
+    x = piece.plain
+    if x is None:
+        return ""
+    name, twin = replay.batch.component.name, known.plain
+    inputs = {n: t for n, t in replay.inputs.items() if n not in _CODED} | {"x": x}
+    try:
+        call = Judgeable.of(twin, name, inputs)
+        candidate = aligned(replay.batch.outputs, call.outputs)[output][0]
+        judged = judge_outputs(call, {output: candidate})[output]
+    except (DegarbleError, RuntimeError, KeyError, IndexError):
+        return ""
+    if judged.verdict is not Verdict.AGREES:
+        return ""
+    return (
+        f"{name} ran on unquantised activations ({number(judged.ratio)} of that budget): its twin "
+        "quantises them, so it is nearer to the BF16 model than it can be"
+    )
+
+
+_CODED = ("codes", "block_scale", "tensor_scale")
+
+
+def missing_calls(known: Known, run: SeenRun) -> Iterator[Trouble]:
+    """Components that did not run in a step in which the rest of their block did."""
+    if run.facts.get("filters") and any(dict(run.facts["filters"]).values()):
+        return
+    ran: dict[int, set[str]] = {step.number: set() for step in run.steps}
+    for call in run.calls:
+        ran[call.step].add(call.component)
+    every = {name for names in ran.values() for name in names}
+    ever = {known.components[name].role for name in every & known.components.keys()}
+    blocks = {s: {_block(n) for n in names} for s, names in ran.items()}
+    last = None if getattr(run, "complete", True) else max(ran, default=None)
+    found: dict[str, list[int]] = {}
+    for step, names in ran.items():
+        for name, component in known.components.items():
+            if component.block is None or step == last or component.role not in ever:
+                continue
+            if name not in names and _block(name) in blocks[step]:
+                found.setdefault(name, []).append(step)
+    for name, at in found.items():
+        component = known.components[name]
+        yield Trouble(
+            Kind.MISSING,
+            name,
+            Scene(known.twin, component, known.recipe),
+            site_of(name, Port.OUT, component.outputs[0]),
+            f"{name} did not run in step {at[0]}, though the rest of its block did",
+            steps=tuple(at),
+        )
+
+
+def _block(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def repeats_apart(calls: Sequence[Call]) -> bool:
+    """Whether two calls on the very same inputs put out different things."""
+    known: dict[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]] = {}
+    for call in calls:
+        sides = [
+            tuple(sorted((name, kept.sha256) for name, kept in side.items()))
+            for side in (call.inputs, call.outputs)
+        ]
+        if not all(digest for side in sides for _, digest in side) or not sides[0]:
+            return False
+        if known.setdefault(sides[0], sides[1]) != sides[1]:
+            return True
+    return False

@@ -1,0 +1,186 @@
+"""Healthy runs raise no alarm; one planted fault is one origin, at the place that is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.blame import Kind
+from degarble.harness.record.verdict import Verdict
+from degarble.suites.engine.localise_cases import (
+    ATTN,
+    FFN,
+    V4,
+    V32,
+    bound,
+    localised,
+    plain,
+    replaced,
+    run_of,
+    scaled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import Config
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_a_healthy_run_agrees_everywhere_whatever_its_sums_are_made_in(config: Config) -> None:
+    found = localised(run_of(config=config, inside=torch.float32), config)
+    assert found.verdict is Verdict.AGREES, found.origins
+    assert not found.origins
+    assert not found.unjudged
+    assert max(row.ratio for row in found.rows) <= 0.7
+    quality = [row.cosines["candidate and reference"].cosine for row in found.rows if row.cosines]
+    assert 0.8 < min(each for each in quality if each == each) < 0.999  # noqa: PLR0124  NaN
+    for row in found.rows:
+        if row.cosines and not torch.tensor(row.cosines["candidate and twin"].cosine).isnan():
+            assert row.cosines["candidate and twin"].cosine > 0.999
+
+
+def nan_at_the_end(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[-1, 5] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "site"),
+    [
+        (f"{FFN}experts.w2", scaled("out", 1.05), f"{FFN}experts.w2.out"),
+        (f"{ATTN}wq_a.act_quant", replaced("x", lambda x: x.roll(1, -1)), None),
+        (f"{ATTN}kv_norm_rope", replaced("positions", lambda p: p + 1), None),
+        (f"{ATTN}hc_pre", scaled("mix", 1.1), f"{ATTN}hc_pre.out.mix"),
+        ("head", scaled("out", 1.01), "head.out"),
+    ],
+)
+def test_a_wrong_component_is_the_only_origin(
+    name: str, way: Callable[..., Any], site: str | None
+) -> None:
+    found = localised(run_of(name, way))
+    assert found.verdict is Verdict.DIFFERS
+    (origin,) = found.origins
+    assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+    assert site is None or str(origin.site) == site
+    assert origin.judged is not None
+    assert origin.judged.ratio > 1
+    assert origin.sight is not None
+    assert origin.sight.expected.keys() == origin.sight.outputs.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "inp", "change", "blamed"),
+    [
+        (f"{ATTN}q_norm", "x", lambda x: x.roll(1, 0), f"{ATTN}q_norm"),
+        (f"{ATTN}attend", "window", lambda x: x * 1.125, f"{ATTN}kv_write"),
+        (f"{ATTN}attend", "state_window", torch.zeros_like, f"{ATTN}kv_write"),
+        (f"{ATTN}attend", "state_compressed", lambda x: x[:-1], f"{ATTN}compressor.write"),
+        (f"{ATTN}compressor.pool", "state_gate", torch.zeros_like, f"{ATTN}compressor.pool"),
+        (
+            f"{ATTN}indexer.scores",
+            "state_keys",
+            lambda x: x.flip(0),
+            f"{ATTN}indexer.compressor.pool",
+        ),
+        (f"{ATTN}kv_norm_rope", "positions", lambda p: p * 0, f"{ATTN}kv_norm_rope"),
+        ("embed", "tokens", lambda t: t + 1, "embed"),
+    ],
+)
+def test_a_wrong_input_is_the_consumers_and_memory_its_writers(
+    name: str, inp: str, change: Callable[[Tensor], Tensor], blamed: str
+) -> None:
+    found = localised(run_of(name, edge=replaced(inp, change)))
+    assert found.verdict is Verdict.DIFFERS
+    (origin,) = [each for each in found.origins if each.kind is Kind.EDGE]
+    assert (origin.component, str(origin.site)) == (blamed, f"{name}.in.{inp}")
+    assert len(found.origins) == 1
+    assert origin.scene.name == name
+    assert origin.sight is not None
+    if origin.sight.implied[inp].shape == origin.sight.inputs[inp].shape:
+        assert not torch.equal(origin.sight.implied[inp], origin.sight.inputs[inp])
+
+
+def test_the_first_value_that_is_not_finite_has_its_producer() -> None:
+    def spoilt(call: Any, inputs: Any, weights: Any) -> Any:
+        return {"out": nan_at_the_end(call(inputs, weights)["out"])}
+
+    run = run_of(f"{ATTN}wo_a", lambda call: partial(spoilt, call), recipe="bf16")
+    found = localised(run, recipe="bf16")
+    (origin,) = found.origins
+    first = found.first_non_finite
+    assert origin.component == f"{ATTN}wo_a"
+    assert first is not None
+    assert (first.component, first.step, first.row, first.inputs_as_well) == (
+        f"{ATTN}wo_a", 0, 13, False,
+    )  # fmt: skip
+    edge = replaced("x", nan_at_the_end)
+    found = localised(run_of(f"{FFN}norm", edge=edge, recipe="bf16"), recipe="bf16")
+    (origin,) = found.origins
+    assert (origin.kind, origin.component) == (Kind.EDGE, f"{FFN}norm")
+    assert found.first_non_finite is not None
+    assert found.first_non_finite.inputs_as_well
+
+
+def test_inputs_that_were_written_over_are_the_writers() -> None:
+    def writes(call: Any, inputs: Any, weights: Any) -> Any:
+        made = call(inputs, weights)
+        inputs["x"].mul_(1.5)
+        return made
+
+    found = localised(run_of(f"{ATTN}wq_a.act_quant", lambda call: partial(writes, call)))
+    (origin,) = found.origins
+    assert (origin.kind, origin.component) == (Kind.CHANGED, f"{ATTN}wq_a.act_quant")
+    quiet = localised(run_of(f"{ATTN}q_norm", lambda call: partial(writes, call)))
+    assert quiet.verdict is Verdict.AGREES
+    assert "nobody read them later" in quiet.notes[0]
+
+
+def test_a_product_of_unquantised_operands_is_called_a_fallback() -> None:
+    seen: dict[str, Tensor] = {}
+
+    def spied(call: Any, inputs: Any, weights: Any) -> Any:
+        seen["x"] = inputs["x"]
+        return call(inputs, weights)
+
+    def fell_back(_call: Any, _inputs: Any, weights: Any) -> Any:
+        return plain(V4).calls[name]({"x": seen["x"]}, weights)
+
+    name, candidate = f"{ATTN}wo_b", bound(V4, "nvfp4-full", torch.float64)
+    healthy = candidate.calls[f"{name}.act_quant"]
+    candidate.calls[f"{name}.act_quant"] = partial(spied, healthy)
+    try:
+        run = run_of(name, lambda call: partial(fell_back, call))
+    finally:
+        candidate.calls[f"{name}.act_quant"] = healthy
+    (origin,) = localised(run).origins
+    assert (origin.kind, origin.component) == (Kind.FALLBACK, name)
+
+
+def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_told() -> None:
+    run = run_of()
+    name = f"{FFN}norm"
+    for at, call in enumerate(run.calls):
+        if call.component == name and call.step == 1:
+            del run.calls[at]
+            run._tensors.pop(at)
+    run.calls = [replace(call, number=at) for at, call in enumerate(run.calls)]
+    run.calls[0] = replace(run.calls[0], component="layers.9.mystery")
+    found = localised(run)
+    assert ("layers.9.mystery", "no component of this model") in found.unjudged
+    (origin,) = found.origins
+    assert (origin.kind, origin.component, origin.steps) == (Kind.MISSING, name, (1,))
+
+    def cut(call: Any, inputs: Any, weights: Any) -> Any:
+        return {"out": call(inputs, weights)["out"].half()}
+
+    (origin,) = localised(run_of(f"{ATTN}wq_a", lambda call: partial(cut, call))).origins
+    assert (origin.kind, origin.component) == (Kind.FORM, f"{ATTN}wq_a")
+    assert "float16 in place of" in origin.sentence

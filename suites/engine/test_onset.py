@@ -1,0 +1,90 @@
+"""Where a difference sits: told only where it is a part, by the constants of the config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from degarble.harness.anatomy.components import component_named
+from degarble.harness.anatomy.presets import small_v4
+from degarble.harness.engine.onset import RowsOf, constant_at, onset_of, spans
+
+V4 = small_v4(num_hidden_layers=2, compress_ratios=(0, 4, 0))
+T = 20
+
+
+def rows(decode_from: int = T) -> RowsOf:
+    at = torch.arange(T)
+    return RowsOf(at, at >= decode_from, torch.zeros(T, dtype=torch.int64))
+
+
+def told(role: str, bad: torch.Tensor, how: RowsOf | None = None) -> tuple[dict[str, object], str]:
+    component = component_named(V4, f"layers.1.{role}")
+    twin = torch.ones(bad.shape)
+    found = onset_of(V4, component, (twin + bad, twin), how or rows())
+    return dict(found.where), found.sentence
+
+
+def test_what_is_everywhere_has_no_place() -> None:
+    assert told("attn.wq_a", torch.ones(T, 8)) == ({}, "")
+    assert told("attn.wq_a", torch.zeros(T, 8)) == ({}, "")
+
+
+def test_positions_phases_and_single_rows() -> None:
+    bad = torch.ones(T, 8)
+    bad[0] = 0
+    assert told("attn.wq_a", bad) == ({"first position": 1}, " (exact at position 0)")
+    bad[:4] = 0
+    where, words = told("attn.compressor.proj", bad)
+    assert where == {"first position": 4}
+    assert words == " (from position 4 on, the compress ratio 4)"
+    bad[:15] = 0
+    where, words = told("attn.wq_a", bad, rows(decode_from=15))
+    assert where["phase"] == "decode"
+    assert "only in decode" in words
+    only = torch.zeros(T, 8)
+    only[7] = 1
+    where, words = told("attn.wq_a", only)
+    assert where["first position"] == 7
+    assert "only position 7" in words
+
+
+def test_heads_experts_halves_and_columns() -> None:
+    heads = torch.zeros(T, 8, 4)
+    heads[:, 2:4] = 1
+    assert told("attn.q_head_norm_rope", heads)[0] == {"head": "2-3"}
+    half = torch.zeros(T, 16)
+    half[:, 8:] = 1
+    where, words = told("ffn.shared.w13", half)
+    assert where == {"half": "up", "columns": "8-15"}
+    experts = torch.tensor([[0, 1], [1, 2]] * (T // 2))
+    routed = (experts != 0)[..., None].float().expand(T, 2, 8)
+    at = rows()
+    how = RowsOf(at.position, at.decode, at.sequence, experts)
+    where, words = told("ffn.experts.w2", routed, how)
+    assert where["expert"] == "1-2"
+    assert "expert 0 exact" in words
+
+
+def test_only_what_is_beyond_its_slack_counts_where_something_is() -> None:
+    component = component_named(V4, "layers.1.attn.wq_a")
+    twin = torch.ones(T, 8)
+    near = twin + 1e-6
+    near[3, 2] = 2.0
+    found = onset_of(V4, component, (near, twin), rows(), torch.full((T, 8), 1e-5))
+    assert found.where["columns"] == "2"
+    assert found.where["first position"] == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "3"), ([1, 2, 3, 7], "1-3, 7"), (list(range(0, 20, 2)), "10 from 0 to 18")],
+)
+def test_numbers_are_told_as_ranges(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
+
+
+def test_constants_have_names() -> None:
+    component = component_named(V4, "layers.1.attn.attend")
+    assert "sliding window" in constant_at(V4, component, V4.sliding_window)
+    assert not constant_at(V4, component, 77)
