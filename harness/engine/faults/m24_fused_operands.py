@@ -1,0 +1,201 @@
+"""M24: a fused operation takes another operand, or rounds where the separate ones do not.
+
+A fusion matches a graph whose norm weight has another dtype or another meaning (vllm issue 48330),
+drops an operand (pytorch issue 174049), or keeps a value that was stored before (TensorRT-LLM issue
+17409).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.faults.model_faults import (
+    ModelFault,
+    Way,
+    from_ways,
+    with_weights,
+)
+from degarble.harness.engine.faults.rebinding import with_facts, with_function, with_numerics
+from degarble.harness.formats.weight import Weight
+from degarble.references.facts import V32Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene
+
+_NORMS = {
+    "attn.norm": "ffn.norm", "ffn.norm": "attn.norm", "attn.q_norm": "", "attn.kv_norm": "",
+    "attn.kv_norm_rope": "", "norm": "", "enorm": "hnorm", "hnorm": "enorm",
+}  # fmt: skip
+_SUMMING = ("attn.norm", "ffn.norm")  # in V3.2 these add the residual
+_FORMED = ("attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm")
+_STORING = (
+    "attn.norm", "ffn.norm", "ffn.experts.act_quant", "attn.kv_norm_rope", "attn.q_head_norm_rope",
+    "attn.compressor.pool", "attn.indexer.q",
+)  # fmt: skip
+
+
+def _gamma(change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the weight of a norm, or of what holds one."""
+
+    def changed(_name: str, weight: Weight) -> Weight:
+        return Weight(value=change(weight.values(torch.float32)))
+
+    return with_weights(changed)
+
+
+def _as_bf16(value: Tensor) -> Tensor:
+    """Bytes of fp32 read as BF16: two numbers where one was."""
+    return value.contiguous().view(torch.bfloat16)[: len(value)].float()
+
+
+def _as_fp32(value: Tensor) -> Tensor:
+    """Bytes of BF16 read as fp32: one number where two were, repeated to the length."""
+    whole = value[: len(value) // 2 * 2]
+    pairs = whole.to(torch.bfloat16).contiguous().view(torch.float32)
+    return pairs.repeat(2)[: len(value)] if len(pairs) * 2 >= len(value) else value
+
+
+def _gamma_ways(scene: Scene) -> Iterator[Way]:
+    yield Way("the norm's weight as fp32 bytes read as BF16", _gamma(_as_bf16))
+    yield Way("the norm's weight as BF16 bytes read as fp32", _gamma(_as_fp32))
+    yield Way("the norm's weight plus 1", _gamma(lambda value: value + 1))
+    yield Way("a norm without weight", _gamma(torch.ones_like))
+    yield Way("the norm's weight applied twice", _gamma(lambda value: value * value))
+    yield from _other_gammas(scene)
+
+
+def _other_gammas(scene: Scene) -> Iterator[Way]:
+    """The weight of another norm of the same width: of this block, or of the next."""
+    block = scene.component.block
+    if block is None:
+        return
+    other = f"{block.prefix}.{_NORMS[scene.role]}" if _NORMS[scene.role] else ""
+    next_one = f"{block.scope}.{block.index + 1}.{scene.role}"
+    last_one = f"{block.scope}.{block.index - 1}.{scene.role}"
+    for name in (other, next_one, last_one):
+        found = scene.sibling(name) if name else None
+        if found is None:
+            continue
+        (weight,) = found.weights.values()
+        yield Way(f"the weight of {name}", with_weights(_given(weight)), {"taken": name})
+
+
+def _given(weight: Weight) -> Any:
+    return lambda _name, _own: weight
+
+
+def _form_ways(scene: Scene) -> Iterator[Way]:
+    """Something else than an RMS norm on the same input."""
+    for words, form in (
+        ("no norm: the input passes", lambda x, _w: x),
+        ("no norm: the weight alone", lambda x, w: x * w),
+        ("a norm with the mean taken away", _centred),
+        ("a norm by the sum of squares", lambda x, w: w * x / x.norm(dim=-1, keepdim=True)),
+        ("a norm with 1e-2 under the root", partial(_rms, epsilon=1e-2)),
+        ("a norm over the first half", _half),
+    ):
+        yield Way(words, with_function(scene, partial(_formed, scene.role, form)))
+
+
+def _formed(
+    role: str, form: Any, facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+) -> Any:
+    work, (weight,) = facts.numerics.work, weights.values()
+    total = inputs["x"].to(work)
+    made: dict[str, Tensor] = {}
+    if "residual" in inputs:
+        total = total + inputs["residual"].to(work)
+    if isinstance(facts, V32Facts) and role in _SUMMING:
+        made["residual"] = total.to(facts.numerics.store)
+    return {"out": form(total, weight.values(work)).to(facts.numerics.store), **made}
+
+
+def _rms(x: Tensor, weight: Tensor, epsilon: float = 0.0) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon))
+
+
+def _centred(x: Tensor, weight: Tensor) -> Tensor:
+    return _rms(x - x.mean(-1, keepdim=True), weight)
+
+
+def _half(x: Tensor, weight: Tensor) -> Tensor:
+    first = x[..., : x.shape[-1] // 2]
+    return weight * (x * torch.rsqrt(first.square().mean(-1, keepdim=True)))
+
+
+def _kept_ways(scene: Scene) -> Iterator[Way]:
+    """Inside, nothing is rounded to what is stored; the output is."""
+    yield Way("values that are not rounded between the fused steps", _kept(scene, torch.float32))
+    yield Way("values rounded to FP16 between the fused steps", _kept(scene, torch.float16))
+    yield Way("truncation between the fused steps", _kept(scene, torch.float32, _truncated))
+
+
+def _truncated(x: Tensor) -> Tensor:
+    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
+
+
+def _kept(
+    scene: Scene, store: torch.dtype, change: Callable[[Tensor], Tensor] = lambda x: x
+) -> Any:
+    other = with_facts(scene, lambda facts: with_numerics(facts, store=store))
+
+    def apply(call: Any) -> Any:
+        changed = other(call)
+
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+            made = changed(inputs, weights)
+            stored = {n: change(x) if x.dtype is torch.float32 else x for n, x in made.items()}
+            known = call(inputs, weights)
+            return {name: x.to(known[name].dtype) for name, x in stored.items()}
+
+        return faulty
+
+    return apply
+
+
+def _fault(name: str, title: str, effect: str, remedy: str) -> ModelFault:
+    roles, ways = _TABLE[name]
+    return ModelFault(
+        id=f"M24.{name}",
+        title=title,
+        effect=effect,
+        remedy=remedy,
+        sits=lambda scene: scene.role in roles,
+        ways=ways,
+        signature=from_ways(ways),
+    )
+
+
+_TABLE: dict[str, tuple[Any, Callable[[Scene], Iterator[Way]]]] = {
+    "norm_weight": (_NORMS, _gamma_ways),
+    "norm_form": (_FORMED, _form_ways),
+    "rounding": (_STORING, _kept_ways),
+}
+
+MODEL_FAULTS = (
+    _fault(
+        "norm_weight",
+        "A fused norm takes another weight, or misreads its own",
+        "features are scaled by numbers that belong elsewhere",
+        "Compare the fused and the separate operation for every fusion that fired.",
+    ),
+    _fault(
+        "norm_form",
+        "A fused norm computes something else",
+        "rows have another length, or features are centred",
+        "Compare the fused and the separate operation for every fusion that fired.",
+    ),
+    _fault(
+        "rounding",
+        "A fusion does not round where the separate steps store",
+        "codes on the edge of a step fall on its other side",
+        "Round to the stored dtype between the steps, or derive the budget without it.",
+    ),
+)

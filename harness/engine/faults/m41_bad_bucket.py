@@ -1,0 +1,200 @@
+"""M41: one tactic, shape or architecture is bad: it leaves outputs unwritten, or drops a tile of K.
+
+A fallback reads memory that nobody wrote beyond some number of rows, a guard compiles a body away,
+a tactic ends one tile of K too soon (flashinfer issues 4588 and 3197, sglang issue 9807). Other
+shapes are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.faults.model_faults import (
+    ModelFault,
+    Way,
+    from_ways,
+    with_outputs,
+)
+from degarble.harness.engine.faults.rebinding import with_x
+from degarble.harness.engine.faults.regions import differing, flat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
+
+    Tensors = Mapping[str, Tensor]
+
+PRODUCTS = (
+    "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.wo_a",
+    "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.wk", "ffn.shared.w13", "ffn.shared.w2",
+    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2", "ffn.gate", "head",
+)  # fmt: skip
+_MORE = ("attn.attend", "ffn.experts.combine", "attn.inverse_rope")
+_VALUES = {"zeros": 0.0, "NaN": math.nan, "what lay there": 3.0e4}
+_TILE_OF_K = 64
+
+
+def _rows(words: str, value: float, first: int, last: int | None = None) -> Way:
+    def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
+        made = outputs["out"].clone()
+        flat(made)[first:last] = value
+        return {**outputs, "out": made}
+
+    return Way(words, with_outputs(change), {"row": first})
+
+
+def _columns(words: str, value: float, first: int, last: int | None = None) -> Way:
+    def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
+        made = outputs["out"].clone()
+        made[..., first:last] = value
+        return {**outputs, "out": made}
+
+    return Way(words, with_outputs(change), {"column": first})
+
+
+def _row_ways(_scene: Scene) -> Iterator[Way]:
+    for told, value in _VALUES.items():
+        yield _rows(f"{told} in every row", value, 0)
+        for first in (1, 16, 128):
+            yield _rows(f"{told} from row {first} on", value, first)
+
+
+def _written(sight: Sight) -> tuple[Tensor, float, str] | None:
+    """What differs, where all of it is one value."""
+    mask = differing(sight)
+    if mask is None:
+        return None
+    found = flat(sight.outputs["out"])[mask]
+    if bool(found.isnan().all()):
+        return mask, math.nan, "NaN"
+    value = float(found[0])
+    if not bool((found == found[0]).all()):
+        return None
+    told = {number: words for words, number in _VALUES.items()}.get(value, f"{value:g}")
+    return mask, value, told
+
+
+def _row_signature(_scene: Scene, sight: Sight) -> Iterator[Way]:
+    found = _written(sight)
+    if found is None:
+        return
+    mask, value, told = found
+    rows = mask.any(1).nonzero().flatten()
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    if last == len(mask):
+        where = f"from row {first} on" if first else "in every row"
+        yield _rows(f"{told} {where}", value, first)
+    yield _rows(f"{told} in rows {first} to {last - 1}", value, first, last)
+
+
+def _column_ways(_scene: Scene) -> Iterator[Way]:
+    for told, value in _VALUES.items():
+        yield _columns(f"{told} from column 64 on", value, 64)
+        yield _columns(f"{told} in the last 32 columns", value, -32)
+
+
+def _column_signature(_scene: Scene, sight: Sight) -> Iterator[Way]:
+    found = _written(sight)
+    if found is None or bool(found[0].any(0).all()):
+        return
+    mask, value, told = found
+    columns = mask.any(0).nonzero().flatten()
+    first, last = int(columns[0]) // 16 * 16, -(-(int(columns[-1]) + 1) // 16) * 16
+    yield _columns(f"{told} in columns {first} to {last - 1}", value, first, last)
+    yield _columns(f"{told} from column {first} on", value, first)
+
+
+def _no_tile(scene: Scene, words: str, first: int, last: int | None = None, fewest: int = 0) -> Way:
+    """Columns of K that are not summed, in calls of some rows at least."""
+
+    def change(x: Tensor) -> Tensor:
+        made = x.clone()
+        if len(x) >= fewest:
+            made[..., first:last] = 0
+        return made
+
+    return Way(words, with_x(scene, change), {"k": first})
+
+
+def _tile_ways(scene: Scene) -> Iterator[Way]:
+    last, rows = "the last 64 of K left out", "from 16 rows on"
+    yield _no_tile(scene, last, -_TILE_OF_K)
+    yield _no_tile(scene, "the first 64 of K left out", 0, _TILE_OF_K)
+    yield _no_tile(scene, "the last 16 of K left out", -16)
+    yield _no_tile(scene, f"{last} {rows}", -_TILE_OF_K, fewest=16)
+    width = scene.bound.config.hidden_size
+    for begin in range(_TILE_OF_K, min(width, 8 * _TILE_OF_K) - _TILE_OF_K, _TILE_OF_K):
+        words = f"columns {begin} to {begin + _TILE_OF_K - 1} of K left out"
+        yield _no_tile(scene, words, begin, begin + _TILE_OF_K)
+
+
+def _quantiser_ways(_scene: Scene) -> Iterator[Way]:
+    for name, words in (("codes", "codes of 0"), ("block_scale", "block scales of 0")):
+        yield Way(words, with_outputs(partial(_empty, (name,))))
+    yield Way("codes and scales of 0", with_outputs(partial(_empty, ("codes", "block_scale"))))
+    yield Way("codes of 0 from row 16 on", with_outputs(partial(_empty, ("codes",), first=16)))
+    yield Way("tensor scales of 0", with_outputs(partial(_empty, ("tensor_scale",))))
+
+
+def _empty(names: tuple[str, ...], _inputs: Tensors, outputs: Tensors, first: int = 0) -> Tensors:
+    made = dict(outputs)
+    for name in names:
+        if name in made and made[name].ndim:
+            made[name] = made[name].clone()
+            made[name][first:] = 0
+        elif name in made:
+            made[name] = torch.zeros_like(made[name])
+    return made
+
+
+def _quantises(scene: Scene) -> bool:
+    return scene.role.endswith("act_quant") and "codes" in scene.component.outputs
+
+
+_REMEDY = "Run every tactic and bucket of rows against the reference, with poisoned outputs."
+
+MODEL_FAULTS = (
+    ModelFault(
+        id="M41.rows_unwritten",
+        title="A bucket of rows leaves its output unwritten",
+        effect="rows from a number on are zeros, NaN, or what lay there",
+        remedy=_REMEDY,
+        sits=lambda scene: scene.role in (*PRODUCTS, *_MORE),
+        ways=_row_ways,
+        signature=_row_signature,
+    ),
+    ModelFault(
+        id="M41.columns_unwritten",
+        title="A tactic leaves columns of its output unwritten",
+        effect="columns at the end are zeros, NaN, or what lay there",
+        remedy=_REMEDY,
+        sits=lambda scene: scene.role in PRODUCTS and scene.role != "ffn.gate",
+        ways=_column_ways,
+        signature=_column_signature,
+    ),
+    ModelFault(
+        id="M41.tile_of_k",
+        title="A tactic leaves a tile of K out of the sum",
+        effect="outputs are off by what some inputs give; nothing looks broken",
+        remedy=_REMEDY,
+        sits=lambda scene: scene.role in PRODUCTS,
+        ways=_tile_ways,
+        signature=from_ways(_tile_ways),
+    ),
+    ModelFault(
+        id="M41.quantiser_empty",
+        title="A quantiser's body was compiled away",
+        effect="the product behind it sees zeros",
+        remedy="Test each kernel with known answers when the engine starts.",
+        sits=_quantises,
+        ways=_quantiser_ways,
+        signature=from_ways(_quantiser_ways),
+    ),
+)

@@ -1,0 +1,286 @@
+"""What looks like a fault and is none: legal orders of sums, equal rules, roundings within an ulp.
+
+Owns ways in the same form as faults have them, for runs that must raise no alarm: another order of
+a sum, softmax on either side of top-k where there is no bias, a shift of all positions in layers
+that see windows only, exponentials in base 2, an approximate reciprocal in front of a scale, larger
+residuals, scales of a module that nobody runs. A control is planted like a fault; whoever calls its
+run DIFFERS is wrong. Kept honest by suites/engine/faults/test_negative_controls.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.types import LayerType, MlpType
+from degarble.harness.engine.faults.model_faults import (
+    ChangedWeights,
+    Way,
+    with_inputs,
+    with_outputs,
+    with_weights,
+)
+from degarble.harness.engine.faults.rebinding import (
+    facts_of,
+    is_v4,
+    unrounded,
+    with_facts,
+    with_numerics,
+)
+from degarble.harness.formats.weight import Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene
+
+    Tensors = Mapping[str, Tensor]
+
+_LINEARS = (
+    "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wkv_a", "attn.wo", "attn.wo_b", "ffn.shared.w13",
+    "ffn.shared.w2", "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2", "head",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Control:
+    """One legal difference. `sits` and `ways` are as those of a ModelFault."""
+
+    id: str
+    title: str
+    why: str
+    sits: Callable[[Scene], bool]
+    ways: Callable[[Scene], Iterator[Way]]
+
+
+def _on_float32(facts: Any) -> Any:
+    return with_numerics(facts, products=torch.float32)
+
+
+def _reordered(scene: Scene, order: str, parts: int) -> Any:
+    """Sums over K in another order, in float32, and one rounding at the end."""
+    fine = with_facts(scene, lambda facts: unrounded(_on_float32(facts)))
+
+    def apply(call: Any) -> Any:
+        exact = fine(call)
+
+        def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
+            known = call(inputs, weights)
+            width = max(weight.shape[1] for weight in weights.values())
+            size = -(-width // parts)
+            begins = list(range(0, width, size))
+            if order == "backwards":
+                begins.reverse()
+            sums = []
+            for begin in begins:
+                some = ChangedWeights(weights, partial(_alone, begin, begin + size))
+                sums.append(exact(inputs, some)["out"].float())
+            total = sums[0]
+            for part in sums[1:]:
+                total = total + part
+            return {**known, "out": total.to(known["out"].dtype)}
+
+        return faulty
+
+    return apply
+
+
+def _alone(begin: int, end: int, _name: str, weight: Weight) -> Weight:
+    values = torch.zeros_like(weight.values(torch.float32))
+    values[:, begin:end] = weight.values(torch.float32)[:, begin:end]
+    return Weight(value=values, input_scale=weight.input_scale)
+
+
+def _order_ways(scene: Scene) -> Iterator[Way]:
+    yield Way("sums in float32", with_facts(scene, _on_float32))
+    yield Way("K in 4 parts", _reordered(scene, "forwards", 4))
+    yield Way("K in 16 parts, the last first", _reordered(scene, "backwards", 16))
+
+
+def _swapped_routing(scene: Scene) -> Iterator[Way]:
+    """Weights by a softmax over the chosen: the same as over all, renormalised, without a bias."""
+    del scene
+    yield Way("shares computed by another order of the same operations", with_outputs(_reshared))
+
+
+def _reshared(_inputs: Tensors, outputs: Tensors) -> Tensors:
+    weights = outputs["weights"]
+    total = weights.float().sum(-1, keepdim=True)
+    shares = torch.softmax(weights.float().log(), dim=-1) * total
+    return {**outputs, "weights": shares.to(weights.dtype)}
+
+
+def _exponential_ways(scene: Scene) -> Iterator[Way]:
+    """Q times log2(e), and powers of two, are what a kernel does; here: their one rounding more."""
+    del scene
+
+    def change(inputs: Tensors) -> Tensors:
+        q = inputs["q"].double()
+        return {**inputs, "q": (q * math.log2(math.e)).float().double() / math.log2(math.e)}
+
+    yield Way("exponentials in base 2", with_inputs(change))
+
+
+def _shift_ways(scene: Scene) -> Iterator[Way]:
+    """In a layer without entries the inverse rotation takes back what q and k were turned by."""
+    del scene
+    for shift in (1, 5):
+        yield Way(f"positions {shift:+d} for all rotations", with_inputs(_plus(shift)))
+
+
+def _plus(shift: int) -> Any:
+    def change(inputs: Tensors) -> Tensors:
+        return {**inputs, "positions": inputs["positions"] + shift}
+
+    return change
+
+
+def _reciprocal_ways(scene: Scene) -> Iterator[Way]:
+    del scene
+    for steps in (1, -1):
+
+        def change(inputs: Tensors, steps: int = steps) -> Tensors:
+            x = inputs["x"].float().contiguous()
+            codes = x.view(torch.int32) + (x != 0).to(torch.int32) * steps
+            return {**inputs, "x": codes.view(torch.float32)}
+
+        yield Way(f"inputs times a reciprocal {steps:+d} ulp off", with_inputs(change))
+
+
+def _growth_ways(scene: Scene) -> Iterator[Way]:
+    """Streams twice as long are legal; their norm does not show them."""
+    del scene
+
+    def change(inputs: Tensors) -> Tensors:
+        return {**inputs, "streams": inputs["streams"] * 2}
+
+    yield Way("streams twice as long", with_inputs(change))
+
+
+def _unread_ways(scene: Scene) -> Iterator[Way]:
+    """A plain weight has no use for scales; whatever they hold."""
+    del scene
+
+    def change(_name: str, weight: Weight) -> Weight:
+        if weight.storage is not None:
+            return weight
+        return Weight(
+            value=weight.value,
+            block_scale=torch.full((1,), math.nan),
+            tensor_scale=torch.zeros(1),
+            input_scale=weight.input_scale,
+        )
+
+    yield Way("scales that nobody reads never loaded", with_weights(change))
+
+
+def _tie_ways(scene: Scene) -> Iterator[Way]:
+    del scene
+    yield Way("the chosen in the order of their numbers", with_outputs(_sorted))
+
+
+def _sorted(_inputs: Tensors, outputs: Tensors) -> Tensors:
+    """-1 stays at the end."""
+    most = torch.iinfo(outputs["out"].dtype).max
+    order = torch.where(outputs["out"] < 0, most, outputs["out"]).sort(dim=-1).values
+    return {**outputs, "out": torch.where(order == most, -1, order)}
+
+
+def _inner_ways(scene: Scene) -> Iterator[Way]:
+    if facts_of(scene.call) is not None:
+        yield Way("float64 inside", with_facts(scene, _wide))
+
+
+def _wide(facts: Any) -> Any:
+    numerics = replace(facts.numerics, work=torch.float64, products=torch.float64)
+    return replace(facts, numerics=numerics)
+
+
+def _of_roles(*roles: str) -> Callable[[Scene], bool]:
+    return lambda scene: scene.role in roles
+
+
+def _divides(scene: Scene) -> bool:
+    """Whether a scale is no power of two: the reciprocal of one is exact, wherever it is taken."""
+    linear = scene.name.removesuffix(".act_quant")
+    if linear == scene.name:
+        return False
+    _, facts = scene.bound.bound_to(linear)
+    formats = (facts.activation(name) for name in scene.bound.weights_of(linear))
+    return not any(form is not None and form.endswith("UE8M0") for form in formats)
+
+
+def _scored(scene: Scene) -> bool:
+    block = scene.component.block
+    return scene.role == "ffn.topk" and block is not None and block.mlp_type is not MlpType.DENSE
+
+
+def _window_only(scene: Scene) -> bool:
+    block = scene.component.block
+    return block is not None and is_v4(scene) and block.layer_type is LayerType.SLIDING
+
+
+CONTROLS = (
+    Control(
+        "order_of_sums", "Another order of the same sum, or another legal tactic",
+        "float32 additions may be done in any order",
+        _of_roles(*_LINEARS), _order_ways,
+    ),
+    Control(
+        "shares", "Softmax on the other side of top-k, where no bias is between them",
+        "the shares of the chosen are the same",
+        _scored, _swapped_routing,
+    ),
+    Control(
+        "base_2", "Exponentials in base 2",
+        "exp(x) is exp2(x log2(e)) but for a rounding",
+        _of_roles("attn.attend"), _exponential_ways,
+    ),
+    Control(
+        "reciprocal", "A scale's reciprocal within an ulp of float32",
+        "codes differ only on the edge of a step",
+        lambda scene: "experts" not in scene.role and _divides(scene),
+        _reciprocal_ways,
+    ),
+    Control(
+        "order_of_choice", "The chosen rows in another order",
+        "attention does not depend on the order of rows",
+        _of_roles("attn.indexer.topk"), _tie_ways,
+    ),
+    Control(
+        "inner_precision", "More precision inside than the definition asks for",
+        "a result that is nearer to the exact one is within its budget",
+        _of_roles(
+            "attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm", "ffn.moe_sum", "attn.hc_post",
+            "ffn.hc_post", "ffn.experts.combine", "ffn.shared.act", "ffn.act",
+        ),
+        _inner_ways,
+    ),
+    Control(
+        "unread_scales", "Scales of a weight that has none were never loaded",
+        "nobody reads them",
+        lambda scene: bool(scene.component.weights), _unread_ways,
+    ),
+)  # fmt: skip
+
+# These change what arrives at a component; whole runs with them are healthy, see their suites.
+WHOLE_RUN_CONTROLS = (
+    Control(
+        "window_shift", "All positions shifted, in a layer that sees its window alone",
+        "rotations of q, k and output cancel: only differences of positions count",
+        lambda scene: _window_only(scene)
+        and scene.role in {"attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope"},
+        _shift_ways,
+    ),
+    Control(
+        "growth", "Residual streams that grow with depth",
+        "mHC normalises by their length; growth alone is no fault",
+        _of_roles("attn.hc_pre", "ffn.hc_pre"), _growth_ways,
+    ),
+)  # fmt: skip

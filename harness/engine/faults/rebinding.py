@@ -1,0 +1,150 @@
+"""Ways that run a component's own code with other facts: another base, no clamp, other rounding.
+
+Owns the reading of what a bound call is made of, a function and its facts, and the wrappers that
+put others in their place. A call that is no reference (a user's kernel) has no facts; a way that
+needs them then starts from the scene's own call. Ways that change facts are applied first when
+several are combined, for what wraps a call hides its facts.
+
+Kept honest by suites/engine/faults/test_rebinding.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.config import V4Config
+from degarble.references import components_v4, components_v32
+from degarble.references.facts import Facts, V4Facts, V32Facts
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.protocols import ComponentCall
+
+    Inputs = Mapping[str, Tensor]
+    Weights = Mapping[str, Any]
+    Function = Callable[[Any, Inputs, Weights], Mapping[str, Tensor]]
+
+_CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
+
+
+def is_v4(scene: Scene) -> bool:
+    """Whether the model is a V4."""
+    return isinstance(scene.bound.config, V4Config)
+
+
+def facts_of(call: ComponentCall) -> Facts | None:
+    """The facts that a reference's call is bound to; None of any other call."""
+    if isinstance(call, partial) and call.args and isinstance(call.args[0], Facts):
+        found: Facts = call.args[0]
+        return found
+    return None
+
+
+def has_facts(scene: Scene) -> bool:
+    """Whether the scene's call is a reference."""
+    return facts_of(scene.call) is not None
+
+
+def facts_at(scene: Scene) -> Any:
+    """The facts at a scene whose call is a reference."""
+    found = facts_of(scene.call)
+    assert found is not None, "asked only where has_facts"
+    return found
+
+
+def with_facts(scene: Scene, change: Callable[[Any], Facts]) -> Callable[..., ComponentCall]:
+    """Run the same function with other facts."""
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        own = call if facts_of(call) is not None else scene.call
+        assert isinstance(own, partial), "asked only where has_facts"
+        return partial(own.func, change(own.args[0]))
+
+    return apply
+
+
+def with_function(scene: Scene, function: Function) -> Callable[..., ComponentCall]:
+    """Run another function with the same facts; it may call the component's own."""
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        own = facts_of(call) or facts_of(scene.call)
+        return partial(function, own)
+
+    return apply
+
+
+def function_at(scene: Scene) -> Function:
+    """The reference function behind a scene."""
+    assert isinstance(scene.call, partial), "asked only where has_facts"
+    found: Function = scene.call.func
+    return found
+
+
+def with_config(facts: Any, **changes: Any) -> Any:
+    """The same facts under another config."""
+    return replace(facts, config=replace(facts.config, **changes))
+
+
+def with_numerics(facts: Any, **changes: Any) -> Any:
+    """The same facts in another arithmetic; fields of Numerics."""
+    return replace(facts, numerics=replace(facts.numerics, **changes))
+
+
+def with_switches(facts: Any, **changes: Any) -> Any:
+    """The same facts on the other side of some disagreement."""
+    return replace(facts, numerics=facts.numerics.with_switches(**changes))
+
+
+def unrounded(facts: Any) -> Any:
+    """The same facts without the rounding of what is stored."""
+    return with_numerics(facts, store=facts.numerics.products)
+
+
+def with_x(scene: Scene, change: Callable[[Tensor], Tensor]) -> Callable[..., ComponentCall]:
+    """Give a product other numbers for its input [..., G, K], codes decoded; G groups, mostly 1.
+
+    What is taken from an input is taken from the sum, at a fraction of what a weight would cost.
+    """
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        facts = facts_of(call) or facts_of(scene.call)
+
+        def faulty(inputs: Inputs, weights: Weights) -> Mapping[str, Tensor]:
+            return call(decoded(facts, inputs, weights, change), weights)
+
+        return faulty
+
+    return apply
+
+
+def decoded(
+    facts: Any, inputs: Inputs, weights: Weights, change: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The inputs of a product with `x` in place of codes, changed."""
+    name = next(iter(weights))
+    form = facts.activation(name) if facts is not None else None
+    dtype = torch.float64 if facts is None else facts.numerics.products
+    if CODES not in inputs:
+        dtype = inputs[X].dtype
+    x = activation_values(inputs, form, dtype)
+    width = max(weight.shape[1] for weight in weights.values() if weight.shape)
+    made = change(x.reshape(*x.shape[:-1], -1, width))
+    parts = {name: each for name, each in inputs.items() if name not in _CODED}
+    return {**parts, X: made.reshape(*x.shape[:-1], -1).to(x.dtype)}
+
+
+def block_function(facts: Any, role: str) -> Function:
+    """The reference function of a role in this family."""
+    family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
+    assert isinstance(facts, V4Facts | V32Facts), "there are two families"
+    found: Function = family.BLOCK[role]
+    return found

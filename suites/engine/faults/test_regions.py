@@ -1,0 +1,60 @@
+"""Where a candidate differs, beyond roundings, and the tiles around it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from degarble.harness.engine.faults.model_faults import Sight
+from degarble.harness.engine.faults.regions import (
+    Region,
+    apart,
+    box,
+    differing,
+    grown,
+    replaced,
+)
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(40, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_roundings_do_not_count_and_more_does(seed: int) -> None:
+    x = values(seed)
+    up = (x.view(torch.int16) + 1).view(torch.bfloat16)
+    assert not bool(apart(up, x).any())
+    spoilt = x.clone()
+    spoilt[7, 9] += 0.5 + abs(float(x[7, 9]))
+    spoilt[8, 11] = math.nan
+    assert apart(spoilt, x).nonzero().tolist() == [[7, 9], [8, 11]]
+    assert not bool(apart(spoilt, spoilt).any())
+
+
+def test_codes_differ_one_by_one() -> None:
+    codes = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    other = codes.clone()
+    other[2, 1] += 1
+    assert apart(other, codes).nonzero().tolist() == [[2, 1]]
+
+
+def test_a_box_grows_to_tiles(seed: int) -> None:
+    x = values(seed)
+    spoilt = x.clone()
+    spoilt[5:7, 33:40] += 9
+    mask = differing(Sight({}, {"out": spoilt}, {"out": x}))
+    assert mask is not None
+    found = box(mask)
+    assert found == Region((5, 7), (33, 40))
+    assert grown(found, (32, 16), (40, 64)) == Region((0, 32), (32, 48))
+    assert grown(found, (128, 128), (40, 64)) == Region((0, 40), (0, 64))
+    assert differing(Sight({}, {"out": x}, {"out": x})) is None
+    assert differing(Sight({}, {"out": x[:3]}, {"out": x})) is None
+
+
+def test_a_region_is_replaced_in_a_copy(seed: int) -> None:
+    x = values(seed).reshape(10, 4, 64)
+    made = replaced({"out": x}, "out", Region((0, 2), (0, 3)), 0.0)["out"]
+    assert int((made != x).sum()) == 6
+    assert made.shape == x.shape

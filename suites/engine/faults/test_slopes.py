@@ -1,0 +1,60 @@
+"""Gains: fitted, named, planted in front of a rounding and behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from degarble.harness.engine.faults.slopes import (
+    both_gains,
+    fitted,
+    gain_way,
+    is_named,
+    slope,
+    times,
+)
+from degarble.suites.engine.faults.planting import run
+
+
+def values(seed: int, count: int = 4096) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("gain", [0.97, 2.0, 0.4, 8.0, -1.0])
+def test_a_gain_is_fitted_through_roundings(gain: float, seed: int) -> None:
+    x = values(seed)
+    found = fitted(times(x, gain), x)
+    assert found is not None
+    assert is_named(found, gain)
+    assert not is_named(found, gain * 1.02)
+
+
+def test_noise_equality_and_little_data_are_no_gain(seed: int) -> None:
+    x = values(seed)
+    assert fitted(x, x) is None
+    assert fitted((x.float() + 0.1 * values(seed + 1)).bfloat16(), x) is None
+    assert slope(x[:3], x[:3] * 2) is None
+    assert slope(x * float("nan"), x) is None
+    assert slope(x, torch.zeros_like(x)) is None
+
+
+def test_a_gain_sits_where_it_is_put() -> None:
+    way = gain_way("x", 2.0, lambda _inputs, out: (torch.arange(4) == 1).expand(out.shape))
+    out = way.apply(lambda inputs, _weights: {"out": inputs["x"]})({"x": torch.ones(2, 4)}, {})
+    assert torch.equal(out["out"], torch.tensor([[1.0, 2.0, 1.0, 1.0]] * 2))
+
+
+def test_in_front_of_the_rounding_it_rounds_once() -> None:
+    """A power of two is the same on both sides; 0.97 is not."""
+    scene = run("v4").scene("layers.1.attn.wo_b", twin=True)
+    seen = run("v4").calls["layers.1.attn.wo_b"][0]
+    assert len(list(both_gains(scene, "x", 2.0))) == 1
+    early, late = (
+        way.apply(scene.call)(seen.inputs, scene.weights)["out"]
+        for way in both_gains(scene, "x", 0.97)
+    )
+    exact = 0.97 * scene.call(seen.inputs, scene.weights)["out"].double()
+    share = float((early != late).double().mean())
+    assert 0.05 < share < 0.6
+    assert float((late.double() - exact).abs().max()) <= float((0.004 * exact.abs()).max())
