@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(scope="module", params=["v4", "v32"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_speaker(tmp_path_factory.mktemp(request.param) / "model", request.param)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("v4") / "model", "v4")
 
 
 @pytest.fixture
@@ -74,6 +74,19 @@ def test_what_is_replaced_shows_in_its_component_alone(run: Any, model: Path, wa
     assert set(replaced) == {"layers.1.attn.wq_b"}
     assert first_difference(capture, model) == {"layers.1.attn.wq_b"}
     assert done.document["patch"] == told
+
+
+def test_v32_is_patched_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_speaker(tmp_path / "model", "v32")
+    (tmp_path / "fault.py").write_text(
+        "def patch(candidate):\n    candidate.weights['layers.1.attn.wo'].value.mul_(2)\n"
+    )
+    line = ("capture", model, "--prompt", "w7 w8", "--out", tmp_path / "capture")
+    done = call(capsys, *line, "--patch", tmp_path / "fault.py", "--max-new-tokens", 1)
+    assert done.status == 0, done.err
+    assert "Patched by fault.py: layers.1.attn.wo" in done.out
+    found = first_difference(Capture.open(tmp_path / "capture"), model)
+    assert found == {"layers.1.attn.wo"}
 
 
 def test_a_patch_that_only_looks_changes_nothing(run: Any, model: Path) -> None:
