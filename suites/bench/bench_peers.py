@@ -10,7 +10,7 @@ Kept honest by suites/bench/test_bench_peers.py at a small size.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -81,17 +81,19 @@ class Case(NamedTuple):
 
 def scenarios(made: Toy) -> list[Scenario]:
     """Capture the clean toy and the three faulty ones, then judge them one after the other."""
-    runs = [("clean", None, api.capture(made.model, made.tokens))]
+    runs: list[tuple[str, str | None, Any]] = [
+        ("clean", None, api.capture(made.model, made.tokens))
+    ]
     for name, (change, fault) in TOY_FAULTS.items():
         made.put(PLACE, change(made.weights[PLACE]))
         runs.append((name, fault, api.capture(made.model, made.tokens)))
     made.put(PLACE, made.weights[PLACE])
     twin = api.Twin(made.weights)
     found = []
-    for name, fault, run in runs:
+    for name, expected, run in runs:
         begin = time.perf_counter()
         checked = api.check(run, twin)
-        found.append(Scenario(name, checked, fault, time.perf_counter() - begin))
+        found.append(Scenario(name, checked, expected, time.perf_counter() - begin))
     return found
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from degarble.suites.bench import bench_peers as bench
 from degarble.suites.bench.timing import Settings
-from degarble.suites.engine.decoder_toy import toy
+from degarble.suites.engine.decoder_toy import FAULTS, toy
 
 
 def test_scenarios_of_the_toy_are_told_apart() -> None:
     made = toy(layers=9, width=64, wide=128, tokens=32)
     found = bench.scenarios(made)
-    assert [each.name for each in found] == ["clean", *bench.TOY_FAULTS]
+    assert [each.name for each in found] == ["clean", *FAULTS]
     assert all(each.right for each in found)
     wrong = found[0]._replace(expected="M10.nibble_order")
     assert not wrong.right
