@@ -2,7 +2,8 @@
 
 Owns the way from names to a twin: the component is bound under the config and the recipe with the
 weights that were given, run on the inputs that the kernel was given, and judged as a replay judges.
-A role without a layer takes the first layer that has it.
+A role without a layer takes the first layer that has it. Causes come from the faults of running
+models.
 
 Refuses unknown roles, weights that are missing or not its own, inputs that it lacks.
 Kept honest by suites/engine/test_single_components.py.
@@ -17,9 +18,11 @@ import torch
 from degarble.harness.anatomy.components import components
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.budget_call import Call
+from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.judging import judge_outputs
 from degarble.harness.engine.single_seen import excess_of
-from degarble.harness.engine.single_told import JudgedKernel, census_of, elements_of
+from degarble.harness.engine.single_told import JudgedKernel, Named, census_of, elements_of
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.weight import Weight
@@ -66,8 +69,15 @@ def judge_component(
     verdict = _verdict(judged)
     if verdict is not Verdict.DIFFERS:
         return JudgedKernel(component.name, verdict, judged)
+    found = diagnose(
+        Scene(bound, component, recipe), Sight(dict(inputs), outputs, dict(call.outputs))
+    )
+    named = tuple(
+        Named(each.id, each.fault.title, each.evidence, each.ratio) for each in found.named
+    )
+    tried = tuple(each.fault for each in found.excluded)
     elements, census = _elements(judged, outputs, call)
-    return JudgedKernel(component.name, verdict, judged, elements, census)
+    return JudgedKernel(component.name, verdict, judged, elements, census, named, tried)
 
 
 def _verdict(judged: Mapping[str, Judged]) -> Verdict:

@@ -87,8 +87,10 @@ def _constant(wrong: Wrong) -> Iterator[Explanation]:
     if bool((box.of(wrong.twin) == value).all()):
         return
     words = f"{_place(box, tuple(wrong.twin.shape))} left at {float(value):g}"
+    columns_alone = len(box.rows) == len(wrong.twin) and len(box.columns) < wrong.twin.shape[1]
+    fault = "M41.columns_unwritten" if columns_alone else "M41.rows_unwritten"
     yield Explanation(
-        "M41.unwritten", "Part of the output was never written", words,
+        fault, "Part of the output was never written", words,
         partial(_made, wrong, held, box), 1 if not value or not value.isfinite() else 2,
     )  # fmt: skip
 
@@ -106,7 +108,7 @@ def _gains(wrong: Wrong) -> Iterator[Explanation]:
             continue
         whole = len(part.rows) == shape[0] and len(part.columns) == shape[1]
         place = "" if whole else f" in {_place(part, shape)}"
-        fault, title = "M43.gain", "All values are wrong by one factor"
+        fault, title = "M43.whole", "All values are wrong by one factor"
         if not whole:
             by_columns = len(part.columns) < shape[1]
             fault = "M03.one_scale" if by_columns else fault
@@ -164,7 +166,7 @@ def _moved(wrong: Wrong) -> Iterator[Explanation]:
             f"{_place(box, (rows, columns))} holding what belongs to row {r}, column {c} onwards"
         )
         yield Explanation(
-            "M37.stale_tile", "Part of the output holds what belongs elsewhere", words,
+            "M37.tile", "Part of the output holds what belongs elsewhere", words,
             partial(_made, wrong, change, box), 1,
         )  # fmt: skip
         return
@@ -218,7 +220,7 @@ def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
         added = (x[box.rows].double() * k) @ w[box.columns].double().T
         place = _place(box, tuple(wrong.twin.shape))
         yield Explanation(
-            "M41.repeated_k" if twice else "M41.dropped_k",
+            "M41.repeated_k" if twice else "M41.tile_of_k",
             "Part of K is counted twice" if twice else "Part of K is left out of the sum",
             f"{doing} in {place}",
             partial(_made, wrong, box.of(wrong.exact) + added, box), 1,

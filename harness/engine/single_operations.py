@@ -107,10 +107,10 @@ def rms_norm(inputs: Mapping[str, Any], weights: Any, epsilon: float) -> Defined
     mean = x.square().mean(-1, keepdim=True)
     normal = x * torch.rsqrt(mean + epsilon)
     wrong = [
-        ("M17.weight_absent", "The norm's weight is left out", "leaving the weight out", normal),
-        ("M24.one_added", "1 is added to the norm's weight", "adding 1 to the weight",
+        ("M17.ones", "The norm's weight is left out", "leaving the weight out", normal),
+        ("M24.norm_form", "1 is added to the norm's weight", "adding 1 to the weight",
          normal * (1 + w)),
-        ("M24.one_missing", "The norm's weight lacks the 1 that is added", "the weight less 1",
+        ("M24.norm_form", "The norm's weight lacks the 1 that is added", "the weight less 1",
          normal * (w - 1)),
         ("M21.sum_for_mean", "The squares are summed, not averaged", "a sum in place of the mean",
          x * torch.rsqrt(mean * width + epsilon) * w),
@@ -144,16 +144,16 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None) -> Defined:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     out = silu(gate) * up
     wrong = [
-        ("M14.halves_swapped", "Gate and up are exchanged", "silu(up) * gate", silu(up) * gate),
-        ("M25.other_activation", "The gate goes through GELU", "gelu(gate) * up",
+        ("M14.swapped", "Gate and up are exchanged", "silu(up) * gate", silu(up) * gate),
+        ("M25.function", "The gate goes through GELU", "gelu(gate) * up",
          torch.nn.functional.gelu(gate, approximate="tanh") * up),
-        ("M25.no_activation", "The gate goes through no activation", "gate * up", gate * up),
+        ("M25.function", "The gate goes through no activation", "gate * up", gate * up),
     ]  # fmt: skip
     if limit is not None:
         made = silu(raw[0]) * raw[1]
         wrong += [
-            ("M25.limit_absent", "The clamp is left out", "leaving the clamp out", made),
-            ("M25.limit_behind", "The clamp comes behind the product", "clamping the product",
+            ("M25.limit", "The clamp is left out", "leaving the clamp out", made),
+            ("M25.place", "The clamp comes behind the product", "clamping the product",
              made.clamp(-limit, limit)),
         ]  # fmt: skip
 

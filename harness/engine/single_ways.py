@@ -68,22 +68,22 @@ def changes() -> Iterator[tuple[str, str, str, Change]]:
     for fault in FAULTS.values():
         yield fault.id, fault.title, f"applying {fault.id}", fault.inject
     for step, word in ((1, "next"), (-1, "previous")):
-        for axis, line, family in ((-1, "column", "scale_column"), (-2, "row", "scale_row")):
+        for axis, line, family in ((-1, "column", "column_off"), (-2, "row", "row_off")):
             title = f"Every block takes the scale of the {word} {line}"
             for wraps in (True, False):
                 words = f"reading block scales one {line} off" + (", around the end" * wraps)
                 yield f"M12.{family}", title, words, partial(_shifted, step, axis, wraps)
     for rule, word in ((Rounding.DOWN, "down"), (Rounding.UP, "up")):
         yield (
-            "M06.power_of_two", f"Block scales are rounded {word} to powers of two",
+            f"M06.{word}", f"Block scales are rounded {word} to powers of two",
             f"rounding block scales {word} to powers of two", partial(_power_of_two, rule),
         )  # fmt: skip
     yield (
-        "O01.lost_sign_of_half", "The code of -0.5 is read as 0.5",
+        "O01.half_lost", "The code of -0.5 is read as 0.5",
         "reading code 0x9 as 0.5", partial(recoded, {_MINUS_HALF: 0x1}),
     )  # fmt: skip
     yield (
-        "O01.lost_sign", "The sign bit of the elements is lost",
+        "O01.magnitudes", "The sign bit of the elements is lost",
         "reading all codes without their sign", partial(recoded, {8 + k: k for k in range(8)}),
     )  # fmt: skip
 
@@ -142,11 +142,11 @@ def _permuted(product: Product) -> Iterator[Explanation]:
     if columns % 2 == 0:
         half = every.reshape(2, -1)
         orders = [
-            ("M14.halves_swapped", "The two halves of the output are exchanged",
+            ("M14.swapped", "The two halves of the output are exchanged",
              "exchanging both halves of the columns", half.flip(0).reshape(-1)),
             ("M14.interleaved", "Halves stand interleaved that belong side by side",
              "interleaving both halves of the columns", half.T.reshape(-1)),
-            ("M14.separated", "Halves stand side by side that belong interleaved",
+            ("M14.pulled_apart", "Halves stand side by side that belong interleaved",
              "separating even and odd columns", every.reshape(-1, 2).T.reshape(-1)),
         ]  # fmt: skip
     for step in (1, -1):
@@ -187,9 +187,9 @@ def _rounded(product: Product) -> Iterator[Explanation]:
     """The right sum, and a wrong rounding behind it."""
     if product.dtype is not torch.float32:
         for rule, word, fault in (
-            (Rounding.TOWARD_ZERO, "truncated", "M40.truncated"),
-            (Rounding.DOWN, "rounded down", "M40.rounded_down"),
-            (Rounding.UP, "rounded up", "M40.rounded_up"),
+            (Rounding.TOWARD_ZERO, "truncated", "M40.coarse_output"),
+            (Rounding.DOWN, "rounded down", "M40.coarse_output"),
+            (Rounding.UP, "rounded up", "M40.coarse_output"),
         ):
             yield Explanation(
                 fault, f"The output is {word} where it is to be rounded to nearest",
@@ -198,12 +198,12 @@ def _rounded(product: Product) -> Iterator[Explanation]:
     for dtype, word in _NARROW.items():
         if dtype is not product.dtype:
             yield Explanation(
-                "M40.output_format", f"The output was stored in {word} on the way",
+                "M40.coarse_output", f"The output was stored in {word} on the way",
                 f"storing the output in {word} first", partial(_stored, product, dtype),
             )  # fmt: skip
         if product.x.factor is not None or product.w.factor is not None:
             yield Explanation(
-                "M40.cast_before_scale", f"The sum is cast to {word} before its scales are applied",
+                "M40.small_accumulator", f"The sum is cast to {word} before its scales are applied",
                 f"casting the sum to {word} in front of the tensor scales",
                 partial(_cast_first, product, dtype),
             )  # fmt: skip
@@ -244,7 +244,7 @@ def _narrow_sums(product: Product) -> Iterator[Explanation]:
             if step < product.x.values.shape[1]:
                 for behind in (False, True):
                     yield Explanation(
-                        "M40.narrow_accumulator", f"Partial sums are kept in {word}",
+                        "M40.short_sums", f"Partial sums are kept in {word}",
                         f"keeping the sum in {word} after every {step} of K",
                         partial(_accumulated, product, (dtype, step, behind)), 1,
                     )  # fmt: skip

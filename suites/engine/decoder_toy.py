@@ -138,6 +138,6 @@ def _doubled(tensor: QuantisedTensor) -> QuantisedTensor:
 
 FAULTS: Mapping[str, tuple[Callable[[QuantisedTensor], QuantisedTensor], str]] = {
     "nibble swap": (_nibbles, "M10.nibble_order"),
-    "scale column off by one": (_column, "M12.scale_column"),
-    "global scale x2": (_doubled, "M43.gain"),
+    "scale column off by one": (_column, "M12.column_off"),
+    "global scale x2": (_doubled, "M43.whole"),
 }

@@ -194,21 +194,21 @@ class Planted:
 
 FAULTS: Mapping[str, Planted] = {
     "nibbles swapped": Planted(_nibbles, "M10.nibble_order"),
-    "scale column off by one": Planted(_off_by_one, "M12.scale_column"),
+    "scale column off by one": Planted(_off_by_one, "M12.column_off"),
     "128x4 swizzle read linear": Planted(_read_linear, "M11.read_unswizzled"),
     "scales transposed": Planted(_transposed, "M11.transposed"),
-    "global scale x2": Planted(lambda g: product(g.xq, g.wq) * 2, "M43.gain"),
+    "global scale x2": Planted(lambda g: product(g.xq, g.wq) * 2, "M43.whole"),
     "global scale inverted": Planted(_inverted, "M01.inverse"),
     "gate scale used for up": Planted(_gate_scale_for_up, "M03.one_scale"),
     "last 128 of K dropped": Planted(
-        lambda g: _without(g, g.x.shape[1] - 128, g.x.shape[1]), "M41.dropped_k"
+        lambda g: _without(g, g.x.shape[1] - 128, g.x.shape[1]), "M41.tile_of_k"
     ),
-    "one row unwritten": Planted(_unwritten_row, "M41.unwritten"),
-    "one 128x128 tile stale": Planted(_stale_tile, "M37.stale_tile"),
-    "block scales floored to 2^k": Planted(_power_of_two, "M06.power_of_two"),
-    "output truncated": Planted(_truncated, "M40.truncated"),
-    "sign of -0.5 lost": Planted(_lost_sign, "O01.lost_sign_of_half"),
+    "one row unwritten": Planted(_unwritten_row, "M41.rows_unwritten"),
+    "one 128x128 tile stale": Planted(_stale_tile, "M37.tile"),
+    "block scales floored to 2^k": Planted(_power_of_two, "M06.down"),
+    "output truncated": Planted(_truncated, "M40.coarse_output"),
+    "sign of -0.5 lost": Planted(_lost_sign, "O01.half_lost"),
     "silent BF16 fallback": Planted(lambda g: g.x.float() @ g.w.float().T, "M19.unquantised"),
-    "one block of 16 dropped": Planted(lambda g: _without(g, 48, 64, slice(5, 6)), "M41.dropped_k"),
-    "sum kept in BF16": Planted(_narrow, "M40.narrow_accumulator"),
+    "one block of 16 dropped": Planted(lambda g: _without(g, 48, 64, slice(5, 6)), "M41.tile_of_k"),
+    "sum kept in BF16": Planted(_narrow, "M40.short_sums"),
 }

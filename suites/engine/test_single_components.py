@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,12 @@ def test_codes_arrive_as_the_recipe_says() -> None:
     setting = Setting(config=TINY_V4, recipe="nvfp4-full")
     judge("attn.wq_a", coded, Weight.of(wq), exact.bfloat16(), setting=setting).require()
     assert not judge("attn.wq_a", coded, wq, OUT, setting=setting)
+    swapped = replace(wq, codes=(wq.codes >> 4) | (wq.codes << 4))
+    x = decode_activations(coded, "NVFP4", torch.float64)
+    wrong = (x @ dequantise(swapped, torch.float64).T).bfloat16()
+    found = judge("attn.wq_a", coded, wq, wrong, setting=setting)
+    assert found.cause is not None, str(found)
+    assert found.cause.fault.startswith("M10."), str(found)
 
 
 def test_other_components_by_their_own_budgets() -> None:
