@@ -20,7 +20,7 @@ THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 .PHONY: help setup demo test suites lint types figures docs wheel nightly clean
 
 help:
-	@echo "make demo     quantise a weight, plant faults, name them, write a report to open"
+	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
 	@echo "make test     lint, types and all suites that this machine can run"
 	@echo "make figures  measure what docs/figures.md states"
 	@echo "also: setup lint types suites docs wheel clean nightly"

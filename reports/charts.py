@@ -78,6 +78,7 @@ def _drawn(outputs: list[JudgedOutput]) -> str:
         axes.axhline(1.0, color=_BAD, linewidth=1.2, linestyle=(0, (4, 3)))
         _layers(axes, outputs)
         axes.set_ylim(_FLOOR / 2, top * 2)
+        _decades(axes, top)
         axes.set_xlim(-1, max(1, len(outputs)))
         axes.set_ylabel("budgets", color=_SOFT, fontsize=9)
         axes.tick_params(colors=_SOFT, labelsize=8, length=3, which="both")
@@ -89,6 +90,14 @@ def _drawn(outputs: list[JudgedOutput]) -> str:
         stream = StringIO()
         drawing.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return _themed(stream.getvalue())
+
+
+def _decades(axes: Any, top: float) -> None:
+    """Name every other power of ten, in plain digits."""
+    powers = range(round(math.log10(_FLOOR)), math.ceil(math.log10(top)) + 1)
+    shown = list(powers)[:: 1 + len(powers) // 6]
+    axes.set_yticks([10.0**power for power in shown], [f"{10.0**power:g}" for power in shown])
+    axes.set_yticks([], minor=True)
 
 
 def _layers(axes: Any, outputs: list[JudgedOutput]) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from degarble.harness.record.blocks import ColumnKind, Sentence, Table, Tone
+from degarble.harness.record.judged_blocks import Voices
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import visible
 from degarble.reports import words
@@ -91,6 +92,9 @@ def _panel(panel: Panel, width: int) -> RenderableType:
 def _block(block: Block, width: int) -> RenderableType | None:
     if isinstance(block, Table):
         return _table(block, width)
+    if isinstance(block, Voices):
+        said = [(_text(voice.name, "dim"), _text("".join(voice.tokens))) for voice in block.voices]
+        return _columns([(_text("prompt", "dim"), _text(block.prompt)), *said])
     if isinstance(block, Sentence) and block.tone in _TONE_SIGNS:
         sign, style = _TONE_SIGNS[block.tone]
         return _columns([(Text(sign, style), _text(block.text))])

@@ -71,6 +71,7 @@ def replay_panel(
     chosen = worst_first(record.outputs)[:most]
     anchors = {id(each): f"look-{at}" for at, each in enumerate(chosen)}
     blocks: list[Block] = [
+        *(Sentence(text, Tone.NOTE) for text in record.preface),
         *(Sentence(text, Tone.BAD) for text in record.findings),
         *_maps(record, anchors),
     ]

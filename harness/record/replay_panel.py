@@ -130,6 +130,7 @@ class ReplayRecord:
     findings: tuple[str, ...] = ()  # one sentence each
     notes: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()  # provenance
+    preface: tuple[str, ...] = ()  # what went well before
 
 
 @dataclass(frozen=True)

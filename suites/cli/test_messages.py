@@ -69,7 +69,6 @@ serve CKPT
 faults run
 faults run M10
 faults run M10.nible_order
-demo --fault M10.nible_order
 history trends
 history export all.csv
 history export all.parquet

@@ -76,7 +76,14 @@ class Window:
         return [event["params"]["request"]["url"] for event in sent]
 
 
-KEYS = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40, "ArrowLeft": 37}
+KEYS = {
+    "Enter": 13,
+    "Escape": 27,
+    "Tab": 9,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "ArrowLeft": 37,
+}
 
 
 @contextmanager

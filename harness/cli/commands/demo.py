@@ -1,4 +1,4 @@
-"""`degarble demo`: the whole story in a few seconds, on data that it makes itself."""
+"""`degarble demo`: the whole story in some seconds, on a model that the package brings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from degarble.harness.record.wording import visible
 
 if TYPE_CHECKING:
     from degarble.harness.record.page import Page
+    from degarble.harness.record.replay_panel import ReplayRecord
     from degarble.harness.runs.demo import Story
 
 
@@ -25,13 +26,16 @@ class DemoOptions:
         str | None,
         typer.Option(
             metavar="ID",
-            help="Plant this fault only; degarble faults list shows them.",
-            show_default="three of them",
+            help="Plant this fault; degarble faults list shows them.",
+            show_default="M10.nibble_order in one expert",
         ),
     ] = None
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report page is written.")] = (
         Path("degarble-demo")
     )
+
+
+STEPS = 4  # that the story tells of
 
 
 def add(app: typer.Typer) -> None:
@@ -40,38 +44,49 @@ def add(app: typer.Typer) -> None:
 
 
 def demo(options: DemoOptions, terminal: Terminal) -> int:
-    """Quantise a weight, plant faults in it, name them, write a report to open.
+    """Run a small model, plant a fault in it, find and name it, write a report to open.
 
-    Exit status 0 when the healthy copy is clean and every planted fault is named, 1 if not.
+    Exit status 0 when the healthy run agrees and the planted fault is named, 1 if not.
     """
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs.demo import demo_faults, tell_story  # noqa: PLC0415
-    from degarble.harness.runs.demo_page import demo_page  # noqa: PLC0415
+    from degarble.harness.runs.check_page import page_of, replay_record, write_check_page  # noqa: PLC0415
+    from degarble.harness.runs.demo import demo_fault, tell_story  # noqa: PLC0415
+    from degarble.harness.runs.demo_page import demo_telling  # noqa: PLC0415
     from degarble.harness.runs.machine import provenance  # noqa: PLC0415
-    from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415
     from degarble.reports.page_text import page_text  # noqa: PLC0415
 
-    faults = demo_faults(options.fault)
+    fault = demo_fault(options.fault)
     folder = usable_folder("--out", options.out)
-    with terminal.progress("demo", total=1 + len(faults)) as step:
-        story = tell_story(faults, step)
+    with terminal.progress("demo", total=STEPS) as step:
+        story = tell_story(fault, step)
     chosen = f" --fault {options.fault}" if options.fault else ""
-    page = demo_page(story, provenance(f"degarble demo{chosen}"))
-    path = write_page(folder, page)
+    telling = demo_telling(story, provenance(f"degarble demo{chosen}"))
+    path = write_check_page(folder, telling)
+    record = replay_record(telling)
+    page = page_of(telling, record)
     terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
     terminal.say(f"Open the report: {visible(str(path))}")
-    terminal.emit(_document(story, page, path))
+    terminal.emit(_document(story, page, record, path))
     return EXIT_AGREES if story.holds else EXIT_DIFFERS
 
 
-def _document(story: "Story", page: "Page", path: Path) -> dict[str, object]:
+def _document(
+    story: "Story", page: "Page", record: "ReplayRecord", path: Path
+) -> dict[str, object]:
     return {
         "verdict": page.verdict,
         "holds": story.holds,
-        "healthy": story.healthy.diagnosis.verdict,
+        "healthy": story.healthy.localised.verdict,
+        "planted": {"fault": story.planted.fault.id, "component": story.planted.component},
         "origins": [finding.origin for finding in page.findings],
         "cosines": [
-            {"copy": copy.name, "cosine": copy.diagnosis.found.cosine} for copy in story.copies
+            {"site": each.site, "cosine": each.cosines[0], "budgets": each.ratio}
+            for each in record.outputs
         ],
+        "texts": {
+            "twin": ["".join(each) for each in story.twin_said],
+            "healthy": ["".join(each) for each in story.healthy.said],
+            "planted": ["".join(each) for each in story.sick.said],
+        },
         "report": str(path),
     }
