@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+import runpy
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -37,8 +38,8 @@ def test_examples_of_the_page_run(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    known: dict[str, Any] = {}
-    exec(compile(examples()[number], f"docs/api.md, example {number}", "exec"), known)
+    (tmp_path / "example.py").write_text(examples()[number])
+    runpy.run_path(str(tmp_path / "example.py"))
 
 
 def test_every_example_is_run() -> None:

@@ -16,6 +16,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
+from importlib.abc import SourceLoader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,21 @@ def apply_patch(
     return Patched(path.name, digest, changed, tuple(candidate.components.changed))
 
 
+class _Read(SourceLoader):
+    """Runs the very bytes that were read and hashed; nothing is cached beside the file."""
+
+    def __init__(self, path: Path, text: bytes) -> None:
+        self._path, self._text = path, text
+
+    def get_filename(self, fullname: str) -> str:  # noqa: ARG002  there is one file
+        """Return where it stands."""
+        return str(self._path)
+
+    def get_data(self, path: bytes | str) -> bytes:  # noqa: ARG002  as above
+        """Return what was read."""
+        return self._text
+
+
 def _function(path: Path, text: bytes) -> Any:
     """Run a file as a module of its own, and find `patch` in it."""
     module = ModuleType(path.stem)
@@ -231,7 +247,7 @@ def _function(path: Path, text: bytes) -> Any:
     folder = str(path.resolve().parent)
     sys.path.append(folder)  # modules beside it may be imported
     try:
-        exec(compile(text, str(path), "exec"), vars(module))  # noqa: S102  its purpose
+        _Read(path, text).exec_module(module)
     except (Exception, SystemExit) as error:
         raise failed(f"--patch {path.name}", error, str(path)) from error
     finally:
