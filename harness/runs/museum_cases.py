@@ -10,6 +10,7 @@ Refuses nothing. Kept honest by suites/runs/test_museum_cases.py.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import torch
 
 from degarble.harness.anatomy.components import component_named
 from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.negative_controls import CONTROLS
 from degarble.harness.engine.seen import InMemoryRun, by_component, same_bits
 from degarble.harness.runs.museum_models import KEYS, ModelKey, MuseumModel, prompt_ids
 from degarble.references.binding import Bound
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.negative_controls import Control
     from degarble.harness.protocols import ComponentCall
     from degarble.harness.record.capture_types import Call
     from degarble.references.numerics import Switches
@@ -52,7 +55,7 @@ class Case:
     source: str = "official"
     products: str = "float32"
     absorbed: bool = True
-    control: str = ""  # a negative control, or nothing
+    control: str = ""  # a negative control that sits wherever it can, or nothing
 
     def __str__(self) -> str:
         lengths = "+".join(map(str, self.lengths))
@@ -87,14 +90,14 @@ def planting_cases(seed: int = 0) -> tuple[Case, ...]:
     )
 
 
-def healthy_cases(count: int, controls: tuple[str, ...] = ()) -> Iterator[Case]:
+def healthy_cases(count: int) -> Iterator[Case]:
     """Cases in which nothing is wrong: seeds, lengths, switches, orders of sums, controls."""
     for number in range(count):
         key = KEYS[number % len(KEYS)]
         turn = number // len(KEYS)
         control = ""
-        if controls and turn % 3 == 2:
-            control = controls[(turn // 3) % len(controls)]
+        if turn % 4 == 1:
+            control = CONTROLS[(turn // 4) % len(CONTROLS)].id
         yield Case(
             key,
             seed=100 + number,
@@ -175,7 +178,21 @@ class Stage:
         """A healthy candidate that may be changed."""
         products = getattr(torch, self.case.products)
         numerics = Numerics.twin(self.case.switches, products=products)
-        return Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
+        bound = Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
+        for control in CONTROLS:
+            if control.id == self.case.control:
+                self._put(control, bound)
+        return bound
+
+    def _put(self, control: Control, bound: Bound) -> None:
+        """Wrap every component where a negative control can be, with one of its ways."""
+        chance = random.Random(self.case.seed)  # noqa: S311  no secret
+        for name in list(bound.calls):
+            scene = self.scene(name, bound)
+            if control.sits(scene):
+                ways = list(control.ways(scene))
+                if ways:
+                    bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
 
     def taped(self) -> Bound:
         """A candidate that computes only what the healthy run has not computed already."""

@@ -66,9 +66,7 @@ generate CKPT --prompt hello --interactive
 generate CKPT --prompt hello --top-p 2
 generate CKPT --prompt hello --temperature nan
 serve CKPT
-faults run
-faults run M10
-faults run M10.nible_order
+faults run M10 --whole
 history trends
 history export all.csv
 history export all.parquet

@@ -9,7 +9,10 @@ from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
 from degarble.harness.cli.options import JsonFile
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES
+from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
+from degarble.harness.record.verdict import Verdict
+
+_SHOWN = 3  # roles in a line of the list; the JSON has all of them
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,16 @@ class RunOptions:
 
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ID", help="Faults or whole families; all where none is given."),
+        typer.Argument(
+            metavar="ID",
+            help="Faults or whole families, each in several places; every fault once, and healthy "
+            "runs, where none is given.",
+        ),
     ] = None
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Every fault in several places, and 200 healthy runs."),
+    ] = False
     json: JsonFile = None
 
 
@@ -41,25 +52,50 @@ def add(app: typer.Typer) -> None:
 
 
 def list_faults(_options: ListOptions, terminal: Terminal) -> int:
-    """List the faults that this version can plant, with their ids."""
+    """List the faults that this version can plant, with their ids and where each can be."""
     from rich.table import Table  # noqa: PLC0415  start-up time
 
-    from degarble.harness.engine.faults.registry import FAULTS  # noqa: PLC0415  imports torch
+    from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.museum_sites import roles_of  # noqa: PLC0415  imports torch
 
-    rows = [{"id": f.id, "title": f.title, "effect": f.effect} for f in FAULTS.values()]
-    table = Table("id", "what is wrong", "what it does", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row.values())
+    rows = []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("what is wrong", ratio=2)
+    table.add_column("where", ratio=1)
+    for each in MODEL_FAULTS.values():
+        roles = roles_of(each)
+        more = f", {len(roles) - _SHOWN} more" if len(roles) > _SHOWN else ""
+        table.add_row(each.id, each.title, ", ".join(roles[:_SHOWN]) + more)
+        rows.append(
+            {
+                "id": each.id, "family": each.family, "title": each.title, "effect": each.effect,
+                "reach": str(each.reach), "remedy": each.remedy, "components": roles,
+            }
+        )  # fmt: skip
     terminal.say(table)
     terminal.emit({"faults": rows})
     return EXIT_AGREES
 
 
-def run_faults(options: RunOptions, _terminal: Terminal) -> int:
-    """Plant each fault in the embedded model; exit status 1 when one is not found."""
-    from degarble.harness.engine.faults.registry import FAULTS  # noqa: PLC0415  imports torch
+def run_faults(options: RunOptions, terminal: Terminal) -> int:
+    """Plant faults in the embedded models; exit status 1 when one is missed."""
+    from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
+    from degarble.harness.runs import museum, museum_text  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.workers import usable_workers  # noqa: PLC0415  start-up time
 
-    families = {fault.family for fault in FAULTS.values()}
+    families = {fault.family for fault in MODEL_FAULTS.values()}
     for identity in options.ids or ():
-        values.one_of("ID", identity, {*FAULTS, *families})
-    raise values.not_built("faults run", "the embedded model")
+        values.one_of("ID", identity, {*MODEL_FAULTS, *families})
+    if options.ids and options.whole:
+        raise InvalidArgument(
+            "--whole", " ".join(options.ids), "no ID beside it", "Name faults, or run everything."
+        )
+    extent = museum.WHOLE if options.whole else museum.CHOSEN if options.ids else museum.PUBLISHED
+    faults = museum.chosen(options.ids or ())
+    count = len(faults) + extent.healthy
+    with terminal.progress("museum", count) as told:
+        made = museum.run_museum(faults, extent, usable_workers(), told)
+    terminal.say(*museum_text.lines(made))
+    terminal.emit(made.document())
+    return EXIT_AGREES if made.verdict is Verdict.AGREES else EXIT_DIFFERS

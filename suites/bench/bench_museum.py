@@ -1,0 +1,87 @@
+"""The whole museum: every fault planted in several places, 200 healthy runs, and what was said.
+
+Owns the tables by strength and by family, and the targets of the product. Shares stand with
+Wilson's interval at 95 %. Nothing here is a time but the last target, so neighbours on the machine
+change no other figure; with fewer than 15 rounds a small part is run, so that the way can be tried.
+Kept honest by suites/bench/test_bench_museum.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.runs.museum import WHOLE, Extent, chosen, run_museum
+from degarble.harness.runs.museum_models import KEYS
+from degarble.harness.runs.museum_scores import by_family, by_strength, has_effect, is_missed
+from degarble.harness.runs.museum_text import effect, percent
+from degarble.suites.bench.timing import Section, Settings, Table, Target
+
+if TYPE_CHECKING:
+    from degarble.harness.runs.museum import Museum
+    from degarble.harness.runs.museum_scores import Score
+
+PACKAGES = ("torch",)
+LONGEST = 3600.0  # seconds on two cores
+_SMALL = Extent(plants=1, healthy=2)
+_HEADER = ("plants", "localised", "cause named first", "wrong cause")
+
+
+def run(settings: Settings) -> Section:
+    """Run it, and say what came of it."""
+    whole = settings.rounds >= Settings().rounds
+    faults = chosen(()) if whole else chosen(("M10.nibble_order",))
+    return section(run_museum(faults, WHOLE if whole else _SMALL, settings.threads))
+
+
+def section(museum: Museum) -> Section:
+    """The tables and targets of a museum."""
+    strengths = tuple(
+        (name, *_cells(count, three)) for name, count, *three in by_strength(museum.outcomes)
+    )
+    families = tuple(
+        (name, *_cells(count, three))
+        for name, (count, _, *three) in by_family(museum.outcomes).items()
+    )
+    misses = tuple(
+        (each.fault, each.component, effect(each.effect), each.place.value, each.named or "-")
+        for each in museum.outcomes
+        if is_missed(each)
+    )
+    tables = [
+        Table("By effect in units of budget", ("effect", *_HEADER), strengths),
+        Table("By family, from 3x", ("family", *_HEADER), families),
+    ]
+    if misses:
+        header = ("fault", "component", "effect", "place", "named")
+        tables.append(Table("Missed", header, misses))
+    return Section(
+        "museum", "The museum of faults", tuple(tables), _targets(museum), _notes(museum)
+    )
+
+
+def _cells(count: int, three: list[Score]) -> tuple[str, ...]:
+    return (str(count), *(percent(each) for each in three))
+
+
+def _targets(museum: Museum) -> tuple[Target, ...]:
+    claims = tuple(
+        Target(f"{each.claim}: {percent(each)}", each.share, each.wanted, each.at_least)
+        for each in museum.scores
+        if each.total
+    )
+    return (*claims, Target("seconds in all", museum.seconds, LONGEST, at_least=False))
+
+
+def _notes(museum: Museum) -> tuple[str, ...]:
+    faults = {each.fault for each in museum.outcomes}
+    effective = sum(map(has_effect, museum.outcomes))
+    without = ", ".join(museum.without_effect) or "none"
+    cases = ", ".join(map(str, KEYS))
+    return (
+        f"{len(faults)} faults planted {len(museum.outcomes)} times into {cases}",
+        f"{effective} plants have an effect; without effect wherever they were planted: {without}",
+        f"{len(museum.healthy)} healthy runs: seeds, lengths, switches, negative controls",
+        "V4 is the trained small model; V3.2 has seeded weights with a trained model's statistics",
+        "localised: its component is blamed and no other one; an edge is compared bit for bit",
+        "named: first, explaining equally well as the first, or making the same of the data",
+    )

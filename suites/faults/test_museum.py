@@ -1,0 +1,106 @@
+"""The museum in CI: every family at least once, healthy runs, and the whole of it where asked for.
+
+Faults are planted late in the model, where little is left to run and to judge; the whole museum
+plants them everywhere (`-m faults`). What is counted is what docs/figures.md counts.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.runs.museum import PUBLISHED, WHOLE, chosen, judge_healthy, run_museum
+from degarble.harness.runs.museum_cases import Case, Stage, healthy_cases
+from degarble.harness.runs.museum_models import ModelKey, MuseumModel, prepare
+from degarble.harness.runs.museum_plants import Cause, Place, Planted, judged, touches, ways_of
+from degarble.harness.runs.museum_scores import STRONG, is_missed
+from degarble.harness.runs.museum_text import lines
+from degarble.harness.runs.workers import usable_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.engine.faults.model_faults import ModelFault
+    from degarble.harness.runs.museum_plants import Outcome
+
+KEYS = (ModelKey("v32", "nvfp4-experts"), ModelKey("v4", "nvfp4-full"))
+# The first is cheap; the second has what V3.2 has not: windows, pools, streams.
+CASES = (Case(KEYS[0], 3, (70, 9)), Case(KEYS[1], 4, (131, 6)))
+FAMILIES = sorted({fault.family for fault in MODEL_FAULTS.values()})
+_MODELS: dict[ModelKey, MuseumModel] = {}
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    made = TemporaryDirectory(prefix="degarble-museum-")
+    prepare(Path(made.name), KEYS)
+    return made
+
+
+@cache
+def stage(case: Case) -> Stage:
+    """A case, opened once a process."""
+    return Stage.of(case, Path(_folder().name), _MODELS)
+
+
+def late(case: Case, fault: ModelFault) -> list[str]:
+    """Components where a fault can be, the last ones first."""
+    return [name for name in reversed(stage(case).calls) if fault.sits(stage(case).scene(name))]
+
+
+def strong(family: str) -> Iterator[Outcome]:
+    """What is said of plants of a family, from three budgets on; few are tried."""
+    chance = random.Random(family)
+    faults = [fault for fault in MODEL_FAULTS.values() if fault.family == family]
+    chance.shuffle(faults)
+    for fault in faults:
+        for case in CASES:
+            for name in late(case, fault)[:2]:
+                found = ways_of(stage(case), fault, name)
+                if not found:
+                    continue
+                planted = Planted(fault, name, chance.choice(found))
+                if not touches(stage(case), planted):
+                    continue
+                made = judged(stage(case), planted, leave_out=False)
+                assert not is_missed(made), made
+                if made.effect >= STRONG:
+                    yield made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_found_and_named(family: str) -> None:
+    made = next(strong(family), None)
+    assert made is not None, f"no plant of {family} has an effect"
+    assert made.place is Place.EXACT
+    assert made.cause in (Cause.FIRST, Cause.SAME), made
+
+
+@pytest.mark.parametrize("case", [c for c in healthy_cases(24) if c.key in KEYS][:4], ids=str)
+def test_a_healthy_run_raises_no_alarm(case: Case) -> None:
+    _folder()
+    found = judge_healthy(Path(_folder().name), case)
+    assert found.alarms == ()
+    assert found.undecided == ()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+def test_the_whole_museum() -> None:
+    made = run_museum(chosen(()), WHOLE, usable_workers())
+    missed = [score.claim for score in made.scores if not score.met]
+    assert not missed, "\n".join(lines(made))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_published_part() -> None:
+    made = run_museum(chosen(()), PUBLISHED, usable_workers())
+    missed = [score.claim for score in made.scores if not score.met]
+    assert not missed, "\n".join(lines(made))

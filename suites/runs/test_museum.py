@@ -1,0 +1,77 @@
+"""The museum as one run: what is done for which ids, what has no effect, and what decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.record.plain import to_plain
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import museum
+from degarble.harness.runs.museum import CHOSEN, Extent, chosen, run_museum, tasks
+from degarble.harness.runs.museum_cases import Case, Stage
+from degarble.harness.runs.museum_plants import Cause, Place
+from degarble.suites.runs.museum_stages import KEY, root
+
+if TYPE_CHECKING:
+    import pytest
+
+SMALL = Extent(plants=2, healthy=0, cases=(Case(KEY, 1, (40, 7)),))
+
+
+def test_ids_and_families_are_chosen_in_order() -> None:
+    assert chosen(()) == tuple(MODEL_FAULTS)
+    assert chosen(("M10.nibble_order",)) == ("M10.nibble_order",)
+    family = tuple(name for name in MODEL_FAULTS if name.startswith("M10."))
+    assert chosen(("M10", "M10.nibble_order")) == family
+    assert len(family) > 1
+
+
+def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None:
+    found = tasks(tuple(MODEL_FAULTS), museum.WHOLE)
+    assert [task.fault for task in found if task.fault] == list(MODEL_FAULTS)
+    assert sum(task.healthy is not None for task in found) == 200
+    assert {task.extent.leave_out for task in found if task.fault} == {0, 1}
+    assert all(task.extent.leave_out for task in tasks(("M10.nibble_order",), CHOSEN))
+
+
+def test_a_fault_is_planted_where_it_has_an_effect() -> None:
+    heard: list[str] = []
+    made = run_museum(("M10.nibble_order",), SMALL, told=heard.append, root=root())
+    assert heard == ["M10.nibble_order"]
+    assert len(made.outcomes) == 2
+    assert len({each.component for each in made.outcomes}) == 2
+    assert all((each.place, each.cause) == (Place.EXACT, Cause.FIRST) for each in made.outcomes)
+    assert (made.verdict, made.missed, made.without_effect) == (Verdict.AGREES, (), ())
+    document = to_plain(made.document())
+    assert isinstance(document, dict)
+    assert document["verdict"] == "AGREES"
+    assert document["families"]["M10"]["plants"] == 2  # type: ignore[index,call-overload]
+
+
+def test_a_fault_without_a_place_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(museum, "touches", lambda *_: False)
+    made = run_museum(("M10.nibble_order",), SMALL, root=root())
+    assert made.outcomes == ()
+    assert made.without_effect == ("M10.nibble_order",)
+    assert made.verdict is Verdict.AGREES
+
+
+def test_healthy_runs_raise_no_alarm_and_a_planted_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(KEY, 2, (9,), new_tokens=2)
+    assert museum.judge_healthy(root(), case).alarms == ()
+
+    def ill(self: Stage) -> object:
+        bound = plain(self)
+        call = bound.calls["norm"]
+        bound.calls["norm"] = lambda inputs, weights: {
+            name: 1.1 * each for name, each in call(inputs, weights).items()
+        }
+        return bound
+
+    plain = Stage.candidate
+    monkeypatch.setattr(Stage, "candidate", ill)
+    found = museum.judge_healthy(root(), case)
+    assert [alarm.split(":")[0] for alarm in found.alarms] == ["norm"]

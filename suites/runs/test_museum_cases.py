@@ -1,0 +1,103 @@
+"""Cases: prompts follow from the seed, healthy ones vary, and a taped run is the run itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.engine.faults.negative_controls import CONTROLS
+from degarble.harness.engine.localise import localise
+from degarble.harness.engine.seen import by_component
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.museum_cases import Stage, equal, healthy_cases, planting_cases
+from degarble.harness.runs.museum_models import KEYS
+from degarble.suites.runs.museum_stages import small_stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLANTED = "layers.1.attn.wo"
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    return small_stage()
+
+
+def test_a_healthy_run_agrees(stage: Stage) -> None:
+    found = localise(stage.twin, stage.model.recipe, stage.healthy)
+    assert found.verdict is Verdict.AGREES
+    assert not found.unjudged
+
+
+def test_a_taped_run_computes_what_is_new_and_gives_the_same_bits(stage: Stage) -> None:
+    computed: list[str] = []
+
+    def planted(bound_calls: dict[str, object]) -> None:
+        plain = stage.candidate().calls[PLANTED]
+        bound_calls[PLANTED] = lambda inputs, weights: {
+            name: 2 * each for name, each in plain(inputs, weights).items()
+        }
+
+    plain, taped = stage.candidate(), stage.taped()
+    planted(plain.calls)  # type: ignore[arg-type]
+    planted(taped.calls)  # type: ignore[arg-type]
+    for name, tape in taped.calls.items():
+        if hasattr(tape, "known"):
+            tape.call = _counting(tape.call, name, computed)  # type: ignore[attr-defined]
+    a, b = stage.run(plain), stage.run(taped)
+    assert [call.component for call in a.calls] == [call.component for call in b.calls]
+    for left, right in zip(a.calls, b.calls, strict=True):
+        assert equal(a.inputs(left), b.inputs(right)), left.component
+        assert equal(a.outputs(left), b.outputs(right)), left.component
+    assert not [name for name in computed if name.startswith("layers.0.attn")]
+    assert "layers.1.ffn.norm" in computed
+    rest = stage.rest(b)
+    assert PLANTED not in rest.judged
+    assert "layers.0.attn.wo" in rest.judged
+    found = localise(stage.twin, stage.model.recipe, rest)
+    assert [each.component for each in found.origins] == [PLANTED]
+
+
+def _counting(call: object, name: str, computed: list[str]) -> object:
+    def counted(inputs: dict[str, Tensor], weights: object) -> object:
+        computed.append(name)
+        return call(inputs, weights)  # type: ignore[operator]
+
+    return counted
+
+
+def test_a_control_sits_wherever_it_can(stage: Stage) -> None:
+    wrapped = Stage(replace(stage.case, control="order_of_sums"), stage.model, stage.twin)
+    plain, other = stage.candidate().calls, wrapped.candidate().calls
+    changed = {name for name, call in other.items() if not isinstance(call, partial)}
+    assert all(isinstance(call, partial) for call in plain.values())
+    assert changed
+    assert all(CONTROLS[0].sits(stage.scene(name)) for name in changed)
+
+
+def test_the_rest_of_a_healthy_run_is_nothing(stage: Stage) -> None:
+    rest = stage.rest(stage.run(stage.taped()))
+    assert rest.judged == by_component(stage.healthy).keys()
+    assert all(not kept.at for call in rest.calls for kept in call.inputs.values())
+
+
+def test_every_model_is_planted_and_prompts_follow_from_the_seed() -> None:
+    cases = planting_cases()
+    assert tuple(case.key for case in cases) == KEYS
+    assert cases[0].prompts == planting_cases()[0].prompts
+    assert len({case.prompts for case in planting_cases(0) + planting_cases(9)}) == 2 * len(KEYS)
+    assert [len(ids) for ids in cases[1].prompts] == list(cases[1].lengths)
+    assert max(torch.tensor(cases[0].prompts[0])) < 512
+
+
+def test_healthy_cases_differ_in_every_way() -> None:
+    found = list(healthy_cases(200))
+    assert len(set(found)) == len({str(case) for case in found}) == 200
+    for way in ("key", "lengths", "new_tokens", "source", "products", "absorbed", "control"):
+        assert len({getattr(case, way) for case in found}) > 1, way
+    assert {case.control for case in found} == {"", *(each.id for each in CONTROLS)}
