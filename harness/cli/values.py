@@ -117,6 +117,6 @@ def not_built(command: str, wanted: str) -> NotBuilt:
         "command",
         command,
         f"a command that this version can run; {wanted} is not among them yet",
-        "The arguments are right. CHANGELOG.md tells which version runs it; "
-        "degarble demo, capture, audit, quantise, convert, generate and faults list run now.",
+        "The arguments are right. CHANGELOG.md tells which version runs it; degarble demo, "
+        "capture, check, compare, audit, quantise, convert, generate and faults run now.",
     )

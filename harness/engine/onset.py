@@ -64,6 +64,10 @@ class RowsOf:
     sequence: Tensor
     experts: Tensor | None = None  # [T, K], of routed rows
 
+    def at(self, chosen: Tensor) -> RowsOf:
+        """Some of them."""
+        return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen])
+
     @classmethod
     def of(cls, batch: Batch, steps: Mapping[int, Step]) -> RowsOf:
         """Look the rows up in their steps."""
@@ -97,9 +101,12 @@ def onset_of(
     count = bad.shape[0]
     by_row = bad.reshape(count, -1).any(1)
     if rows is not None and len(rows.position) == count:
-        words += _in_time(config, component, by_row, rows, where)
+        asked = torch.ones(count, dtype=torch.bool)
+        told: list[str] = []
         if rows.experts is not None and rows.experts.shape[:1] == (count,):
-            words += _by_expert(bad, rows.experts, where)
+            told, asked = _by_expert(bad, rows.experts, where)
+        words += _in_time(config, component, by_row[asked], rows.at(asked), where)
+        words += told
     words += _by_axis(component, bad, where)
     words += _by_column(config, component, bad, where)
     if count > 1 and int(by_row.sum()) == 1 and "first position" not in where:
@@ -184,19 +191,21 @@ def min_ratio(config: V4Config) -> int:
     return min((block.ratio for block in config.layers if block.ratio), default=0)
 
 
-def _by_expert(bad: Tensor, experts: Tensor, where: Where) -> Iterator[str]:
-    if bad.ndim > 2 and bad.shape[:2] == experts.shape:
-        hit = bad.reshape(*experts.shape, -1).any(-1)
-    else:
-        hit = bad.reshape(len(bad), -1).any(1)[:, None].expand_as(experts)
+def _by_expert(bad: Tensor, experts: Tensor, where: Where) -> tuple[list[str], Tensor]:
+    """Which experts, in words; and the rows that visited them, which alone can tell more."""
+    everyone = torch.ones(len(bad), dtype=torch.bool)
+    if bad.ndim < 3 or bad.shape[:2] != experts.shape:
+        return [], everyone
+    hit = bad.reshape(*experts.shape, -1).any(-1)
     visited, struck = experts.unique().tolist(), experts[hit].unique().tolist()
-    if 1 <= len(struck) < len(visited) and bad.ndim > 2:
-        where["expert"] = struck[0] if len(struck) == 1 else spans(struck)
-        clean = sorted(set(visited) - set(struck))
-        if len(clean) == 1:
-            yield f"expert {clean[0]} exact"
-        else:
-            yield f"only expert {where['expert']} of the {len(visited)} that were visited"
+    if not 1 <= len(struck) < len(visited):
+        return [], everyone
+    where["expert"] = struck[0] if len(struck) == 1 else spans(struck)
+    clean = sorted(set(visited) - set(struck))
+    words = f"only expert {where['expert']} of the {len(visited)} that were visited"
+    if len(clean) == 1:
+        words = f"expert {clean[0]} exact"
+    return [words], torch.isin(experts, torch.tensor(struck)).any(1)
 
 
 def _by_axis(component: Component, bad: Tensor, where: Where) -> Iterator[str]:

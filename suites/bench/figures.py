@@ -30,6 +30,7 @@ BENCHES = {  # key to module, imported when run
     "checkpoint-quantise": "degarble.suites.bench.bench_checkpoint_quantise",
     "checkpoint-large": "degarble.suites.bench.bench_quantise_large",
     "capture": "degarble.suites.bench.bench_capture",
+    "check": "degarble.suites.bench.bench_check",
     "compare": "degarble.suites.bench.bench_compare",
     "peers": "degarble.suites.bench.bench_peers",
     "full-size": "degarble.suites.bench.bench_full_size",

@@ -1,6 +1,6 @@
 """`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from degarble.harness.cli import values
-from degarble.harness.cli.command import NOT_BUILT, command
+from degarble.harness.cli.command import command
 from degarble.harness.cli.options import (
     Backend,
     CapturePath,
@@ -20,6 +20,7 @@ from degarble.harness.cli.options import (
 )
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES
+from degarble.harness.record.files import is_stream, require_folder, write_text
 from degarble.harness.record.progress import size
 
 DEVICES = ("cpu", "cuda")
@@ -98,8 +99,8 @@ class CompareOptions:
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "capture", CaptureOptions)(capture)
-    command(app, "check", CheckOptions, panel=NOT_BUILT)(check)
-    command(app, "compare", CompareOptions, panel=NOT_BUILT)(compare)
+    command(app, "check", CheckOptions)(check)
+    command(app, "compare", CompareOptions)(compare)
 
 
 def capture(options: CaptureOptions, terminal: Terminal) -> int:
@@ -158,18 +159,95 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     return run.capture(options.checkpoint, prompts, options.out, watch, how, told)
 
 
-def check(options: CheckOptions, _terminal: Terminal) -> int:
+def check(options: CheckOptions, terminal: Terminal) -> int:
     """Judge a captured run: which layer, which component, why, with what evidence."""
     values.existing("CAPTURE", options.capture)
     values.existing("--reference", options.reference)
     values.existing("--checkpoint", options.checkpoint)
     values.backend("--backend", options.backend)
     values.one_of("--device", options.device, DEVICES)
-    raise values.not_built("check", "judging a capture")
+    if options.backend != "torch" or options.device != "cpu":
+        raise values.not_built("check on another backend or device", "running other kernels")
+    if options.report is not None:
+        require_folder("--report", options.report)
+    if terminal.json_file is not None:
+        values.writable("--json", terminal.json_file)
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.runs import check as run  # noqa: PLC0415
+    from degarble.harness.runs.check_document import check_document, sentence_of  # noqa: PLC0415
+    from degarble.harness.runs.check_text import check_text  # noqa: PLC0415  as above
+
+    wanted = run.Wanted(options.capture, options.reference, options.checkpoint)
+    with run.CheckRun(wanted) as opened:
+        looker = None
+        if options.report is not None:
+            from degarble.harness.runs.check_look import Looker  # noqa: PLC0415  as above
+
+            looker = Looker(opened.model.config)
+        components = len({call.component for call in opened.capture.calls})
+        with terminal.progress("check", components) as told:
+            checked = opened.judge(looker, told, _cases(options, terminal))
+        sentence = sentence_of(checked)
+        terminal.say(check_text(checked, sentence, width=terminal.width, colour=terminal.colour))
+        document = check_document(checked, sentence)
+        if options.report is not None:
+            document["report"] = _report(options, opened, checked, looker)
+            terminal.say(f"Open the report: {document['report']}")
+    terminal.emit(document)
+    return checked.verdict.exit_status
 
 
-def compare(options: CompareOptions, _terminal: Terminal) -> int:
+def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
+    """Where reproducers are written: in the report's folder, else beside the JSON file."""
+    if options.report is not None:
+        return options.report / "reproducers" / options.capture.resolve().name
+    if terminal.json_file is not None and not is_stream(terminal.json_file):
+        file = terminal.json_file.resolve()
+        return file.with_name(f"{file.stem}-reproducers")
+    return None
+
+
+def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> str:
+    """Write the page, and JUnit beside it; give the page."""
+    from degarble.harness.record.page import Subject  # noqa: PLC0415  as above
+    from degarble.harness.runs.audit import identity_of  # noqa: PLC0415  as above
+    from degarble.harness.runs.check_document import as_page, junit, sentence_of  # noqa: PLC0415
+    from degarble.harness.runs.check_page import write_check_page  # noqa: PLC0415  as above
+    from degarble.harness.runs.check_texts import texts_of  # noqa: PLC0415  as above
+    from degarble.harness.runs.machine import provenance  # noqa: PLC0415  as above
+
+    assert options.report is not None, "called only with one"
+    names = [options.capture, options.reference]
+    words = "degarble check {} --reference {}".format(*(each.resolve().name for each in names))
+    subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
+    told = as_page(checked, subject, provenance(words), looker)
+    told = replace(told, texts=texts_of(opened.capture, opened.model))
+    page = write_check_page(options.report, told)
+    write_text(options.report / f"{subject.key}-junit.xml", junit(checked, sentence_of(checked)))
+    return str(page)
+
+
+def compare(options: CompareOptions, terminal: Terminal) -> int:
     """Set two captures beside each other, site by site."""
     values.existing("CAPTURE", options.first)
     values.existing("CAPTURE", options.second)
-    raise values.not_built("compare", "judging a capture")
+    if options.report is not None:
+        require_folder("--report", options.report)
+    if terminal.json_file is not None:
+        values.writable("--json", terminal.json_file)
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.runs import compare_runs as run  # noqa: PLC0415
+
+    found = run.compare_runs(options.first, options.second)
+    terminal.say(*run.compared_lines(found))
+    document = run.compared_document(found)
+    if options.report is not None:
+        from degarble.harness.runs.machine import provenance  # noqa: PLC0415  as above
+        from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415  as above
+
+        names = " ".join(each.resolve().name for each in (options.first, options.second))
+        page = run.compared_page(found, provenance(f"degarble compare {names}"))
+        document["report"] = str(write_page(options.report, page))
+        terminal.say(f"Open the report: {document['report']}")
+    terminal.emit(document)
+    return found.verdict.exit_status

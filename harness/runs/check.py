@@ -1,0 +1,259 @@
+"""`degarble check` as one run: a capture, its twin from the checkpoint on disk, the BF16 reference.
+
+Owns what is put together: the checkpoint that the capture names is the twin's, told by its
+fingerprint and never by its path alone; its weights come from the disk, since what a patched
+candidate held is the suspect. Then the order: localise, diagnose every origin, say how much of the
+final difference each explains, cut the smallest case that shows it.
+
+Refuses, by name: a checkpoint that is not the captured one, a reference of another model, a capture
+without a config, statistics only. Kept honest by suites/runs/test_check.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.config_json import config_to_dict
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.checkpoint.fingerprint import fingerprint
+from degarble.harness.engine.attribute import Shares, shares_of
+from degarble.harness.engine.diagnose import Diagnosed, diagnose
+from degarble.harness.engine.localise import Localised, localise
+from degarble.harness.engine.shrink import shrunk
+from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.engine.blame import Trouble
+    from degarble.harness.engine.judged_run import Look
+    from degarble.harness.record.verdict import Verdict
+    from degarble.references.binding import Bound
+
+DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
+ATTRIBUTED = 6  # origins whose share of the final difference is measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to check, and against what."""
+
+    capture: Path
+    reference: Path
+    checkpoint: Path | None = None
+    held_values: int = HELD_VALUES
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """One origin: the trouble, what explains it, and its share of the final difference."""
+
+    trouble: Trouble
+    diagnosed: Diagnosed | None = None
+    share: float | None = None
+    reproducer: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What a check found."""
+
+    name: str
+    checkpoint: Path
+    capture: Capture
+    config: Config
+    recipe: Recipe
+    localised: Localised
+    origins: tuple[Judgement, ...]
+    shares: Shares | None = None
+    notes: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the whole run."""
+        return self.localised.verdict
+
+
+class CheckRun:
+    """A check with its models open: use it as a context, and then what it found."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._bind()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _bind(self) -> None:
+        wanted = self._wanted
+        self.capture = Capture.open(wanted.capture)
+        _require_tensors(self.capture)
+        self.source = source_of(self.capture, wanted.checkpoint)
+        stated = self.capture.facts.get("arithmetic")
+        arithmetic = stated if stated in ARITHMETICS else None
+        model = open_model(self.source, arithmetic, held_values=wanted.held_values)
+        self.model: OpenModel = self._open.enter_context(model)
+        require_captured(self.capture, self.model, self.source)
+        self.twin: Bound = self.model.speaker.bound
+        plain = self.model.arithmetic != "twin"
+        self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
+        if plain and wanted.reference.resolve() == self.source.resolve():
+            self.reference = self.twin
+            return
+        reference = open_model(wanted.reference, "bf16", held_values=wanted.held_values)
+        self._open.enter_context(reference)
+        require_same_model(self.model.config, reference.config, wanted.reference)
+        self.reference = reference.speaker.bound
+
+    def judge(
+        self,
+        look: Look | None = None,
+        told: Callable[[str], None] = lambda _step: None,
+        cases: Path | None = None,
+    ) -> Checked:
+        """Localise, diagnose, attribute; reproducers go into the folder `cases`."""
+        found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
+        notes: list[str] = []
+        if not self.capture.complete:
+            notes.append("The capture is incomplete: its run ended before its time.")
+        origins = [
+            Judgement(trouble, _diagnosed(trouble) if number < DIAGNOSED else None)
+            for number, trouble in enumerate(found.origins)
+        ]
+        shares = None
+        if origins and self.model.streamed is None:
+            shares = shares_of(self.twin, self.capture, found.origins[:ATTRIBUTED])
+            origins = [
+                replace(each, share=None if shares is None else shares.of(number))
+                for number, each in enumerate(origins)
+            ]
+        elif origins:
+            notes.append("Shares of the final difference need all weights in memory; left out.")
+        if cases is not None:
+            origins = [_with_case(each, cases, n) for n, each in enumerate(origins)]
+        return Checked(
+            self.source.resolve().name,
+            self.source,
+            self.capture,
+            self.model.config,
+            self.recipe,
+            found,
+            tuple(origins),
+            shares,
+            tuple(notes),
+            self._facts(),
+        )
+
+    def _facts(self) -> dict[str, str]:
+        facts = self.capture.facts
+        told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
+        told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
+        told |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        return {name: str(value) for name, value in told.items() if value}
+
+
+def _diagnosed(trouble: Trouble) -> Diagnosed | None:
+    if trouble.sight is None:
+        return None
+    return diagnose(trouble.scene, [trouble.sight, *trouble.more])
+
+
+def _with_case(each: Judgement, folder: Path, number: int) -> Judgement:
+    """Cut the smallest case of an origin, and write it."""
+    case = shrunk(each.trouble) if number < DIAGNOSED else None
+    if case is None:
+        return each
+    script = case.write(folder / f"{number + 1}-{each.trouble.site.component.replace('.', '-')}")
+    return replace(each, reproducer=str(script))
+
+
+def source_of(capture: Capture, checkpoint: Path | None) -> Path:
+    """The folder of the quantised checkpoint: the one that was named, else the capture's own."""
+    if checkpoint is not None:
+        return checkpoint
+    stated = _source(capture).get("path")
+    if not isinstance(stated, str):
+        raise InvalidArgument(
+            "--checkpoint", None, "the checkpoint of the twin: the capture names none",
+            "Pass --checkpoint CKPT.",
+        )  # fmt: skip
+    path = Path(stated)
+    if not path.exists():
+        raise UnreadableFile(
+            "checkpoint of the capture", path.name, "the folder that was captured",
+            "It has been moved: pass --checkpoint CKPT with the place where it is now.",
+        )  # fmt: skip
+    return path
+
+
+def _source(capture: Capture) -> dict[str, Any]:
+    found = capture.facts.get("source")
+    return found if isinstance(found, dict) else {}
+
+
+def require_captured(capture: Capture, model: OpenModel, path: Path) -> None:
+    """Refuse a checkpoint that is not the one of the capture: every difference would be its own."""
+    stated = _source(capture).get("fingerprint")
+    found = fingerprint(model.checkpoint)
+    if isinstance(stated, str) and stated != found:
+        raise InvalidArgument(
+            f"fingerprint of {path.name}", found[:16], f"{stated[:16]}, that of the capture",
+            "Check against the checkpoint that was captured, or capture this one.",
+        )  # fmt: skip
+    config = capture.facts.get("config")
+    if isinstance(config, dict):
+        mine = config_to_dict(model.config)
+        for name, value in config.items():
+            if name in mine and mine[name] != value:
+                raise InvalidArgument(
+                    f"{name} of {path.name}", mine[name], f"{value}, that of the capture",
+                    "Check against the checkpoint that was captured.",
+                )  # fmt: skip
+
+
+_SHAPES = ("hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts", "q_lora_rank")
+
+
+def require_same_model(config: Config, other: Config, path: Path) -> None:
+    """Refuse a reference of another model."""
+    if isinstance(config, V4Config) != isinstance(other, V4Config):
+        raise InvalidArgument(
+            f"family of {path.name}", other.family, config.family, "Pass the BF16 source."
+        )
+    for name in _SHAPES:
+        mine, theirs = getattr(config, name), getattr(other, name)
+        if mine != theirs:
+            raise InvalidArgument(
+                f"{name} of {path.name}", theirs, f"{mine}, that of the captured model",
+                "Pass the BF16 (or official) checkpoint that was quantised.",
+            )  # fmt: skip
+
+
+def _require_tensors(capture: Capture) -> None:
+    kept = [each for call in capture.calls for _, each in call.sites()]
+    if not kept:
+        raise InvalidArgument(
+            "calls of the capture", 0, "one call at least", "Capture the run again."
+        )
+    if not any(each.at for each in kept):
+        raise InvalidArgument(
+            "tensors of the capture", "statistics only", "the bytes of inputs and outputs",
+            "Capture again without --statistics-only.",
+        )  # fmt: skip

@@ -1,0 +1,322 @@
+"""`degarble compare` as one run: two captures beside each other, site by site, no checkpoint.
+
+Owns the pairing (the steps in which both were given the same tokens), the numbers of each output,
+and the verdict. Hashes decide what is equal; only what is not is read. No budget is known here, so
+equal means to the bit. A component that was given the same inputs and put out something else is an
+origin: what lies behind it inherits. Two runs of one candidate that differ are UNSTABLE.
+
+Refuses captures without a step in common. Kept honest by suites/runs/test_compare_runs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.engine.forms import equal_elements
+from degarble.harness.engine.judged_run import Sums
+from degarble.harness.errors import Undecided
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.page import Finding, Page, Subject
+from degarble.harness.record.verdict import Origin, Verdict
+from degarble.harness.record.wording import number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from degarble.harness.record.capture_types import Call, Kept
+    from degarble.harness.record.page import Provenance
+
+MOST_ORIGINS = 100
+_SHOWN = 6  # origins on the screen
+# What makes two captures runs of one candidate; versions and machine are part of it.
+_SAME = ("source", "backend", "arithmetic", "form", "sums", "recipe", "versions")
+
+
+@dataclass(eq=False)
+class Line:
+    """One output of one component over the steps that both have."""
+
+    component: str
+    output: str
+    calls: int = 0
+    elements: int = 0
+    identical: int = 0
+    sums: Sums = field(default_factory=Sums)
+    measured: bool = True  # False where only hashes are there
+    first: tuple[int, int] | None = None  # step and row of the first difference
+    own: tuple[int, int] | None = None  # the same, of the first call with equal inputs
+    words: str = ""
+    equal_calls: list[tuple[Capture, Kept]] = field(default_factory=list)  # read if others differ
+
+    @property
+    def equal(self) -> bool:
+        """Whether every element has the same bits."""
+        return self.first is None
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What two captures have in common, and what not."""
+
+    captures: tuple[Capture, Capture]
+    lines: tuple[Line, ...]
+    steps: int
+    same_candidate: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def origins(self) -> list[Line]:
+        """Outputs that differ though what went in was equal."""
+        return [line for line in self.lines if line.own is not None]
+
+    @property
+    def verdict(self) -> Verdict:
+        """AGREES to the bit; UNSTABLE where one candidate gave two answers; else DIFFERS."""
+        if all(line.equal for line in self.lines):
+            return Verdict.AGREES
+        return Verdict.UNSTABLE if self.same_candidate else Verdict.DIFFERS
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        apart = [line for line in self.lines if not line.equal]
+        if not apart:
+            return (
+                f"Both runs are equal to the bit: {len(self.lines):,} outputs, {self.steps} steps."
+            )
+        who = "One candidate gave two answers" if self.same_candidate else "The runs differ"
+        if not self.origins:
+            return f"{who}: {len(apart):,} outputs, none of them on equal inputs."
+        first = self.origins[0]
+        return f"{who}: {first.component} puts out something else on equal inputs."
+
+
+def compare_runs(first: Path, second: Path) -> Compared:
+    """Open and compare two captures."""
+    captures = (Capture.open(first), Capture.open(second))
+    common = _common_steps(*captures)
+    notes = [
+        f"The {name} capture is incomplete: its run ended before its time."
+        for name, each in zip(("first", "second"), captures, strict=True)
+        if not each.complete
+    ]
+    steps = max(len(each.steps) for each in captures)
+    if common < steps:
+        notes.append(f"Tokens part behind step {common - 1}: {steps - common} steps are left out.")
+    calls = [{(c.step, c.component): c for c in each.calls if c.step < common} for each in captures]
+    only = calls[0].keys() ^ calls[1].keys()
+    if only:
+        _, name = min(only)
+        notes.append(f"{len(only):,} calls are in one capture only, such as {name}.")
+    lines: dict[tuple[str, str], Line] = {}
+    for key, call in calls[0].items():
+        other = calls[1].get(key)
+        if other is not None:
+            for name in call.outputs.keys() & other.outputs.keys():
+                line = lines.setdefault((call.component, name), Line(call.component, name))
+                _add(line, captures, (call, other), name)
+    for line in lines.values():
+        _complete(line)
+    if not lines:
+        raise Undecided(
+            "calls in common", 0, "one component at least that both captures have",
+            "Capture both runs with the same filters.",
+        )  # fmt: skip
+    return Compared(
+        captures, tuple(lines.values()), common, _one_candidate(*captures), tuple(notes)
+    )
+
+
+def _common_steps(first: Capture, second: Capture) -> int:
+    """How many leading steps were given the same tokens of the same sequences."""
+    common = 0
+    for one, other in zip(first.steps, second.steps, strict=False):
+        if (one.tokens, one.positions, one.sequences) != (
+            other.tokens, other.positions, other.sequences,
+        ):  # fmt: skip
+            break
+        common += 1
+    if not common:
+        raise Undecided(
+            "steps in common", 0, "the same tokens in the first step of both captures",
+            "Capture both runs with the same prompts.",
+        )  # fmt: skip
+    return common
+
+
+def _one_candidate(first: Capture, second: Capture) -> bool:
+    def told(capture: Capture) -> list[Any]:
+        facts = dict(capture.facts)
+        source = facts.get("source")
+        facts["source"] = source.get("fingerprint") if isinstance(source, dict) else source
+        return [facts.get(name) for name in (*_SAME, "patch")]
+
+    return told(first) == told(second) and bool(first.facts)
+
+
+def _add(
+    line: Line, captures: tuple[Capture, Capture], calls: tuple[Call, Call], name: str
+) -> None:
+    kept = (calls[0].outputs[name], calls[1].outputs[name])
+    line.calls += 1
+    size = _elements(kept[0])
+    line.elements += size
+    if _alike(*kept):
+        line.identical += size
+        line.equal_calls.append((captures[0], kept[0]))
+        return
+    row = 0
+    if kept[0].at is None or kept[1].at is None:
+        line.measured = False
+    elif kept[0].dtype != kept[1].dtype or kept[0].shape != kept[1].shape:
+        line.measured = False
+        line.words = (
+            f"{kept[0].dtype} {list(kept[0].shape)} beside {kept[1].dtype} {list(kept[1].shape)}"
+        )
+    else:
+        row = _measure(line, captures, kept)
+    at = (calls[0].step, row)
+    line.first = line.first or at
+    if line.own is None and _same_inputs(*calls):
+        line.own = at
+
+
+def _measure(line: Line, captures: tuple[Capture, Capture], kept: tuple[Kept, Kept]) -> int:
+    """Add the numbers of two tensors that differ; give the first row that does."""
+    one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
+    same = equal_elements(one, other)
+    line.identical += int(same.sum())
+    if one.is_floating_point() and one.dtype.itemsize > 1:
+        a, b = one.double().flatten(), other.double().flatten()
+        known = a.isfinite() & b.isfinite()
+        line.sums.add(b[known], a[known])
+    else:
+        line.measured = False
+    if not one.ndim:
+        return 0
+    odd = (~same).reshape(same.shape[0], -1).any(1).nonzero()
+    return int(odd[0]) if len(odd) else 0
+
+
+def _complete(line: Line) -> None:
+    """Add what was equal to the sums of an output that differs elsewhere."""
+    if line.equal or not line.measured:
+        return
+    for capture, kept in line.equal_calls:
+        if kept.at is None:
+            line.measured = False
+            return
+        flat = capture.tensor(kept).double().flatten()
+        line.sums.add_equal(flat[flat.isfinite()])
+
+
+def _elements(kept: Kept) -> int:
+    size = 1
+    for extent in kept.shape:
+        size *= extent
+    return size
+
+
+def _alike(one: Kept, other: Kept) -> bool:
+    return (one.sha256, one.dtype, one.shape) == (other.sha256, other.dtype, other.shape)
+
+
+def _same_inputs(one: Call, other: Call) -> bool:
+    return one.inputs.keys() == other.inputs.keys() and all(
+        _alike(each, other.inputs[name]) for name, each in one.inputs.items()
+    )
+
+
+def compared_document(compared: Compared) -> dict[str, Any]:
+    """Give the machine's view of it."""
+    return {
+        "verdict": compared.verdict,
+        "origins": [_origin(line) for line in compared.origins[:MOST_ORIGINS]],
+        "cosines": [_line(line) for line in compared.lines],
+        "sentence": compared.sentence,
+        "captures": [each.hash for each in compared.captures],
+        "same_candidate": compared.same_candidate,
+        "steps": compared.steps,
+        "notes": list(compared.notes),
+    }
+
+
+def _split(component: str) -> tuple[int | None, str]:
+    kind, _, rest = component.partition(".")
+    place, _, role = rest.partition(".")
+    return (int(place), role) if kind == "layers" and place.isdecimal() else (None, component)
+
+
+def _numbers(line: Line) -> tuple[float | None, float | None]:
+    if line.equal:
+        return 1.0, 0.0
+    cosine, apart = line.sums.cosine, line.sums.relative_l2
+    known = line.measured and cosine == cosine  # noqa: PLR0124  NaN
+    return (cosine, apart) if known else (None, None)
+
+
+def _line(line: Line) -> dict[str, Any]:
+    layer, role = _split(line.component)
+    cosine, apart = _numbers(line)
+    return {
+        "layer": layer,
+        "component": role,
+        "output": line.output,
+        "cosine": cosine,
+        "relative_l2": apart,
+        "identical": line.identical / line.elements if line.elements else None,
+        "first": None if line.first is None else {"step": line.first[0], "row": line.first[1]},
+    }
+
+
+def _origin(line: Line) -> Origin:
+    layer, role = _split(line.component)
+    cosine, apart = _numbers(line)
+    step, row = line.own or (0, 0)
+    port = "out" if line.output == "out" else f"out.{line.output}"
+    return Origin(
+        layer, role, f"{line.component}.{port}", {"step": step, "row": row}, None, cosine, apart,
+        evidence=_evidence(line),
+    )  # fmt: skip
+
+
+def _evidence(line: Line) -> str:
+    if line.words:
+        return line.words
+    share = line.identical / line.elements if line.elements else 0.0
+    cosine, apart = _numbers(line)
+    told = f"{100 * share:.2f} % of its elements are equal"
+    if cosine is not None and apart is not None:
+        told += f", relative difference {number(apart)}"
+    step, row = line.own or line.first or (0, 0)
+    return f"{told}; first in step {step}, row {row}, on equal inputs"
+
+
+def compared_lines(compared: Compared) -> Iterator[str]:
+    """Tell it in a few lines."""
+    yield f"{compared.verdict}  {compared.sentence}"
+    names = " and ".join(each.hash[:12] for each in compared.captures)
+    yield f"  captures    {names}, {compared.steps} steps in common"
+    apart = [line for line in compared.lines if not line.equal]
+    yield f"  outputs     {len(compared.lines):,}, of which {len(apart):,} differ"
+    for note in compared.notes:
+        yield f"  note        {note}"
+    for line in compared.origins[:_SHOWN]:
+        yield f"  origin      {line.component}.{line.output}: {_evidence(line)}"
+    more = len(compared.origins) - _SHOWN
+    if more > 0:
+        yield f"  and         {more:,} more"
+
+
+def compared_page(compared: Compared, provenance: Provenance) -> Page:
+    """A page of its own: a comparison belongs to no checkpoint."""
+    key = "".join(each.hash[:32] for each in compared.captures)
+    remedy = "Run it again and look at this component: races, stale memory, unwritten output."
+    findings = tuple(
+        Finding(f"{line.component} gave another answer to the same question", remedy, _origin(line))
+        for line in compared.origins[:_SHOWN]
+    )
+    subject = Subject("comparison", "Two captures", key)
+    return Page(subject, provenance, compared.verdict, compared.sentence, findings, ())

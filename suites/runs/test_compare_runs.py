@@ -1,0 +1,98 @@
+"""`degarble compare`: to the bit, unstable candidates, and what two runs do not have in common."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from degarble.harness.runs import capture as run
+from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.model import open_model
+from degarble.suites.cli.calls import call
+from degarble.suites.runs.talking_cases import write_speaker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAME = "layers.1.ffn.norm"
+ENDS = ("w7 w8", "w7 w31")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("compare") / "model", "v4")
+
+
+def captured(
+    model: Path, folder: Path, fault: float = 1.0, prompt: str = ENDS[0], **named: Any
+) -> Path:
+    def scaled(inner: Any, inputs: Any, weights: Any) -> Any:
+        out = inner(inputs, weights)["out"].clone()
+        out[-1] *= fault
+        return {"out": out}
+
+    def opened(*args: Any, **options: Any) -> Any:
+        made = open_model(*args, **options)
+        calls = made.speaker.bound.calls
+        calls[NAME] = partial(scaled, calls[NAME])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_model", opened)
+        how = run.How(Wanted.of(None, None, None), 2, **named)
+        run.capture(model, [prompt], folder, lambda _streamed: nullcontext(), how)
+    return folder
+
+
+def test_equal_runs_agree_and_unequal_runs_of_one_candidate_are_unstable(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = captured(model, tmp_path / "one"), captured(model, tmp_path / "two")
+    done = call(capsys, "--json", "compare", one, two)
+    assert done.status == 0, done.err
+    assert done.document["verdict"] == "AGREES"
+    assert {each["cosine"] for each in done.document["cosines"]} == {1.0}
+    odd = captured(model, tmp_path / "odd", 1.5)
+    file = tmp_path / "found.json"
+    done = call(capsys, "compare", one, odd, "--json", file, "--report", tmp_path / "report")
+    assert done.status == 1
+    told = json.loads(file.read_text())
+    assert told["verdict"] == "UNSTABLE"
+    (origin,) = told["origins"]
+    assert origin["site"] == f"{NAME}.out"
+    assert origin["where"] == {"step": 0, "row": 2}
+    lines = {(each["layer"], each["component"]): each for each in told["cosines"]}
+    assert 0 < lines[1, "ffn.norm"]["relative_l2"] < 0.6
+    assert lines[0, "ffn.norm"]["identical"] == 1
+    assert NAME in done.out
+    (page,) = (tmp_path / "report").glob("*.html")
+    assert NAME in page.read_text()
+
+
+def test_other_candidates_differ_and_hashes_alone_decide(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = captured(model, tmp_path / "one", statistics_only=True)
+    two = captured(model, tmp_path / "two", 1.5, statistics_only=True)
+    manifest = two / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"backend": "torch"', '"backend": "other"'))
+    done = call(capsys, "--json", "compare", one, two)
+    assert done.status == 1
+    assert done.document["verdict"] == "DIFFERS"
+    lines = {(each["layer"], each["component"]): each for each in done.document["cosines"]}
+    assert lines[1, "ffn.norm"]["cosine"] is None
+    assert lines[0, "ffn.norm"]["cosine"] == 1
+
+
+def test_runs_of_other_tokens_are_undecided(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = captured(model, tmp_path / "one")
+    two = captured(model, tmp_path / "two", prompt=ENDS[1])
+    done = call(capsys, "compare", one, two)
+    assert done.status == 2
+    assert "steps in common" in done.err
