@@ -169,13 +169,17 @@ def _told(block: Profile) -> str:
     if not known:
         return f"0{unit} everywhere"
     if len(block.values) <= _LABELLED:
-        pairs = (f"{label}: {words.number(v, 3)}" for v, label in known)
+        pairs = (f"{label}: {_figure(block, v)}" for v, label in known)
         return f"{', '.join(pairs)}{unit}"
     most, where = max(known, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
     zero = sum(value == 0 for value in block.values)
     rest = f"; 0 at {zero:,} of {len(block.values):,}" if zero else ""
     limit = "" if block.limit is None else f"; line at {words.number(block.limit, 3)}"
     return f"most {words.number(most, 3)}{unit} at {where}{rest}{limit}"
+
+
+def _figure(block: Profile, value: float) -> str:
+    return f"{value:,.0f}" if block.logarithmic else words.number(value, 3)
 
 
 def voices_element(block: Voices) -> Element:
@@ -187,7 +191,7 @@ def voices_element(block: Voices) -> Element:
 
 def _voice(voice: Voice, block: Voices) -> Element:
     parting = len(voice.tokens) if block.parting is None else block.parting
-    others = [other.tokens for other in block.voices if other is not voice]
+    meant = block.voices[0].tokens  # of the twin: its own words are not marked
     said: list[Element | str] = ["".join(voice.tokens[:parting])]
     later = list(enumerate(voice.tokens))[parting:]
     if later:
@@ -195,7 +199,7 @@ def _voice(voice: Voice, block: Voices) -> Element:
 
     def other_word(pair: tuple[int, str]) -> bool:
         at, token = pair
-        return any(len(tokens) <= at or tokens[at] != token for tokens in others)
+        return len(meant) <= at or meant[at] != token
 
     for apart, run in groupby(later, other_word):
         text = "".join(token for _, token in run)

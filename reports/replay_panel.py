@@ -243,11 +243,12 @@ def _told(each: JudgedOutput) -> Sentence:
         return Sentence(
             f"Nothing is claimed: {each.undecided or 'it has no budget'}.", Tone.WARNING
         )
-    at = "" if each.ratio is None else f": at {number(each.ratio, 3)} of its budget"
+    at = "" if each.ratio is None else f", at {number(each.ratio, 3)} of its budget"
     if each.verdict is Verdict.AGREES:
         exact = each.identical == 1
         return Sentence("Equal to its twin's, bit for bit." if exact else f"Agrees{at}.", Tone.GOOD)
-    return Sentence(f"Differs from its twin's{at}.", Tone.BAD)
+    far = "" if each.ratio is None else f": {number(each.ratio, 3)} times its budget"
+    return Sentence(f"Differs from its twin's{far}.", Tone.BAD)
 
 
 def _figures(each: JudgedOutput) -> Facts:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from degarble.harness.record.page import Page
     from degarble.harness.record.verdict import Origin
 
+_ALIKE = 4e-15  # from 1: what the sums of a cosine lose themselves
 DASH = "–"
 
 PANEL_TITLES = {
@@ -93,14 +94,15 @@ def reading(tone: Tone, legend: Mapping[Tone, str]) -> str:
 
 
 def near_one(value: float) -> str:
-    """Write a cosine: what is not 1 does not look like 1."""
-    if abs(value) == 1 or not math.isfinite(value):
-        return f"{value:g}"
-    for places in (4, 6, 8, 10):
+    """Write a cosine: what is not 1 does not look like 1, as far as float64 sums can tell."""
+    off = 1 - abs(value)
+    if off <= _ALIKE or not math.isfinite(value):
+        return f"{round(value)}" if math.isfinite(value) else str(value)
+    for places in (4, 6):
         text = f"{value:.{places}f}"
         if abs(float(text)) != 1:
             return text
-    return f"1 - {1 - value:.0e}" if value > 0 else f"-1 + {1 + value:.0e}"
+    return f"1 - {off:.0e}" if value > 0 else f"-1 + {off:.0e}"
 
 
 def is_number(column: Column) -> bool:

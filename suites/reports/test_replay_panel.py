@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -138,3 +139,10 @@ def test_a_model_of_61_layers_fits_with_few_looks() -> None:
     panel = replay_panel(replace(record, outputs=outputs), FILES, 150)
     size = len(page_html(page.with_panel(panel)).encode())
     assert size < SIZE_LIMIT
+
+
+def test_a_page_that_an_earlier_version_wrote_still_renders() -> None:
+    kept = Path(__file__).with_name("replay_page_1.json")
+    markup = page_html(page_from_json(kept.read_text(encoding="utf-8"), kept.name))
+    for word in ("17,210", "How the budget comes about", "0x3f80", "(from here they part:)"):
+        assert word in markup
