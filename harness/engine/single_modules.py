@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.engine.seen import same_bits
 from degarble.harness.engine.single_gemm import agrees_at_once, judge_product
 from degarble.harness.engine.single_operations import by_callable, judge_defined
-from degarble.harness.engine.single_product import OUTPUTS, Operand, Product
+from degarble.harness.engine.single_product import OUTPUTS, Operand, Product, all_finite
 from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.harness.record.verdict import SCHEMA, Origin, Verdict
 
@@ -225,9 +225,7 @@ def check_modules(run: SeenRun, twin: Twin) -> Checked:
 
 
 def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    return all(
-        bool(each.isfinite().all()) for each in tensors.values() if each.dtype.is_floating_point
-    )
+    return all(all_finite(each) for each in tensors.values() if each.dtype.is_floating_point)
 
 
 def _parts(name: str, held: Any) -> dict[str, Any]:
