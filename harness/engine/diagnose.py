@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.budget import HEADROOM
+from degarble.harness.engine.diagnose_calls import call_by_call
 from degarble.harness.engine.diagnose_sample import calls_in, most_telling, sampled, together
 from degarble.harness.engine.diagnose_trial import (
     Proof,
@@ -30,6 +31,7 @@ from degarble.harness.engine.diagnose_trial import (
     proof,
     shape_distance,
 )
+from degarble.harness.engine.faults.decoding import remembering
 from degarble.harness.engine.faults.model_faults import Reach, Sight, Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.wording import number, share
@@ -46,7 +48,7 @@ EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
 PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
 PROVED = 12  # ways at most that are proved on every row
 _PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
-_PARTNERS = 40  # ways at most that are put on top
+_PARTNERS = 20  # ways at most that are put on top
 _NOISE = 1e-6  # of the difference: below, all is explained
 _WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
 _NEAREST = 3  # excluded faults in a sentence
@@ -115,12 +117,13 @@ def diagnose(
     scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
 ) -> Diagnosed:
     """Diagnose calls of one component that belong together; on an edge, of its consumer."""
-    calls = together(scene, [sights] if isinstance(sights, Sight) else list(sights))
+    apart = [sights] if isinstance(sights, Sight) else list(sights)
+    calls = together(scene, apart)
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
     known = MODEL_FAULTS.values() if faults is None else faults
     sitting = [each for each in known if each.reach is reach and each.sits(scene)]
     main = most_telling(calls)
-    with torch.inference_mode():
+    with torch.inference_mode(), remembering():
         sample = sampled(scene, main)
         trials = list(_trials(scene, main, sample, sitting))
         named = _proved(scene, calls, main, trials)
@@ -129,8 +132,11 @@ def diagnose(
             # What counts rows or tiles is itself only in a whole call.
             call = most_telling(calls_in(main))
             if max(each.numel() for each in call.outputs.values()) <= _WHOLE:
-                more = list(_trials(scene, main, sampled(scene, call, sys.maxsize), sitting))
+                whole = sampled(scene, call, sys.maxsize)
+                more = list(_trials(scene, main, whole, sitting, weights=False))
                 named = _proved(scene, calls, main, more)
+        if not named:
+            named = _each_by_itself(scene, apart, sitting)
         pairs: list[_Trial] = []
         if not named:
             pairs = list(_pairs(scene, sample, trials))
@@ -140,20 +146,50 @@ def diagnose(
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
 
 
+def _each_by_itself(
+    scene: Scene, calls: Sequence[Sight], sitting: Sequence[ModelFault]
+) -> tuple[Named, ...]:
+    """Causes whose damage is another one in every call."""
+    found = list(call_by_call(scene, calls, sitting))
+    ids = [each.fault.id for each in found]
+    stored = _as_stored(scene, most_telling(calls)) if found else 0.0
+    return tuple(
+        Named(
+            (each.fault,),
+            each.way,
+            each.proof.within,
+            stored,
+            each.proof.ratio,
+            f"in {each.calls} calls, each by itself, {_evidence(each.way, each.proof, stored)}",
+            tuple(ids[:at] + ids[at + 1 :]),
+        )
+        for at, each in enumerate(found)
+    )
+
+
 def _trials(
-    scene: Scene, main: Sight, sample: Sample, sitting: Sequence[ModelFault]
+    scene: Scene,
+    main: Sight,
+    sample: Sample,
+    sitting: Sequence[ModelFault],
+    *,
+    weights: bool = True,
 ) -> Iterator[_Trial]:
-    """Try every way that a fault proposes, on the sample."""
+    """Try every way that a fault proposes, on the sample; or all but those of weights."""
     order = 0
     for fault in sitting:
         for way in fault.signature(scene, main):
+            if not weights and "weights" in way.where:
+                continue
             yield _Trial(order, (fault,), way, _left(scene, sample, way))
             order += 1
 
 
 def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:
     """What a way leaves of the difference; 1 is nothing done."""
-    made = make(scene, sample.sight, way, sample.plain)
+    # Only a fault of weights is the same whichever rows of them are looked at.
+    rows = sample.rows if "weights" in way.where else None
+    made = make(scene, sample.sight, way, sample.plain, rows)
     before = sample.before(measure)
     if made is None or not before:
         return 1.0

@@ -128,8 +128,7 @@ def _tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
         return
     candidate, expected = sight.outputs["out"], sight.expected["out"]
     for region in _boxes(sight, "out"):
-        told = f"rows {region.rows[0]} to {region.rows[1] - 1}, columns {region.columns[0]} to "
-        told += f"{region.columns[1] - 1}"
+        told = _told(region)
         own = flat(candidate)[region.index]
         if not bool(own.any()):
             yield _fixed(f"{told} were not stored", region, 0.0)
@@ -141,12 +140,26 @@ def _tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
             own, swapped(expected, region)
         ):
             yield _moved(f"{told}: the two halves exchanged", region, swapped)
+
+
+def _stale_tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
+    """The same place in an earlier call."""
+    if "out" not in sight.outputs:
+        return
+    candidate = sight.outputs["out"]
+    for region in _boxes(sight, "out"):
+        own = flat(candidate)[region.index]
         for other in sight.earlier[::-1]:
             old = other.outputs["out"]
             if old.shape == candidate.shape and torch.equal(flat(old)[region.index], own):
-                words = f"{told} are those of step {other.step}"
+                words = f"{_told(region)} are those of step {other.step}"
                 yield _fixed(words, region, flat(old)[region.index])
                 break
+
+
+def _told(region: Region) -> str:
+    (r0, r1), (c0, c1) = region.rows, region.columns
+    return f"rows {r0} to {r1 - 1}, columns {c0} to {c1 - 1}"
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:
@@ -294,7 +307,9 @@ def _fault(name: str, title: str, where: tuple[str, ...], ways: Any, signature: 
 
 MODEL_FAULTS = (
     _fault("tile", "A race spoils a tile of an output", PRODUCTS[:-2], _tile_ways, _tiles),
-    _fault("stale_tile", "A race leaves a tile of the call before", _HELD, _stale_ways, _tiles),
+    _fault(
+        "stale_tile", "A race leaves a tile of the call before", _HELD, _stale_ways, _stale_tiles
+    ),
     _fault(
         "contribution",
         "A race loses an expert's contribution to some tokens",

@@ -18,13 +18,14 @@ from degarble.harness.engine.faults.model_faults import (
     from_ways,
 )
 from degarble.harness.engine.faults.rebinding import decoded, facts_of, unrounded, with_facts
+from degarble.harness.engine.faults.regions import length_of_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
 
     Tensors = Mapping[str, Tensor]
     Round = Callable[[Tensor], Tensor]
@@ -156,6 +157,18 @@ def _sum_ways(scene: Scene) -> Iterator[Way]:
     yield Way("the two halves of K stored in BF16 and added", _kept(scene, torch.bfloat16, None))
 
 
+def _if_near(
+    ways: Callable[[Scene], Iterator[Way]], most: float
+) -> Callable[[Scene, Sight], Iterator[Way]]:
+    """Roundings explain nothing that is farther off than they can be; sums in parts cost much."""
+
+    def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
+        if length_of_difference(sight) <= most:
+            yield from ways(scene)
+
+    return signature
+
+
 MODEL_FAULTS = (
     ModelFault(
         id="M40.coarse_output",
@@ -164,7 +177,7 @@ MODEL_FAULTS = (
         remedy="Round once, to nearest even, to the dtype that is stored.",
         sits=lambda scene: scene.role in _ROUNDED,
         ways=_coarse_ways,
-        signature=from_ways(_coarse_ways),
+        signature=_if_near(_coarse_ways, 0.5),
     ),
     ModelFault(
         id="M40.small_accumulator",
@@ -182,6 +195,6 @@ MODEL_FAULTS = (
         remedy="Keep accumulators and split-K workspaces in fp32.",
         sits=lambda scene: scene.role in _LINEARS,
         ways=_sum_ways,
-        signature=from_ways(_sum_ways),
+        signature=_if_near(_sum_ways, 0.3),
     ),
 )

@@ -7,6 +7,7 @@ as the number that it is: what it comes from is for the reader to say.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,10 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 def _rounded(gain: float) -> Iterator[float]:
     """The gain with two or three digits where that is as near as a fit can tell, then itself."""
+    exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0
+    if is_named(gain, exact):
+        yield exact  # a fit's last digits are noise beside an exact number
+        return
     short = {float(f"{gain:.{digits}g}"): None for digits in (2, 3)}
     yield from (value for value in short if is_named(gain, value))
     yield gain

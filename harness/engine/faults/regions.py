@@ -8,6 +8,7 @@ Shape letters: N rows of all leading extents, F features of the last.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,15 @@ def differing(sight: Sight, output: str = "out") -> Tensor | None:
         return None
     found = apart(c, e)
     return found if bool(found.any()) else None
+
+
+def length_of_difference(sight: Sight, output: str = "out") -> float:
+    """The difference in units of what was expected; infinite where it is no number."""
+    c, e = sight.outputs.get(output), sight.expected.get(output)
+    if c is None or e is None or c.shape != e.shape:
+        return math.inf
+    gap, size = float((c.double() - e.double()).norm()), float(e.double().norm())
+    return gap / size if size and math.isfinite(gap / size) else math.inf
 
 
 def apart(candidate: Tensor, expected: Tensor) -> Tensor:

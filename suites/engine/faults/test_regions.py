@@ -13,6 +13,7 @@ from degarble.harness.engine.faults.regions import (
     box,
     differing,
     grown,
+    length_of_difference,
     replaced,
 )
 
@@ -58,3 +59,12 @@ def test_a_region_is_replaced_in_a_copy(seed: int) -> None:
     made = replaced({"out": x}, "out", Region((0, 2), (0, 3)), 0.0)["out"]
     assert int((made != x).sum()) == 6
     assert made.shape == x.shape
+
+
+def test_the_length_of_a_difference_is_relative(seed: int) -> None:
+    x = values(seed)
+    assert length_of_difference(Sight({}, {"out": x * 2}, {"out": x})) == 1.0
+    assert length_of_difference(Sight({}, {"out": x}, {"out": x})) == 0.0
+    for other in (x[:3], x * math.nan):
+        assert math.isinf(length_of_difference(Sight({}, {"out": other}, {"out": x})))
+    assert math.isinf(length_of_difference(Sight({}, {}, {"out": x})))
