@@ -21,6 +21,7 @@ from degarble.harness.engine.diagnose_trial import (
     seen_tensors,
     untouched,
 )
+from degarble.harness.engine.faults.spots import extents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
 
+_EXPERTS = 3  # that are looked at
 WINDOW = 64  # rows at most
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _OUTSIDE = frozenset({"offsets", "state"})
@@ -45,6 +47,7 @@ class Sample:
     columns: Mapping[str, Tensor]
     whole: bool  # whether no row was left out
     plain: Tensors | None  # its inputs with codes decoded
+    rows: Tensor | None = None  # of the only matrix: those whose outputs are looked at
 
     @cached_property
     def candidate(self) -> dict[str, Tensor]:
@@ -80,13 +83,17 @@ def most_telling(sights: Sequence[Sight]) -> Sight:
 def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
     """Cut a sight to the window of rows that differs most, where rows stand for themselves."""
     cut = _window(sight, window) if _is_by_row(scene, sight) else sight
+    whole = cut is sight
+    if "experts" in cut.inputs and scene.role.startswith("ffn.experts.w") and window == WINDOW:
+        cut = _few_experts(cut)
     columns = {
         name: _columns(each, untouched(cut)[name])
         for name, each in seen_tensors(cut).items()
         if name in untouched(cut) and each.ndim > 1 and each.shape[-1] > COLUMNS
     }
     chosen = {name: each for name, each in columns.items() if len(each)}
-    return Sample(cut, chosen, cut is sight, decoded_once(scene, cut))
+    rows = chosen.get("out") if len(extents(scene, cut)) == 1 else None
+    return Sample(cut, chosen, whole, decoded_once(scene, cut), rows)
 
 
 def _is_by_row(scene: Scene, sight: Sight) -> bool:
@@ -114,6 +121,27 @@ def _window(sight: Sight, size: int) -> Sight:
     windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
     begin = int(windows.argmax()) * size
     return _rows_of(sight, slice(begin, min(begin + size, count)))
+
+
+def _few_experts(sight: Sight) -> Sight:
+    """Leave slots only to the experts that differ most, and to one that differs least."""
+    experts = sight.inputs["experts"]
+    if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
+        return sight
+    of_slot = _apart(sight.outputs["out"], sight.expected["out"]).mean(-1)
+    held = experts[experts >= 0].unique().tolist()
+    if len(held) <= _EXPERTS:
+        return sight
+    ranked = sorted(held, key=lambda number: -float(of_slot[experts == number].mean()))
+    chosen = torch.tensor([*ranked[: _EXPERTS - 1], ranked[-1]])
+    kept = torch.isin(experts, chosen)
+
+    def masked(side: Tensors) -> dict[str, Tensor]:
+        return {**side, "out": torch.where(kept[..., None], side["out"], 0)}
+
+    inputs = {**sight.inputs, "experts": experts.where(kept, -1)}
+    outputs, expected = masked(sight.outputs), masked(sight.expected)
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected)
 
 
 def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:

@@ -63,16 +63,24 @@ class Proof:
     worst: str = ""
 
 
-def make(scene: Scene, sight: Sight, way: Way, plain: Tensors | None = None) -> Made | None:
+def make(
+    scene: Scene,
+    sight: Sight,
+    way: Way,
+    plain: Tensors | None = None,
+    rows: Tensor | None = None,
+) -> Made | None:
     """Run the twin with a way on the inputs of a sight; None where the way cannot be made.
 
-    `plain` are the same inputs with codes decoded, for ways that leave inputs alone.
+    `plain` are the same inputs with codes decoded, for ways that leave inputs alone; `rows` are
+    those of the one matrix whose outputs are looked at.
     """
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
     operands: list[Mapping[str, Weight]] = [scene.weights]
+    quick = scene.bound.numerics.products is torch.float64
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
-        known = weights if weights is scene.weights else Decoding(weights, scene.weights)
+        known = Decoding(weights, scene.weights, rows) if quick else weights
         given = plain if plain is not None and inputs is sight.inputs else inputs
         outputs = scene.call(given, known)
         seen.update(inputs=inputs, outputs=outputs)

@@ -61,7 +61,7 @@ def crossing(per_role: int) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("role", "name"), crossing(4))
+@pytest.mark.parametrize(("role", "name"), crossing(2))
 def test_what_was_planted_is_named(role: str, name: str) -> None:
     model = double("v4", "nvfp4-full")
     place, fault = component(model, role), MODEL_FAULTS[name]
@@ -137,7 +137,7 @@ def _clipped(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> di
 
 
 @pytest.mark.parametrize("damage", [_noise, _shifted, _clipped])
-@pytest.mark.parametrize("role", ["attn.wq_a", "ffn.experts.w13", "attn.kv_write", "attn.norm"])
+@pytest.mark.parametrize("role", ["attn.wq_a", "ffn.experts.w2", "attn.norm"])
 def test_damage_that_nobody_knows_has_no_name(role: str, damage: Any) -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, role)

@@ -1,15 +1,19 @@
 """Values of quantised weights in float64, from tables: the same bits as dequantise, sooner.
 
-Owns elements by lookup, values from elements with any block scales, and a view of a component's
-weights that decodes what a fault has changed. A diagnosis decodes one weight a hundred times, each
-time with another damage, so that nothing can be kept. Kept honest by
-suites/engine/faults/test_decoding.py: every format beside dequantise, bit for bit.
+Owns elements by lookup, values from elements with any block scales, a memory of decoded weights for
+the time of one diagnosis, and a view of a component's weights that decodes what a fault has
+changed, only the rows that are looked at. A diagnosis reads one weight a hundred times, each time
+with another damage. The memory is bounded. Kept honest by suites/engine/faults/test_decoding.py:
+every format beside dequantise, bit for bit.
 Shape letters: N rows, K elements, R and C block scales along them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -28,6 +32,43 @@ if TYPE_CHECKING:
     from degarble.harness.formats.quantised import QuantisedTensor
     from degarble.harness.formats.types import ElementFormat
 
+REMEMBERED = 256 << 20  # bytes of decoded weights at most
+
+
+class _Memory:
+    """Decoded weights; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[int, tuple[Weight, Tensor]] = OrderedDict()
+        self._bytes = 0
+
+    def numbers(self, weight: Weight) -> Tensor:
+        """Decode once. The weight itself is held, so that its id is not given to another one."""
+        known = self._held.get(id(weight))
+        if known is not None:
+            self._held.move_to_end(id(weight))
+            return known[1]
+        values = _decoded(weight)
+        self._held[id(weight)] = weight, values
+        self._bytes += values.nbytes
+        while self._bytes > REMEMBERED and self._held:
+            _, (_, oldest) = self._held.popitem(last=False)
+            self._bytes -= oldest.nbytes
+        return values
+
+
+_MEMORY: ContextVar[_Memory | None] = ContextVar("decoded", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Decode each weight once in here; nobody may write into weights meanwhile."""
+    token = _MEMORY.set(_Memory())
+    try:
+        yield
+    finally:
+        _MEMORY.reset(token)
+
 
 @cache
 def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
@@ -43,8 +84,13 @@ def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
 
 def elements(tensor: QuantisedTensor) -> Tensor:
     """The elements [..., N, K] that codes stand for, without any scale."""
+    return _elements(tensor, tensor.codes)
+
+
+def _elements(tensor: QuantisedTensor, codes: Tensor) -> Tensor:
     table = _table(tensor.format.element, tensor.nibble_order)
-    return embedding(tensor.codes.int(), table).flatten(-2)
+    pairs: Tensor = embedding(codes.int(), table)
+    return pairs.flatten(-2)
 
 
 def scale_numbers(tensor: QuantisedTensor) -> Tensor:
@@ -64,16 +110,24 @@ def with_scales(
 ) -> Tensor:
     """Values from elements, block scales [..., R, C], and the tensor scale."""
     values = elements(tensor) if element is None else element.double()
-    high, wide = tensor.format.block
-    rows, columns = tensor.shape[-2:]
+    high = tensor.format.block[0]
     spread = scales.double()
     if high > 1:
-        spread = spread.repeat_interleave(high, -2)[..., :rows, :]
+        spread = spread.repeat_interleave(high, -2)[..., : tensor.shape[-2], :]
+    values = _scaled(values, spread, tensor.format.block[1])
+    return _by_tensor_scale(values, tensor) if tensor_scale else values
+
+
+def _scaled(values: Tensor, scales_NC: Tensor, wide: int) -> Tensor:
+    columns = values.shape[-1]
     if columns % wide:
-        values = values * spread.repeat_interleave(wide, -1)[..., :columns]
-    else:
-        values = (values.unflatten(-1, (-1, wide)) * spread[..., None]).flatten(-2)
-    if not tensor_scale or tensor.tensor_scale is None:
+        return values * scales_NC.repeat_interleave(wide, -1)[..., :columns]
+    blocks: Tensor = values.unflatten(-1, (-1, wide)) * scales_NC[..., None]
+    return blocks.flatten(-2)
+
+
+def _by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
+    if tensor.tensor_scale is None:
         return values
     factor = tensor.tensor_scale.double()
     factor = factor.reshape(*factor.shape, *[1] * (values.ndim - factor.ndim))
@@ -81,25 +135,49 @@ def with_scales(
 
 
 def numbers_of(weight: Weight) -> Tensor:
-    """The numbers of any weight; not to be written into."""
+    """The numbers of any weight; not to be written into. While remembering, decoded once."""
     if not weight.is_quantised:
         return weight.values(torch.float64)
+    memory = _MEMORY.get()
+    return _decoded(weight) if memory is None else memory.numbers(weight)
+
+
+def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
     tensor = weight.quantised()
-    return with_scales(tensor, scale_numbers(tensor))
+    scales = scale_numbers(tensor)
+    if rows is None:
+        return with_scales(tensor, scales)
+    high, wide = tensor.format.block
+    values = _scaled(_elements(tensor, tensor.codes[rows]), scales[rows // high].double(), wide)
+    return _by_tensor_scale(values, tensor)
 
 
 class Decoding(Mapping[str, Weight]):
-    """Weights of which the changed ones arrive as numbers; `kept` are those that nobody changed."""
+    """Weights as numbers, changed ones decoded anew; `kept` are those that nobody changed.
 
-    def __init__(self, weights: Mapping[str, Weight], kept: Mapping[str, Weight]) -> None:
+    `rows` are the only rows that are looked at, None for all of them.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        kept: Mapping[str, Weight],
+        rows: Tensor | None = None,
+    ) -> None:
         self._weights = weights
         self._kept = kept
+        self._rows = rows
 
     def __getitem__(self, key: str) -> Weight:
-        weight = self._weights[key]
-        if not weight.is_quantised or weight is self._kept.get(key):
+        weight, rows = self._weights[key], self._rows
+        if not weight.is_quantised and rows is None:
             return weight
-        return Weight(value=numbers_of(weight), input_scale=weight.input_scale)
+        if weight.is_quantised and weight is not self._kept.get(key):
+            value = _decoded(weight, rows)
+        else:
+            value = numbers_of(weight)
+            value = value if rows is None else value[rows]
+        return Weight(value=value, input_scale=weight.input_scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

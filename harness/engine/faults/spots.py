@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene, Sight
 
 _EXPERTS = ".experts."
+_INSIDE = frozenset({"attn.attend"})  # whose matrices' rows are no columns of the output
 _FEW = 4  # weights that are tried one by one
 _MANY = 4  # of a weight's columns one must differ for so many of the weight with most
 _RUN = 8  # rows of a block begin and end at multiples of this
@@ -132,7 +133,8 @@ def plantable(scene: Scene) -> tuple[Spot, ...]:
     height = scene.weights[first[0]].shape[0]
     for begin, end in ((height // 2, height), (height // 4, height // 4 + height // 8)):
         run = begin // _RUN * _RUN, end // _RUN * _RUN
-        if is_linear(scene, first[0]) and run[1] - run[0] >= _RUN:
+        seen = is_linear(scene, first[0]) and scene.role not in _INSIDE
+        if seen and run[1] - run[0] >= _RUN:
             spots.append(Spot(first[:1], named_in(scene, first[:1]), run))
     return tuple(spots)
 

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.engine.faults.decoding import Decoding, numbers_of, scale_numbers, with_scales
+from degarble.harness.engine.faults import decoding
+from degarble.harness.engine.faults.decoding import (
+    Decoding,
+    numbers_of,
+    remembering,
+    scale_numbers,
+    with_scales,
+)
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.formats.quantise import dequantise, quantise
@@ -43,7 +50,37 @@ def test_only_changed_weights_are_decoded_again(seed: int) -> None:
     weight = Weight.of(quantise(heavy_tailed(4, 32, seed), BLOCK_FORMATS["NVFP4"]))
     other = Weight.of(weight.quantised())
     seen = Decoding({"a": weight, "b": other}, {"a": weight, "b": weight})
-    assert seen["a"] is weight
-    assert not seen["b"].is_quantised
-    assert torch.equal(seen["b"].values(torch.float64), weight.values(torch.float64))
+    with remembering():
+        a, b = ([seen[name].values(torch.float64) for _ in range(2)] for name in "ab")
+    assert a[0] is a[1]
+    assert b[0] is not b[1]
+    assert torch.equal(a[0], weight.values(torch.float64))
+    assert torch.equal(b[0], a[0])
     assert list(seen) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_chosen_rows_are_those_of_the_whole(name: str, seed: int) -> None:
+    weight = Weight.of(quantise(heavy_tailed(160, 256, seed), BLOCK_FORMATS[name]))
+    rows = torch.tensor([0, 3, 127, 128, 159])
+    for kept in ({"a": weight}, {}):
+        seen = Decoding({"a": weight}, kept, rows)["a"].values(torch.float64)
+        assert torch.equal(seen, weight.values(torch.float64)[rows])
+
+
+def test_what_is_remembered_is_bounded_and_forgotten(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [
+        Weight.of(quantise(heavy_tailed(16, 32, seed + n), BLOCK_FORMATS["NVFP4"]))
+        for n in range(3)
+    ]
+    monkeypatch.setattr(decoding, "REMEMBERED", 2 * 16 * 32 * 8)
+    with remembering():
+        first = numbers_of(weights[0])
+        assert numbers_of(weights[0]) is first
+        for weight in weights[1:]:
+            numbers_of(weight)
+        assert numbers_of(weights[0]) is not first
+        assert torch.equal(numbers_of(weights[0]), first)
+    assert numbers_of(weights[0]) is not numbers_of(weights[0])
