@@ -202,6 +202,10 @@ class Judge:
                 return judge_outputs(typed.judgeable(self._known), candidate)
             except InvalidArgument:
                 pass  # operands of this size have no budget: the question that is left is asked
+            except RuntimeError as error:
+                # Extents that the twin takes and no derivation knows: nothing is claimed.
+                why = f"no budget fits its extents: {str(error).splitlines()[0][:200]}"
+                return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
         return {name: poisoned(name, *pair) for name, pair in both.items()}
 
     def _compare(self, made: JudgedComponent, replay: Replay) -> None:

@@ -37,10 +37,10 @@ _MORE = 2  # further calls that a trouble keeps
 def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -> Trouble:
     """The trouble of a component whose outputs are not its twin's."""
     row = made.differs[0]
-    pieces = [p for p in made.pieces if p.judged[row.output].verdict is Verdict.DIFFERS]
+    pieces = [p for p in made.pieces if _differs(p, row.output)]
     best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
     judged, component = best.judged[row.output], made.component
-    form = _level(best, row).startswith(("shape", "dtype", "absent"))
+    form = _level(best, row).startswith(("shape", "dtype"))
     where: dict[str, str | int | float] = {}
     words = ""
     if not form:
@@ -63,6 +63,11 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
         tuple(sorted({call.step for piece in pieces for call in piece.replay.batch.calls})),
         tuple(_sight(piece) for piece in pieces if piece is not best)[:_MORE],
     )
+
+
+def _differs(piece: Piece, output: str) -> bool:
+    """Whether these calls show it; calls of a kind may lack an output."""
+    return output in piece.judged and piece.judged[output].verdict is Verdict.DIFFERS
 
 
 def _ratio(piece: Piece, row: Row) -> float:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.blame import Kind
+from degarble.harness.engine.troubles import repeats_apart
+from degarble.harness.record.capture_types import Call, Kept
 from degarble.harness.record.verdict import Verdict
 from degarble.suites.engine.localise_cases import (
     ATTN,
@@ -184,3 +186,23 @@ def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_tol
     (origin,) = localised(run_of(f"{ATTN}wq_a", lambda call: partial(cut, call))).origins
     assert (origin.kind, origin.component) == (Kind.FORM, f"{ATTN}wq_a")
     assert "float16 in place of" in origin.sentence
+
+
+def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> None:
+    run = run_of()
+    name = f"{ATTN}hc_pre"
+    for at, call in enumerate(run.calls):
+        if call.component == name:
+            inputs, outputs = run._tensors[at]
+            run._tensors[at] = (inputs, {"out": outputs["out"]})
+            run.calls[at] = replace(call, outputs={"out": call.outputs["out"]})
+    found = localised(run)
+    assert found.verdict is Verdict.AGREES
+    assert [row.output for row in found.rows if row.component.name == name] == ["out"]
+    first = Kept("BF16", (1, 4), "a" * 64, "here")
+    calls = [Call(n, n, name, {"x": first}, {"out": first}) for n in range(2)]
+    assert not repeats_apart(calls)
+    other = replace(calls[1], outputs={"out": first._replace(sha256="b" * 64)})
+    assert repeats_apart([calls[0], other])
+    assert not repeats_apart([calls[0], replace(other, inputs=other.outputs)])
+    assert not repeats_apart([replace(each, inputs={}) for each in (calls[0], other)])

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.engine.localise import localise
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_types import Phase
+from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.capture_transformers import places_of
 from degarble.references.binding import Bound
 from degarble.references.numerics import SOURCES, Numerics
@@ -67,6 +70,17 @@ def close(place: str, ours: Tensor, theirs: Tensor) -> None:
     assert ours.numel() == theirs.numel(), place
     distance = (ours.reshape(theirs.shape) - theirs).abs().max() / theirs.abs().max()
     assert float(distance) <= RELATIVE, (place, float(distance))
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_a_healthy_run_of_theirs_raises_no_alarm(name: str, folder: Path) -> None:
+    config = THEIRS[name]
+    twin = Bound(config, NUMERICS, random_weights(config, 1, torch.float32))
+    found = localise(twin, recipe_named("bf16", config), Capture.open(folder / name))
+    assert found.verdict is Verdict.AGREES, found.origins
+    assert len({row.component.name for row in found.rows if not row.undecided}) > 20
+    unjudged = {component.split(".", 2)[-1] for component, _ in found.unjudged}
+    assert unjudged <= {"ffn.topk", "ffn.experts.combine", "ffn.moe_sum"}
 
 
 @pytest.mark.parametrize("name", sorted(THEIRS))
