@@ -56,10 +56,10 @@ def effect(value: float) -> str:
 
 def _first(museum: Museum) -> Iterator[str]:
     effective = sum(map(has_effect, museum.outcomes))
-    faults = {each.fault for each in museum.outcomes}
+    faults = len({each.fault for each in museum.outcomes})
     yield (
-        f"{len(faults)} faults planted {len(museum.outcomes)} times, {effective} with an effect; "
-        f"{len(museum.healthy)} healthy runs; {museum.seconds:.0f} s"
+        f"{faults} {'fault' if faults == 1 else 'faults'} planted {len(museum.outcomes)} times, "
+        f"{effective} with an effect; {len(museum.healthy)} healthy runs; {museum.seconds:.0f} s"
     )
 
 
