@@ -21,7 +21,7 @@ from degarble.harness.anatomy.parameters import parameter_named
 from degarble.harness.anatomy.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -186,15 +186,22 @@ def _columns_that_differ(scene: Scene, sight: Sight) -> list[tuple[Extent, Tenso
     """Mark, weight by weight, which of its outputs differ beyond a neighbouring BF16 number."""
     if "experts" in sight.inputs and scene.role.startswith("ffn.experts.w"):
         return _by_expert(scene, sight)
-    found = []
+    pairs = []
     for extent in extents(scene, sight):
         c, e = (
             side[extent.output].double().flatten(1)[:, extent.begin : extent.end]
             for side in (sight.outputs, sight.expected)
         )
-        unit = _unit(sight.outputs[extent.output])
-        found.append((extent, differing_columns(c, e, unit)))
-    return found
+        pairs.append((extent, c, e))
+    return _judged(pairs, {name: _unit(each) for name, each in sight.outputs.items()})
+
+
+def _judged(
+    pairs: list[tuple[Extent, Tensor, Tensor]], units: Mapping[str, float]
+) -> list[tuple[Extent, Tensor]]:
+    """Compare columns of each weight with the best of all weights."""
+    usual = min((_usual(c, e) for _, c, e in pairs), default=0.0)
+    return [(x, differing_columns(c, e, units[x.output], usual)) for x, c, e in pairs]
 
 
 def extents(scene: Scene, sight: Sight) -> list[Extent]:
@@ -223,7 +230,7 @@ def extents(scene: Scene, sight: Sight) -> list[Extent]:
 
 def _by_expert(scene: Scene, sight: Sight) -> list[tuple[Extent, Tensor]]:
     """The same for routed experts: slots of each, and the halves of w13."""
-    found = []
+    pairs = []
     slots = sight.inputs["experts"].flatten()
     c, e = (side["out"].double().flatten(0, 1) for side in (sight.outputs, sight.expected))
     by_number = {
@@ -236,13 +243,18 @@ def _by_expert(scene: Scene, sight: Sight) -> list[tuple[Extent, Tensor]]:
             end = begin + scene.weights[name].shape[0]
             part = slice(begin, end)
             extent = Extent(name, "out", begin, end)
-            found.append((extent, differing_columns(c[own][:, part], e[own][:, part])))
+            pairs.append((extent, c[own][:, part], e[own][:, part]))
             begin = end
-    return found
+    return _judged(pairs, {"out": _unit(sight.outputs["out"])})
 
 
-def differing_columns(c_TN: Tensor, e_TN: Tensor, unit: float = 1.0) -> Tensor:
-    """Mark columns [N] in which results differ by more than neighbours; `unit` is in BF16's."""
+def differing_columns(
+    c_TN: Tensor, e_TN: Tensor, unit: float = 1.0, usual: float | None = None
+) -> Tensor:
+    """Mark columns [N] in which results differ by more than neighbours; `unit` is in BF16's.
+
+    `usual` is the share of unequal results in columns that look healthy, here or elsewhere.
+    """
     d, size = (c_TN - e_TN).abs(), e_TN.abs()
     odd = ~(d.isfinite() & size.isfinite())
     d, size = d.masked_fill(odd, 0.0), size.masked_fill(odd, 0.0)
@@ -253,10 +265,16 @@ def differing_columns(c_TN: Tensor, e_TN: Tensor, unit: float = 1.0) -> Tensor:
     rough = size.square().mean(1, keepdim=True).sqrt() * 2.0**-10
     counted = ((d > 0) | odd).double()
     unequal = counted.mean(0)
-    often = (unequal > _OFTEN * unequal.quantile(0.25) + _SOME) & (counted.sum(0) > _STRAY)
+    healthy = _usual(c_TN, e_TN) if usual is None else usual
+    often = (unequal > _OFTEN * healthy + _SOME) & (counted.sum(0) > _STRAY)
     apart = (d > (_STEP * size + rough) * unit) | (odd & _unlike(c_TN, e_TN))
     differs: Tensor = far | often | apart.any(0)
     return differs
+
+
+def _usual(c_TN: Tensor, e_TN: Tensor) -> float:
+    """The share of unequal results in the better quarter of columns."""
+    return float((c_TN != e_TN).double().mean(0).quantile(0.25))
 
 
 def _unit(output: Tensor) -> float:

@@ -57,3 +57,16 @@ def test_neighbouring_numbers_are_no_difference() -> None:
     stepped[:, 9] *= 1.01
     stepped[3, 11] = torch.nan
     assert differing_columns(stepped, near).nonzero().flatten().tolist() == [9, 11]
+
+
+def test_a_mild_gain_of_one_part_is_seen_beside_the_other() -> None:
+    """Half of the results step to a neighbour in one part, hardly one in the other."""
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.ffn.shared.w13"
+    way = next(
+        way
+        for way in MODEL_FAULTS["M05.bf16_pair_as_float"].ways(model.planting(place))
+        if "w3" in way.words and "w1" not in way.words
+    )
+    found = suggested(model.naming(place), model.sights(place, way)[0])
+    assert ("ffn.shared_experts.w3",) in {each.names for each in found}
