@@ -21,7 +21,6 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.engine.attribute import Shares, shares_of
-from degarble.harness.engine.diagnose import Diagnosed, diagnose
 from degarble.harness.engine.localise import Localised, localise
 from degarble.harness.engine.shrink import shrunk
 from degarble.harness.errors import InvalidArgument, UnreadableFile
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.engine.blame import Trouble
+    from degarble.harness.engine.diagnose import Diagnosed
     from degarble.harness.engine.judged_run import Look
     from degarble.harness.record.verdict import Verdict
     from degarble.references.binding import Bound
@@ -172,6 +172,9 @@ class CheckRun:
 def _diagnosed(trouble: Trouble) -> Diagnosed | None:
     if trouble.sight is None:
         return None
+    # All families of faults; a healthy run does without them.
+    from degarble.harness.engine.diagnose import diagnose  # noqa: PLC0415
+
     return diagnose(trouble.scene, [trouble.sight, *trouble.more])
 
 
