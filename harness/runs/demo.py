@@ -110,10 +110,13 @@ class Story:
 
     @property
     def named(self) -> bool:
-        """Whether the planted fault was found where it is, alone, and named."""
-        if len(self.sick.found) != 1:
-            return False
-        (found,) = self.sick.found
+        """Whether the planted fault was found where it is, and nothing else was.
+
+        A fault on an edge may show at several inputs of its component.
+        """
+        return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
+
+    def _is_planted(self, found: Found) -> bool:
         ids = [] if found.diagnosed is None else [each.id for each in found.diagnosed.named]
         return found.trouble.scene.name == self.planted.component and self.planted.fault.id in ids
 

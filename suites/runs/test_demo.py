@@ -45,8 +45,11 @@ def test_a_wrong_name_a_wrong_place_and_a_false_alarm_make_the_story_fail() -> N
     assert not replace(story, planted=elsewhere).holds
     other = replace(story.planted, fault=MODEL_FAULTS["M01.inverse"])
     assert not replace(story, planted=other).holds
-    twice = replace(story.sick, found=(found, found))
-    assert not replace(story, sick=twice).holds
+    one_more = replace(story.sick, found=(found, unnamed))
+    assert not replace(story, sick=one_more).holds
+    at_two_inputs = replace(story.sick, found=(found, found))
+    assert replace(story, sick=at_two_inputs).holds
+    assert not replace(story, sick=replace(story.sick, found=())).holds
     assert not replace(story, healthy=story.sick).holds
 
 
