@@ -125,7 +125,9 @@ def diagnose(
     main = most_telling(calls)
     with torch.inference_mode(), remembering():
         sample = sampled(scene, main)
-        trials = list(_trials(scene, main, sample, sitting))
+        # What differs from call to call is asked about where nothing explains all calls alike.
+        steady = [each for each in sitting if not each.per_call]
+        trials = list(_trials(scene, main, sample, steady))
         named = _proved(scene, calls, main, trials)
         more: list[_Trial] = []
         if not named and not (sample.whole and len(main.rows) < 2):
@@ -133,7 +135,7 @@ def diagnose(
             call = most_telling(calls_in(main))
             if max(each.numel() for each in call.outputs.values()) <= _WHOLE:
                 whole = sampled(scene, call, sys.maxsize)
-                more = list(_trials(scene, main, whole, sitting, weights=False))
+                more = list(_trials(scene, main, whole, steady, weights=False))
                 named = _proved(scene, calls, main, more)
         if not named:
             named = _each_by_itself(scene, apart, sitting)

@@ -23,7 +23,13 @@ from degarble.harness.engine.faults.model_faults import (
     with_inputs,
     with_outputs,
 )
-from degarble.harness.engine.faults.rebinding import is_v4, with_function, with_x
+from degarble.harness.engine.faults.rebinding import (
+    is_v4,
+    unrounded,
+    with_facts,
+    with_function,
+    with_x,
+)
 from degarble.harness.engine.faults.regions import flat
 from degarble.harness.record.wording import number
 
@@ -125,8 +131,12 @@ def _columns(scene: Scene, sight: Sight) -> Iterator[Way]:
     c, e = sight.outputs["out"].double(), sight.expected["out"].double()
     if c.shape != e.shape or not bool(c.isfinite().all()):
         return
-    without = _column(scene, 0.0).apply(scene.call)(sight.inputs, scene.weights)["out"].double()
-    part = (e - without).flatten()
+    exact = with_facts(scene, unrounded)(scene.call)
+    whole, without = (
+        each(sight.inputs, scene.weights)["out"].double()
+        for each in (exact, _column(scene, 0.0).apply(exact))
+    )
+    part = (whole - without).flatten()
     energy = float(part @ part)
     if not energy:
         return

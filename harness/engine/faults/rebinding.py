@@ -133,8 +133,6 @@ def decoded(
     name = next(iter(weights))
     form = facts.activation(name) if facts is not None else None
     dtype = torch.float64 if facts is None else facts.numerics.products
-    if CODES not in inputs:
-        dtype = inputs[X].dtype
     x = activation_values(inputs, form, dtype)
     width = max(weight.shape[1] for weight in weights.values() if weight.shape)
     made = change(x.reshape(*x.shape[:-1], -1, width))

@@ -20,7 +20,7 @@ def test_what_is_planted_is_reproduced(fault: ModelFault, family: str) -> None:
 
 @pytest.mark.parametrize(("fault", "family"), cases(MODEL_FAULTS))
 def test_a_healthy_call_is_explained_by_nothing(fault: ModelFault, family: str) -> None:
-    assert not alarms(fault, family, few=2)
+    assert not alarms(fault, family, few=1)
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(("fault", "family"), cases(MODEL_FAULTS))
 def test_what_is_planted_is_reproduced(fault: ModelFault, family: str) -> None:
-    prove(fault, family, few=3)
+    prove(fault, family, few=2)
 
 
 @pytest.mark.parametrize(("fault", "family"), cases(MODEL_FAULTS))
 def test_a_healthy_call_is_explained_by_nothing(fault: ModelFault, family: str) -> None:
-    assert not alarms(fault, family, few=2)
+    assert not alarms(fault, family, few=1)
 
 
 @pytest.mark.slow
