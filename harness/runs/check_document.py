@@ -18,7 +18,7 @@ from degarble.harness.record.page import Provenance, Subject
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.check_look import Looker
 from degarble.harness.runs.check_page import Checked as PageChecked
-from degarble.harness.runs.check_page import Found, origin_of
+from degarble.harness.runs.check_page import Found, captured_facts, origin_of
 from degarble.harness.runs.check_page import sentence_of as page_sentence
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def as_page(checked: Checked, subject: Subject, where: Provenance, looker: Looke
     """What the page tells."""
     localised = checked.localised
     localised = replace(localised, notes=(*checked.notes, *localised.notes))
-    facts = tuple(checked.facts.items())
+    facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
     return PageChecked(subject, where, localised, found_of(checked), looker, facts=facts)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from degarble.harness.engine.judged_run import PAIRS
 from degarble.harness.record.files import usable_folder, write_text
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.engine.blame import Trouble
     from degarble.harness.engine.diagnose import Diagnosed
     from degarble.harness.engine.judged_run import Row
@@ -203,7 +205,21 @@ def _finding(found: Found) -> Finding:
     if found.share is not None:
         notes.append(f"Putting it right removes {share(found.share)} of the final difference.")
     origin = origin_of(found)
-    return Finding(found.cause, found.remedy, origin, found.reproduction, " ".join(notes))
+    command = found.reproduction
+    if command.endswith(".py"):
+        command = f"python {shlex.quote(command)}"
+    return Finding(found.cause, found.remedy, origin, command, " ".join(notes))
+
+
+def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, str], ...]:
+    """What a capture says of the run beside a check's own facts: recipe, sums, versions."""
+    rules = [f"{r.match}: {r.weight} x {r.activation}" for r in recipe.rules]
+    told = [("recipe", "; ".join(rules) or recipe.name)]
+    told += [(name, str(facts[name])) for name in ("family", "sums", "form") if facts.get(name)]
+    versions = facts.get("versions")
+    if isinstance(versions, dict):
+        told.append(("captured with", ", ".join(f"{k} {v}" for k, v in versions.items())))
+    return tuple(told)
 
 
 def _measured(trouble: Trouble) -> tuple[float | None, float | None, float | None]:

@@ -148,6 +148,21 @@ def test_an_origin_without_a_cause_keeps_its_place() -> None:
     assert origin.evidence == found.trouble.sentence
 
 
+def test_a_reproducer_is_told_as_a_command_and_a_capture_says_where_it_ran() -> None:
+    telling = plain()
+    found = replace(telling.found[0], reproduction="a b/reproduce.py", share=0.75)
+    page = page_of(replace(telling, found=(found,)), replay_record(telling))
+    assert page.findings[0].reproduction == "python 'a b/reproduce.py'"
+    assert page.findings[0].origin.reproducer == "a b/reproduce.py"
+    assert "removes 75.0 % of the final difference" in page.findings[0].note
+    recipe = whole_story().model.museum.recipe
+    facts = dict(check_page.captured_facts({"versions": {"torch": "2"}, "sums": 7}, recipe))
+    assert facts["captured with"] == "torch 2"
+    assert "NVFP4 x NVFP4" in facts["recipe"]
+    assert facts["sums"] == "7"
+    assert "captured with" not in dict(check_page.captured_facts({"versions": []}, recipe))
+
+
 def test_a_capture_of_version_1_still_renders(tmp_path: Path) -> None:
     """Its model is a toy, so that nothing can be claimed; the page says so."""
     capture = Capture.open(old_capture(tmp_path / "capture"))
