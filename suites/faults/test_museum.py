@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ KEYS = (ModelKey("v32", "nvfp4-experts"), ModelKey("v4", "nvfp4-full"))
 # The first is cheap; the second has what V3.2 has not: windows, pools, streams.
 CASES = (Case(KEYS[0], 3, (70, 9)), Case(KEYS[1], 4, (131, 6)))
 FAMILIES = sorted({fault.family for fault in MODEL_FAULTS.values()})
+TRIED = 3  # strong plants of a family, one of which is named at least; all are localised
 _MODELS: dict[ModelKey, MuseumModel] = {}
 
 
@@ -76,10 +78,14 @@ def strong(family: str) -> Iterator[Outcome]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_found_and_named(family: str) -> None:
-    made = next(strong(family), None)
-    assert made is not None, f"no plant of {family} has an effect"
-    assert made.place is Place.EXACT
-    assert made.cause in (Cause.FIRST, Cause.SAME), made
+    made = []
+    for each in islice(strong(family), TRIED):
+        made.append(each)
+        assert each.place is Place.EXACT, each
+        if each.cause in (Cause.FIRST, Cause.SAME):
+            return
+    assert made, f"no plant of {family} has an effect"
+    raise AssertionError("\n".join(map(str, made)))
 
 
 @pytest.mark.parametrize("case", [c for c in healthy_cases(24) if c.key in KEYS][:4], ids=str)
