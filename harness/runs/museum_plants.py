@@ -16,7 +16,7 @@ import traceback
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -201,17 +201,23 @@ def _watched(planted: Planted) -> Way:
     from degarble.harness.engine.faults.model_faults import Way  # noqa: PLC0415
 
     def apply(call: ComponentCall) -> ComponentCall:
-        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> object:
-            def seen(given: Mapping[str, Tensor], known: Mapping[str, object]) -> object:
-                for key in given.keys() | inputs.keys():
-                    both = key in given and key in inputs
-                    if not both or not same_bits(given[key], inputs[key]):
-                        planted.harmed.add(key)
-                return call(given, known)
+        arrived: dict[str, Tensor] = {}
 
-            return planted.way.apply(seen)(inputs, weights)  # type: ignore[arg-type]
+        def seen(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> Any:
+            for key in inputs.keys() | arrived.keys():
+                both = key in inputs and key in arrived
+                if not both or not same_bits(inputs[key], arrived[key]):
+                    planted.harmed.add(key)
+            return call(inputs, weights)
 
-        return faulty  # type: ignore[return-value]
+        wrapped = planted.way.apply(seen)  # once: a way may remember earlier calls
+
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> Any:
+            arrived.clear()
+            arrived.update(inputs)
+            return wrapped(inputs, weights)
+
+        return faulty
 
     return Way(planted.way.words, apply, planted.way.where)
 
