@@ -85,10 +85,12 @@ class Watched:
 
 def failed(name: str, error: BaseException, file: str | None = None) -> InvalidArgument:
     """Refuse what foreign code raised, with file and line."""
-    words = str(error) if isinstance(error, DegarbleError) else f"{type(error).__name__}: {error}"
-    return InvalidArgument(
-        name, f"{place_of(error, file)}: {words}", "code that runs", "Correct it at this line."
-    )
+    place = place_of(error, file)
+    if isinstance(error, DegarbleError):  # its own words say what to do, and none may be cut off
+        found = f"{error.name} = {error.shown_value}"
+        return InvalidArgument(f"{name}: {place}", found, error.expectation, error.remedy)
+    words = f"{place}: {type(error).__name__}: {error}"
+    return InvalidArgument(name, words, "code that runs", "Correct it at this line.")
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:

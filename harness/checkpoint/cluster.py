@@ -36,6 +36,7 @@ Result = TypeVar("Result")
 
 _OBJECTS_BYTES = 80 << 20  # shared memory for what tasks return; 75 MiB is the least that Ray takes
 _SECONDS_TO_ANSWER = 10.0
+_ENDING_SECONDS = 10.0
 _IN_FLIGHT_A_CORE = 2  # one runs, one waits, so that no core does
 _ALONE = {
     # Read when ray is imported: everything binds to 127.0.0.1, as it does on laptops.
@@ -86,6 +87,8 @@ class RayCluster:
         finally:
             for each in running:
                 self._ray.cancel(each, force=True)
+            if running:  # a worker that is about to be ended would take the next run's task along
+                self._ray.wait(list(running), num_returns=len(running), timeout=_ENDING_SECONDS)
 
     def _answer(self, reference: Any, task: str) -> Any:
         try:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from degarble.suites.bench import bench_checkpoint_quantise as bench
 from degarble.suites.bench.figures import measure
 from degarble.suites.bench.timing import Settings
 
-if TYPE_CHECKING:
-    import pytest
 
-
+@pytest.mark.slow
 def test_it_measures_without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PEAK_BYTES", 1)  # the planted fault: nothing fits in one byte
     section = measure("checkpoint-quantise", Settings(size=256, rounds=1, threads=1, peers=False))

@@ -204,12 +204,21 @@ def _broken_and_taken_up(
     refused = refusal_of(lambda: write(target, PLAN, work, ENDING, workers=cluster))
     if killer:
         killer.join()
+        _wait_for_its_loss()
     (flags / "hold").unlink(missing_ok=True)
     whole = tree(folder / "whole")
     broken = broken_promises(target, whole)
     kept = sum(path.suffix == ".safetensors" for path in target.iterdir())
     write(target, PLAN, work, ENDING, workers=cluster)
     return {"refused": refused, "broken": broken, "kept": kept, "same": tree(target) == whole}
+
+
+def _wait_for_its_loss() -> None:
+    """Let the cluster notice that a machine is gone; until then it sends tasks there."""
+    ray = import_module("ray")
+    deadline = time.monotonic() + 60
+    while sum(bool(node["Alive"]) for node in ray.nodes()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
