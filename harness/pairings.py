@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.anatomy.sites import Port, Site
 from degarble.harness.errors import DegarbleError, InvalidArgument, UnknownName
 
 if TYPE_CHECKING:
@@ -138,6 +139,4 @@ def _with_role(bound: Bound, role: str) -> list[str]:
 
 def _role(component: str) -> str:
     """A component's name without its block."""
-    head, _, rest = component.partition(".")
-    number, _, role = rest.partition(".")
-    return role if head in {"layers", "mtp"} and number.isdigit() else component
+    return Site(component, Port.OUT).role

@@ -6,10 +6,6 @@ A slot's values are taken from the rank that has its expert; all else is the sam
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +19,7 @@ from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.runs.museum_models import MuseumModel, prepare, prompt_ids
 from degarble.references.state import Sequence
 from degarble.suites.faults.sharded_museum import CASES, KEY, LENGTHS, step_of
+from degarble.suites.references.torchrun import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,26 +40,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("seen")
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", "2", "-m", "degarble.suites.faults.sharded_museum", str(root),
-        str(target),
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        _, errors = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, errors[-3000:]
+    module = "degarble.suites.faults.sharded_museum"
+    run_ranks(module, 2, str(root), str(target), seconds=LIMIT)
     return target
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +20,7 @@ from degarble.harness.formats.weight import Weight
 from degarble.references.sharded import RankWeights, Teams, sliced
 from degarble.references.weights import random_weights
 from degarble.suites.references.sharded_ranks import CASES, EXACT
+from degarble.suites.references.torchrun import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,32 +31,7 @@ LIMIT = 120  # seconds; the run takes a tenth of it
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     target = tmp_path_factory.mktemp("sharded") / "results.json"
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", "4", "-m", "degarble.suites.references.sharded_ranks", str(target),
-    ]  # fmt: skip
-    return launched(command, target)
-
-
-def launched(command: list[str], target: Path) -> dict[str, dict[str, float]]:
-    """Run torchrun in a session of its own, and leave nothing of it behind."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        _, errors = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, errors[-3000:]
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    run_ranks("degarble.suites.references.sharded_ranks", 4, str(target), seconds=LIMIT)
     found: dict[str, dict[str, float]] = json.loads(target.read_text("utf-8"))
     return found
 

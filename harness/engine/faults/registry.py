@@ -67,13 +67,6 @@ if TYPE_CHECKING:
 _FAMILIES: tuple[ModuleType, ...] = (
     m01_scale_direction,
     m02_scale_count,
-    m10_nibble_order,
-    m11_scale_layout,
-)
-# Families with MODEL_FAULTS: what can go wrong in a running model.
-_MODEL_FAMILIES: tuple[ModuleType, ...] = (
-    m01_scale_direction,
-    m02_scale_count,
     m03_fused_scales,
     m04_scale_unset,
     m05_number_formats,
@@ -119,10 +112,10 @@ _MODEL_FAMILIES: tuple[ModuleType, ...] = (
 )
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {fault.id: fault for family in _FAMILIES for fault in family.FAULTS}
+    {fault.id: fault for family in _FAMILIES for fault in getattr(family, "FAULTS", ())}
 )
 MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
-    {fault.id: fault for family in _MODEL_FAMILIES for fault in family.MODEL_FAULTS}
+    {fault.id: fault for family in _FAMILIES for fault in getattr(family, "MODEL_FAULTS", ())}
 )
 
 

@@ -1,0 +1,35 @@
+"""Ranks of a suite: torchrun in a session of its own, of which nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+def run_ranks(module: str, ranks: int, *arguments: str, seconds: float) -> None:
+    """Run a module on so many ranks, until it ends well or its time is over."""
+    command = [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(ranks), "-m", module, *arguments,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, errors[-3000:]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
