@@ -46,6 +46,20 @@ class Observer(Protocol):
         ...
 
 
+class Passing:
+    """A call that passes on to `behind`, elsewhere or after a request: it changes no number."""
+
+    def __init__(self, behind: ComponentCall) -> None:
+        self.behind = behind
+
+
+def plain_call(call: ComponentCall) -> ComponentCall:
+    """The call that computes, behind all that only pass it on."""
+    while isinstance(call, Passing):
+        call = call.behind
+    return call
+
+
 class Bound:
     """A model's components and the weights behind them.
 

@@ -23,7 +23,7 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.manifest import Manifest
-from degarble.harness.errors import UnwritablePath
+from degarble.harness.errors import DegarbleError, UnwritablePath
 from degarble.harness.pairings import Paired
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_text import capture_document, capture_lines
@@ -35,11 +35,13 @@ from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.capture_foreign import foreign_code
 from degarble.harness.runs.capture_recorder import Recorder
 from degarble.harness.runs.capture_size import captured_bytes, steps_of
-from degarble.harness.runs.generate import Manner, Talker
+from degarble.harness.runs.devices import CPU, put_on
+from degarble.harness.runs.generate import Manner, Spoken, Talker
 from degarble.harness.runs.model import HELD_VALUES, open_model
 from degarble.harness.runs.patching import apply_patch
-from degarble.harness.talk.generation import PIECE, Limits
+from degarble.harness.talk.generation import PIECE, Generation, Limits, Speech
 from degarble.harness.talk.speaker import Speaker
+from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.runs.generate import Spoken
     from degarble.harness.runs.model import OpenModel
     from degarble.harness.runs.patching import Patched
     from degarble.harness.runs.streamed_weights import StreamedWeights
@@ -73,6 +74,7 @@ class How:
     held_values: int = HELD_VALUES
     backend: str = TORCH
     patch: Path | None = None  # a Python file: it is executed
+    device: str = CPU
 
     @property
     def foreign(self) -> list[str]:
@@ -146,6 +148,7 @@ def capture(
 ) -> Captured:
     """Run prompts through a checkpoint's reference, and write what its components saw.
 
+    A prompt is a text, a conversation (a list), or the token ids of another run (a tuple).
     `told` hears the estimate of bytes before anything is written.
     """
     how = how or How()
@@ -154,8 +157,7 @@ def capture(
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)
         paired, patched = _changed(model, how)
-        chat = any(isinstance(prompt, list) for prompt in prompts)
-        talker = Talker(model, Manner(limits=Limits(how.new_tokens), chat=chat))
+        talker = _talker(model, prompts, how)
         estimate = _estimate(talker, prompts, how)
         _require_room(folder, estimate)
         told(estimate)
@@ -173,15 +175,49 @@ def capture(
     return Captured(folder, Capture.open(folder), spoken, paired, patched)
 
 
+class _Repeater:
+    """Continues prompts that another run recorded as token ids; words are told where they are."""
+
+    def __init__(self, model: OpenModel, how: How) -> None:
+        self.model = model
+        self._limits = Limits(how.new_tokens)
+        checkpoint = model.checkpoint
+        try:
+            self.tokenizer: Tokenizer | None = Tokenizer.of_checkpoint(
+                checkpoint.root, checkpoint.config, model.config.vocab_size
+            )
+        except DegarbleError:
+            self.tokenizer = None  # a capture of ids needs no words
+
+    def ids_of(self, prompt: tuple[int, ...]) -> list[int]:
+        """The ids themselves."""
+        return list(prompt)
+
+    def speak(self, prompts: list[Any]) -> Spoken:
+        """Continue every prompt, greedily."""
+        speeches = [Speech(list(each)) for each in prompts]
+        generation = Generation(self.model.speaker, self.tokenizer, None, self._limits)
+        generation.run(speeches)
+        return Spoken(tuple(prompts), tuple(speeches), generation.pace, None)
+
+
+def _talker(model: OpenModel, prompts: list[Any], how: How) -> Talker | _Repeater:
+    if any(isinstance(prompt, tuple) for prompt in prompts):
+        return _Repeater(model, how)
+    chat = any(isinstance(prompt, list) for prompt in prompts)
+    return Talker(model, Manner(limits=Limits(how.new_tokens), chat=chat))
+
+
 def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
     """Put a backend's kernels in, then let a patch change what it wants."""
     bound = model.speaker.bound
-    paired = use_backend(bound, how.backend)
-    if how.patch is None:
-        return paired, None
-    names = model.checkpoint.names
-    assert names is not None, "an open model has all of its parameters"
-    return paired, apply_patch(how.patch, bound, model.checkpoint.weights, names)
+    paired, patched = use_backend(bound, how.backend), None
+    if how.patch is not None:
+        names = model.checkpoint.names
+        assert names is not None, "an open model has all of its parameters"
+        patched = apply_patch(how.patch, bound, model.checkpoint.weights, names)
+    put_on(bound, how.device)
+    return paired, patched
 
 
 def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
@@ -191,7 +227,7 @@ def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
     return found if patched is None else found | {"patch": patched.document()}
 
 
-def _estimate(talker: Talker, prompts: list[Any], how: How) -> int:
+def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: How) -> int:
     """Bytes of tensors; prompts that generating refuses are refused there."""
     lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
     if how.statistics_only or not all(lengths):
@@ -232,6 +268,7 @@ def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
         "sums": str(model.speaker.bound.numerics.products).removeprefix("torch."),
         "filters": how.wanted.document(),
         "statistics_only": how.statistics_only,
+        **({} if how.device == CPU else {"device": how.device}),
         "new_tokens": how.new_tokens,
         "versions": {
             "degarble": VERSION,

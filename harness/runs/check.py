@@ -11,6 +11,7 @@ without a config, statistics only. Kept honest by suites/runs/test_check.py.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +26,11 @@ from degarble.harness.engine.localise import Localised, localise
 from degarble.harness.engine.shrink import shrunk
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.record.capture_reader import Capture
+from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from degarble.references.binding import Bound
 
 DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
+_BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
 ATTRIBUTED = 6  # origins whose share of the final difference is measured
 
 
@@ -50,6 +53,7 @@ class Wanted:
     reference: Path
     checkpoint: Path | None = None
     held_values: int = HELD_VALUES
+    device: str = CPU  # where twin and reference are computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +107,7 @@ class CheckRun:
 
     def _bind(self) -> None:
         wanted = self._wanted
+        require_device("--device", wanted.device)
         self.capture = Capture.open(wanted.capture)
         _require_tensors(self.capture)
         self.source = source_of(self.capture, wanted.checkpoint)
@@ -112,6 +117,7 @@ class CheckRun:
         self.model: OpenModel = self._open.enter_context(model)
         require_captured(self.capture, self.model, self.source)
         self.twin: Bound = self.model.speaker.bound
+        put_on(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         if plain and wanted.reference.resolve() == self.source.resolve():
@@ -121,6 +127,7 @@ class CheckRun:
         self._open.enter_context(reference)
         require_same_model(self.model.config, reference.config, wanted.reference)
         self.reference = reference.speaker.bound
+        put_on(self.reference, wanted.device)
 
     def judge(
         self,
@@ -166,7 +173,25 @@ class CheckRun:
         told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
         told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
         told |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        told |= _computed(facts, self._wanted.device)
         return {name: str(value) for name, value in told.items() if value}
+
+
+def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
+    """Who computed what, where it was not all torch on the CPU."""
+    told = {}
+    taken, fallen = (facts.get(name) for name in ("by_backend", "fell_to_torch"))
+    if isinstance(taken, list) and isinstance(fallen, list):
+        told["computed by the backend"] = _by_role(taken)
+        told["fell to torch"] = _by_role(fallen)
+    if facts.get("device"):
+        told["device of the candidate"] = str(facts["device"])
+    return told if device == CPU else told | {"device of the twin": device}
+
+
+def _by_role(components: Sequence[object]) -> str:
+    roles = dict.fromkeys(_BLOCK.sub("", str(each)) for each in components)
+    return f"{len(components)}: {', '.join(roles)}" if components else "none"
 
 
 def _diagnosed(trouble: Trouble) -> Diagnosed | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -30,11 +30,11 @@ from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.runs.held_weights import HeldWeights
 from degarble.harness.runs.streamed_weights import StreamedWeights
 from degarble.harness.talk.speaker import Speaker
-from degarble.references.binding import Bound
+from degarble.references.binding import Bound, Passing
 from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -183,18 +183,11 @@ class Plan:
     def install(self) -> None:
         """Wrap every call."""
         for name, call in list(self._bound.calls.items()):
-            self._bound.calls[name] = partial(self._run, name, call)
+            self._bound.calls[name] = _Announced(call, partial(self._announce, name))
 
-    def _run(
-        self,
-        name: str,
-        call: ComponentCall,
-        inputs: Mapping[str, Tensor],
-        weights: Mapping[str, Weight],
-    ) -> Mapping[str, Tensor]:
+    def _announce(self, name: str, inputs: Mapping[str, Tensor]) -> None:
         if self._weights.get(name):
             self._streamed.expect(self._next(name, inputs))
-        return call(inputs, weights)
 
     def _next(self, name: str, inputs: Mapping[str, Tensor]) -> Iterator[str]:
         """Name what this component reads, then what follows as far as it is certain."""
@@ -212,6 +205,23 @@ class Plan:
             yield from _of_experts(self._weights[follower], visited if same else None)
             if ".experts." in follower and not same:
                 return
+
+
+class _Announced(Passing):
+    """A call in front of which it is said what will be read."""
+
+    def __init__(
+        self, behind: ComponentCall, announce: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        super().__init__(behind)
+        self._announce = announce
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Say it, and run."""
+        self._announce(inputs)
+        return self.behind(inputs, weights)
 
 
 def _of_experts(names: tuple[str, ...], visited: set[int] | None) -> Iterator[str]:

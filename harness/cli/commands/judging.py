@@ -1,5 +1,6 @@
 """`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
 
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,10 @@ class CheckOptions:
     ] = None
     backend: Backend = "torch"
     device: Annotated[
-        str, typer.Option(metavar="|".join(DEVICES), help="Where the twin is computed.")
+        str,
+        typer.Option(
+            metavar="|".join(DEVICES), help="Where twin, reference and backend are computed."
+        ),
     ] = "cpu"
     report: ReportFolder = None
     json: JsonFile = None
@@ -160,14 +164,15 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
 
 
 def check(options: CheckOptions, terminal: Terminal) -> int:
-    """Judge a captured run: which layer, which component, why, with what evidence."""
+    """Judge a captured run: which layer, which component, why, with what evidence.
+
+    With --backend it runs the prompts of CAPTURE again on these kernels, and judges that run.
+    """
     values.existing("CAPTURE", options.capture)
     values.existing("--reference", options.reference)
     values.existing("--checkpoint", options.checkpoint)
     values.backend("--backend", options.backend)
     values.one_of("--device", options.device, DEVICES)
-    if options.backend != "torch" or options.device != "cpu":
-        raise values.not_built("check on another backend or device", "running other kernels")
     if options.report is not None:
         require_folder("--report", options.report)
     if terminal.json_file is not None:
@@ -177,8 +182,13 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     from degarble.harness.runs.check_document import check_document, sentence_of  # noqa: PLC0415
     from degarble.harness.runs.check_text import check_text  # noqa: PLC0415  as above
 
-    wanted = run.Wanted(options.capture, options.reference, options.checkpoint)
-    with run.CheckRun(wanted) as opened:
+    wanted = run.Wanted(
+        options.capture, options.reference, options.checkpoint, device=options.device
+    )
+    with ExitStack() as stack:
+        if options.backend != "torch":
+            wanted = stack.enter_context(_ran_again(wanted, options.backend, terminal))
+        opened = stack.enter_context(run.CheckRun(wanted))
         looker = None
         if options.report is not None:
             from degarble.harness.runs.check_look import Looker  # noqa: PLC0415  as above
@@ -195,6 +205,14 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
             terminal.say(f"Open the report: {document['report']}")
     terminal.emit(document)
     return checked.verdict.exit_status
+
+
+def _ran_again(wanted: Any, backend: str, terminal: Terminal) -> AbstractContextManager[Any]:
+    """Run the prompts of a capture on a backend; what is to be checked is that run."""
+    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.check_again import ran_again  # noqa: PLC0415  as above
+
+    return ran_again(wanted, backend, partial(first_pass, terminal), terminal.say)
 
 
 def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
@@ -219,6 +237,8 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     assert options.report is not None, "called only with one"
     names = [options.capture, options.reference]
     words = "degarble check {} --reference {}".format(*(each.resolve().name for each in names))
+    words += f" --backend {options.backend}" if options.backend != "torch" else ""
+    words += f" --device {options.device}" if options.device != "cpu" else ""
     subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
     told = as_page(checked, subject, provenance(words), looker)
     told = replace(told, texts=texts_of(opened.capture, opened.model))

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.components import component_named
+from degarble.references.binding import plain_call
 
 if TYPE_CHECKING:
     import random
@@ -67,8 +68,8 @@ class Scene:
 
     @property
     def call(self) -> ComponentCall:
-        """The healthy call."""
-        return self.bound.calls[self.name]
+        """The healthy call: it is asked what it is made of."""
+        return plain_call(self.bound.calls[self.name])
 
     def sibling(self, name: str) -> Scene | None:
         """The same role elsewhere, or another component of this model; None without it."""
