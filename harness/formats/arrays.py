@@ -1,18 +1,22 @@
 """Whole tensors to codes and back: the fast twin of harness.formats.codec, bit for bit.
 
-Owns `encode_array`, `decode_array` and the bit views between torch dtypes and codes. Codes are
-never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`). Encoding works on the
-bits of the float64 value in integers, so it rounds exactly once from float16, bfloat16, float32 and
-float64 alike. -0, NaN, infinities, overflow and UE8M0 follow the rules of the codec.
+Owns `encode_array`, `decode_array`, `decode_pairs` and the bit views between torch dtypes and
+codes. Codes are never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`).
+Encoding works on the bits of the float64 value in integers, so it rounds exactly once from float16,
+bfloat16, float32 and float64 alike. Bytes in memory are looked up in a table that the arithmetic
+made. -0, NaN, infinities, overflow and UE8M0 follow the rules of the codec.
 
 Refuses what the codec refuses, other dtypes than those four, and codes out of range. Kept honest
-by suites/formats/test_codec.py: one suite for this and the codec; ml_dtypes and gfloat beside it.
+by suites/formats/test_codec.py: one suite for this and the codec, ml_dtypes and gfloat beside it;
+the table by test_arrays.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument
@@ -23,11 +27,13 @@ from degarble.harness.formats.codec import (
     refuse_silent_overflow,
 )
 from degarble.harness.formats.element_formats import BF16, E4M3, E5M2, FP16, FP32, UE8M0
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
+from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.types import NanRule, NibbleOrder, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from degarble.harness.formats.types import ElementFormat
@@ -83,7 +89,32 @@ def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
             "an integer dtype",
             "Decode bit patterns, not values; codes_of reinterprets a float tensor.",
         )
+    if _is_looked_up(codes) and fmt.bits <= 8:
+        table = _table(fmt)
+
+        def convert(piece: Tensor) -> Tensor:
+            if fmt.bits < 8 and piece.numel() and int(piece.max()) >= fmt.code_count:
+                return _decode_piece(piece, fmt)  # refuses
+            return torch.from_numpy(np.take(table, piece.numpy(), mode="clip"))
+
+        return _in_pieces(codes, torch.float32, convert)
     return _in_pieces(codes, torch.float32, lambda piece: _decode_piece(piece, fmt))
+
+
+def decode_pairs(
+    packed_P: Tensor, fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype
+) -> Tensor:
+    """The values [..., 2 P] of bytes that hold two codes of 4 bits, in float32 or float64."""
+    if not _is_looked_up(packed_P):
+        return decode_array(unpack_nibbles(packed_P, order), fmt).to(dtype)
+    table = _pair_table(fmt, order, dtype)
+    flat = packed_P.reshape(-1).numpy()
+    pairs = np.empty(flat.shape, table.dtype)
+    for start in range(0, flat.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        np.take(table, flat[piece], mode="clip", out=pairs[piece])
+    values = torch.from_numpy(pairs.view(np.float64 if dtype is torch.float64 else np.float32))
+    return values.reshape(*packed_P.shape[:-1], 2 * packed_P.shape[-1])
 
 
 def encode_array(
@@ -124,6 +155,27 @@ def _in_pieces(source: Tensor, dtype: torch.dtype, convert: Callable[[Tensor], T
     for start in range(0, flat.numel(), _PIECE):
         result[start : start + _PIECE] = convert(flat[start : start + _PIECE])
     return result.reshape(source.shape)
+
+
+def _is_looked_up(codes: Tensor) -> bool:
+    return codes.dtype is torch.uint8 and codes.device.type == "cpu"
+
+
+@cache
+def _table(fmt: ElementFormat) -> NDArray[np.float32]:
+    """Every value of a format of 8 bits or fewer, by code."""
+    with torch.inference_mode(mode=False):
+        made: NDArray[np.float32] = _decode_piece(torch.arange(fmt.code_count), fmt).numpy()
+        return made
+
+
+@cache
+def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> NDArray[Any]:
+    """Both values of every byte, as one number of twice their size."""
+    with torch.inference_mode(mode=False):
+        codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8), order)
+        values: NDArray[Any] = torch.from_numpy(_table(fmt)[codes.numpy()]).to(dtype).numpy()
+    return values.view(np.complex128 if dtype is torch.float64 else np.int64)
 
 
 def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument
 from degarble.harness.formats import fast_modelopt, fast_nvfp4
-from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.arrays import decode_array, decode_pairs, encode_array
 from degarble.harness.formats.block_formats import NVFP4, require_shape, scale_shape
 from degarble.harness.formats.dialects import (
     CANONICAL,
@@ -136,14 +136,22 @@ def quantise_definition(values: Tensor, rule: BlockRule, scales: Scales) -> tupl
 def dequantise_definition(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
     """Return element * block scale, then times decode scale or over encode scale, as `dtype`."""
     working = torch.float64 if dtype is torch.float64 else torch.float32
-    element = decode_array(tensor.element_codes(), tensor.format.element).to(working)
     scale_R1C1 = tensor.scale_values().to(working)[..., :, None, :, None]
-    value_RrCc = _into_blocks(element, tensor.format) * scale_R1C1
+    # In place: the elements were made here, and nobody else holds them.
+    value_RrCc = _into_blocks(_elements(tensor, working), tensor.format).mul_(scale_R1C1)
     if tensor.tensor_scale is not None:
         factor = tensor.tensor_scale.to(working).reshape(*tensor.tensor_scale.shape, 1, 1, 1, 1)
         decodes = tensor.direction is ScaleDirection.DECODE
-        value_RrCc = value_RrCc * factor if decodes else value_RrCc / factor
+        value_RrCc = value_RrCc.mul_(factor) if decodes else value_RrCc.div_(factor)
     return _from_blocks(value_RrCc, tensor.shape).to(dtype)
+
+
+def _elements(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
+    """Return the values [..., M, K] of the element codes, in memory of their own."""
+    fmt = tensor.format.element
+    if tensor.nibble_order is not None and fmt.bits == 4:
+        return decode_pairs(tensor.codes, fmt, tensor.nibble_order, dtype)
+    return decode_array(tensor.element_codes(), fmt).to(dtype)
 
 
 def _is_large_on_cpu(tensor: Tensor) -> bool:
