@@ -93,6 +93,7 @@ class Piece:
     replay: Replay
     judged: Mapping[str, Judged]
     plain: Tensor | None = None  # what was quantised in front of it, where it is known
+    meant: Tensors = field(default_factory=dict)  # what the BF16 reference makes of its inputs
 
 
 @dataclass(eq=False)
@@ -175,9 +176,9 @@ class Judge:
                 row.calls += len(batch.calls)
                 row.take(each, replayed_at_all=not replay.undecided)
             _count(made, replay)
-            self._compare(made, replay)
+            meant = self._compare(made, replay)
             if any(each.verdict is Verdict.DIFFERS for each in judged.values()):
-                made.pieces.append(Piece(replay, judged, self._quantised(component, batch)))
+                made.pieces.append(Piece(replay, judged, self._quantised(component, batch), meant))
             made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
         return made
 
@@ -208,8 +209,8 @@ class Judge:
                 return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
         return {name: poisoned(name, *pair) for name, pair in both.items()}
 
-    def _compare(self, made: JudgedComponent, replay: Replay) -> None:
-        """Add the three cosines of a replay."""
+    def _compare(self, made: JudgedComponent, replay: Replay) -> Tensors:
+        """Add the three cosines of a replay; give what the reference makes of its inputs."""
         name, expected = made.component.name, replay.expected
         values = self._values(name, replay.batch.outputs)
         twins = self._values(name, expected)
@@ -231,6 +232,7 @@ class Judge:
                     held.add_equal(left)
                 else:
                     held.add(left, right)
+        return meant
 
     def _values(self, name: str, outputs: Tensors) -> dict[str, Tensor]:
         """Outputs as numbers: codes are decoded, choices have none."""

@@ -8,10 +8,12 @@ good. Refuses nothing. Kept honest by suites/engine/test_localise.py.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.sites import Port
 from degarble.harness.engine.blame import Kind, Trouble
+from degarble.harness.engine.budget import nearer_than_the_twin
 from degarble.harness.engine.budget_call import Call as Judgeable
 from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.faults.model_faults import Scene, Sight
@@ -25,6 +27,8 @@ from degarble.harness.record.wording import number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from degarble.harness.engine.judged_run import JudgedComponent, Piece, Row
     from degarble.harness.engine.replay import Known
@@ -47,7 +51,7 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
         onset = _onset(known, best, row.output, steps)
         where |= onset.where
         words = onset.sentence
-    plain = None if form else _plain_form(known, best, row.output)
+    plain = None if form else _plain_form(known, best, row.output) or _too_good(best, row.output)
     site = site_of(component.name, Port.OUT, row.output)
     if plain:
         where["operands"] = "unquantised"
@@ -130,6 +134,38 @@ def _plain_form(known: Known, piece: Piece, output: str) -> str:
 
 
 _CODED = ("codes", "block_scale", "tensor_scale")
+
+
+def _too_good(piece: Piece, output: str) -> str:
+    """Words where an output is nearer to the BF16 reference than quantised operands let it be."""
+    meant, name = piece.meant.get(output), piece.replay.batch.component.name
+    sides = aligned(piece.replay.batch.outputs, piece.replay.expected).get(output)
+    judged = piece.judged[output]
+    if meant is None or sides is None or not meant.is_floating_point():
+        return ""
+    candidate, twin = sides
+    if meant.numel() != twin.numel() or not judged.allowed_length < math.inf:
+        return ""
+    known = candidate.isfinite() & twin.isfinite() & meant.reshape(twin.shape).isfinite()
+    if not bool(known.all()):
+        return ""
+    near = nearer_than_the_twin(judged, candidate, twin, meant.reshape(twin.shape).to(twin.dtype))
+    # Trap: shrinking a noisy output brings it nearer as well; its direction stays.
+    apart = _turned(twin, meant) - _turned(candidate, meant)
+    if near.ratio <= 1 or apart <= judged.allowed_length:
+        return ""
+    return (
+        f"{name} is nearer to the BF16 reference than its twin is by {number(near.measured)}, "
+        f"{number(near.ratio)} of what rounding allows: it ran on unquantised operands"
+    )
+
+
+def _turned(side: Tensor, meant: Tensor) -> float:
+    """The distance from a reference that no gain takes away."""
+    a, b = side.double().flatten(), meant.double().flatten()
+    square = float(a @ a)
+    along = float(a @ b) / square if square else 0.0
+    return float((along * a - b).norm())
 
 
 def missing_calls(known: Known, run: SeenRun) -> Iterator[Trouble]:
