@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.anatomy.config import V4Config, compressor_windows
+from degarble.harness.anatomy.types import LayerType
 from degarble.harness.engine.blame import source_of
 from degarble.harness.engine.replay import STATE
 from degarble.harness.engine.seen import same_bits
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _ENTRIES = ("compressor.pool", "compressor.write")
 _POOLED_STATE = ("state_latent", "state_gate")
+_TURNING = ("attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,7 @@ class Wires:
         self._run = run
         self._steps = {step.number: step for step in run.steps}
         self._calls = {(call.step, call.component): call for call in run.calls}
+        self._shifts: dict[str, bool] = {}  # by layer
         self._histories: dict[Site, dict[int, list[tuple[int, Part, Tensor | None]]]] = {}
 
     @cached_property
@@ -141,7 +144,36 @@ class Wires:
             return None  # no rows, and no tensor of no rows, are the same
         if implied is not None and captured is not None and alike(implied, captured):
             return None
+        if each.via == "positions" and self._turned_together(component):
+            return None
         return Edge(call, component, each.name, implied, captured, source_of(component, each.name))
+
+    def _turned_together(self, component: Component) -> bool:
+        """Whether a layer that sees its window alone turns all by positions that are one shift off.
+
+        Only differences of positions count there: rotations of q, k and output cancel the shift.
+        """
+        block, role = component.block, component.role
+        if block is None or block.layer_type is not LayerType.SLIDING or role not in _TURNING:
+            return False
+        if block.prefix not in self._shifts:
+            prefix = component.name.removesuffix(role)
+            self._shifts[block.prefix] = self._shift_of([prefix + each for each in _TURNING])
+        return self._shifts[block.prefix]
+
+    def _shift_of(self, names: list[str]) -> bool:
+        found: set[int] = set()
+        for number, step in self._steps.items():
+            implied = self._outside(step, "positions")
+            for name in names:
+                call = self._calls.get((number, name))
+                if call is None or "positions" not in call.inputs:
+                    return False
+                captured = self._run.inputs(call)["positions"]
+                if captured.shape != implied.shape:
+                    return False
+                found |= set((captured.to(torch.int64) - implied).tolist())
+        return len(found) == 1
 
     def _same_bytes(self, call: Call, each: Input, kept: Kept) -> bool:
         """Whether the hashes say that an input is its producer's output; then nothing is read."""

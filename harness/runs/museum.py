@@ -14,9 +14,11 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +28,27 @@ from degarble.harness.checkpoint.worker_pool import run_each
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.museum_cases import Case, Stage, healthy_cases, planting_cases
+from degarble.harness.runs.museum_cases import (
+    Case,
+    Stage,
+    cases_of_family,
+    healthy_cases,
+    planting_cases,
+)
 from degarble.harness.runs.museum_models import ModelKey, MuseumModel, prepare
 from degarble.harness.runs.museum_plants import Outcome, Planted, judged, sites, touches, ways_of
+from degarble.harness.runs.museum_repeats import REPEATED, Repeated, repeat
 from degarble.harness.runs.museum_scores import (
     Healthy,
     Score,
     by_family,
     by_strength,
+    classes,
     has_effect,
     is_missed,
     scores,
 )
+from degarble.harness.runs.museum_strengths import mild
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,18 +62,25 @@ _WAYS = 2  # of one fault at one component
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is run. One in `leave_out` faults is also asked without its own family."""
+    """How much is run. One in `leave_out` faults is also asked without its own family.
+
+    Of each fault so many `plants` have an effect, and so many `mild` ones are added; `repeats` is
+    how often each race is run twice, and how many healthy cases are.
+    """
 
     plants: int
     healthy: int
     leave_out: int = 0
+    mild: int = 0
+    repeats: int = 0
     seed: int = SEED
     cases: tuple[Case, ...] = field(default_factory=planting_cases)
 
 
-PUBLISHED = Extent(plants=1, healthy=40, leave_out=3)
-WHOLE = Extent(plants=3, healthy=200, leave_out=2)
-CHOSEN = Extent(plants=3, healthy=0, leave_out=1)
+PUBLISHED = Extent(plants=1, healthy=40, leave_out=3, mild=1, repeats=1)
+WHOLE = Extent(plants=4, healthy=240, leave_out=1, mild=4, repeats=6)
+CHOSEN = Extent(plants=3, healthy=0, leave_out=1, mild=2, repeats=1)
+VARIANTS = 3  # of a family with an effect, or it is told that there are fewer
 
 
 @dataclass(frozen=True)
@@ -73,11 +91,13 @@ class Museum:
     healthy: tuple[Healthy, ...]
     without_effect: tuple[str, ...]  # faults that had none wherever they were tried
     seconds: float = 0.0
+    repeats: tuple[Repeated, ...] = ()
 
     @property
     def missed(self) -> tuple[str, ...]:
         """Faults of which something wrong, or nothing, was said."""
-        return tuple(sorted({each.fault for each in self.outcomes if is_missed(each)}))
+        apart = {each.fault for each in self.repeats if each.fault and not each.right}
+        return tuple(sorted({each.fault for each in self.outcomes if is_missed(each)} | apart))
 
     @property
     def alarms(self) -> tuple[Healthy, ...]:
@@ -85,14 +105,26 @@ class Museum:
         return tuple(each for each in self.healthy if each.alarms)
 
     @property
+    def shaken(self) -> tuple[Repeated, ...]:
+        """Healthy candidates that were said to give two answers."""
+        return tuple(each for each in self.repeats if not each.fault and not each.right)
+
+    @property
+    def thin(self) -> tuple[str, ...]:
+        """Families with fewer than three plants that have an effect."""
+        counts = Counter(each.family for each in self.outcomes if has_effect(each))
+        families = {each.family for each in self.outcomes}
+        return tuple(sorted(each for each in families if counts[each] < VARIANTS))
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the engine said what is true."""
-        return Verdict.DIFFERS if self.missed or self.alarms else Verdict.AGREES
+        return Verdict.DIFFERS if self.missed or self.alarms or self.shaken else Verdict.AGREES
 
     @property
     def scores(self) -> tuple[Score, ...]:
         """The claims with their figures."""
-        return scores(self.outcomes, self.healthy)
+        return scores(self.outcomes, self.healthy, self.repeats)
 
     def document(self) -> dict[str, Any]:
         """The machine's view of it."""
@@ -110,8 +142,14 @@ class Museum:
                 for name, (count, counted, *three) in by_family(self.outcomes).items()
             },
             "plants": self.outcomes,
+            "classes": [
+                {"faults": list(pair), "seen": count}
+                for pair, count in classes(self.outcomes).items()
+            ],
             "healthy": self.healthy,
+            "repeats": self.repeats,
             "without_effect": self.without_effect,
+            "fewer_than_three": self.thin,
             "missed": self.missed,
             "seconds": self.seconds,
         }
@@ -128,11 +166,12 @@ class Task:
     extent: Extent
     fault: str = ""
     healthy: Case | None = None
+    twice: bool = False
 
     @property
     def name(self) -> str:
         """In a progress line."""
-        return self.fault or f"healthy: {self.healthy}"
+        return f"{self.fault or f'healthy: {self.healthy}'}{', twice' if self.twice else ''}"
 
 
 def chosen(ids: Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +190,14 @@ def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
         Task(replace(extent, leave_out=_leaves_out(number, extent)), fault)
         for number, fault in enumerate(faults)
     ]
-    return found + [Task(extent, healthy=case) for case in healthy_cases(extent.healthy)]
+    if extent.repeats:
+        racing = [name for name in faults if name.startswith(REPEATED)]
+        found += [Task(extent, name, twice=True) for name in racing]
+    healthy = list(healthy_cases(extent.healthy))
+    found += [Task(extent, healthy=case) for case in healthy]
+    return found + [
+        Task(extent, healthy=case, twice=True) for case in healthy[: 2 * extent.repeats]
+    ]
 
 
 def _leaves_out(number: int, extent: Extent) -> int:
@@ -178,6 +224,7 @@ def run_museum(
     begun = time.perf_counter()
     outcomes: list[Outcome] = []
     healthy: list[Healthy] = []
+    repeats: list[Repeated] = []
     without: list[str] = []
     with prepared(root) as folder:
         work = partial(perform, folder)
@@ -185,12 +232,15 @@ def run_museum(
             told(task.name)
             outcomes += [each for each in found if isinstance(each, Outcome)]
             healthy += [each for each in found if isinstance(each, Healthy)]
-            if task.fault and not any(has_effect(each) for each in found):  # type: ignore[arg-type]
+            repeats += [each for each in found if isinstance(each, Repeated)]
+            planted = [each for each in found if isinstance(each, Outcome)]
+            if task.fault and not task.twice and not any(map(has_effect, planted)):
                 without.append(task.fault)
     order = {name: number for number, name in enumerate(MODEL_FAULTS)}
     outcomes.sort(key=lambda each: (order[each.fault], each.component, each.way))
     seconds = time.perf_counter() - begun
-    return Museum(tuple(outcomes), tuple(healthy), tuple(sorted(without)), seconds)
+    sides = (tuple(outcomes), tuple(healthy), tuple(sorted(without)))
+    return Museum(*sides, seconds, tuple(repeats))
 
 
 def _name_of(task: Task) -> str:
@@ -222,9 +272,11 @@ def stage_of(case: Case, root: Path) -> Stage:
     return _KEPT.stages[case]
 
 
-def perform(root: Path, task: Task) -> list[Outcome | Healthy]:
+def perform(root: Path, task: Task) -> list[Outcome | Healthy | Repeated]:
     """Do one task, on one thread."""
     torch.set_num_threads(1)
+    if task.twice:
+        return list(run_twice(root, task))
     if task.healthy is not None:
         return [judge_healthy(root, task.healthy)]
     return list(plant(root, MODEL_FAULTS[task.fault], task.extent))
@@ -243,21 +295,60 @@ def judge_healthy(root: Path, case: Case) -> Healthy:
     return Healthy(str(case), alarms, undecided, time.process_time() - begun)
 
 
+def run_twice(root: Path, task: Task) -> Iterator[Repeated]:
+    """Run a healthy case twice, or a race in several places; one without effect tells nothing."""
+    begun = time.process_time()
+    if task.healthy is not None:
+        _keep(root)
+        made = repeat(Stage.of(task.healthy, root, _KEPT.models))
+        yield replace(made, seconds=time.process_time() - begun)
+        return
+    chance = random.Random(f"{task.extent.seed} {task.fault} twice")  # noqa: S311  no secret
+    done = 0
+    for stage, component, way in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
+        made = repeat(stage, task.fault, component, way)
+        if made.apart:
+            yield replace(made, seconds=time.process_time() - begun)
+            done += 1
+        begun = time.process_time()
+        if done == task.extent.repeats:
+            return
+
+
 def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
     """Plant one fault until enough plants have an effect, or too many have none."""
     chance = random.Random(f"{extent.seed} {fault.id}")  # noqa: S311  no secret
     done = 0
     for stage, component, way in _places(root, fault, extent, chance):
-        planted = Planted(fault, component, way)
-        begun = time.process_time()
-        if not touches(stage, planted):
-            continue
-        leave_out = bool(extent.leave_out) and done == 0
-        made = judged(stage, planted, leave_out=leave_out)
-        yield replace(made, seconds=time.process_time() - begun)
-        done += has_effect(made)
+        made = _planted(stage, fault, component, way, leave_out=bool(extent.leave_out) and not done)
+        if made is not None:
+            yield made
+            done += has_effect(made)
         if done == extent.plants:
-            return
+            break
+    stages = [stage_of(case, root) for case in _cases(fault, extent)] if extent.mild else []
+    for stage, component, way in islice(mild(stages, fault, chance), extent.mild):
+        made = _planted(stage, fault, component, way, leave_out=False)
+        if made is not None:
+            yield made
+
+
+def _planted(
+    stage: Stage, fault: ModelFault, component: str, way: Way, *, leave_out: bool
+) -> Outcome | None:
+    """What is said of one plant; None where it changes nothing at all."""
+    begun = time.process_time()
+    planted = Planted(fault, component, way)
+    if not touches(stage, planted):
+        return None
+    made = judged(stage, planted, leave_out=leave_out)
+    return replace(made, seconds=time.process_time() - begun)
+
+
+def _cases(fault: ModelFault, extent: Extent) -> list[Case]:
+    """Where a fault is planted: the cases of its family first."""
+    own = cases_of_family(fault.family) if len(extent.cases) > 1 else ()
+    return [*own, *extent.cases]
 
 
 def _places(
@@ -266,6 +357,7 @@ def _places(
     """Cases by turns, roles by turns within them, a few ways at each component."""
     cases = list(extent.cases)
     chance.shuffle(cases)
+    cases = [*_cases(fault, extent)[: -len(cases)], *cases]
     waiting = [(case, sites(stage_of(case, root), fault, chance)) for case in cases]
     tried = 0
     while waiting and tried < _TRIES * extent.plants:

@@ -11,6 +11,7 @@ Refuses nothing. Kept honest by suites/runs/test_museum_cases.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -20,20 +21,27 @@ import torch
 
 from degarble.harness.anatomy.components import component_named
 from degarble.harness.engine.faults.model_faults import Scene
-from degarble.harness.engine.faults.negative_controls import CONTROLS
+from degarble.harness.engine.faults.negative_controls import (
+    CONTROLS,
+    WEIGHT_CONTROLS,
+    WHOLE_RUN_CONTROLS,
+)
 from degarble.harness.engine.seen import InMemoryRun, by_component, same_bits
+from degarble.harness.record.capture_types import Phase, Step
+from degarble.harness.runs.held_weights import HeldWeight
 from degarble.harness.runs.museum_models import KEYS, ModelKey, MuseumModel, prompt_ids
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics, switches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Way
     from degarble.harness.engine.faults.negative_controls import Control
+    from degarble.harness.formats.weight import Weight
     from degarble.harness.protocols import ComponentCall
     from degarble.harness.record.capture_types import Call
     from degarble.references.numerics import Switches
@@ -42,6 +50,12 @@ LENGTHS = ((133, 17), (131, 9, 30), (200,), (133, 133))
 NEW_TOKENS = 3
 _HEALTHY_LENGTHS = (*LENGTHS, (5,), (1,), (64, 3, 40), (129, 1), (200,), (2, 2, 2, 2))
 _SOURCES = ("official", "exact", "vllm")
+TOGETHER, IN_CHUNKS, JOINING = "together", "in chunks", "joining"
+SCHEDULES = (TOGETHER, IN_CHUNKS, JOINING)
+_CHUNK = 48  # tokens of a prompt that are fed at a time
+_EDGES = {each.id: each for each in WHOLE_RUN_CONTROLS if each.id == "window_shift"}
+_WEIGHTS = {each.id: each for each in WEIGHT_CONTROLS}
+_CONTROLS = (*(each.id for each in CONTROLS), *_EDGES, *_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -56,12 +70,14 @@ class Case:
     products: str = "float32"
     absorbed: bool = True
     control: str = ""  # a negative control that sits wherever it can, or nothing
+    schedule: str = TOGETHER  # how prompts are fed: whole, in chunks, or one behind the other
 
     def __str__(self) -> str:
         lengths = "+".join(map(str, self.lengths))
         more = [self.source, *(() if self.products == "float32" else (self.products,))]
         more += [] if self.absorbed else ["naive"]
         more += [self.control] if self.control else []
+        more += [self.schedule] if self.schedule != TOGETHER else []
         return f"{self.key}, {lengths} tokens, seed {self.seed}, {', '.join(more)}"
 
     @property
@@ -90,24 +106,72 @@ def planting_cases(seed: int = 0) -> tuple[Case, ...]:
     )
 
 
+# Faults without effect where parts share a scale, or no block scale is small, have cases of their
+# own. What their checkpoints hold is legal.
+_OF_FAMILY = {"M03": "own_scales", "M08": "subnormal_scales"}
+
+
+def cases_of_family(family: str) -> tuple[Case, ...]:
+    """The cases that only one family of faults needs: none, or one of either model."""
+    control = _OF_FAMILY.get(family)
+    if control is None:
+        return ()
+    return tuple(
+        Case(key, 8 + number, LENGTHS[number], control=control)
+        for number, key in enumerate(each for each in KEYS if each.recipe == "nvfp4-full")
+    )
+
+
 def healthy_cases(count: int) -> Iterator[Case]:
     """Cases in which nothing is wrong: seeds, lengths, switches, orders of sums, controls."""
     for number in range(count):
         key = KEYS[number % len(KEYS)]
         turn = number // len(KEYS)
-        control = ""
-        if turn % 4 == 1:
-            control = CONTROLS[(turn // 4) % len(CONTROLS)].id
+        control = _CONTROLS[(turn // 2) % len(_CONTROLS)] if turn % 2 else ""
+        lengths = _HEALTHY_LENGTHS[turn % len(_HEALTHY_LENGTHS)]
+        schedule = SCHEDULES[1 + turn // 3 % 2] if turn % 3 == 2 else TOGETHER
         yield Case(
             key,
             seed=100 + number,
-            lengths=_HEALTHY_LENGTHS[turn % len(_HEALTHY_LENGTHS)],
+            lengths=lengths,
             new_tokens=2 + turn % 2,
             source=_SOURCES[turn % len(_SOURCES)],
             products="float64" if turn % 5 == 4 else "float32",
             absorbed=turn % 4 != 3,
             control=control,
+            schedule=schedule,
         )
+
+
+def steps_of(case: Case) -> tuple[Step, ...]:
+    """Forward passes in which prompts are fed otherwise than side by side; tokens are given."""
+    sequences = [
+        prompt_ids(1000 + 16 * case.seed + number, length + case.new_tokens)
+        for number, length in enumerate(case.lengths)
+    ]
+    cuts = [
+        _cuts(case, length, len(ids)) for length, ids in zip(case.lengths, sequences, strict=True)
+    ]
+    begins = [number if case.schedule == JOINING else 0 for number in range(len(cuts))]
+    steps = []
+    for at in range(max(begin + len(each) - 1 for begin, each in zip(begins, cuts, strict=True))):
+        fed = [
+            (owner, each[at - begin], each[at - begin + 1])
+            for owner, (begin, each) in enumerate(zip(begins, cuts, strict=True))
+            if 0 <= at - begin < len(each) - 1
+        ]
+        tokens = tuple(token for owner, a, b in fed for token in sequences[owner][a:b])
+        positions = tuple(place for _, a, b in fed for place in range(a, b))
+        owners = tuple(owner for owner, a, b in fed for _ in range(a, b))
+        phase = Phase.DECODE if len(tokens) == len(fed) and at else Phase.PREFILL
+        steps.append(Step(at, phase, tokens, positions, owners))
+    return tuple(steps)
+
+
+def _cuts(case: Case, length: int, total: int) -> list[int]:
+    """Where the tokens of one sequence are cut: its prompt in chunks or whole, then one by one."""
+    size = _CHUNK if case.schedule == IN_CHUNKS else length
+    return [*range(0, length, size), *range(length, total + 1)]
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -132,6 +196,30 @@ class _Tape:
                 kept = self.healthy.outputs(each)
                 return {name: tensor.clone() for name, tensor in kept.items()}
         return self.call(inputs, weights)
+
+
+class Changed(Mapping[str, "Weight"]):
+    """All weights of a model behind a change; each is changed once, when it is first read."""
+
+    def __init__(
+        self, source: Mapping[str, Weight], change: Callable[[str, Weight], Weight]
+    ) -> None:
+        self._source, self._change = source, change
+        self._made: dict[str, HeldWeight] = {}
+
+    def __getitem__(self, name: str) -> Weight:
+        found = self._made.get(name)
+        if found is None:
+            with torch.inference_mode(mode=False):
+                made = self._change(name, self._source[name])
+            found = self._made[name] = HeldWeight.of_weight(made)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
 
 
 class Rest:
@@ -171,6 +259,8 @@ class Stage:
         if case.key not in models:
             models[case.key] = MuseumModel.open(case.key, root)
         model = models[case.key]
+        if case.control in _WEIGHTS:
+            model = replace(model, weights=Changed(model.weights, _WEIGHTS[case.control].change))
         numerics = Numerics.twin(case.switches)
         return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
 
@@ -224,14 +314,31 @@ class Stage:
     def run(
         self, candidate: Bound | None = None, edges: Mapping[str, Way] = MappingProxyType({})
     ) -> InMemoryRun:
-        """Run the case; the tokens behind the prompts are the candidate's own."""
+        """Run the case; fed together, the tokens behind the prompts are the candidate's own."""
+        candidate = candidate or self.candidate()
+        edges = {**self._edges(), **edges}
+        if self.case.schedule != TOGETHER:
+            steps, absorbed = steps_of(self.case), self.case.absorbed
+            return InMemoryRun.again(candidate, steps, edges, absorbed=absorbed)
         return InMemoryRun.of(
-            candidate or self.candidate(),
+            candidate,
             self.case.prompts,
             self.case.new_tokens,
             edges,
             absorbed=self.case.absorbed,
         )
+
+    def _edges(self) -> dict[str, Way]:
+        """A control of whole runs, wherever it can be, in the same way everywhere."""
+        control = _EDGES.get(self.case.control)
+        if control is None:
+            return {}
+        scenes = {name: self.scene(name) for name in self.twin.calls}
+        return {
+            name: list(control.ways(scene))[self.case.seed % 2]
+            for name, scene in scenes.items()
+            if control.sits(scene)
+        }
 
     def scene(self, name: str, bound: Bound | None = None) -> Scene:
         """A component, by default the twin's."""

@@ -34,9 +34,12 @@ from degarble.references.tiny import language
 from degarble.references.tiny.configs import TINY_V32
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.checkpoint.calibration import Calibration
+    from degarble.harness.formats.weight import Weight
     from degarble.references.numerics import Switches
 
 MODELS = ("v4", "v32")
@@ -73,7 +76,7 @@ class MuseumModel:
     key: ModelKey
     config: Config
     recipe: Recipe
-    weights: HeldWeights
+    weights: Mapping[str, Weight]
 
     @classmethod
     def open(cls, key: ModelKey, root: Path) -> MuseumModel:

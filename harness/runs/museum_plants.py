@@ -22,12 +22,12 @@ import torch
 
 from degarble.harness.engine.blame import blamed_on_edge
 from degarble.harness.engine.diagnose import diagnose
-from degarble.harness.engine.diagnose_trial import make, seen_tensors
 from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import same_bits
 from degarble.harness.errors import DegarbleError
+from degarble.harness.runs.museum_alike import Remade, same_effect
 
 if TYPE_CHECKING:
     import random
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from degarble.harness.protocols import ComponentCall
     from degarble.harness.runs.museum_cases import Stage
 
-ALIKE = 0.999  # of the elements: two ways that make the same of them have the same data effect
+    _Said = tuple["Cause", str]
+
 _CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 
 
@@ -59,7 +60,8 @@ class Cause(StrEnum):
     """What was said of the cause."""
 
     FIRST = "named first"
-    SAME = "same data effect"  # another fault that makes the same of the data
+    SAME = "same data effect"  # another fault of its class is first, see museum_alike
+    BESIDE = "named beside the first"  # told as explaining equally well, and not of one class
     WRONG = "wrong"
     UNKNOWN = "no known fault"
 
@@ -81,6 +83,7 @@ class Outcome:
     truth: tuple[str, ...] = ()
     sentence: str = ""
     seconds: float = 0.0
+    left_named: str = ""  # who is named with the family taken away
 
     @property
     def family(self) -> str:
@@ -172,22 +175,24 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
     if not here:
         return Outcome(*told, **outcome)  # type: ignore[arg-type]
     try:
+        remade = Remade(stage.twin, name, planted.way, run)
         said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
-        cause, names = _cause(planted, here[0], said)
-        left = _without_family(planted, here[0]) if leave_out else None
+        cause, names = _cause(planted, remade, here[0], said)
+        left = _without_family(planted, remade, here[0]) if leave_out else (None, "")
     except Exception as error:  # noqa: BLE001  as above: the place is right, the cause is not said
         outcome["sentence"] = f"{here[0].sentence} | {_stop(error)}"
         return Outcome(*told, **outcome)  # type: ignore[arg-type]
     if said is not None and cause is not Cause.FIRST:
         outcome["sentence"] = f"{here[0].sentence} | {said.sentence}"
-    return Outcome(*told, **outcome, cause=cause, named=names, left_out=left)  # type: ignore[arg-type]
+    outcome |= {"cause": cause, "named": names, "left_out": left[0], "left_named": left[1]}
+    return Outcome(*told, **outcome)  # type: ignore[arg-type]
 
 
-def _without_family(planted: Planted, trouble: Trouble) -> Cause:
+def _without_family(planted: Planted, remade: Remade, trouble: Trouble) -> _Said:
     """What is said of the cause by an engine that does not know the family."""
     family = planted.fault.family
     others = tuple(each for each in MODEL_FAULTS.values() if each.family != family)
-    return _cause(planted, trouble, _diagnosed(trouble, others))[0]
+    return _cause(planted, remade, trouble, _diagnosed(trouble, others))
 
 
 def _stop(error: Exception) -> str:
@@ -258,29 +263,13 @@ def _diagnosed(trouble: Trouble, faults: Sequence[ModelFault]) -> Diagnosed | No
     return diagnose(trouble.scene, (trouble.sight, *trouble.more), faults)
 
 
-def _cause(planted: Planted, trouble: Trouble, said: Diagnosed | None) -> tuple[Cause, str]:
+def _cause(planted: Planted, remade: Remade, trouble: Trouble, said: Diagnosed | None) -> _Said:
     if said is None or not said.named:
         return Cause.UNKNOWN, ""
     first = said.named[0]
-    if first.id == planted.fault.id or planted.fault.id in first.alternatives:
+    if first.id == planted.fault.id:
         return Cause.FIRST, first.id
-    same = _same_effect(trouble, first.way, planted.way)
-    return (Cause.SAME if same else Cause.WRONG), first.id
-
-
-def _same_effect(trouble: Trouble, named: Way, planted: Way) -> bool:
-    """Whether two ways make the same of the data, whatever they are called."""
-    assert trouble.sight is not None, "it was diagnosed"
-    for sight in (trouble.sight, *trouble.more):
-        with torch.inference_mode():
-            a, b = make(trouble.scene, sight, named), make(trouble.scene, sight, planted)
-        if a is None or b is None or a.outputs.keys() != b.outputs.keys():
-            return False
-        for key in seen_tensors(sight):
-            if key not in a.outputs or a.outputs[key].shape != b.outputs[key].shape:
-                return False
-            equal = a.outputs[key] == b.outputs[key]
-            equal |= a.outputs[key].isnan() & b.outputs[key].isnan()
-            if equal.numel() and float(equal.double().mean()) < ALIKE:
-                return False
-    return True
+    if same_effect(remade, trouble, first):
+        return Cause.SAME, first.id
+    beside = planted.fault.id in first.alternatives
+    return (Cause.BESIDE if beside else Cause.WRONG), first.id

@@ -5,6 +5,9 @@ localised to its component alone, and no wrong cause may be named. A plant below
 effect and is not counted, unless somebody else is blamed for it. What the engine cannot judge for
 want of a budget counts as missed, never as no effect.
 
+Causes are scored by classes of the same data effect (museum_alike), and beside them strictly, by
+the fault's own name alone; strict shares have no target, since no engine can tell a class apart.
+
 Refuses nothing. Kept honest by suites/runs/test_museum_scores.py.
 """
 
@@ -19,6 +22,8 @@ from degarble.harness.runs.museum_plants import Cause, Outcome, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from degarble.harness.runs.museum_repeats import Repeated
 
 _Z = 1.959964  # 95 % on two sides
 STRONG = 3.0  # budgets from which on every fault must be localised
@@ -38,12 +43,12 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Score:
-    """A claim, and how often it held."""
+    """A claim, and how often it held; a share without target is told beside one that has it."""
 
     claim: str
     hits: int
     total: int
-    wanted: float = 0.0
+    wanted: float | None = 0.0
     at_least: bool = True
 
     @property
@@ -54,7 +59,7 @@ class Score:
     @property
     def met(self) -> bool:
         """Whether the target holds; nothing counted is nothing missed."""
-        if not self.total:
+        if not self.total or self.wanted is None:
             return True
         return self.share >= self.wanted if self.at_least else self.share <= self.wanted
 
@@ -97,23 +102,41 @@ def is_missed(outcome: Outcome) -> bool:
     return outcome.place is not Place.EXACT or outcome.cause is Cause.WRONG
 
 
-def scores(outcomes: Sequence[Outcome], healthy: Sequence[Healthy]) -> tuple[Score, ...]:
+def scores(
+    outcomes: Sequence[Outcome], healthy: Sequence[Healthy], repeats: Sequence[Repeated] = ()
+) -> tuple[Score, ...]:
     """The claims of the museum."""
     strong = [each for each in outcomes if is_strong(each)]
     told = [each for each in strong if _is_right(each)]
     without = [each for each in told if each.left_out is not None]
     weak = [each for each in outcomes if not has_effect(each)]
-    named = (Cause.FIRST, Cause.SAME)
+    races = [each for each in repeats if each.fault]
+    same = [each for each in repeats if not each.fault]
     return (
         _score("localised to the component, from 3x", strong, _is_exact, 0.98),
-        _score("cause named first, from 3x", strong, lambda o: o.cause in named, 0.90),
+        _score("cause named first, from 3x", strong, _is_named, 0.90),
+        _score("  strictly: by its own name", strong, lambda o: o.cause is Cause.FIRST, None),
         _score("wrong cause named, from 3x", strong, _is_wrong, 0.02, at_least=False),
+        _score("  strictly: any other name", strong, _is_other, None, at_least=False),
         _score("its family left out: localised", without, _is_exact, 0.98),
         _score("its family left out: no known fault", without, _says_unknown, 0.98),
+        _score("  strictly: nothing named", without, lambda o: o.left_out is Cause.UNKNOWN, None),
         _score("blamed below 1x", weak, is_missed, 0.0, at_least=False),
         _score("alarms on healthy runs", healthy, lambda h: bool(h.alarms), 0.0, at_least=False),
         _score("healthy runs judged", healthy, lambda h: not h.undecided, 1.0),
+        _score("run twice: UNSTABLE, at its component", races, lambda r: r.right, 0.98),
+        _score("run twice: alarms on healthy runs", same, lambda r: r.apart, 0.0, at_least=False),
     )
+
+
+def classes(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], int]:
+    """Pairs of faults that made the same of the data, and how often that was seen."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for each in outcomes:
+        for cause, named in ((each.cause, each.named), (each.left_out, each.left_named)):
+            if cause is Cause.SAME:
+                found[min(each.fault, named), max(each.fault, named)] += 1
+    return dict(sorted(found.items()))
 
 
 def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Score, Score]]:
@@ -139,10 +162,9 @@ def by_family(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int, Score, S
 
 
 def _three(group: Sequence[Outcome]) -> tuple[Score, Score, Score]:
-    named = (Cause.FIRST, Cause.SAME)
     return (
         _score("localised", group, _is_exact, 0.98),
-        _score("named first", group, lambda o: o.cause in named, 0.90),
+        _score("named first", group, _is_named, 0.90),
         _score("wrong", group, _is_wrong, 0.02, at_least=False),
     )
 
@@ -151,7 +173,7 @@ def _score(
     claim: str,
     group: Sequence[Any],
     holds: Callable[[Any], bool],
-    wanted: float,
+    wanted: float | None,
     *,
     at_least: bool = True,
 ) -> Score:
@@ -164,6 +186,14 @@ def _is_exact(outcome: Outcome) -> bool:
 
 def _is_right(outcome: Outcome) -> bool:
     return outcome.place in (Place.EXACT, Place.ALSO_ELSEWHERE)
+
+
+def _is_named(outcome: Outcome) -> bool:
+    return outcome.cause in (Cause.FIRST, Cause.SAME)
+
+
+def _is_other(outcome: Outcome) -> bool:
+    return outcome.cause in (Cause.SAME, Cause.BESIDE, Cause.WRONG)
 
 
 def _is_wrong(outcome: Outcome) -> bool:

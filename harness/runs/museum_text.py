@@ -14,6 +14,7 @@ from degarble.harness.runs.museum_plants import Cause, Place
 from degarble.harness.runs.museum_scores import (
     by_family,
     by_strength,
+    classes,
     has_effect,
     is_missed,
     wilson,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.runs.museum import Museum
     from degarble.harness.runs.museum_plants import Outcome
+    from degarble.harness.runs.museum_repeats import Repeated
     from degarble.harness.runs.museum_scores import Score
 
 _SHOWN = 40  # misses in the terminal; the JSON has all of them
@@ -31,7 +33,13 @@ _SHOWN = 40  # misses in the terminal; the JSON has all of them
 
 def lines(museum: Museum) -> list[str]:
     """Tell it: what was run, the claims, the tables, the misses."""
-    return [*_first(museum), *_claims(museum), *_tables(museum), *_misses(museum)]
+    return [
+        *_first(museum),
+        *_claims(museum),
+        *_tables(museum),
+        *_classes(museum),
+        *_misses(museum),
+    ]
 
 
 def percent(score: Score) -> str:
@@ -43,7 +51,9 @@ def percent(score: Score) -> str:
 
 
 def target(score: Score) -> str:
-    """What a score must reach."""
+    """What a score must reach; a dash where it has no target."""
+    if score.wanted is None:
+        return "-"
     return f"{'>=' if score.at_least else '<='} {100 * score.wanted:g} %"
 
 
@@ -59,7 +69,8 @@ def _first(museum: Museum) -> Iterator[str]:
     faults = len({each.fault for each in museum.outcomes})
     yield (
         f"{faults} {'fault' if faults == 1 else 'faults'} planted {len(museum.outcomes)} times, "
-        f"{effective} with an effect; {len(museum.healthy)} healthy runs; {museum.seconds:.0f} s"
+        f"{effective} with an effect; {len(museum.healthy)} healthy runs; "
+        f"{len(museum.repeats)} run twice; {museum.seconds:.0f} s"
     )
 
 
@@ -67,10 +78,10 @@ def _claims(museum: Museum) -> Iterator[str]:
     yield ""
     for each in museum.scores:
         if each.total:
-            met = "met" if each.met else "MISSED"
+            met = "MISSED" if not each.met else "met" if each.wanted is not None else ""
             yield (
                 f"  {each.claim:40} {each.hits:>5,} of {each.total:>5,}  {percent(each):26}"
-                f" {target(each):8} {met}"
+                f" {target(each):8} {met}".rstrip()
             )
 
 
@@ -89,10 +100,19 @@ def _row(name: str, count: int, three: Sequence[Score]) -> str:
     return f"  {name:10} {count:>7}{cells}".rstrip()
 
 
+def _classes(museum: Museum) -> Iterator[str]:
+    found = classes(museum.outcomes)
+    if found:
+        yield from ("", "Made the same of the data, so that none can tell which of the two it is:")
+        yield from (f"  {one} and {other}: {count}" for (one, other), count in found.items())
+
+
 def _misses(museum: Museum) -> Iterator[str]:
     if museum.without_effect:
         names = ", ".join(museum.without_effect)
         yield from ("", f"No effect wherever it was planted, so not counted: {names}")
+    if museum.thin:
+        yield from ("", f"Fewer than three plants with an effect: {', '.join(museum.thin)}")
     missed = [each for each in museum.outcomes if is_missed(each)]
     for each in missed[:_SHOWN]:
         yield from ("", *_miss(each))
@@ -101,6 +121,18 @@ def _misses(museum: Museum) -> Iterator[str]:
     for run in museum.alarms:
         yield from ("", f"ALARM on a healthy run: {run.case}")
         yield from (f"  {visible(alarm)}" for alarm in run.alarms)
+    for twice in museum.repeats:
+        if not twice.right:
+            yield from ("", *_twice(twice))
+
+
+def _twice(each: Repeated) -> Iterator[str]:
+    blamed = ", ".join(each.blamed[:3]) or "nobody"
+    if not each.fault:
+        yield f"ALARM on a healthy case that was run twice: {each.case}: {blamed}"
+        return
+    yield f"MISSED {each.fault} in {each.component}, run twice: {each.verdict}, blamed {blamed}"
+    yield f"  planted   {visible(each.way)}; {each.case}"
 
 
 def _miss(outcome: Outcome) -> Iterator[str]:

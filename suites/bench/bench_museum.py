@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.runs.museum import WHOLE, Extent, chosen, run_museum
 from degarble.harness.runs.museum_models import KEYS
-from degarble.harness.runs.museum_scores import by_family, by_strength, has_effect, is_missed
+from degarble.harness.runs.museum_scores import (
+    by_family,
+    by_strength,
+    classes,
+    has_effect,
+    is_missed,
+)
 from degarble.harness.runs.museum_text import effect, percent
 from degarble.suites.bench.timing import Section, Settings, Table, Target
 
@@ -51,6 +57,11 @@ def section(museum: Museum) -> Section:
         Table("By effect in units of budget", ("effect", *_HEADER), strengths),
         Table("By family, from 3x", ("family", *_HEADER), families),
     ]
+    strict = tuple((s.claim.strip(), percent(s)) for s in museum.scores if s.wanted is None)
+    tables.append(Table("Without classes of the same data effect", ("share", "measured"), strict))
+    pairs = tuple((f"{a}, {b}", str(n)) for (a, b), n in classes(museum.outcomes).items())
+    if pairs:
+        tables.append(Table("Pairs that made the same of the data", ("pair", "seen"), pairs))
     if misses:
         header = ("fault", "component", "effect", "place", "named")
         tables.append(Table("Missed", header, misses))
@@ -67,7 +78,7 @@ def _targets(museum: Museum) -> tuple[Target, ...]:
     claims = tuple(
         Target(f"{each.claim}: {percent(each)}", each.share, each.wanted, each.at_least)
         for each in museum.scores
-        if each.total
+        if each.total and each.wanted is not None
     )
     return (*claims, Target("seconds in all", museum.seconds, LONGEST, at_least=False))
 
@@ -80,8 +91,10 @@ def _notes(museum: Museum) -> tuple[str, ...]:
     return (
         f"{len(faults)} faults planted {len(museum.outcomes)} times into {cases}",
         f"{effective} plants have an effect; without effect wherever they were planted: {without}",
-        f"{len(museum.healthy)} healthy runs: seeds, lengths, switches, negative controls",
+        f"fewer than three plants with an effect: {', '.join(museum.thin) or 'no family'}",
+        f"{len(museum.healthy)} healthy runs: seeds, lengths, batches, switches, orders, controls",
+        f"{len(museum.repeats)} cases run twice: races, and healthy candidates",
         "V4 is the trained small model; V3.2 has seeded weights with a trained model's statistics",
         "localised: its component is blamed and no other one; an edge is compared bit for bit",
-        "named: first, explaining equally well as the first, or making the same of the data",
+        "named: first, or one that makes the same of the same calls is first (docs/faults.md)",
     )

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.engine.faults.model_faults import Way, with_inputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.localise import localise
 from degarble.harness.runs.museum import PUBLISHED, WHOLE, chosen, judge_healthy, run_museum
 from degarble.harness.runs.museum_cases import Case, Stage, healthy_cases
 from degarble.harness.runs.museum_models import ModelKey, MuseumModel, prepare
@@ -25,7 +27,9 @@ from degarble.harness.runs.museum_text import lines
 from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault
     from degarble.harness.runs.museum_plants import Outcome
@@ -94,6 +98,29 @@ def test_a_healthy_run_raises_no_alarm(case: Case) -> None:
     found = judge_healthy(Path(_folder().name), case)
     assert found.alarms == ()
     assert found.undecided == ()
+
+
+def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
+    """Whom the engine blames where positions arrive shifted at some components of layer 0."""
+    case = Case(KEYS[1], 4, (40, 6), new_tokens=2)
+
+    def moved(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**given, "positions": given["positions"] + shift}
+
+    way = Way("shifted", with_inputs(moved))
+    at = stage(case)
+    found = localise(at.twin, at.model.recipe, at.run(edges=dict.fromkeys(names, way)))
+    return tuple(each.component for each in found.origins)
+
+
+def test_a_layer_of_windows_may_turn_all_by_shifted_positions_and_no_part_alone() -> None:
+    layer = "layers.0.attn."
+    turning = [layer + each for each in ("q_head_norm_rope", "kv_norm_rope", "inverse_rope")]
+    assert shifted(tuple(turning)) == ()
+    assert shifted(tuple(turning[:1])) == (turning[0],)
+    assert set(shifted(tuple(turning[:2]))) == set(turning[:2])
+    entries = [each.replace("layers.0", "layers.1") for each in turning]
+    assert set(shifted(tuple(entries))) == set(entries), "entries have absolute positions"
 
 
 @pytest.mark.faults

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.plain import to_plain
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import museum
-from degarble.harness.runs.museum import CHOSEN, Extent, chosen, run_museum, tasks
+from degarble.harness.runs.museum import CHOSEN, Extent, Museum, Task, chosen, run_museum, tasks
 from degarble.harness.runs.museum_cases import Case, Stage
-from degarble.harness.runs.museum_plants import Cause, Place
+from degarble.harness.runs.museum_plants import Cause, Outcome, Place
+from degarble.harness.runs.museum_repeats import Repeated
 from degarble.suites.runs.museum_stages import KEY, root
 
 if TYPE_CHECKING:
@@ -29,9 +31,12 @@ def test_ids_and_families_are_chosen_in_order() -> None:
 
 def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None:
     found = tasks(tuple(MODEL_FAULTS), museum.WHOLE)
-    assert [task.fault for task in found if task.fault] == list(MODEL_FAULTS)
-    assert sum(task.healthy is not None for task in found) == 200
-    assert {task.extent.leave_out for task in found if task.fault} == {0, 1}
+    once = [task for task in found if not task.twice]
+    assert [task.fault for task in once if task.fault] == list(MODEL_FAULTS)
+    assert sum(task.healthy is not None for task in once) >= 200
+    assert {task.extent.leave_out for task in once if task.fault} == {1}
+    some = tasks(tuple(MODEL_FAULTS), museum.PUBLISHED)
+    assert {task.extent.leave_out for task in some if task.fault and not task.twice} == {0, 1}
     assert all(task.extent.leave_out for task in tasks(("M10.nibble_order",), CHOSEN))
 
 
@@ -47,6 +52,36 @@ def test_a_fault_is_planted_where_it_has_an_effect() -> None:
     assert isinstance(document, dict)
     assert document["verdict"] == "AGREES"
     assert document["families"]["M10"]["plants"] == 2  # type: ignore[index,call-overload]
+
+
+def test_races_and_healthy_cases_are_run_twice() -> None:
+    found = [task for task in tasks(tuple(MODEL_FAULTS), museum.WHOLE) if task.twice]
+    assert {task.fault for task in found} >= {"M36.workspace", "M37.tile", "M37.scales", ""}
+    assert all(task.name.endswith(", twice") for task in found)
+    race = Task(replace(SMALL, repeats=1), "M37.tile", twice=True)
+    (made,) = museum.perform(root(), race)
+    assert isinstance(made, Repeated)
+    assert made.right, made
+    (same,) = museum.perform(root(), Task(SMALL, healthy=Case(KEY, 2, (9,)), twice=True))
+    assert isinstance(same, Repeated)
+    assert (same.fault, same.verdict) == ("", Verdict.AGREES)
+    whole = Museum((), (), (), repeats=(made, same))
+    assert whole.verdict is Verdict.AGREES
+    wrong = replace(made, blamed=("head",)), replace(same, verdict=Verdict.UNSTABLE)
+    assert Museum((), (), (), repeats=wrong[:1]).missed == ("M37.tile",)
+    assert Museum((), (), (), repeats=wrong[1:]).verdict is Verdict.DIFFERS
+
+
+def test_a_family_with_few_plants_is_told() -> None:
+    plants = [Outcome(f"M10.{n}", "head", "a", "b", 9.0, Place.EXACT) for n in range(3)]
+    plants += [Outcome("M06.up", "head", "a", "b", each, Place.EXACT) for each in (9.0, 9.0, 0.5)]
+    assert Museum(tuple(plants), (), ()).thin == ("M06",)
+
+
+def test_mild_plants_are_added() -> None:
+    made = run_museum(("M43.whole",), replace(SMALL, plants=1, mild=2), root=root())
+    assert len(made.outcomes) == 3
+    assert sum(1 <= each.effect < 10 for each in made.outcomes[0:]) >= 2
 
 
 def test_a_fault_without_a_place_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,25 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.engine.faults.negative_controls import CONTROLS
+from degarble.harness.engine.faults.negative_controls import CONTROLS, WEIGHT_CONTROLS
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import by_component
+from degarble.harness.record.capture_types import Phase
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.museum_cases import Stage, equal, healthy_cases, planting_cases
+from degarble.harness.runs.museum_cases import (
+    IN_CHUNKS,
+    JOINING,
+    SCHEDULES,
+    Case,
+    Stage,
+    cases_of_family,
+    equal,
+    healthy_cases,
+    planting_cases,
+    steps_of,
+)
 from degarble.harness.runs.museum_models import KEYS
-from degarble.suites.runs.museum_stages import small_stage
+from degarble.suites.runs.museum_stages import KEY, root, small_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +110,50 @@ def test_every_model_is_planted_and_prompts_follow_from_the_seed() -> None:
 def test_healthy_cases_differ_in_every_way() -> None:
     found = list(healthy_cases(200))
     assert len(set(found)) == len({str(case) for case in found}) == 200
-    for way in ("key", "lengths", "new_tokens", "source", "products", "absorbed", "control"):
+    ways = ("key", "lengths", "new_tokens", "source", "products", "absorbed", "schedule")
+    for way in ways:
         assert len({getattr(case, way) for case in found}) > 1, way
-    assert {case.control for case in found} == {"", *(each.id for each in CONTROLS)}
+    controls = {*(each.id for each in (*CONTROLS, *WEIGHT_CONTROLS)), "window_shift"}
+    assert {case.control for case in found} == {"", *controls}
+    assert {case.schedule for case in found} == set(SCHEDULES)
+
+
+def test_prompts_are_fed_in_chunks_or_one_behind_the_other() -> None:
+    case = Case(KEY, 1, (100, 7), new_tokens=2, schedule=IN_CHUNKS)
+    steps = steps_of(case)
+    assert [len(step.tokens) for step in steps] == [55, 49, 5, 1, 1]
+    joined = steps_of(replace(case, schedule=JOINING))
+    assert [len(step.tokens) for step in joined] == [100, 8, 2, 1]
+    assert [step.phase for step in joined] == [Phase.PREFILL] * 2 + [Phase.DECODE] * 2
+    for made in (steps, joined):
+        for owner, length in enumerate(case.lengths):
+            places = [
+                place
+                for step in made
+                for whose, place in zip(step.sequences, step.positions, strict=True)
+                if whose == owner
+            ]
+            assert places == list(range(length + case.new_tokens))
+
+
+@pytest.mark.parametrize("schedule", [IN_CHUNKS, JOINING])
+def test_a_healthy_run_agrees_however_it_is_fed(stage: Stage, schedule: str) -> None:
+    case = Case(KEY, 1, (60, 7), schedule=schedule)
+    made = Stage.of(case, root(), {KEY: stage.model})
+    found = localise(made.twin, made.model.recipe, made.healthy)
+    assert (found.verdict, found.unjudged) == (Verdict.AGREES, ())
+
+
+@pytest.mark.parametrize("control", [each.id for each in WEIGHT_CONTROLS])
+def test_legal_weights_are_healthy_and_other_ones(stage: Stage, control: str) -> None:
+    made = Stage.of(replace(stage.case, control=control), root(), {KEY: stage.model})
+    found = localise(made.twin, made.model.recipe, made.healthy)
+    assert (found.verdict, found.unjudged) == (Verdict.AGREES, ())
+    last = made.healthy.logits[0]
+    assert not torch.equal(last, stage.healthy.logits[0]), "they change something"
+
+
+def test_families_without_effect_elsewhere_have_cases_of_their_own() -> None:
+    assert cases_of_family("M10") == ()
+    assert {case.control for case in cases_of_family("M03")} == {"own_scales"}
+    assert {case.key.model for case in cases_of_family("M08")} == {"v4", "v32"}

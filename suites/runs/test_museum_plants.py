@@ -34,7 +34,7 @@ from degarble.harness.runs.museum_scores import is_missed
 from degarble.suites.runs.museum_stages import small_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from degarble.harness.runs.museum_cases import Stage
 
@@ -150,17 +150,27 @@ def test_an_engine_that_stops_is_told(
     assert is_missed(found) == (broken == "localise")
 
 
+@pytest.mark.parametrize(
+    ("factor", "also", "cause"),
+    [(2.0, (), Cause.WRONG), (2.0, (NIBBLES.id,), Cause.BESIDE), (0.0, (), Cause.SAME)],
+)
 def test_another_cause_is_wrong_unless_it_makes_the_same(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    factor: float,
+    also: tuple[str, ...],
+    cause: Cause,
 ) -> None:
-    right = on_experts_way(stage)
-    for way, cause in ((times(2.0), Cause.WRONG), (right, Cause.SAME)):
-        named = SimpleNamespace(id="M02.missing", way=way, alternatives=())
-        said: Callable[..., Any] = lambda *_, named=named: SimpleNamespace(  # noqa: E731
-            named=(named,), sentence="so"
-        )
-        monkeypatch.setattr(museum_plants, "diagnose", said)
-        assert on_experts(stage).cause is cause
+    way = times(factor) if factor else on_experts_way(stage)
+    named = SimpleNamespace(
+        id="M02.missing", way=way, alternatives=also, fault=MODEL_FAULTS["M02.missing"]
+    )
+    monkeypatch.setattr(
+        museum_plants, "diagnose", lambda *_: SimpleNamespace(named=(named,), sentence="so")
+    )
+    found = on_experts(stage)
+    assert (found.cause, found.named) == (cause, "M02.missing")
+    assert (found.left_out, found.left_named) == (cause, "M02.missing")
 
 
 def on_experts_way(stage: Stage) -> Way:

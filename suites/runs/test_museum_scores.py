@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.museum_plants import Cause, Outcome, Place
+from degarble.harness.runs.museum_repeats import Repeated
 from degarble.harness.runs.museum_scores import (
     Healthy,
     by_family,
     by_strength,
+    classes,
     has_effect,
     is_missed,
     scores,
@@ -56,6 +60,7 @@ def test_nothing_counted_says_nothing() -> None:
         (outcome(5.0, Place.ALSO_ELSEWHERE), True),
         (outcome(5.0, cause=Cause.WRONG), True),
         (outcome(5.0, cause=Cause.SAME), False),
+        (outcome(5.0, cause=Cause.BESIDE), False),
         (outcome(5.0, cause=Cause.UNKNOWN), False),
         (outcome(2.0, Place.NOWHERE, Cause.UNKNOWN), False),
         (outcome(2.0, Place.ELSEWHERE, Cause.UNKNOWN), True),
@@ -89,6 +94,33 @@ def test_claims_count_what_they_say() -> None:
     assert not by_claim["blamed below 1x"].met
     alarms = by_claim["alarms on healthy runs"]
     assert (alarms.hits, alarms.total, alarms.met) == (1, 2, False)
+
+
+def test_classes_count_beside_strict_names() -> None:
+    found = [outcome(5.0), outcome(5.0, cause=Cause.SAME), outcome(5.0, cause=Cause.BESIDE)]
+    found[1] = replace(found[1], named="M41.tile_of_k")
+    found.append(replace(outcome(5.0, left_out=Cause.SAME), left_named="M01.inverse"))
+    by_claim = {each.claim.strip(): each for each in scores(found, [])}
+    hits = {claim: each.hits for claim, each in by_claim.items() if each.total}
+    assert hits["cause named first, from 3x"] == 3
+    assert hits["strictly: by its own name"] == 2
+    assert hits["wrong cause named, from 3x"] == 0
+    assert hits["strictly: any other name"] == 2
+    assert hits["its family left out: no known fault"] == 1
+    assert hits["strictly: nothing named"] == 0
+    assert by_claim["strictly: nothing named"].met, "it has no target"
+    pairs = {("M10.nibble_order", "M41.tile_of_k"): 1, ("M01.inverse", "M10.nibble_order"): 1}
+    assert classes(found) == pairs
+
+
+def test_repeats_count_where_they_are_apart() -> None:
+    race = Repeated("M37.tile", "head", "a", "b", Verdict.UNSTABLE, ("head",))
+    made = [race, replace(race, blamed=("norm",)), replace(race, fault="", component="")]
+    by_claim = {each.claim: each for each in scores([], [], made)}
+    told = by_claim["run twice: UNSTABLE, at its component"]
+    assert (told.hits, told.total, told.met) == (1, 2, False)
+    alarms = by_claim["run twice: alarms on healthy runs"]
+    assert (alarms.hits, alarms.total, alarms.met) == (1, 1, False)
 
 
 def test_bins_are_by_effect_and_families_by_id() -> None:

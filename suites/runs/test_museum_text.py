@@ -7,6 +7,7 @@ import math
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.museum import Museum
 from degarble.harness.runs.museum_plants import Cause, Outcome, Place
+from degarble.harness.runs.museum_repeats import Repeated
 from degarble.harness.runs.museum_scores import Healthy
 from degarble.harness.runs.museum_text import lines
 from degarble.suites.snapshots import assert_as_kept
@@ -33,7 +34,10 @@ def museum() -> Museum:
     )  # fmt: skip
     healthy = (Healthy("v4"), Healthy("v32", ("norm: 1.2 of its budget",)))
     outcomes = (right, nowhere, wrong, edge)
-    return Museum(outcomes, healthy, ("M19.nvfp4",), 61.4)
+    race = Repeated("M37.tile", W2, "a lost tile", CASE, Verdict.UNSTABLE, (W2,))
+    missed = Repeated("M37.tile", W2, "a lost tile", CASE, Verdict.UNSTABLE, ("head",))
+    twice = (race, missed, Repeated("", "", "", CASE, Verdict.AGREES))
+    return Museum(outcomes, healthy, ("M19.nvfp4",), 61.4, twice)
 
 
 def test_it_is_as_kept() -> None:
@@ -42,7 +46,7 @@ def test_it_is_as_kept() -> None:
 
 def test_misses_and_alarms_decide() -> None:
     made = museum()
-    assert made.missed == ("M01.inverse", "M06.up")
+    assert made.missed == ("M01.inverse", "M06.up", "M37.tile")
     assert made.verdict is Verdict.DIFFERS
     clean = Museum(made.outcomes[:1], made.healthy[:1], ())
     assert clean.verdict is Verdict.AGREES

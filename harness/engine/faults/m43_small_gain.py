@@ -85,12 +85,13 @@ def _head_region(head: int, heads: int) -> Region:
     return region
 
 
-def _head_ways(scene: Scene) -> Iterator[Way]:
+def _planted_heads(scene: Scene) -> Iterator[Way]:
     for head in (0, _heads(scene) - 1):
-        yield next(_head_way(scene, head, 0.97))
+        yield next(head_ways(scene, head, 0.97))
 
 
-def _head_way(scene: Scene, head: int, gain: float) -> Iterator[Way]:
+def head_ways(scene: Scene, head: int, gain: float) -> Iterator[Way]:
+    """A gain on one head, in front of the rounding and behind it."""
     region, places = _head_region(head, _heads(scene)), {"head": head, "gain": gain}
     yield from both_gains(scene, f"{told(gain)} on head {head}", gain, region, places)
 
@@ -111,7 +112,7 @@ def _head(scene: Scene, sight: Sight) -> Iterator[Way]:
     heads, out = _heads(scene), sight.expected["out"]
     masks = ((h, _head_region(h, heads)(sight.inputs, out)) for h in range(heads))
     for head, gain in _of_places(sight, ((h, mask) for h, mask in masks if mask is not None)):
-        yield from _head_way(scene, head, gain)
+        yield from head_ways(scene, head, gain)
 
 
 def _expert_region(expert: int) -> Region:
@@ -121,14 +122,15 @@ def _expert_region(expert: int) -> Region:
     return region
 
 
-def _expert_way(scene: Scene, expert: int, gain: float) -> Iterator[Way]:
+def expert_ways(scene: Scene, expert: int, gain: float) -> Iterator[Way]:
+    """A gain on one expert, in front of the rounding and behind it."""
     region, places = _expert_region(expert), {"expert": expert, "gain": gain}
     yield from both_gains(scene, f"{told(gain)} on expert {expert}", gain, region, places)
 
 
-def _expert_ways(scene: Scene) -> Iterator[Way]:
+def _planted_experts(scene: Scene) -> Iterator[Way]:
     for expert in (0, scene.bound.config.n_routed_experts - 1):
-        yield next(_expert_way(scene, expert, 0.97))
+        yield next(expert_ways(scene, expert, 0.97))
 
 
 def _expert(scene: Scene, sight: Sight) -> Iterator[Way]:
@@ -139,7 +141,7 @@ def _expert(scene: Scene, sight: Sight) -> Iterator[Way]:
         if number >= 0
     )
     for expert, gain in _of_places(sight, masks):
-        yield from _expert_way(scene, expert, gain)
+        yield from expert_ways(scene, expert, gain)
 
 
 def _tile_region(tile: int) -> Region:
@@ -149,17 +151,18 @@ def _tile_region(tile: int) -> Region:
     return region
 
 
-def _tile_way(scene: Scene, tile: int, gain: float) -> Iterator[Way]:
+def tile_ways(scene: Scene, tile: int, gain: float) -> Iterator[Way]:
+    """A gain on one tile of columns, in front of the rounding and behind it."""
     begin = tile * TILE
     words = f"{told(gain)} on columns {begin} to {begin + TILE - 1}"
     places = {"column": begin, "gain": gain}
     yield from both_gains(scene, words, gain, _tile_region(tile), places)
 
 
-def _tile_ways(scene: Scene) -> Iterator[Way]:
+def _planted_tiles(scene: Scene) -> Iterator[Way]:
     for gain in (0.97, 0.5):
-        yield next(_tile_way(scene, 0, gain))
-    yield next(_tile_way(scene, 1, 0.97))
+        yield next(tile_ways(scene, 0, gain))
+    yield next(tile_ways(scene, 1, 0.97))
 
 
 def _tile(scene: Scene, sight: Sight) -> Iterator[Way]:
@@ -172,7 +175,7 @@ def _tile(scene: Scene, sight: Sight) -> Iterator[Way]:
         return
     masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
     for tile, gain in _of_places(sight, ((t, m) for t, m in masks if m is not None)):
-        yield from _tile_way(scene, tile, gain)
+        yield from tile_ways(scene, tile, gain)
 
 
 def _sits_whole(scene: Scene) -> bool:
@@ -209,7 +212,7 @@ MODEL_FAULTS = (
         effect="one head pulls more or less than it should",
         remedy=_REMEDY,
         sits=_sits_head,
-        ways=_head_ways,
+        ways=_planted_heads,
         signature=_head,
     ),
     ModelFault(
@@ -218,7 +221,7 @@ MODEL_FAULTS = (
         effect="tokens that visit this expert are off by a few percent",
         remedy=_REMEDY,
         sits=_sits_expert,
-        ways=_expert_ways,
+        ways=_planted_experts,
         signature=_expert,
     ),
     ModelFault(
@@ -227,7 +230,7 @@ MODEL_FAULTS = (
         effect="64 columns of a product are off",
         remedy=_REMEDY,
         sits=_sits_tile,
-        ways=_tile_ways,
+        ways=_planted_tiles,
         signature=_tile,
     ),
 )

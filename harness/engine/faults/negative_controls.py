@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.anatomy.types import LayerType, MlpType
+from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
 from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
     Way,
@@ -31,6 +32,7 @@ from degarble.harness.engine.faults.rebinding import (
     with_facts,
     with_numerics,
 )
+from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
@@ -270,6 +272,7 @@ CONTROLS = (
 )  # fmt: skip
 
 # These change what arrives at a component; whole runs with them are healthy, see their suites.
+# The museum runs the first on the edges of a model, and growth by its weights.
 WHOLE_RUN_CONTROLS = (
     Control(
         "window_shift", "All positions shifted, in a layer that sees its window alone",
@@ -284,3 +287,76 @@ WHOLE_RUN_CONTROLS = (
         _of_roles("attn.hc_pre", "ffn.hc_pre"), _growth_ways,
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightControl:
+    """Legal weights: a checkpoint that holds them is the candidate's and the twin's alike."""
+
+    id: str
+    title: str
+    why: str
+    change: Callable[[str, Weight], Weight]
+
+
+_OUT = (".attn.wo", ".attn.wo_b")
+
+
+def _longer(name: str, weight: Weight) -> Weight:
+    """What every block adds to its streams twice as long."""
+    if not name.endswith((*_OUT, ".w2")):
+        return weight
+    if weight.tensor_scale is not None:
+        return replace(weight, tensor_scale=weight.tensor_scale * 2, _decoded={})
+    return Weight(value=numbers_of(weight) * 2, input_scale=weight.input_scale)
+
+
+def _by_powers(name: str, weight: Weight) -> Weight:
+    """Block scales at the nearest power of two: a few percent of noise everywhere."""
+    del name
+    if not weight.is_quantised:
+        return weight
+    tensor = weight.quantised()
+    scales = scale_numbers(tensor)
+    rounded = torch.where(scales > 0, scales.log2().round().exp2(), scales)
+    return Weight(value=with_scales(tensor, rounded), input_scale=weight.input_scale)
+
+
+def _own_scale(_name: str, weight: Weight, larger: float = 1.0) -> Weight:
+    """An NVFP4 weight quantised by itself, with its own tensor scale or a larger one."""
+    if not weight.is_quantised or weight.tensor_scale is None or weight.tensor_scale.ndim:
+        return weight
+    form, values = weight.quantised().format, weight.values(torch.float32).contiguous()
+    made = quantise(values, form)
+    if larger != 1:
+        assert made.tensor_scale is not None, "NVFP4 has one"
+        made = quantise(values, form, decode_scale=made.tensor_scale * larger)
+    return Weight.of(made, weight.input_scale)
+
+
+WEIGHT_CONTROLS = (
+    WeightControl(
+        "growth",
+        "Residual streams that grow with depth",
+        "mHC normalises by their length, and so does every norm",
+        _longer,
+    ),
+    WeightControl(
+        "powers_of_two",
+        "Weights whose block scales are powers of two",
+        "a checkpoint of another format is noisier and no less right",
+        _by_powers,
+    ),
+    WeightControl(
+        "own_scales",
+        "Parts of one fused matrix with a tensor scale each",
+        "exporters that do not know of the fusion write them so, and engines may keep all",
+        _own_scale,
+    ),
+    WeightControl(
+        "subnormal_scales",
+        "A tensor scale so large that block scales are subnormal",
+        "subnormal E4M3 numbers are numbers",
+        partial(_own_scale, larger=2.0**15),
+    ),
+)

@@ -1,0 +1,67 @@
+"""Two runs of one candidate: equal to the bit, or UNSTABLE where a race is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.museum_cases import equal
+from degarble.harness.runs.museum_plants import ways_of
+from degarble.harness.runs.museum_repeats import Repeated, repeat, write
+from degarble.suites.runs.museum_stages import small_stage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W2 = "layers.1.ffn.experts.w2"
+RIGHT = Repeated("M37.tile", W2, "a", "b", Verdict.UNSTABLE, (W2, "head"))
+
+
+def test_a_race_is_unstable_where_it_is() -> None:
+    stage, fault = small_stage(), MODEL_FAULTS["M37.tile"]
+    way = random.Random(1).choice(ways_of(stage, fault, W2))
+    found = repeat(stage, fault.id, W2, way)
+    assert (found.verdict, found.blamed[0]) == (Verdict.UNSTABLE, W2)
+    assert found.apart
+    assert found.right
+
+
+def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:
+    stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
+    found = repeat(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
+    assert found.verdict is Verdict.AGREES
+    assert not found.apart
+    assert not found.right, "nothing was there to tell"
+
+
+@pytest.mark.parametrize(
+    ("made", "right"),
+    [
+        (RIGHT, True),
+        (replace(RIGHT, blamed=("head", W2)), False),
+        (replace(RIGHT, verdict=Verdict.DIFFERS), False),
+        (replace(RIGHT, fault="", component="", verdict=Verdict.AGREES, blamed=()), True),
+        (replace(RIGHT, fault="", component=""), False),
+    ],
+)
+def test_what_is_right(made: Repeated, right: bool) -> None:
+    assert made.right == right
+
+
+def test_a_run_is_written_as_it_was_seen(tmp_path: Path) -> None:
+    stage = small_stage()
+    write(stage.healthy, tmp_path / "a", {"source": "here"})
+    seen = Capture.open(tmp_path / "a")
+    assert seen.complete
+    assert [step.tokens for step in seen.steps] == [step.tokens for step in stage.healthy.steps]
+    assert len(seen.calls) == len(stage.healthy.calls)
+    for one, other in list(zip(seen.calls, stage.healthy.calls, strict=True))[::17]:
+        assert one.component == other.component
+        assert equal(seen.inputs(one), stage.healthy.inputs(other))
+        assert equal(seen.outputs(one), stage.healthy.outputs(other))
