@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.sites import Port, Site
-from degarble.harness.engine.blame import Kind, Trouble, blamed_on_edge, source_of
+from degarble.harness.engine.blame import Kind, Trouble, blamed_on_edge, is_memory, source_of
 from degarble.harness.engine.edges import Wires
 from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.forms import earlier_of, same_values
@@ -24,12 +24,20 @@ from degarble.harness.engine.judged_run import Judge, JudgedComponent, Row
 from degarble.harness.engine.onset import Onset, onset_of
 from degarble.harness.engine.replay import Known, batches
 from degarble.harness.engine.seen import by_component
-from degarble.harness.engine.troubles import missing_calls, of_outputs, repeats_apart
+from degarble.harness.engine.splits import joined, unvouched, without_memory
+from degarble.harness.engine.troubles import (
+    beside_prefill,
+    missing_calls,
+    of_outputs,
+    repeats_apart,
+)
 from degarble.harness.errors import DegarbleError
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
 
     from degarble.harness.anatomy.components import Component
     from degarble.harness.anatomy.recipes import Recipe
@@ -40,6 +48,9 @@ if TYPE_CHECKING:
     from degarble.harness.engine.seen import SeenRun
     from degarble.harness.record.capture_types import Call
     from degarble.references.binding import Bound
+
+
+_EARLIER = 4  # calls that stand beside a wrong input: what is stale comes from there
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +82,7 @@ def localise(
     """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
     known = Known.of(twin, recipe)
     work = _Work(known, run, Judge(known, reference, looked), Wires(known, run))
-    calls = by_component(run)
+    calls = work.calls
     for name, component in known.components.items():
         if name in calls:
             told(name)
@@ -85,6 +96,7 @@ class _Work:
 
     def __init__(self, known: Known, run: SeenRun, judge: Judge, wires: Wires) -> None:
         self._known, self._run, self._judge, self._wires = known, run, judge, wires
+        self.calls = by_component(run)
         self._steps = {step.number: step for step in run.steps}
         self._judged: list[JudgedComponent] = []
         self._troubles: list[Trouble] = []
@@ -99,14 +111,29 @@ class _Work:
         if len(stored) < len(calls):
             self._notes.append(f"{component.name}: statistics only, so it was not judged")
         found = batches(self._run, component, stored, self._steps)
-        made = self._judge.component(component, found)
+        alone = unvouched(component, self.calls)
+        asked = [without_memory(each, self._steps) for each in found] if alone else found
+        made = self._judge.component(component, asked)
         self._judged.append(made)
         if made.differs:
             self._troubles.append(of_outputs(self._known, made, self._steps))
+        elif alone:
+            self._as_one_prefill(made, found)
         for batch in found:
             self._edges_of(batch)
         if repeats_apart(calls):
             self._unstable.append(component.name)
+
+    def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> None:
+        """Judge all calls of a sequence as one, where nobody can say what its memory held."""
+        component = made.component
+        whole = Judge(self._known).component(component, list(joined(component, found, self._steps)))
+        for name, row in whole.rows.items():
+            own = made.rows.get(name)
+            if own is None or row.verdict is Verdict.DIFFERS or own.undecided:
+                made.rows[name] = row
+        if whole.differs:
+            self._troubles.append(beside_prefill(of_outputs(self._known, whole, self._steps)))
 
     def _edges_of(self, batch: Batch) -> None:
         for at, call in enumerate(batch.calls):
@@ -237,7 +264,30 @@ class _Work:
             expected = self._known.expected(edge.component, inputs)
         except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
             expected = {}
-        return Sight(inputs, self._run.outputs(call), expected, implied, call.step)
+        sides = (inputs, self._run.outputs(call), expected, implied)
+        elsewhere = self._elsewhere(call) if is_memory(edge.component, edge.name) else {}
+        return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
+
+    def _elsewhere(self, call: Call) -> dict[int, Mapping[str, Tensor]]:
+        """What the same component of other layers was given in the same step."""
+        own, found = self._known.components[call.component], {}
+        for each in self._run.calls:
+            other = self._known.components.get(each.component)
+            if each.step != call.step or other is None or other.layer in (None, own.layer):
+                continue
+            if other.role == own.role and other.layer is not None and _is_stored(each):
+                found[other.layer] = self._run.inputs(each)
+        return found
+
+    def _earlier(self, call: Call) -> tuple[Sight, ...]:
+        """What the same component was given in its first call and in the last ones before this."""
+        before = [
+            each
+            for each in self._run.calls
+            if each.component == call.component and each.step < call.step and _is_stored(each)
+        ]
+        chosen = (*before[:1], *before[max(1, len(before) - _EARLIER) :])
+        return tuple(Sight(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
 
 
 def _is_stored(call: Call) -> bool:

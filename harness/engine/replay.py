@@ -99,6 +99,7 @@ class Batch:
     step_of: Tensor
     position_of: Tensor
     spans: tuple[slice, ...] = ()  # rows of each call, where several are put together
+    lacking: str = ""  # why it cannot be replayed as it is
 
     def part(self, at: int, tensor: Tensor) -> Tensor:
         """What belongs to one call."""
@@ -213,6 +214,8 @@ def _merged(group: list[Batch]) -> list[Batch]:
 def replayed(known: Known, batch: Batch) -> Replay:
     """Run the twin on what the candidate was given."""
     component = batch.component
+    if batch.lacking:
+        return Replay(batch, undecided=batch.lacking)
     inputs = {name: each for name, each in batch.inputs.items() if _takes(component, name)}
     if not inputs or not batch.outputs:
         return Replay(batch, undecided=_FUSED)

@@ -9,6 +9,7 @@ good. Refuses nothing. Kept honest by suites/engine/test_localise.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.sites import Port
@@ -66,6 +67,19 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
         where,
         tuple(sorted({call.step for piece in pieces for call in piece.replay.batch.calls})),
         tuple(_sight(piece) for piece in pieces if piece is not best)[:_MORE],
+    )
+
+
+def beside_prefill(trouble: Trouble) -> Trouble:
+    """The same of calls that were judged as one prefill; their rows cannot be taken apart."""
+    sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
+    return replace(
+        trouble,
+        sentence=f"{trouble.sentence}; judged beside one prefill of the same rows, for what wrote "
+        "its memory was not captured",
+        sight=sights[0],
+        more=tuple(sights[1:]),
+        where={**trouble.where, "beside": "one prefill"},
     )
 
 
