@@ -63,12 +63,17 @@ class Block:
 
     feeds: Mapping[str, str]
     profiles: list[Profile] = field(default_factory=list)
+    _rows: dict[tuple[str, int | None], list[NDArray[np.float32]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def add(self, row: int, unit: Unit, found: TensorStatistics) -> None:
         """Keep the profile of a weight, if it can tell or be told anything."""
         if found.columns is not None and (unit.feed or unit.kind is Kind.NORM):
             is_packed = found.blocks is not None and len(found.counts) == 16
             self.profiles.append(Profile(row, unit, is_packed, found.columns, found.rows))
+            if unit.is_linear and found.rows is not None:
+                self._rows[unit.component, unit.expert].append(found.rows)
 
     def judge(self) -> Iterator[Judged]:
         """Infer the packing order of every packed weight of the block."""
@@ -120,19 +125,14 @@ class Block:
 
         `alone`: of that expert's own linears.
         """
+        experts = (expert,) if alone or expert is None else (None, expert)
         for _ in range(_HOPS + 1):
-            makers = [
-                p.rows
-                for p in self.profiles
-                if p.rows is not None
-                and p.unit.is_linear
-                and p.unit.component == _component(feed)
-                and p.unit.expert in ((expert,) if alone else (None, expert))
-            ]
+            component = _component(feed)
+            makers = [rows for each in experts for rows in self._rows.get((component, each), ())]
             if makers:
                 yield from _reference(Kinship.PRODUCER, makers)
                 return
-            feed = self.feeds.get(_component(feed), "")
+            feed = self.feeds.get(component, "")
 
 
 def _with_company(packed: list[Profile], found: list[Inferred]) -> Iterator[Judged]:

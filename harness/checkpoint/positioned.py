@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from degarble.harness.checkpoint.safetensors_file import regular_file
+from degarble.harness.checkpoint.stored import keep_pages
 from degarble.harness.checkpoint.tensors import tensor_over
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import UnreadableFile
@@ -50,7 +51,7 @@ class PositionedReader:
     def over(self, stored: StoredWeight) -> StoredWeight:
         """Return a weight that is read by this reader; the one before it loses its buffers."""
         self._taken.clear()
-        return replace(stored, read=self._read, release=_nothing)
+        return replace(stored, read=self._read, release=keep_pages)
 
     def ahead(self, path: Path, begin: int, end: int) -> None:
         """Ask the system to fetch a part of a file while another one is worked on."""
@@ -93,10 +94,6 @@ class PositionedReader:
     def __exit__(self, *_: object) -> None:
         self._files.clear()
         self._open.close()
-
-
-def _nothing(_entry: TensorEntry) -> None:
-    """Give nothing back: a buffer has no pages of a file."""
 
 
 def _changed(path: Path, found: int, expected: int) -> UnreadableFile:

@@ -34,6 +34,7 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 
 _LOWEST = U64(0x1111111111111111)  # the lowest bit of each nibble
 _PRIME = U64(0x9E3779B97F4A7C15)  # odd; 2^64 over the golden ratio
+_PLACE = U64(0xD1B54A32D192ED03)  # odd as well
 _SHIFT = U64(29)
 
 
@@ -94,21 +95,26 @@ class E2M1Tally(NamedTuple):
 
 
 @_compiled
-def _by_magnitude(words: Words, quarters: Words, tops: Words, counts: Words) -> None:
-    """Of each word: its sum of squares in quarters, its largest code; counts[k] of all of them."""
+def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> None:
+    """Of each word: its sum of squares in quarters, its largest code; counts [16] of bit planes.
+
+    A plane has one bit a code: where bits 0, 1, 2 are set, and every product of them. counts[p] is
+    the number of codes with all bits of p set, counts[p + 8] of those that are negative too.
+    """
     c1, c2, c3, c4 = U64(0), U64(0), U64(0), U64(0)
-    c5, c6, c7 = U64(0), U64(0), U64(0)
+    c5, c6, c7, s0 = U64(0), U64(0), U64(0), U64(0)
+    s1, s2, s3, s4 = U64(0), U64(0), U64(0), U64(0)
+    s5, s6, s7 = U64(0), U64(0), U64(0)
     for i in range(words.size):
         w = words[i]
-        b0, b1, b2 = w & _LOWEST, (w >> U64(1)) & _LOWEST, (w >> U64(2)) & _LOWEST
-        n0, n1, n2 = b0 ^ _LOWEST, b1 ^ _LOWEST, b2 ^ _LOWEST
-        e1, e2, e3, e4 = n2 & n1 & b0, n2 & b1 & n0, n2 & b1 & b0, b2 & n1 & n0
-        e5, e6, e7 = b2 & n1 & b0, b2 & b1 & n0, b2 & b1 & b0
+        e1, e2, e4 = w & _LOWEST, (w >> U64(1)) & _LOWEST, (w >> U64(2)) & _LOWEST
+        e3, e5, e6 = e1 & e2, e1 & e4, e2 & e4
+        e7 = e3 & e4
         p1, p2, p3, p4 = _population(e1), _population(e2), _population(e3), _population(e4)
         p5, p6, p7 = _population(e5), _population(e6), _population(e7)
-        # squares of 0.5, 1, 1.5, 2, 3, 4, 6 in quarters
-        low = p1 + p2 * U64(4) + p3 * U64(9) + p4 * U64(16)
-        quarters[i] = low + p5 * U64(36) + p6 * U64(64) + p7 * U64(144)
+        # the squares 1, 4, 9, 16, 36, 64, 144 of codes 1 to 7, as a sum over the planes they are in
+        low = p1 + p2 * U64(4) + p3 * U64(4) + p4 * U64(16)
+        quarters[i] = low + p5 * U64(19) + p6 * U64(44) + p7 * U64(56)
         top = U64(1) if e1 else U64(0)
         top = U64(2) if e2 else top
         top = U64(3) if e3 else top
@@ -118,27 +124,24 @@ def _by_magnitude(words: Words, quarters: Words, tops: Words, counts: Words) -> 
         tops[i] = U64(7) if e7 else top
         c1, c2, c3, c4 = c1 + p1, c2 + p2, c3 + p3, c4 + p4
         c5, c6, c7 = c5 + p5, c6 + p6, c7 + p7
-    for k, count in enumerate((c1, c2, c3, c4, c5, c6, c7)):
+        sign = (w >> U64(3)) & _LOWEST
+        s0, s1 = s0 + _population(sign), s1 + _population(sign & e1)
+        s2, s3 = s2 + _population(sign & e2), s3 + _population(sign & e3)
+        s4, s5 = s4 + _population(sign & e4), s5 + _population(sign & e5)
+        s6, s7 = s6 + _population(sign & e6), s7 + _population(sign & e7)
+    for k, count in enumerate((c1, c2, c3, c4, c5, c6, c7, s0, s1, s2, s3, s4, s5, s6, s7)):
         counts[k + 1] += count
 
 
 @_compiled
-def _negatives(words: Words, counts: Words) -> None:
-    """Count the codes with a sign bit, by magnitude, for each but the last one, 7."""
-    s0, s1, s2, s3 = U64(0), U64(0), U64(0), U64(0)
-    s4, s5, s6, s7 = U64(0), U64(0), U64(0), U64(0)
-    for i in range(words.size):
-        w = words[i]
-        b0, b1, b2 = w & _LOWEST, (w >> U64(1)) & _LOWEST, (w >> U64(2)) & _LOWEST
-        n0, n1 = b0 ^ _LOWEST, b1 ^ _LOWEST
-        high = (w >> U64(3)) & b2
-        low = (w >> U64(3)) & (b2 ^ _LOWEST)
-        s0, s1 = s0 + _population(low & n1 & n0), s1 + _population(low & n1 & b0)
-        s2, s3 = s2 + _population(low & b1 & n0), s3 + _population(low & b1 & b0)
-        s4, s5 = s4 + _population(high & n1 & n0), s5 + _population(high & n1 & b0)
-        s6, s7 = s6 + _population(high & b1 & n0), s7 + _population(high & b1 & b0)
-    for k, count in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
-        counts[k] += count
+def _of_planes(planes: Words) -> Any:
+    """Return the counts of codes [8] that have exactly the bits of k, from those that have them."""
+    found = planes.copy()
+    for bit in (1, 2, 4):
+        for k in range(8):
+            if not k & bit:
+                found[k] -= found[k | bit]
+    return found
 
 
 @_compiled
@@ -200,13 +203,13 @@ def e2m1_rows(
     rows, count = words.shape
     blocks = scales.shape[1]
     quarters, tops = np.empty(count, np.uint64), np.empty(count, np.uint64)
-    magnitudes, negatives = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
+    planes = np.zeros(16, np.uint64)
     x, y = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
-    by_scale = np.zeros(2048, np.int64)
+    by_scale = np.zeros((4, 2048), np.int64)  # four tables: equal neighbours do not wait
+    whole = blocks // 4 * 4
     for r in range(rows):
         row_scales = scales[r]
-        _by_magnitude(words[r], quarters, tops, magnitudes)
-        _negatives(words[r], negatives)
+        _by_planes(words[r], quarters, tops, planes)
         if count > blocks:
             _joined(quarters, count // blocks, False)
             _joined(tops, count // blocks, True)
@@ -214,13 +217,17 @@ def e2m1_rows(
         if (first + r) % every == 0:
             known = _logarithms(row_scales, quarters, tables, x, y)
             _add_pairing(x, y, known, tally.pairing)
-        for b in range(blocks):
-            by_scale[np.intp(row_scales[b]) * 8 + np.intp(tops[b])] += 1
-    tally.tops[:] += by_scale.reshape(256, 8)
-    magnitudes[0] = U64(16 * rows * count) - magnitudes.sum()
+        for b in range(0, whole, 4):
+            for k in range(4):
+                by_scale[k, np.intp(row_scales[b + k]) * 8 + np.intp(tops[b + k])] += 1
+        for b in range(whole, blocks):
+            by_scale[0, np.intp(row_scales[b]) * 8 + np.intp(tops[b])] += 1
+    tally.tops[:] += by_scale.sum(0).reshape(256, 8)
+    planes[0] = U64(16 * rows * count)
+    either, negative = _of_planes(planes[:8]), _of_planes(planes[8:])
     for k in range(8):
-        tally.counts[k] += np.int64(magnitudes[k] - negatives[k])
-        tally.counts[k + 8] += np.int64(negatives[k])
+        tally.counts[k] += np.int64(either[k] - negative[k])
+        tally.counts[k + 8] += np.int64(negative[k])
 
 
 @_compiled
@@ -306,28 +313,19 @@ def float_rows(bits: Bits, shift: Any, exponents: Any, facts: Any, energies: Any
 
 @_compiled
 def _digest(words: Words, mask: Any) -> Any:
-    """Return a digest of a row, and the union of all bits of `mask` in it."""
-    h0, h1, h2, h3 = U64(1), U64(2), U64(3), U64(4)
-    seen = U64(0)
-    whole = words.size // 4 * 4
-    for i in range(0, whole, 4):
-        a, b, c, d = words[i], words[i + 1], words[i + 2], words[i + 3]
-        seen |= (a | b | c | d) & mask
-        h0, h1, h2, h3 = (h0 ^ a) * _PRIME, (h1 ^ b) * _PRIME, (h2 ^ c) * _PRIME, (h3 ^ d) * _PRIME
-        h0, h1, h2, h3 = (
-            h0 ^ (h0 >> _SHIFT),
-            h1 ^ (h1 >> _SHIFT),
-            h2 ^ (h2 >> _SHIFT),
-            h3 ^ (h3 >> _SHIFT),
-        )
-    for i in range(whole, words.size):
-        seen |= words[i] & mask
-        h0 = (h0 ^ words[i]) * _PRIME
-        h0 ^= h0 >> _SHIFT
-    for other in (h1, h2, h3):
-        h0 = (h0 ^ other) * _PRIME
-        h0 ^= h0 >> _SHIFT
-    return h0, seen
+    """Return a digest of a row, and the union of all bits of `mask` in it.
+
+    Each word is scrambled with its place, and the scrambled ones are added: a loop over them is
+    vectorised, because no word waits for the one before it.
+    """
+    total, seen = U64(words.size), U64(0)
+    for i in range(words.size):
+        word = words[i]
+        seen |= word & mask
+        mixed = (word ^ (U64(i) * _PLACE)) * _PRIME
+        mixed = (mixed ^ (mixed >> U64(32))) * _PRIME
+        total += mixed ^ (mixed >> _SHIFT)
+    return total, seen
 
 
 @_compiled

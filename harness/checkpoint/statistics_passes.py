@@ -9,6 +9,7 @@ Shape letters: M rows, K columns, R and C blocks along M and K, b bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from degarble.harness.checkpoint.scale_statistics import (
     pairing_of,
 )
 from degarble.harness.checkpoint.statistics_records import BlockStatistics, TensorStatistics
-from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.element_formats import E2M1, E4M3, ELEMENT_FORMATS
 from degarble.harness.formats.fast_threads import values_of
 
 if TYPE_CHECKING:
@@ -165,9 +166,7 @@ class E2M1Pass(Pass):
     def finish(self) -> TensorStatistics:
         """Return what was gathered."""
         tally, scale_format = self._tally, self._format.scale
-        values = values_of(scale_format).astype(np.float64)
-        held = (tally.tops > 0) & np.isfinite(values)[:, None]
-        magnitudes = values_of(E2M1)[:8].astype(np.float64)
+        values, reached = _reached(scale_format.name)
         freedom, xx, yy, xy = map(float, tally.pairing)
         blocks = BlockStatistics(
             scale=of_bytes(tally.tops.sum(1), tally.tops[:, 1:].sum(1), scale_format),
@@ -182,10 +181,18 @@ class E2M1Pass(Pass):
             counts=tally.counts,
             not_finite=0,
             zeros=int(tally.counts[[0, 8]].sum()),
-            amax=float((np.abs(values)[:, None] * magnitudes)[held].max(initial=0.0)),
+            amax=float(reached[tally.tops > 0].max(initial=0.0)),
             scale_digest=matrix_digest(joined(self._scale_digests, np.uint64), ordered=True),
             blocks=blocks,
         )
+
+
+@cache
+def _reached(scale_format: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Each scale byte's value, and the largest magnitude [256, 8] under it by largest code."""
+    values = values_of(ELEMENT_FORMATS[scale_format]).astype(np.float64)
+    kept = np.where(np.isfinite(values), np.abs(values), 0.0)
+    return values, kept[:, None] * values_of(E2M1)[:8].astype(np.float64)
 
 
 class E4M3Pass(Pass):

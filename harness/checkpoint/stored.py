@@ -22,7 +22,7 @@ import torch
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.anatomy.types import Box
 from degarble.harness.checkpoint.modules import Convention
-from degarble.harness.checkpoint.types import DTYPE_BITS, shown, unknown_name
+from degarble.harness.checkpoint.types import DTYPE_BITS, TensorEntry, shown, unknown_name
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.block_formats import codes_shape, scale_shape
 from degarble.harness.formats.layouts import LINEAR
@@ -34,17 +34,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.modules import StoredForm
-    from degarble.harness.checkpoint.types import TensorEntry
     from degarble.harness.formats.types import BlockFormat
 
 _BLOCK_ELEMENTS = 1 << 22  # of one row block by default: 16 MiB once decoded to float32
+
+
+def keep_pages(_entry: TensorEntry) -> None:
+    """Release nothing: a buffer that is used again has no pages of a file."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
     """One weight in the files. `boxes`: the part of each tensor that is its own; None: all of it.
 
-    `read` makes a tensor over the file's pages, `release` gives the pages back.
+    `read` makes a tensor over the file's pages; `release` gives the pages back.
     """
 
     name: str
@@ -61,17 +64,21 @@ class StoredWeight:
 
     def weight(self) -> Weight:
         """Return it as a record whose fields share memory with the file where they can."""
+        return self._weight(self._scalar(Part.TENSOR_SCALE), self._input_scale())
+
+    def _weight(self, tensor_scale: Tensor | None, input_scale: Tensor | None) -> Weight:
+        """Return the record with scalars that were read before: they are those of every row."""
         form, fmt = self.form, self.form.format
         if fmt is None:
             value = self._part(Part.VALUE, self.shape)
-            return Weight(value=value, input_scale=self._input_scale())
+            return Weight(value=value, input_scale=input_scale)
         assert form.dialect is not None, "a block format has its producer"
         block_scale = _as_stored(self._part(Part.BLOCK_SCALE, scale_shape(self.shape, fmt)))
         return Weight(
             codes=_as_stored(self._part(Part.CODES, codes_shape(self.shape, fmt))),
             block_scale=block_scale,
-            tensor_scale=self._scalar(Part.TENSOR_SCALE),
-            input_scale=self._input_scale(),
+            tensor_scale=tensor_scale,
+            input_scale=input_scale,
             storage=Storage(
                 fmt, form.dialect, LINEAR, form.direction, form.nibble_order, self.shape
             ),
@@ -116,9 +123,12 @@ class StoredWeight:
         unit = self.form.format.block[0] if self.form.format else 1
         total, width = (self.shape or (1,))[0], prod(self.shape[1:])
         step = max(unit, elements // max(width, 1) // unit * unit)
+        scalars = self._scalar(Part.TENSOR_SCALE), self._input_scale()
         for begin in range(0, total, step):
             piece = self._cut(begin, min(begin + step, total)) if self.shape else self
-            yield begin, piece.weight()
+            yield begin, piece._weight(*scalars)  # noqa: SLF001  of this class
+            if self.release is keep_pages:
+                continue
             for part, entry in self.form.parts.items():
                 self.release(_within(entry, piece.box(part)))
 
@@ -209,7 +219,7 @@ def _within(entry: TensorEntry, box: Box) -> TensorEntry:
     bits = DTYPE_BITS[entry.dtype]
     begin = entry.begin + first * bits // 8
     end = begin + prod(extents) * bits // 8
-    return entry._replace(shape=extents, begin=begin, end=end)
+    return TensorEntry(entry.name, entry.dtype, extents, entry.file, begin, end)
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
