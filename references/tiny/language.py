@@ -148,7 +148,11 @@ _COPIED = (*w.COLOURS, *w.FOODS, *w.CITIES, *w.PETS, *w.ADJECTIVES)
 
 @dataclass(frozen=True)
 class Mixture:
-    """How long a document is, how many facts it states, and how often each kind of item comes."""
+    """How long a document is, how many facts it states, and how often each kind of item comes.
+
+    `single` is the share of documents whose facts have one relation, so that only the name tells
+    them apart: a lesson for a model that looks at relations alone.
+    """
 
     length: int = 1280
     facts: int = 16
@@ -157,6 +161,7 @@ class Mixture:
     sums: float = 0.08
     copies: float = 0.07
     farthest: int = 1024
+    single: float = 0.0
 
 
 class _Writer:
@@ -166,7 +171,10 @@ class _Writer:
         self.rng = rng
         self.mixture = mixture
         self.document = Document()
-        keys = [(name, relation) for name in w.NAMES for relation in w.RELATIONS]
+        relations = list(w.RELATIONS)
+        if mixture.single and rng.random() < mixture.single:
+            relations = [rng.choice(relations)]
+        keys = [(name, relation) for name in w.NAMES for relation in relations]
         self.unstated = [
             (name, relation, rng.choice(w.RELATIONS[relation]))
             for name, relation in rng.sample(keys, mixture.facts)

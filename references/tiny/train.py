@@ -173,6 +173,7 @@ class Plan:
     batch: int
     length: int
     facts: int
+    single: float
     peak: float
     workers: int
     seed: int
@@ -195,6 +196,7 @@ def plan_from(arguments: list[str] | None = None) -> Plan:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1280)
     parser.add_argument("--facts", type=int, default=16)
+    parser.add_argument("--single", type=float, default=0.0, help="documents of one relation")
     parser.add_argument("--peak", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -225,7 +227,7 @@ def train(plan: Plan) -> int:
     optimiser = Optimiser(model.weights, muon=not plan.adam)
     step = resume(plan.resume, model, optimiser) if plan.resume else 0
     step = 0 if plan.restart else step
-    mixture = Mixture(length=plan.length + 1, facts=plan.facts)
+    mixture = Mixture(length=plan.length + 1, facts=plan.facts, single=plan.single)
     batches = Batches(plan.batch, mixture, plan.first, step, plan.workers)
     trainer = Trainer(model, optimiser, graphs=plan.graphs and device.type == "cuda")
     begin, shown = time.monotonic(), None

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
 
+PACKAGES = ("torch", "numpy")
 FOLDER = Path(__file__).resolve().parents[2] / "references" / "tiny" / "v1"
 RECIPES = ("bf16", "nvfp4-experts", "nvfp4-full")
 DOCUMENTS = 4
