@@ -1,10 +1,11 @@
 """The smallest case that shows a trouble: a folder with one safetensors file and a short script.
 
 Owns the cutting and the file. Of a component whose rows do not depend on each other the fewest rows
-are kept that are still beyond the budget, and of a single matrix the fewest of its own rows; of a
-component with sequences the call that shows most. Weights are stored as the numbers that they
-decode to, so that the case needs no checkpoint. The script judges what was captured and fails while
-the fault is there; whoever mends a kernel puts it in the captured outputs' place.
+are kept that are still beyond the budget, of a product as little of K as a named fault shows on
+(shrink_sums.py), and of a single matrix the fewest of its own rows; of a component with sequences
+the call that shows most. Weights are stored as the numbers that they decode to, so that the case
+needs no checkpoint. The script judges what was captured and fails while the fault is there; whoever
+mends a kernel puts it in the captured outputs' place.
 
 Refuses files that it did not write. Kept honest by suites/engine/test_shrink.py.
 """
@@ -29,6 +30,7 @@ from degarble.harness.engine.edges import alike
 from degarble.harness.engine.forms import aligned, same_values, wrong_forms
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import is_ragged
+from degarble.harness.engine.shrink_sums import shortest_sum
 from degarble.harness.errors import DegarbleError, UnreadableFile
 from degarble.harness.formats.weight import Weight
 from degarble.harness.record.files import usable_folder, write_text
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.anatomy.config import Config
     from degarble.harness.engine.blame import Trouble
+    from degarble.harness.engine.faults.model_faults import Way
 
     Tensors = Mapping[str, Tensor]
 
@@ -165,8 +168,11 @@ class Case:
         return cls(*made, twin, recipe, inputs, captured)
 
 
-def shrunk(trouble: Trouble) -> Case | None:
-    """The smallest case of a trouble; None where there is no call that shows it."""
+def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
+    """The smallest case of a trouble; None where there is no call that shows it.
+
+    `way` is the named fault that explains it: with one the summed dimension is cut as well.
+    """
     sight, scene = trouble.sight, trouble.scene
     if sight is None:
         return None
@@ -185,7 +191,11 @@ def shrunk(trouble: Trouble) -> Case | None:
     try:
         if is_ragged(scene.component):
             return _small_enough(case)
-        return _small_enough(_fewest_columns(_fewest_experts(_fewest_rows(case))))
+        case = _fewest_experts(_fewest_rows(case))
+        if way is not None:
+            prefix = _prefix(scene.bound.config, scene.name, scene.recipe)
+            case = shortest_sum(case, way, prefix)
+        return _small_enough(_fewest_columns(case))
     except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
         return None  # extents that no twin can run on have no case of their own
 
