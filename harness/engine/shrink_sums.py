@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Way
-    from degarble.harness.engine.shrink import Case
 
+    Case = Any  # that of shrink.py, which imports this module
     Tensors = Mapping[str, Tensor]
 
 _LEAST = 16  # of K
