@@ -269,14 +269,15 @@ class _Work:
         return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
 
     def _elsewhere(self, call: Call) -> dict[int, Mapping[str, Tensor]]:
-        """What the same component of other layers was given in the same step."""
-        own, found = self._known.components[call.component], {}
+        """What the same component of other layers was to be given in the same step."""
+        own = self._known.components[call.component]
+        found: dict[int, Mapping[str, Tensor]] = {}
         for each in self._run.calls:
             other = self._known.components.get(each.component)
             if each.step != call.step or other is None or other.layer in (None, own.layer):
                 continue
-            if other.role == own.role and other.layer is not None and _is_stored(each):
-                found[other.layer] = self._run.inputs(each)
+            if other.role == own.role and other.layer is not None:
+                found[other.layer] = self._wires.implied(each)
         return found
 
     def _earlier(self, call: Call) -> tuple[Sight, ...]:

@@ -49,8 +49,9 @@ def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool
         return False
     for each in component.inputs:
         source = source_of(component, each.name) if each.name.startswith(STATE) else None
-        if source is None:
-            continue
+        new = each.name.removeprefix(STATE)
+        if source is None or not any(new in call.inputs for call in calls[component.name]):
+            continue  # rows of another form, which nobody has here
         kept = {
             call.step
             for call in calls.get(source.component, ())

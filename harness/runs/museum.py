@@ -31,7 +31,7 @@ from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.museum_cases import (
     Case,
     Stage,
-    cases_of_family,
+    cases_of_fault,
     healthy_cases,
     planting_cases,
 )
@@ -346,8 +346,8 @@ def _planted(
 
 
 def _cases(fault: ModelFault, extent: Extent) -> list[Case]:
-    """Where a fault is planted: the cases of its family first."""
-    own = cases_of_family(fault.family) if len(extent.cases) > 1 else ()
+    """Where a fault is planted: its own cases first."""
+    own = cases_of_fault(fault.id) if len(extent.cases) > 1 else ()
     return [*own, *extent.cases]
 
 

@@ -108,12 +108,12 @@ def planting_cases(seed: int = 0) -> tuple[Case, ...]:
 
 # Faults without effect where parts share a scale, or no block scale is small, have cases of their
 # own. What their checkpoints hold is legal.
-_OF_FAMILY = {"M03": "own_scales", "M08": "subnormal_scales"}
+_OF_FAULTS = {"M03": "own_scales", "M08.subnormal": "small_scales", "M08.flushed": "small_scales"}
 
 
-def cases_of_family(family: str) -> tuple[Case, ...]:
-    """The cases that only one family of faults needs: none, or one of either model."""
-    control = _OF_FAMILY.get(family)
+def cases_of_fault(fault: str) -> tuple[Case, ...]:
+    """The cases that only this fault needs: none, or one of either model."""
+    control = next((each for name, each in _OF_FAULTS.items() if fault.startswith(name)), None)
     if control is None:
         return ()
     return tuple(

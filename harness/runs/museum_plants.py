@@ -125,6 +125,8 @@ def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[Way]:
 
 def touches(stage: Stage, planted: Planted) -> bool:
     """Whether a way changes anything at all on the healthy run's calls."""
+    if planted.way.beside:
+        return True  # only a run tells
     candidate = stage.candidate()
     weights, call = candidate.weights_of(planted.component), candidate.calls[planted.component]
     edge = planted.fault.reach is Reach.EDGE
@@ -155,6 +157,8 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
         edges[name] = _watched(planted)
     else:
         candidate.calls[name] = planted.way.apply(stage.candidate().calls[name])
+    for other, wrap in planted.way.beside.items():
+        candidate.calls[other] = wrap(candidate.calls[other])
     try:
         run = stage.run(candidate, edges)
     except _CANNOT as error:
@@ -224,7 +228,7 @@ def _watched(planted: Planted) -> Way:
 
         return faulty
 
-    return Way(planted.way.words, apply, planted.way.where)
+    return Way(planted.way.words, apply, planted.way.where, planted.way.beside)
 
 
 def _truth(stage: Stage, planted: Planted) -> set[str]:

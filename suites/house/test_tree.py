@@ -68,6 +68,19 @@ def test_suites_mirror_what_they_judge() -> None:
     assert all((ROOT / name).exists() for name in ACROSS)
 
 
+def test_every_module_of_faults_has_a_suite() -> None:
+    """Its own, or those over the registry, which fail where a family that is listed has no case."""
+    home, suites = ROOT / "harness/engine/faults", ROOT / "suites/engine/faults"
+    stems = {path.stem for path in home.glob("*.py")} - {"__init__"}
+    families = {stem for stem in stems if re.match(r"[mo]\d\d_", stem)}
+    listed = (home / "registry.py").read_text(encoding="utf-8")
+    assert [stem for stem in sorted(families) if f"    {stem},\n" not in listed] == []
+    over_all = ("engine/test_diagnose.py", "engine/faults/test_registry_behaviours.py")
+    assert all((ROOT / "suites" / name).exists() for name in over_all)
+    alone = {path.stem.removeprefix("test_") for path in suites.glob("test_*.py")}
+    assert stems - families - alone == set()
+
+
 def has_module(home: Path, stem: str) -> bool:
     """Tell whether a module or folder shares the suite's stem, or the beginning of it."""
     words = stem.split("_")

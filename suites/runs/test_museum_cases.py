@@ -20,7 +20,7 @@ from degarble.harness.runs.museum_cases import (
     SCHEDULES,
     Case,
     Stage,
-    cases_of_family,
+    cases_of_fault,
     equal,
     healthy_cases,
     planting_cases,
@@ -153,7 +153,7 @@ def test_legal_weights_are_healthy_and_other_ones(stage: Stage, control: str) ->
     assert not torch.equal(last, stage.healthy.logits[0]), "they change something"
 
 
-def test_families_without_effect_elsewhere_have_cases_of_their_own() -> None:
-    assert cases_of_family("M10") == ()
-    assert {case.control for case in cases_of_family("M03")} == {"own_scales"}
-    assert {case.key.model for case in cases_of_family("M08")} == {"v4", "v32"}
+def test_faults_without_effect_elsewhere_have_cases_of_their_own() -> None:
+    assert cases_of_fault("M10.nibble_order") == cases_of_fault("M08.underflow") == ()
+    assert {case.control for case in cases_of_fault("M03.first")} == {"own_scales"}
+    assert {case.key.model for case in cases_of_fault("M08.flushed")} == {"v4", "v32"}

@@ -117,6 +117,26 @@ def test_memory_is_blamed_on_who_writes_it(stage: Stage) -> None:
     assert found.blamed == found.truth
 
 
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("M12.layer_view", "layers.1.attn.indexer.scores"),
+        ("M12.layer_view", "layers.1.attn.attend"),
+        ("M36.metadata", "layers.1.ffn.experts.combine"),
+    ],
+)
+def test_what_arrives_from_other_layers_and_earlier_calls_is_named(
+    stage: Stage, name: str, component: str
+) -> None:
+    made = MODEL_FAULTS[name]
+    found = judged(
+        stage, Planted(made, component, ways_of(stage, made, component)[0]), leave_out=True
+    )
+    assert found.place is Place.EXACT
+    assert (found.cause, found.named) == (Cause.FIRST, name)
+    assert found.left_out is Cause.UNKNOWN
+
+
 def test_nothing_is_no_effect(stage: Stage) -> None:
     assert not touches(stage, Planted(fault(times(1.0)), WO, times(1.0)))
     assert touches(stage, Planted(fault(times(1.01)), WO, times(1.01)))

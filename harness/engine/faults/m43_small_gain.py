@@ -16,6 +16,7 @@ from degarble.harness.engine.faults.model_faults import ModelFault
 from degarble.harness.engine.faults.regions import differing, flat
 from degarble.harness.engine.faults.slopes import (
     both_gains,
+    faint,
     fitted,
     is_named,
     of_sight,
@@ -55,6 +56,9 @@ def _whole_ways(scene: Scene) -> Iterator[Way]:
 
 def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
     gain = of_sight(sight)
+    c, e = sight.outputs.get("out"), sight.expected.get("out")
+    if gain is None and c is not None and e is not None and c.shape == e.shape:
+        gain = faint(c, e)
     if gain is not None:
         for value in _rounded(gain):
             words = f"{told(value)} on all of it"
@@ -64,11 +68,11 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
 def _rounded(gain: float) -> Iterator[float]:
     """The gain with two or three digits where that is as near as a fit can tell, then itself."""
     exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0
-    if is_named(gain, exact):
+    if is_named(gain, exact) and exact != 1:
         yield exact  # a fit's last digits are noise beside an exact number
         return
     short = {float(f"{gain:.{digits}g}"): None for digits in (2, 3)}
-    yield from (value for value in short if is_named(gain, value))
+    yield from (value for value in short if value != 1 and is_named(gain, value))
     yield gain
 
 
@@ -102,7 +106,7 @@ def _of_places(sight: Sight, masks: Iterator[tuple[int, Tensor]]) -> Iterator[tu
     if of_sight(sight) is not None or c.shape != e.shape:
         return
     for number, mask in masks:
-        gain = fitted(c[mask], e[mask])
+        gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])
         if gain is not None:
             for value in _rounded(gain):
                 yield number, value
@@ -168,10 +172,11 @@ def _planted_tiles(scene: Scene) -> Iterator[Way]:
 def _tile(scene: Scene, sight: Sight) -> Iterator[Way]:
     mask = differing(sight)
     out = sight.expected["out"]
-    if mask is None or out.shape[-1] <= TILE:
+    if out.shape[-1] <= TILE:
         return
-    found = sorted({c // TILE for c in mask.any(0).nonzero().flatten().tolist()})
-    if len(found) * TILE >= flat(out).shape[1]:
+    columns = range(out.shape[-1]) if mask is None else mask.any(0).nonzero().flatten().tolist()
+    found = sorted({c // TILE for c in columns})
+    if mask is not None and len(found) * TILE >= flat(out).shape[1]:
         return
     masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
     for tile, gain in _of_places(sight, ((t, m) for t, m in masks if m is not None)):

@@ -87,6 +87,7 @@ class Sight:
     the producers' outputs imply; it is empty inside a component. `earlier` are the sights of the
     same place in calls before this one, oldest first, as far as they are known: what is stale
     comes from there. `rows` counts the rows of each call where several stand below each other.
+    `elsewhere` holds, by layer, what the same component of other layers was to get in this step.
     """
 
     inputs: Mapping[str, Tensor]
@@ -96,15 +97,21 @@ class Sight:
     step: int = 0
     earlier: tuple[Sight, ...] = ()
     rows: tuple[int, ...] = ()
+    elsewhere: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One exact way to go wrong. `words` end the sentence "... reproduces the candidate"."""
+    """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
+
+    `beside` wraps other components, by name, that hand this one what it takes wrongly; they stay
+    healthy. Whoever plants a way plants these with it.
+    """
 
     words: str
     apply: Callable[[ComponentCall], ComponentCall]
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
+    beside: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
 
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]

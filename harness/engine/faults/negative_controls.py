@@ -354,9 +354,9 @@ WEIGHT_CONTROLS = (
         _own_scale,
     ),
     WeightControl(
-        "subnormal_scales",
-        "A tensor scale so large that block scales are subnormal",
+        "small_scales",
+        "A tensor scale so large that many block scales are subnormal",
         "subnormal E4M3 numbers are numbers",
-        partial(_own_scale, larger=2.0**15),
+        partial(_own_scale, larger=2.0**13),
     ),
 )

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     Read = Callable[[Tensor], Tensor]  # a sequence's rows as they are read back
 
 PAGES = (16, 64, 256)  # rows of a page: FlashMLA has 64, others have these
-_CACHES = {
+# What holds new rows, and what holds those of earlier calls.
+CACHES = {
     "window": "state_window", "compressed": "state_compressed", "rows": "state_rows",
     "keys": "state_keys",
 }  # fmt: skip
@@ -38,7 +39,7 @@ _ROLES = ("attn.attend", "attn.indexer.scores")
 def caches(scene: Scene) -> list[str]:
     """The caches that a component reads, by the input that holds their new rows."""
     names = {each.name for each in scene.component.inputs}
-    return [new for new, old in _CACHES.items() if new in names and old in names]
+    return [new for new, old in CACHES.items() if new in names and old in names]
 
 
 def read_back(scene: Scene, words: str, new: str, read: Read, **where: Any) -> Way:
@@ -47,7 +48,7 @@ def read_back(scene: Scene, words: str, new: str, read: Read, **where: Any) -> W
     ratio = block.ratio if block is not None and new in ("compressed", "keys") else 0
 
     def passed(inputs: Tensors) -> Tensors:
-        old = _CACHES[new]
+        old = CACHES[new]
         made = [span.entries_made(ratio) if ratio else span.count for span in spans_of(inputs)]
         kept = counts_of(scene, old, inputs) if old in inputs else [0] * len(made)
         before = inputs[old] if old in inputs else inputs[new][:0]
@@ -176,7 +177,7 @@ def _where_differing(
     """Propose for the caches whose rows are not those that were written."""
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
-        changed = {new for new in caches(scene) if _differs(sight, new, _CACHES[new])}
+        changed = {new for new in caches(scene) if _differs(sight, new, CACHES[new])}
         for way in ways(scene) if changed else ():
             if way.where["cache"] in changed:
                 yield way

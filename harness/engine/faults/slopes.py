@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NEAR = 4e-3  # of a fitted gain: a spacing of BF16, should few values stand many times
 LEFT = 0.25  # of the difference may remain behind a fitted gain, else it is no gain
+FAINT = 0.02  # from 1: beyond, a gain stands out of the roundings of BF16
+SURE = 8.0  # standard errors of a fit
 FEWEST = 4  # numbers that a fit needs, or it says nothing
 
 
@@ -57,6 +59,17 @@ def fitted(candidate: Tensor, expected: Tensor) -> float | None:
     if found is None or found.left > LEFT or found.gain == 1:
         return None
     return found.gain
+
+
+def faint(candidate: Tensor, expected: Tensor) -> float | None:
+    """A gain so near 1 that roundings drown it in single numbers, and all of them show it."""
+    found = slope(candidate, expected)
+    if found is None or abs(found.gain - 1) > FAINT:
+        return None
+    c, e = candidate.double().flatten(), expected.double().flatten()
+    noise = float((c - found.gain * e).norm()) / math.sqrt(e.numel())
+    error = noise / float(e.norm())
+    return found.gain if abs(found.gain - 1) > SURE * error else None
 
 
 def is_named(gain: float, known: float) -> bool:
@@ -149,5 +162,8 @@ def of_sight(sight: Sight, output: str = "out") -> float | None:
 
 
 def told(gain: float) -> str:
-    """A gain in words, with four digits."""
-    return f"a gain of {number(gain, 4)}"
+    """A gain in words, with four digits; very near 1 what it is beside it."""
+    beside = gain - 1
+    if not beside or abs(beside) >= FAINT / 2:
+        return f"a gain of {number(gain, 4)}"
+    return f"a gain of 1 {'+' if beside > 0 else '-'} {number(abs(beside), 3)}"

@@ -130,12 +130,32 @@ def sights(
     on_edge = fault.reach is Reach.EDGE
     passing = way.apply(lambda given, _weights: given) if way and on_edge else None
     call = way.apply(scene.call) if way and not on_edge else scene.call
+    spies = {
+        other: wrap(run.scene(other, twin=False).call)
+        for other, wrap in (way.beside if way else {}).items()
+    }
     for seen in run.calls[name][calls]:
+        for other, spy in spies.items():
+            for each in run.calls[other]:
+                if each.step == seen.step:
+                    spy(each.inputs, run.scene(other, twin=False).weights)
         inputs = passing(seen.inputs, scene.weights) if passing else seen.inputs
         outputs = call(inputs, scene.weights)
         expected = twin.call(inputs, twin.weights)
         implied = dict(seen.inputs) if on_edge else {}
-        found.append(Sight(inputs, outputs, expected, implied, seen.step, tuple(found)))
+        others = elsewhere(run, scene, seen.step) if on_edge else {}
+        made = Sight(inputs, outputs, expected, implied, seen.step, tuple(found), elsewhere=others)
+        found.append(made)
+    return found
+
+
+def elsewhere(run: Run, scene: Scene, step: int) -> dict[int, Mapping[str, Tensor]]:
+    """What the same component of other layers was given in a step."""
+    found: dict[int, Mapping[str, Tensor]] = {}
+    for name, calls in run.calls.items():
+        other, layer = run.scene(name, twin=False).component, scene.component.layer
+        if other.role == scene.role and other.layer is not None and other.layer != layer:
+            found[other.layer] = next(each.inputs for each in calls if each.step == step)
     return found
 
 

@@ -7,11 +7,13 @@ import torch
 
 from degarble.harness.engine.faults.slopes import (
     both_gains,
+    faint,
     fitted,
     gain_way,
     is_named,
     slope,
     times,
+    told,
 )
 from degarble.suites.engine.faults.planting import run
 
@@ -37,6 +39,27 @@ def test_noise_equality_and_little_data_are_no_gain(seed: int) -> None:
     assert slope(x[:3], x[:3] * 2) is None
     assert slope(x * float("nan"), x) is None
     assert slope(x, torch.zeros_like(x)) is None
+
+
+def test_a_faint_gain_shows_in_many_numbers_and_noise_does_not(seed: int) -> None:
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(seed)).double()
+    gained = (1.001 * x).bfloat16()
+    assert fitted(gained, x.bfloat16()) is None, "roundings are larger than it"
+    found = faint(gained, x.bfloat16())
+    assert found is not None
+    assert abs(found - 1.001) < 1e-4
+    assert faint(x.bfloat16(), x) is None
+    noisy = (x + 0.01 * values(seed + 1, 1 << 16).double()).bfloat16()
+    assert faint(noisy, x) is None
+    assert faint(1.5 * x, x) is None, "nothing faint"
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(0.97, "a gain of 0.9700"), (1.00017, "a gain of 1 + 0.000170"), (1.0, "a gain of 1.000")],
+)
+def test_gains_near_one_are_told_by_what_is_beside_it(gain: float, words: str) -> None:
+    assert told(gain) == words
 
 
 def test_a_gain_sits_where_it_is_put() -> None:
