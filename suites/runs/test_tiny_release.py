@@ -1,9 +1,9 @@
-"""A trained model becomes a checkpoint that opens, and that speaks as the trained one did."""
+"""A trained model becomes a checkpoint that opens; the released ones know what they were taught."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +13,15 @@ from tokenizers import Tokenizer
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.runs import tiny_release
-from degarble.references.tiny import train, words
+from degarble.harness.talk.speaker import Speaker
+from degarble.references import tiny
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+from degarble.references.tiny import figures, train, words
+from degarble.references.tiny.language import Mixture, document
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_RELEASED = Path(tiny.__file__).parent / "v1"
 
 
 def _trained(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -56,3 +61,23 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     arguments = ["--model", "v4", "--trained", str(tmp_path / "trained"), "--out", "never"]
     with pytest.raises(InvalidArgument, match="weights of every parameter"):
         tiny_release.main(arguments)
+
+
+@pytest.mark.parametrize("name", ["v4", "v32"])
+def test_a_released_model_recalls_beyond_its_window_adds_and_copies(name: str) -> None:
+    with Checkpoint.open(_RELEASED / name) as checkpoint:
+        assert checkpoint.model is not None
+        weights = {each: checkpoint.weights[each] for each in checkpoint.weights}
+        speaker = Speaker(Bound(checkpoint.model, Numerics.bf16(), weights))
+
+        def logits(ids: list[int]) -> torch.Tensor:
+            return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))
+
+        known = figures.score([document(figures.HELD_OUT + 7, Mixture(length=400))], logits)
+    assert known.asked == {"copy": 9, "recall 128": 12, "recall 256": 7, "sum": 2, "recall 512": 2}
+    assert known.right == known.asked
+
+
+@pytest.mark.parametrize(("name", "most"), [("v4", 12 << 20), ("v32", 4_000_000)])
+def test_a_released_model_is_small(name: str, most: int) -> None:
+    assert sum(path.stat().st_size for path in (_RELEASED / name).glob("*.safetensors")) <= most
