@@ -1,9 +1,9 @@
-"""The models of the museum: the trained small V4 and a synthetic V3.2, quantised by our own code.
+"""The models of the museum: the trained small V4 and V3.2, quantised by our own code.
 
-Owns where they come from: released and seeded weights, calibrated on documents of the small
-language and quantised by the job behind `degarble quantise`, into a folder that lives as long as a
-run. A candidate computes in the arithmetic that engines have (float32 products), its twin exactly
-on the operands that lie on disk; both read the same checkpoint.
+Owns where they come from: released weights, calibrated on documents of the small language and
+quantised by the job behind `degarble quantise`, into a folder that lives as long as a run. A
+candidate computes in the arithmetic that engines have (float32 products), its twin exactly on the
+operands that lie on disk; both read the same checkpoint.
 
 Refuses nothing of its own. Kept honest by suites/runs/test_museum_models.py.
 """
@@ -20,8 +20,6 @@ import torch
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.inventory import take_inventory
 from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
-from degarble.harness.checkpoint.synthetic_statistics import Statistics
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.runs.capture_amax import InputRanges
 from degarble.harness.runs.held_weights import HeldWeights
@@ -31,7 +29,6 @@ from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics, switches_of
 from degarble.references.state import Sequence
 from degarble.references.tiny import language
-from degarble.references.tiny.configs import TINY_V32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,10 +41,9 @@ if TYPE_CHECKING:
 
 MODELS = ("v4", "v32")
 RECIPES = ("nvfp4-experts", "nvfp4-full")
-_SEED = 20261121  # of the synthetic weights
 _DOCUMENTS = 4  # that calibrate
 _LENGTH = 320  # of each of them
-_RELEASED = Path(tiny.__file__).parent / "v1" / "v4"
+_RELEASED = Path(tiny.__file__).parent / "v1"
 
 
 @dataclass(frozen=True, order=True)
@@ -113,7 +109,7 @@ def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
     for key in keys:
         if (root / key.folder).exists():
             continue
-        source = _source(key.model, root)
+        source = _RELEASED / key.model
         with Checkpoint.open(source) as checkpoint:
             config = checkpoint.model
         assert config is not None, "both sources have a config"
@@ -130,16 +126,6 @@ def prompt_ids(seed: int, length: int) -> tuple[int, ...]:
     """Cut a document of the small language to so many tokens."""
     mixture = language.Mixture(length=max(length, 32), facts=4)
     return tuple(language.document(seed, mixture).ids[:length])
-
-
-def _source(model: str, root: Path) -> Path:
-    if model == "v4":
-        return _RELEASED
-    target = root / "v32-bf16"
-    if not target.exists():
-        statistics = Statistics(outlier_gain=2.0, input_amax=16.0)
-        write_checkpoint(target, Synthetic(TINY_V32, "bf16", seed=_SEED, statistics=statistics))
-    return target
 
 
 def _calibration(source: Path, config: Config) -> Calibration:

@@ -94,7 +94,7 @@ def _notes(museum: Museum) -> tuple[str, ...]:
         f"fewer than three plants with an effect: {', '.join(museum.thin) or 'no family'}",
         f"{len(museum.healthy)} healthy runs: seeds, lengths, batches, switches, orders, controls",
         f"{len(museum.repeats)} cases run twice: races, and healthy candidates",
-        "V4 is the trained small model; V3.2 has seeded weights with a trained model's statistics",
+        "both are the trained small models of references/tiny",
         "localised: its component is blamed and no other one; an edge is compared bit for bit",
         "named: first, or one that makes the same of the same calls is first (docs/faults.md)",
     )

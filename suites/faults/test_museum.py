@@ -102,14 +102,15 @@ def test_a_healthy_run_raises_no_alarm(case: Case) -> None:
 
 def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
     """Whom the engine blames where positions arrive shifted at some components of layer 0."""
-    case = Case(KEYS[1], 4, (40, 6), new_tokens=2)
+    case = Case(KEYS[1], 4, (12, 6), new_tokens=2)
 
     def moved(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**given, "positions": given["positions"] + shift}
 
     way = Way("shifted", with_inputs(moved))
     at = stage(case)
-    found = localise(at.twin, at.model.recipe, at.run(edges=dict.fromkeys(names, way)))
+    run = at.run(at.taped(), dict.fromkeys(names, way))
+    found = localise(at.twin, at.model.recipe, at.rest(run))
     return tuple(each.component for each in found.origins)
 
 

@@ -1,4 +1,4 @@
-"""A small case of the museum, prepared once a process: the synthetic V3.2 and a few tokens."""
+"""A small case of the museum, prepared once a process: the small V3.2 and a few tokens."""
 
 from __future__ import annotations
 
