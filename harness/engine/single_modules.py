@@ -1,10 +1,11 @@
 """The modules of any torch model judged one by one, each on the inputs that it was given.
 
-Owns the twin of a plain model (its weights as they are stored, decoded once while that fits into
-memory), the walk over a captured run, and what is said of it: which components differ from their
-twin, which agree, which were not judged because nobody said what they compute. Errors of earlier
-modules are no module's fault, because each is replayed on its own inputs; a value that was not
-finite before a module ran is told of the module that made it.
+Owns the twin of a plain model (its weights as they are stored; decoded anew where that is quick,
+and once where it is not, while that fits into memory), the walk over a captured run, and what is
+said of it: which components differ from their twin, which agree, which were not judged because
+nobody said what they compute. Errors of earlier modules are no module's fault, because each is
+replayed on its own inputs; a value that was not finite before a module ran is told of the module
+that made it.
 
 Refuses weights of components that the run does not have. Kept honest by
 suites/engine/test_single_modules.py.
@@ -18,11 +19,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from degarble.harness.engine.seen import same_bits
 from degarble.harness.engine.single_gemm import agrees_at_once, judge_product
 from degarble.harness.engine.single_operations import by_callable, judge_defined
 from degarble.harness.engine.single_product import OUTPUTS, Operand, Product, all_finite
 from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.formats.quantise import has_fast_decoder
 from degarble.harness.record.verdict import SCHEMA, Origin, Verdict
 
 if TYPE_CHECKING:
@@ -101,13 +105,21 @@ class Twin:
         return at_once or judge_product(component, product, out)
 
     def _operand(self, component: str) -> Operand:
+        """The weight, whose numbers were looked at once.
+
+        What decodes as quickly as memory is read is decoded for every call, into memory that the
+        last one left: fresh memory for all weights costs ten times the decoding.
+        """
         known = self._held.get(component)
-        if known is None:
-            known = Operand.of(f"weight of {component}", self._weights[component][_WEIGHT])
-            size = known.values.numel()
-            if size <= self._room:
-                self._room -= size
-                self._held[component] = known
+        if known is not None:
+            return known if "values" in vars(known) else Operand(known.held)
+        known = Operand.of(f"weight of {component}", self._weights[component][_WEIGHT])
+        tensor, size = known.quantised, known.values.numel()
+        if tensor is not None and has_fast_decoder(tensor, torch.float32):
+            self._held[component] = Operand(known.held)
+        elif size <= self._room:
+            self._room -= size
+            self._held[component] = known
         return known
 
 

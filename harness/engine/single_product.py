@@ -25,6 +25,7 @@ from degarble.harness.formats.fast_nvfp4 import dequantise_nvfp4
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantise import dequantise
 from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.spare_memory import empty_tensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 
@@ -200,7 +201,8 @@ class Product:
 
     def plain(self) -> Tensor:
         """The same in float32 from end to end, as this machine's library sums it."""
-        made = self.x.values.float() @ self.w.values.float().T
+        x, w = self.x.values.float(), self.w.values.float()
+        made = torch.mm(x, w.T, out=empty_tensor((len(x), len(w)), torch.float32))
         return (made if self.bias is None else made + self.bias.float()).to(self.dtype)
 
     @cached_property

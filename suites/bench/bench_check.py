@@ -7,6 +7,7 @@ Kept honest by suites/bench/test_bench_check.py.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -88,8 +89,10 @@ def seconds_of(arm: Arm, root: Path) -> float:
     """Run the command once."""
     line = [sys.executable, "-m", "degarble.harness.cli.main", "--quiet", "check", str(arm.capture)]
     line += ["--reference", str(RELEASED), "--json", str(root / f"{arm.capture.name}.json")]
+    # As installed: a shell that forbids bytecode files would have every module compiled each time.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     begin = time.perf_counter()
-    status = subprocess.run(line, check=False).returncode
+    status = subprocess.run(line, check=False, env=environment).returncode
     seconds = time.perf_counter() - begin
     assert status == arm.status, (arm.capture.name, status)
     return seconds

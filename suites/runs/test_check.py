@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 
 from degarble.harness.runs import capture as run
 from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.check import CheckRun
+from degarble.harness.runs.check import Wanted as WantedCheck
 from degarble.harness.runs.model import open_model
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import write_speaker
@@ -149,3 +152,14 @@ def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     done = check(capsys, counted, v4)
     assert done.status == 2
     assert "statistics only" in done.err
+
+
+def test_a_narrow_model_is_checked_on_one_thread(v4: Path, tmp_path: Path) -> None:
+    folder, before = captured(v4, tmp_path / "capture"), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with CheckRun(WantedCheck(folder, v4)):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

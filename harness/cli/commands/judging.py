@@ -10,6 +10,7 @@ import typer
 
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
+from degarble.harness.cli.imports import importing
 from degarble.harness.cli.options import (
     Backend,
     CapturePath,
@@ -177,10 +178,13 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         require_folder("--report", options.report)
     if terminal.json_file is not None:
         values.writable("--json", terminal.json_file)
-    # Imports torch, which --help and --version do without.
-    from degarble.harness.runs import check as run  # noqa: PLC0415
-    from degarble.harness.runs.check_document import check_document, sentence_of  # noqa: PLC0415
-    from degarble.harness.runs.check_text import check_text  # noqa: PLC0415  as above
+    with importing():  # torch, which --help and --version do without
+        from degarble.harness.runs import check as run  # noqa: PLC0415
+        from degarble.harness.runs.check_document import (  # noqa: PLC0415
+            check_document,
+            sentence_of,
+        )
+        from degarble.harness.runs.check_text import check_text  # noqa: PLC0415
 
     wanted = run.Wanted(
         options.capture, options.reference, options.checkpoint, device=options.device
