@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.checkpoint.worker_pool import run_each
+from degarble.harness.engine.faults.dials import DIALS
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
 from degarble.harness.record.verdict import Verdict
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 SEED = 5
 _TRIES = 4  # plants that are tried for each that is wanted, where many have no effect
 _WAYS = 2  # of one fault at one component
+_BY_DIAL = 3  # times as many mild plants of a fault that can be as strong as is wanted
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,8 @@ def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
         if done == extent.plants:
             break
     stages = [stage_of(case, root) for case in _cases(fault, extent)] if extent.mild else []
-    for stage, component, way in islice(mild(stages, fault, chance), extent.mild):
+    count = extent.mild * (_BY_DIAL if fault.id in DIALS else 1)
+    for stage, component, way in islice(mild(stages, fault, chance), count):
         made = _planted(stage, fault, component, way, leave_out=False)
         if made is not None:
             yield made
