@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from degarble.harness.cli import imports
 from degarble.harness.cli.imports import importing
@@ -44,6 +45,7 @@ def test_a_command_imports_torch_uncollected_and_sets_it_aside() -> None:
 
 def test_a_process_that_has_torch_is_left_alone() -> None:
     before = gc.get_freeze_count()
+    assert torch.__name__ == imports.HEAVY
     with importing():
         assert gc.isenabled()
     assert gc.get_freeze_count() == before

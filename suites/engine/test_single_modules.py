@@ -132,3 +132,18 @@ def test_what_is_refused() -> None:
     with pytest.raises(UnknownName, match="--components"):
         api.capture(model, torch.randn(5, 8), components="nothing")
     assert api.check(run, {}).verdict is api.Verdict.UNDECIDED
+
+
+def test_what_decodes_quickly_is_decoded_for_every_call_and_not_held() -> None:
+    torch.manual_seed(5)
+    stored = api.quantise(torch.randn(256, 512), api.NVFP4)  # 65,536 bytes: the compiled decoder
+    twin, x = api.Twin({"one": stored}), torch.randn(4, 512)
+    weight = api.dequantise(stored, torch.float32)
+    for _ in range(3):
+        found = twin.judge("one", {"x": x}, {"out": x @ weight.T})
+        assert found is not None
+        assert found.verdict is api.Verdict.AGREES
+    assert "values" not in vars(twin._held["one"])
+    found = twin.judge("one", {"x": x}, {"out": x @ weight.T * 2})
+    assert found is not None
+    assert found.verdict is api.Verdict.DIFFERS
