@@ -30,6 +30,7 @@ from degarble.harness.engine.budget_codes import gated, is_coded
 from degarble.harness.engine.budget_mixing import mixed
 from degarble.harness.engine.budget_pooling import pooled
 from degarble.harness.engine.budget_rules import (
+    LARGE,
     SCALE_ROUNDINGS,
     U,
     exact,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
 
     Rule = Callable[[Call, Tensor], Budget]
     Whole = Callable[[Call], dict[str, Budget]]
@@ -93,8 +96,16 @@ def _copied(_call: Call, out: Tensor) -> Budget:
 def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
     x, weights = operand(_rows(call.x)), call.weights.values()
-    made = _side_by_side([summed(x, w.values(torch.float32), output_format(out)) for w in weights])
+    made = _side_by_side([summed(x, _matrix(w), output_format(out)) for w in weights])
     return replace(made, slack=made.slack.reshape(out.shape))
+
+
+def _matrix(weight: Weight) -> Tensor:
+    """The numbers of a matrix; a large plain one as it is stored, to be widened by pieces."""
+    value = weight.value
+    if value is not None and value.numel() > LARGE:
+        return value
+    return weight.values(torch.float32)
 
 
 def _projected(call: Call, out: Tensor) -> Budget:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 U = 2.0**-24
 CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
+LARGE = 1 << 25  # elements of a matrix; a larger one is looked at by pieces of its rows
 _AT_ONCE = 1 << 18  # partial sums that are held together; below, calls cost more than sums
 _DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
@@ -91,9 +92,13 @@ def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat
             "operands", shapes, "(M, K) and (N, K)",
             "Pass the weight as rows of K; join leading extents.",
         )  # fmt: skip
-    x, w = (side if isinstance(side, Operand) else operand(side) for side in (x_MK, w_NK))
+    x = x_MK if isinstance(x_MK, Operand) else operand(x_MK)
     length = x.rows.shape[1]
-    total, mean = _partial_sums(x.rows, w.rows)
+    if isinstance(w_NK, Operand) or w_NK.numel() <= LARGE:
+        w = w_NK if isinstance(w_NK, Operand) else operand(w_NK)
+        total, mean = _partial_sums(x.rows, w.rows)
+    else:
+        total, mean, w = _in_pieces(x.rows, w_NK)
     bridge = x.four[:, None] * w.four[None, :]
     slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
     slack = slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
@@ -113,6 +118,21 @@ def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat
         ),
         repeats,
     )
+
+
+def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
+    """The same of a matrix that is never held in float32 as a whole: a head has 3.7 GB."""
+    sums: list[tuple[Tensor, Tensor]] = []
+    four: list[Tensor] = []
+    digests: list[Tensor] = []
+    for part in w.split(max(1, LARGE // w.shape[1])):
+        wide = part.float()
+        sums.append(_partial_sums(x, wide))
+        four.append(_four_norm(wide))
+        digests.append(_digests(wide))
+    totals, means = zip(*sums, strict=True)
+    operand_of_all = Operand(w, torch.cat(four), _most_alike(torch.cat(digests)))
+    return torch.cat(totals, dim=1), torch.cat(means, dim=1), operand_of_all
 
 
 def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,14 +158,20 @@ def _probe(width: int) -> Tensor:
 
 def _repeats(rows: Tensor) -> int:
     """Return how many rows at most are the same but for sign and size: they round alike."""
-    if len(rows) < 2:
-        return 1
+    return _most_alike(_digests(rows)) if len(rows) > 1 else 1
+
+
+def _digests(rows: Tensor) -> Tensor:
+    """A number a row that is equal where rows are, but for sign and size; none of empty rows."""
     wide = rows.double()
     norms = wide.norm(dim=1)
-    held = norms > 0
-    if not bool(held.any()):
+    found: Tensor = ((wide @ _probe(rows.shape[1])) / norms)[norms > 0].abs()
+    return found
+
+
+def _most_alike(digests: Tensor) -> int:
+    if not len(digests):
         return 1
-    digests = ((wide @ _probe(rows.shape[1])) / norms)[held].abs()
     found = torch.unique((digests * 2**_DIGEST_BITS).round(), return_counts=True)
     return int(found[1].max())
 

@@ -48,10 +48,10 @@ def main(*arguments: str) -> None:
     options = ["--only", "structure", "--loader", loader, "--json", out, "--quiet"]
     status = command(["audit", folder, *options])
     seconds = time.perf_counter() - start
-    sys.stdout.write(f"{status} {seconds} {time.process_time()} {_peak_bytes()}\n")
+    sys.stdout.write(f"{status} {seconds} {time.process_time()} {peak_bytes()}\n")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Return the high-water mark. Trap: getrusage's survives exec, and would be the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024

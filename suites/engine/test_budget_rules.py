@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.engine import budget_rules
 from degarble.harness.engine.budget import HEADROOM, Budget, judge, spacing
 from degarble.harness.engine.budget_rules import exact, few, normed, stored_between, summed
 from degarble.harness.errors import ShapeMismatch
@@ -247,3 +248,13 @@ def test_the_derivation_names_its_numbers() -> None:
     assert "K = 64" in budget.derivation[0]
     assert isinstance(budget, Budget)
     assert budget.derivation[-1] == "and one rounding to BF16"
+
+
+def test_a_matrix_in_pieces_has_the_budget_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operand("normal", 5, 256, 1), operand("heavy", 70, 256, 2).bfloat16()
+    w[11], w[64] = w[3], -2 * w[3]  # equal but for sign and size, in three pieces
+    whole = summed(x, w.float())
+    monkeypatch.setattr(budget_rules, "LARGE", 30 * 256)
+    pieces = summed(x, w)
+    assert torch.allclose(pieces.slack, whole.slack, rtol=1e-5)
+    assert pieces.repeats == whole.repeats == (1, 3)

@@ -1,0 +1,136 @@
+"""A run of V4-Pro's width judged component by component, in a process of its own.
+
+`python -m degarble.suites.bench.peak_check_width RECIPE` runs one layer of each type (window,
+compressed by 4 and by 128) and both ends at V4-Pro's extents, float32 inside, localises it, and
+prints verdict, outputs that were judged, the worst in units of budget, seconds and the peak of
+resident memory in bytes. Weights are drawn when they are asked for and kept by nobody. RECIPE is
+bf16 or nvfp4-experts; experts then are random codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.presets import V4_PRO
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.anatomy.types import Dtype, Kind
+from degarble.harness.engine.localise import localise
+from degarble.harness.engine.seen import InMemoryRun
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.weight import Storage, Weight
+from degarble.references.binding import Bound
+from degarble.references.numerics import Mode, Numerics, switches_of
+from degarble.suites.bench.peak_full_size import peak_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.parameters import Parameter
+
+CONFIG = replace(
+    V4_PRO, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_hash_layers=1,
+    num_nextn_predict_layers=0,
+)  # fmt: skip
+PROMPT = (17, 4711)
+PRODUCTS = (
+    "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "attn.compressor.proj",
+    "attn.indexer.wq_b", "ffn.gate", "ffn.experts.w13", "ffn.experts.w2", "ffn.shared.w13",
+    "ffn.shared.w2",
+)  # fmt: skip
+_DRAWN = 1 << 20  # values that are really drawn; more are the same ones, shifted
+
+
+class Drawn(Mapping[str, Weight]):
+    """Weights by name, made anew whenever one is asked for."""
+
+    def __init__(self, quantised: bool) -> None:
+        self._known = {each.name: each for each in parameters(CONFIG)}
+        self._quantised = quantised
+
+    def __getitem__(self, name: str) -> Weight:
+        parameter = self._known[name]
+        digest = hashlib.sha256(name.encode()).digest()
+        chance = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        if self._quantised and parameter.expert is not None and parameter.kind is Kind.LINEAR:
+            return _codes(parameter.shape, chance)
+        return Weight(value=_value(parameter, chance))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def _value(parameter: Parameter, chance: torch.Generator) -> Tensor:
+    shape, row = parameter.shape, parameter.row
+    count = torch.Size(shape).numel()
+    if row.dtype is Dtype.I64:
+        return (torch.arange(count) % CONFIG.n_routed_experts).reshape(shape)
+    noise = torch.randn(min(count, _DRAWN), generator=chance)
+    if parameter.kind is Kind.NORM or row.name.endswith("scale"):
+        noise = 1.0 + 0.1 * noise
+    elif len(shape) > 1 and parameter.kind is not Kind.EMBEDDING:
+        noise = noise * shape[-1] ** -0.5
+    drawn = noise.to(torch.bfloat16) if row.dtype is Dtype.BF16 else noise
+    made = torch.empty(count, dtype=drawn.dtype)
+    for number, part in enumerate(made.split(_DRAWN)):
+        part.copy_(drawn.roll(number)[: len(part)])
+    return made.reshape(shape)
+
+
+def _codes(shape: tuple[int, ...], chance: torch.Generator) -> Weight:
+    height, width = shape
+    codes = torch.randint(256, (height, width // 2), generator=chance, dtype=torch.uint8)
+    scales = torch.randint(0x28, 0x38, (height, width // 16), generator=chance, dtype=torch.uint8)
+    how = Storage(NVFP4, CANONICAL, LINEAR, ScaleDirection.DECODE, NibbleOrder.LOW_EVEN, shape)
+    return Weight(
+        codes=codes, block_scale=scales, tensor_scale=torch.tensor(0.25 * width**-0.5), storage=how
+    )
+
+
+def _rounded_otherwise(call: Any, inputs: Any, weights: Any) -> dict[str, Tensor]:
+    """One rounding fell on the other side: what is equal to the bit would need no budget."""
+    made = {name: each.clone() for name, each in call(inputs, weights).items()}
+    for each in made.values():
+        first = each.view(-1)[:1]
+        first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
+    return made
+
+
+def main(recipe_name: str) -> None:
+    """Run, localise, print."""
+    torch.set_grad_enabled(False)
+    start, recipe = time.perf_counter(), recipe_named(recipe_name, CONFIG)
+    numerics = Numerics(
+        Mode.TWIN, torch.float32, torch.bfloat16, torch.float32, switches_of("official-v4")
+    )
+    weights = Drawn(recipe_name != "bf16")
+    candidate = Bound(CONFIG, numerics, weights, recipe)
+    for name, call in candidate.calls.items():
+        if candidate.bound_to(name)[0].role in PRODUCTS or name == "head":
+            candidate.calls[name] = partial(_rounded_otherwise, call)
+    run = InMemoryRun.of(candidate, [PROMPT], 1)
+    found = localise(Bound(CONFIG, replace(numerics), weights, recipe), recipe, run)
+    worst = max(row.ratio for row in found.rows)
+    seconds = time.perf_counter() - start
+    told = (found.verdict, len(found.rows), len(found.unjudged), worst, seconds, peak_bytes())
+    sys.stdout.write(" ".join(map(str, told)) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
