@@ -12,6 +12,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from degarble.harness.anatomy.sites import Port
 from degarble.harness.engine.blame import Kind, Trouble
 from degarble.harness.engine.budget import nearer_than_the_twin
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.seen import SeenRun
     from degarble.harness.record.capture_types import Call, Step
 
+_CHOOSING = ("ffn.topk", "attn.indexer.topk")
 _MORE = 2  # further calls that a trouble keeps
 
 
@@ -102,12 +105,39 @@ def _told(worst: object) -> str:
 
 
 def _sight(piece: Piece) -> Sight:
-    """What was seen. Calls that were replayed together are one sight."""
+    """What was seen. Calls that were replayed together are one sight.
+
+    Rows whose choice fell the other way legally are left out: no cause is to explain them.
+    """
     batch = piece.replay.batch
     inputs = piece.replay.inputs or batch.inputs
     rows = tuple(span.stop - span.start for span in batch.spans)
     step = batch.calls[0].step
-    return Sight(inputs, batch.outputs, piece.replay.expected, step=step, rows=rows)
+    sides = [inputs, batch.outputs, piece.replay.expected]
+    kept = _without_flips(piece)
+    if kept is not None:
+        sides = [
+            {n: t[kept] if t.ndim and len(t) == len(kept) else t for n, t in side.items()}
+            for side in sides
+        ]
+        rows = tuple(count for span in batch.spans if (count := int(kept[span].sum())))
+    return Sight(sides[0], sides[1], sides[2], step=step, rows=rows)
+
+
+def _without_flips(piece: Piece) -> Tensor | None:
+    """Rows of the same choice as the twin's; None where that is all of them, or none."""
+    flipped = {
+        row
+        for each in piece.judged.values()
+        if each.verdict is Verdict.AGREES and each.flips.count
+        for row in each.flips.rows
+    }
+    count = len(piece.replay.batch.step_of)
+    if not flipped or piece.replay.batch.component.role not in _CHOOSING:
+        return None
+    kept = torch.ones(count, dtype=torch.bool)
+    kept[[row for row in flipped if row < count]] = False
+    return kept if bool(kept.any()) else None
 
 
 def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -> Onset:

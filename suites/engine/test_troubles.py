@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from degarble.harness.anatomy.presets import small_v32
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.blame import Kind
+from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.judged_run import Judge
 from degarble.harness.engine.localise import localise
+from degarble.harness.engine.replay import Batch, Known
+from degarble.harness.engine.troubles import of_outputs
+from degarble.harness.record.capture_types import Call, Phase, Step
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
@@ -24,7 +33,7 @@ from degarble.suites.engine.localise_cases import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -102,3 +111,60 @@ def test_without_a_reference_nothing_is_said_of_it() -> None:
     run = run_of(name, bf16_weights(name, V4))
     (origin,) = localise(bound(V4, "nvfp4-full", torch.float64), recipe, run).origins
     assert origin.kind is Kind.OUTPUT
+
+
+@pytest.mark.parametrize("fault", ["M27.left_out", "M27.applied_twice", "M26.weights"])
+@pytest.mark.parametrize(
+    "config",
+    [dataclasses.replace(V4, num_hash_layers=1), small_v32(num_hidden_layers=4)],
+    ids=["v4", "v32"],
+)
+def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: str) -> None:
+    """Row 0 lies on the edge of a choice, and the candidate took the other expert there."""
+    recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full", torch.float64)
+    known = Known.of(twin, recipe)
+    name = next(
+        n for n in reversed(list(known.components)) if n.endswith("ffn.topk") and "mtp" not in n
+    )
+    call, weights = twin.calls[name], twin.weights_of(name)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(12, config.n_routed_experts, generator=generator, dtype=torch.float64)
+    before, behind = on_the_edge(lambda x: call({"logits": x}, weights)["experts"], logits)
+    scene = Scene(twin, known.components[name], recipe)
+    (way, *_) = MODEL_FAULTS[fault].ways(scene)
+    outputs = dict(way.apply(call)({"logits": behind}, weights))
+    other = way.apply(call)({"logits": before}, weights)
+    outputs = {n: torch.cat((other[n][:1], each[1:])) for n, each in outputs.items()}
+    zeros = torch.zeros(12, dtype=torch.int64)
+    batch = Batch(
+        known.components[name], (Call(0, 0, name, {}, {}),), {"logits": behind}, outputs,
+        zeros, zeros, (slice(0, 12),),
+    )  # fmt: skip
+    made = Judge(known).component(known.components[name], [batch])
+    assert made.rows["experts"].flips == 1
+    step = Step(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
+    trouble = of_outputs(known, made, {0: step})
+    assert trouble.sight is not None
+    assert len(trouble.sight.inputs["logits"]) == 11
+    assert [each.id for each in diagnose(scene, trouble.sight).named][:1] == [fault]
+
+
+def on_the_edge(choose: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits whose first row is just not, and just, choosing another expert."""
+    chosen = choose(logits)[0].tolist()
+
+    def chosen_at(other: int, value: float) -> bool:
+        tried = logits.clone()
+        tried[0, other] = value
+        return other in choose(tried)[0].tolist()
+
+    high = float(logits[0].max()) + 3
+    others = (each for each in range(logits.shape[1]) if each not in chosen)
+    other = next(other for other in others if chosen_at(other, high))
+    low = float(logits[0, other])
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chosen_at(other, middle) else (middle, high)
+    before, behind = logits.clone(), logits.clone()
+    before[0, other], behind[0, other] = low, high
+    return before, behind
