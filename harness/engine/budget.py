@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 HEADROOM = 0.7  # of a budget: where the healthy worst case sits at most
 MISTAKEN = 1e-12  # probability with which a place of a healthy run may exceed its bound
+KIND = "kind of element"  # the level of what is finite on one side only
 _LOG = math.log(1 / MISTAKEN)
 _PANEL = 1 << 20  # elements judged at once
 
@@ -78,6 +79,8 @@ class Finding:
 
     def __str__(self) -> str:
         at = ", ".join(map(str, self.place))
+        if self.level == KIND:
+            return f"NaN or infinite on one side only: {self.measured:,.0f} elements, first {at}"
         return (
             f"{self.level} {at}: {number(self.measured)}, budget {number(self.allowed)} "
             f"({number(self.ratio)} of it)"
@@ -196,7 +199,7 @@ def judge(
     findings = [element, *(f for level in levels for f in _worst_of(*level))]
     if found.census.mismatched:
         at = found.census.first or (0, 0)
-        findings.append(Finding("kind of element", at, float(found.census.mismatched), 0.0))
+        findings.append(Finding(KIND, at, float(found.census.mismatched), 0.0))
     findings.sort(key=lambda each: -each.ratio)
     return Judgement(found, budget, tuple(findings), float(levels[3][2].length[0]))
 

@@ -42,6 +42,15 @@ class NonFinite:
     twin_as_well: bool
     inputs_as_well: bool
 
+    @property
+    def sentence(self) -> str:
+        """Where it came out, and whether it may have come in."""
+        by = "its inputs were not finite" if self.inputs_as_well else "its inputs were finite"
+        return (
+            f"The first value that is not finite came out of {self.component} ({self.output}) "
+            f"in step {self.step}, row {self.row}: {by}."
+        )
+
 
 def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Both sides of every output in one shape, and in the narrower of their dtypes."""

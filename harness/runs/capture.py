@@ -40,6 +40,7 @@ from degarble.harness.runs.generate import Manner, Spoken, Talker
 from degarble.harness.runs.model import HELD_VALUES, open_model
 from degarble.harness.runs.patching import apply_patch
 from degarble.harness.talk.generation import PIECE, Generation, Limits, Speech
+from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.speaker import Speaker
 from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.harness.version import VERSION
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     Watch = Callable[[StreamedWeights | None], AbstractContextManager[Any]]
 
 NEW_TOKENS = 4
+_GREEDILY = Sampling(goes_on=True)  # logits that are not finite are what a capture is to show
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class _Repeater:
     def speak(self, prompts: list[Any]) -> Spoken:
         """Continue every prompt, greedily."""
         speeches = [Speech(list(each)) for each in prompts]
-        generation = Generation(self.model.speaker, self.tokenizer, None, self._limits)
+        generation = Generation(self.model.speaker, self.tokenizer, _GREEDILY, self._limits)
         generation.run(speeches)
         return Spoken(tuple(prompts), tuple(speeches), generation.pace, None)
 
@@ -205,7 +207,7 @@ def _talker(model: OpenModel, prompts: list[Any], how: How) -> Talker | _Repeate
     if any(isinstance(prompt, tuple) for prompt in prompts):
         return _Repeater(model, how)
     chat = any(isinstance(prompt, list) for prompt in prompts)
-    return Talker(model, Manner(limits=Limits(how.new_tokens), chat=chat))
+    return Talker(model, Manner(_GREEDILY, Limits(how.new_tokens), chat=chat))
 
 
 def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:

@@ -130,11 +130,7 @@ def replay_record(telling: Checked) -> ReplayRecord:
     notes = list(localised.notes)
     first = localised.first_non_finite
     if first is not None:
-        by = "its inputs were not finite" if first.inputs_as_well else "its inputs were finite"
-        notes.append(
-            f"The first value that is not finite came out of {first.component} ({first.output}) "
-            f"in step {first.step}, row {first.row}: {by}."
-        )
+        notes.append(first.sentence)
     notes += [f"{name} is not judged: {why}." for name, why in localised.unjudged]
     return ReplayRecord(
         localised.verdict,
@@ -230,6 +226,8 @@ def _measured(trouble: Trouble) -> tuple[float | None, float | None, float | Non
     total = judged.comparison.total
     length = math.sqrt(float(total.rr))
     budget = judged.allowed_length / length if length else None
+    if judged.comparison.census.mismatched:
+        return None, None, _known(budget)  # the sums know finite values only
     return _known(float(total.cosine)), _known(float(total.relative_l2)), _known(budget)
 
 

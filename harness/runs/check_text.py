@@ -69,6 +69,8 @@ def _lines(checked: Checked, sentence: str, width: int) -> Iterator[Text]:
         count = sum(row.flips for row in found.flips)
         words = f"{count} choices fell the other way at near ties, which is legal"
         yield from _columns("flips", words, width)
+    if found.first_non_finite is not None:
+        yield from _columns("not finite", found.first_non_finite.sentence, width)
     for note in (*checked.notes, *found.notes)[:3]:
         yield from _columns("note", note, width)
     for place, each in enumerate(checked.origins[:SHOWN], 1):

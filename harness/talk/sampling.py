@@ -3,7 +3,8 @@
 Owns temperature, top-p and the randomness. A draw depends on the seed and on the number of tokens
 drawn before for the same prompt, never on what else is in the batch. Everything happens in float64,
 and ties go to the lower id. Refuses logits that are not finite: the model is broken there, and a
-token would hide it. Kept honest by suites/talk/test_sampling.py.
+token would hide it. A capture goes on all the same, since broken runs are what it is made for.
+Kept honest by suites/talk/test_sampling.py.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 takes the likeliest each time."""
+    """How tokens are chosen. Temperature 0 takes the likeliest each time.
+
+    `goes_on` where logits are not finite: with the likeliest finite one, else with the first id.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    goes_on: bool = False
 
     def sampler(self) -> Sampler:
         """A sampler for one prompt."""
@@ -44,6 +49,9 @@ class Sampler:
         """Choose the next token."""
         values = logits_V.detach().double().cpu()
         wrong = int((~values.isfinite()).sum())
+        if wrong and self._how.goes_on:
+            self.drawn += 1
+            return int(values.where(values.isfinite(), -torch.inf).argmax())
         if wrong:
             raise InvalidArgument(
                 f"logits of new token {self.drawn}", f"{wrong} of {values.numel()} not finite",

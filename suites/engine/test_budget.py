@@ -106,6 +106,7 @@ def test_a_value_of_another_kind_is_beyond_every_budget() -> None:
     judged = judge(candidate, twin, budget)
     assert math.isinf(judged.worst.ratio)
     assert (judged.worst.level, judged.worst.place) == ("kind of element", (5, 6))
+    assert str(judged.worst) == "NaN or infinite on one side only: 1 elements, first 5, 6"
     both = twin.clone()
     both[0, 0] = -math.inf
     assert judge(both, both, budget).verdict is Verdict.AGREES

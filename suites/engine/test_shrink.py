@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     ("name", "way", "edge", "shape"),
     [
         (f"{ATTN}wq_b", scaled("out", 1.5), None, (1, 1)),
+        (f"{ATTN}wo_a", scaled("out", 1.5), None, None),
         (f"{FFN}experts.w2", scaled("out", 1.5), None, None),
         (f"{ATTN}attend", scaled("out", 1.5), None, None),
         (f"{ATTN}wq_a.act_quant", replaced("x", lambda x: x.roll(1, -1)), None, None),

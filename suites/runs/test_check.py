@@ -163,3 +163,22 @@ def test_a_narrow_model_is_checked_on_one_thread(v4: Path, tmp_path: Path) -> No
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_run_whose_logits_are_nan_is_captured_and_its_origin_found(
+    v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fault.py").write_text(
+        f"def patch(candidate):\n    candidate.weights['{NAME}'].value[3] = float('nan')\n"
+    )
+    line = ("--prompt", "w7 w8 w9", "--max-new-tokens", 2, "--patch", tmp_path / "fault.py")
+    done = call(capsys, "capture", v4, *line, "--out", tmp_path / "capture")
+    assert done.status == 0, done.err
+    done = check(capsys, tmp_path / "capture", v4, "--json", tmp_path / "found.json")
+    assert done.status == 1, done.err
+    assert "NaN or infinite on one side only" in done.out
+    assert f"not finite   The first value that is not finite came out of {NAME}" in done.out
+    told = json.loads((tmp_path / "found.json").read_text())
+    (origin,) = told["origins"]
+    assert (origin["site"], origin["cosine"], origin["difference"]) == (f"{NAME}.out", None, None)
+    assert told["first_non_finite"]["component"] == NAME

@@ -57,3 +57,12 @@ def test_logits_that_are_not_finite_are_refused(wrong: float) -> None:
     broken[2] = wrong
     with pytest.raises(InvalidArgument, match="logits of new token 1"):
         sampler(broken)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_capture_goes_on_with_the_likeliest_finite_one(wrong: float) -> None:
+    sampler = Sampling(goes_on=True).sampler()
+    broken = LOGITS.clone()
+    broken[1] = wrong
+    assert [sampler(LOGITS), sampler(broken)] == [1, 2]
+    assert sampler(torch.full_like(LOGITS, wrong)) == 0
