@@ -190,9 +190,11 @@ def _store(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _described(argument: Any) -> str:
     """Return a text that is equal for two arguments exactly if they compile alike."""
+    if isinstance(argument, tuple) and all(_is_of_dsl(each) for each in argument):
+        return f"({', '.join(_described(each) for each in argument)})"
     if hasattr(argument, "__cache_key__"):  # pointers: element type, memory space, alignment
         return f"{type(argument).__name__}{argument.__cache_key__}"
-    if type(argument).__module__.partition(".")[0] in {"cutlass", "cuda"}:
+    if _is_of_dsl(argument):
         return type(argument).__name__  # a number or a stream, known at the call only
     text = f"{type(argument).__module__}.{type(argument).__qualname__} {argument!r}"
     is_constant = isinstance(argument, bool | int | float | str | None) or is_dataclass(argument)
@@ -204,6 +206,10 @@ def _described(argument: Any) -> str:
         "a pointer, a DSL number, a stream, a Python constant or a frozen record of constants",
         "Pass a name, and look the object up inside the kernel.",
     )
+
+
+def _is_of_dsl(argument: Any) -> bool:
+    return type(argument).__module__.partition(".")[0] in {"cutlass", "cuda"}
 
 
 def package_root() -> Path:
