@@ -99,6 +99,10 @@ def check(
     """
     if isinstance(run, (str, Path)):
         run = Capture.open(Path(run))
+    if not isinstance(run, (MemoryRun, Capture)):
+        raise InvalidArgument(
+            "run", type(run).__name__, "what capture() gave, or its folder", "Capture a run."
+        )
     if isinstance(twin, Twin):
         if definitions is not None:
             raise InvalidArgument(

@@ -11,11 +11,13 @@ Kept honest by suites/engine/test_single.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.anatomy.config import Config
 from degarble.harness.engine.single_components import judge_component
 from degarble.harness.engine.single_gemm import judge_product, require_output
 from degarble.harness.engine.single_operations import (
@@ -34,7 +36,6 @@ from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.engine.single_told import JudgedKernel
 
@@ -55,6 +56,23 @@ class Setting:
     epsilon: float = 1e-6
     limit: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.config is not None and not isinstance(self.config, Config):
+            raise InvalidArgument(
+                "config", type(self.config).__name__, "the config of a model",
+                "Read one with config_from_file.",
+            )  # fmt: skip
+        for name, value in (("epsilon", self.epsilon), ("limit", self.limit)):
+            if name == "limit" and value is None:
+                continue
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise InvalidArgument(
+                    name,
+                    value,
+                    "a finite number that is not negative",
+                    "As the model's config has it.",
+                )
+
 
 def judge(
     component: Any,
@@ -66,7 +84,9 @@ def judge(
     setting: Setting | None = None,
 ) -> JudgedKernel:
     """Judge one kernel call. `reference`: unquantised operands by name, or the output they give."""
-    how = setting or Setting()
+    how = Setting() if setting is None else setting
+    if not isinstance(how, Setting):
+        raise InvalidArgument("setting", type(how).__name__, "a Setting", "Name its facts.")
     if callable(component):
         name = getattr(component, "__name__", type(component).__name__)
         return judge_defined(name, by_callable(component, inputs, weights), output)
@@ -122,9 +142,13 @@ def _coded(given: dict[str, Any], activation: str) -> QuantisedTensor:
     """Codes and scales as components receive them: linear, low nibble even, decode scales."""
     form = block_format(activation)
     codes, scale = given["codes"], given.get("tensor_scale")
-    if not isinstance(codes, torch.Tensor) or "block_scale" not in given:
+    if not isinstance(codes, torch.Tensor) or not codes.ndim or "block_scale" not in given:
         raise InvalidArgument(
             "inputs", sorted(given), "codes and block_scale", "Pass both, as tensors."
+        )
+    if scale is not None and not isinstance(scale, torch.Tensor):
+        raise InvalidArgument(
+            "tensor_scale", type(scale).__name__, "a tensor in float32", "torch.tensor(scale)."
         )
     block_scale, width = given["block_scale"], codes.shape[-1] * (2 if form.packed else 1)
     if scale is not None and scale.ndim:

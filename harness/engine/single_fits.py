@@ -111,13 +111,20 @@ def _gains(wrong: Wrong) -> Iterator[Explanation]:
         fault, title = "M43.whole", "All values are wrong by one factor"
         if not whole:
             by_columns = len(part.columns) < shape[1]
-            fault = "M03.one_scale" if by_columns else fault
+            fault = _fault_of_part(by_columns, len(part.rows) < shape[0], gain)
             title = f"Some {'columns' if by_columns else 'rows'} are wrong by one factor"
         for value, word, known in (*_named(wrong.product, gain), (gain, f"{gain:.6g}", None)):
             yield Explanation(
                 known if known and whole else fault, title, f"the factor {word}{place}",
                 partial(_made, wrong, t * value, part), 2 if word == f"{gain:.6g}" else 1,
             )  # fmt: skip
+
+
+def _fault_of_part(by_columns: bool, by_rows: bool, gain: float) -> str:
+    """A scale is positive and one for all rows; any other factor on a part is a tile's."""
+    if by_columns and (by_rows or gain < 0):
+        return "M43.one_tile"
+    return "M03.one_scale" if by_columns else "M43.whole"
 
 
 def _named(product: Product, gain: float) -> Iterator[tuple[float, str, str | None]]:

@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.engine.budget import judge, nearer_than_the_twin
 from degarble.harness.engine.single_fits import fits_of
-from degarble.harness.engine.single_product import OUTPUTS, Operand, Product
+from degarble.harness.engine.single_product import OUTPUTS, Operand, Product, require_data
 from degarble.harness.engine.single_seen import Wrong
 from degarble.harness.engine.single_told import (
     JudgedKernel,
@@ -142,6 +142,7 @@ def require_output(name: str, output: Any, shape: tuple[int, ...]) -> Tensor:
         raise ShapeMismatch(
             name, tuple(output.shape), str(shape), "Check which operands belong to this output."
         )
+    require_data(name, output)
     return output.detach().cpu()
 
 
@@ -152,8 +153,13 @@ def _reference(given: Any, product: Product) -> tuple[dict[str, Operand], Tensor
     if isinstance(given, torch.Tensor):
         target = require_output("reference", given, product.shape)
         return {}, target.reshape(-1, target.shape[-1])
+    if not isinstance(given, dict):
+        raise InvalidArgument(
+            "reference", type(given).__name__, "operands by name, or the output that they give",
+            "Pass {'x': x, 'w': w} as they were before they were quantised.",
+        )  # fmt: skip
     operands = {}
-    for name, each in dict(given).items():
+    for name, each in given.items():
         if name not in {"x", "w"}:
             raise UnknownName.among("reference", name, ("x", "w"))
         own: Operand = getattr(product, name)

@@ -66,6 +66,7 @@ class Operand:
                 name, held.dtype, "bfloat16, float16, float32 or float64 values",
                 "Pass codes as a QuantisedTensor, which says how they are read.",
             )  # fmt: skip
+        require_data(name, held if isinstance(held, torch.Tensor) else held.codes)
         if len(held.shape) < 2:
             raise ShapeMismatch(
                 name, tuple(held.shape), "two extents, rows and K", "Pass a vector as [1, K]."
@@ -231,6 +232,17 @@ def _on_cpu(held: Tensor | QuantisedTensor) -> Tensor | QuantisedTensor:
     return replace(
         held, codes=held.codes.cpu(), block_scale=held.block_scale.cpu(), tensor_scale=scale
     )
+
+
+def require_data(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor in which there is nothing to judge, or whose numbers are not there."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout)
+        raise InvalidArgument(name, kind, "a dense tensor with data", "Pass tensor.to_dense().")
+    if not tensor.numel():
+        raise ShapeMismatch(
+            name, tuple(tensor.shape), "one number at least", "Leave calls without rows out."
+        )
 
 
 def require_finite(name: str, values: Tensor) -> None:

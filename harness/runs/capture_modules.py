@@ -187,8 +187,13 @@ def recording(model: nn.Module, places: Iterable[Place], recorder: Recorder) -> 
 
 
 def places_by_name(model: nn.Module) -> list[Place]:
-    """One component for each module without modules of its own, named after it."""
+    """One component for each module without modules of its own, named after it.
+
+    A model that is such a module itself has the name of its class.
+    """
     found: dict[str, str] = {}
+    if next(model.children(), None) is None:
+        return [Place(component_of(type(model).__name__), ("",))]
     for name, module in model.named_modules():
         if name and next(module.children(), None) is None:
             component = component_of(name)

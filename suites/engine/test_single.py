@@ -175,6 +175,17 @@ REFUSED: list[tuple[type[DegarbleError], tuple[Any, ...], str]] = [
     (UnknownName, ("rmsnorm", {"x": X, "y": X}, None, X), "input = 'y'"),
     (InvalidArgument, ("swiglu", {"gate": X}, None, X), "gate and up"),
     (InvalidArgument, ("quantise_nvfp4", X, None, X), "a QuantisedTensor in NVFP4"),
+    (ShapeMismatch, ("gemm", X[:0], W, OUT[:0]), "one number at least"),
+    (ShapeMismatch, ("gemm", X, W[:0], OUT[:, :0]), "one number at least"),
+    (ShapeMismatch, (lambda x: x, X[:0], None, X[:0]), "one number at least"),
+    (InvalidArgument, ("gemm", X.to("meta"), W, OUT), "x = 'meta'"),
+    (InvalidArgument, ("gemm", X, W, OUT.to("meta")), "output = 'meta'"),
+    (InvalidArgument, ("gemm", X.float().to_sparse(), W, OUT), "x = 'torch.sparse"),
+    (
+        InvalidArgument,
+        ("gemm", {"codes": X, "block_scale": X, "tensor_scale": 0.5}, W, OUT),
+        "tensor_scale = 'float'",
+    ),
     (InvalidArgument, (lambda x: x.nothing, X, None, OUT), "AttributeError"),
     (InvalidArgument, (lambda x: 3, X, None, OUT), "a tensor of numbers"),  # noqa: ARG005
 ]
@@ -196,8 +207,35 @@ def test_a_reference_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(DegarbleError, match=told):
             judge("gemm", X, W, OUT, reference=reference)
+    with pytest.raises(InvalidArgument, match="operands by name"):
+        judge("gemm", X, W, OUT, reference=3)
     with pytest.raises(InvalidArgument, match="a gemm"):
         judge("rmsnorm", X, None, X, reference=X)
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"config": "v4"}, "config = 'str'"),
+        ({"epsilon": "a"}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon = nan"),
+        ({"epsilon": -1.0}, "not negative"),
+        ({"limit": math.inf}, "limit = inf"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        Setting(**facts)
+    with pytest.raises(InvalidArgument, match="a Setting"):
+        judge("gemm", X, W, OUT, setting=facts)  # type: ignore[arg-type]
+
+
+def test_a_sign_that_flips_in_a_tile_is_no_scale() -> None:
+    x, w = random(64, 256, seed=3), random(96, 256, seed=4)
+    out = x.double() @ w.double().T
+    out[16:32, 32:64] *= -1
+    found = judge("gemm", x, w, out.bfloat16())
+    assert [each.fault for each in found.named] == ["M43.one_tile"], str(found)
 
 
 def test_a_reference_output_is_enough_to_see_a_fallback() -> None:

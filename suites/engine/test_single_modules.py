@@ -147,3 +147,16 @@ def test_what_decodes_quickly_is_decoded_for_every_call_and_not_held() -> None:
     found = twin.judge("one", {"x": x}, {"out": x @ weight.T * 2})
     assert found is not None
     assert found.verdict is api.Verdict.DIFFERS
+
+
+def test_a_lone_module_is_a_component_and_a_call_without_rows_is_passed_over() -> None:
+    model = nn.Linear(32, 16, bias=False)
+    weight = model.weight.detach().clone()
+    run = api.capture(model, torch.randn(4, 32))
+    assert [call.component for call in run.calls] == ["linear"]
+    assert api.check(run, {"linear": weight}).verdict is api.Verdict.AGREES
+    assert api.check(run, {"linear": weight * 2}).verdict is api.Verdict.DIFFERS
+    none = api.capture(model, torch.randn(0, 32))
+    assert api.check(none, {"linear": weight}).verdict is api.Verdict.UNDECIDED
+    with pytest.raises(InvalidArgument, match="what capture\\(\\) gave"):
+        api.check(None, {"linear": weight})  # type: ignore[arg-type]
