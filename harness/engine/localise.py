@@ -12,7 +12,7 @@ suites/engine/test_localise.py: healthy runs of every recipe, and planted faults
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.sites import Port, Site
@@ -325,8 +325,3 @@ def _words(edge: Edge, consumers: Sequence[str], onset: Onset) -> str:
     others = len(consumers) - 1
     more = f", and {others} more components were given the same" if others else ""
     return f"{name} is not {source}{onset.sentence}{more}"
-
-
-def with_sentence(trouble: Trouble, sentence: str) -> Trouble:
-    """The same trouble, told otherwise."""
-    return replace(trouble, sentence=sentence)

@@ -23,7 +23,7 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.manifest import Manifest
-from degarble.harness.errors import DegarbleError, UnwritablePath
+from degarble.harness.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.pairings import Paired
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_text import capture_document, capture_lines
@@ -232,6 +232,12 @@ def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
 def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: How) -> int:
     """Bytes of tensors; prompts that generating refuses are refused there."""
     lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
+    last = max(lengths, default=0) + how.new_tokens - 2  # the last new token is never fed
+    if all(lengths) and how.wanted.rows(range(last + 1)) == ():
+        raise InvalidArgument(
+            "--tokens", "no position of this run", f"some of 0 to {last}",
+            "Choose positions that the prompts or their new tokens have.",
+        )  # fmt: skip
     if how.statistics_only or not all(lengths):
         return 0
     steps = steps_of(lengths, how.new_tokens, PIECE)

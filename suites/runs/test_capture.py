@@ -73,6 +73,9 @@ def test_estimate_filters_and_statistics(
     capture = Capture.open(tmp_path / "some")
     assert {c.component.split("attn.")[0] for c in capture.calls} == {"layers.1."}
     assert {kept.rows for c in capture.calls for _, kept in c.sites()} == {(2,)}
+    done = call(capsys, *line, "--tokens", "4-9", "--out", tmp_path / "none")
+    assert (done.status, (tmp_path / "none").exists()) == (2, False)
+    assert done.document["error"]["expectation"] == "some of 0 to 3"
     done = call(capsys, *line, "--statistics-only", "--out", tmp_path / "told")
     assert done.status == 0
     told = Capture.open(tmp_path / "told")
