@@ -199,6 +199,13 @@ def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> No
     found = localised(run)
     assert found.verdict is Verdict.AGREES
     assert [row.output for row in found.rows if row.component.name == name] == ["out"]
+    for at, call in enumerate(run.calls):
+        if call.component == "norm":
+            given = {n: kept._replace(sha256="a" * 64) for n, kept in call.inputs.items()}
+            made = {n: kept._replace(sha256=f"{at:064}") for n, kept in call.outputs.items()}
+            run.calls[at] = replace(call, inputs=given, outputs=made)
+    found = localised(run)
+    assert (found.verdict, found.unstable) == (Verdict.UNSTABLE, ("norm",))
     first = Kept("BF16", (1, 4), "a" * 64, "here")
     calls = [Call(n, n, name, {"x": first}, {"out": first}) for n in range(2)]
     assert not repeats_apart(calls)
