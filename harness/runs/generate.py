@@ -21,7 +21,7 @@ from degarble.harness.talk.generation import Finish, Generation, Limits, Pace, S
 from degarble.harness.talk.perplexity import Surprise, surprise
 from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.tokenizer import Tokenizer
-from degarble.harness.talk.turns import Style
+from degarble.harness.talk.turns import TOOLS, TOOLS_REMEDY, Style, is_tool
 from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
@@ -123,6 +123,8 @@ class Talker:
                     "prompt", prompt, "a text", "Add --chat for prompts that are conversations."
                 )
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, list):
+            self._require_own_words(prompt)
         messages = prompt if isinstance(prompt, list) else self.opening(str(prompt))
         return self.tokenizer.encode(self.chat.encode(messages))
 
@@ -151,6 +153,17 @@ class Talker:
     def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> Surprise:
         """How surprised the model is by a text."""
         return surprise(self.model.speaker, self.tokenizer.encode(text), heard)
+
+    def _require_own_words(self, messages: list[Any]) -> None:
+        """A conversation brings its system message and its tools; others would go unheard."""
+        given = {"--system": self.manner.system is not None, "--tools": bool(self.manner.tools)}
+        for flag in (flag for flag, wanted in given.items() if wanted):
+            raise InvalidArgument(
+                flag, "beside a conversation of a file", "the conversation's own messages alone",
+                "Write it into the conversation's system message.",
+            )  # fmt: skip
+        if not messages:
+            raise InvalidArgument("prompt", messages, "one message at least", "Say something.")
 
     def _require_marks(self) -> None:
         if not self.knows_chat:
@@ -212,7 +225,9 @@ def surprise_document(found: Surprise) -> dict[str, Any]:
 
 def prompts_from(path: Path) -> list[Any]:
     """Read prompts: one a line, or, in a .jsonl file, a text or a conversation a line."""
-    lines = [line for line in text_from("--prompts", path).splitlines() if line.strip()]
+    # Trap: splitlines also cuts at U+2028, which JSON leaves inside its texts, and at form feeds.
+    text = text_from("--prompts", path).replace("\r\n", "\n")
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise UnreadableFile(
             "--prompts", str(path), "one prompt a line", "Write a prompt into the file."
@@ -248,13 +263,8 @@ def tools_from(path: Path) -> tuple[dict[str, Any], ...]:
         raise UnreadableFile(
             "--tools", f"{path}: {error}", "a JSON list of functions", "Repair the file."
         ) from error
-    if not isinstance(found, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in found
-    ):
-        raise InvalidArgument(
-            "--tools", found, 'a list of {"type": "function", "function": {...}}',
-            "Write tools as OpenAI's API has them.",
-        )  # fmt: skip
+    if not isinstance(found, list) or not all(map(is_tool, found)):
+        raise InvalidArgument("--tools", found, TOOLS, TOOLS_REMEDY)
     return tuple(found)
 
 

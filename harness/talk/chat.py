@@ -1,7 +1,7 @@
 """The chat encoding of a checkpoint: which family's, and with whose wordings.
 
 Owns the pairing of a model's family with its encoder and its parser.
-Refuses nothing itself. Kept honest by suites/talk/test_chat.py.
+Refuses an effort where the family knows none. Kept honest by suites/talk/test_chat.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import V4Config
+from degarble.harness.errors import InvalidArgument
 from degarble.harness.talk import encode_v4, encode_v32
 from degarble.harness.talk.completion import parse
 from degarble.harness.talk.wordings import wordings_beside
@@ -43,4 +44,8 @@ class Chat:
 def chat_of(config: Config, folder: Path, style: Style) -> Chat:
     """The chat of a model whose checkpoint lies in `folder`."""
     family: Any = encode_v4 if isinstance(config, V4Config) else encode_v32
+    if family is encode_v32 and style.effort is not None:
+        raise InvalidArgument(
+            "--effort", style.effort, "a V4 model: V3.2's encoding knows no effort", "Leave it out."
+        )
     return Chat(family, replace(style, wordings=wordings_beside(folder, family.STEM)))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.talk.marks import DSML, EOS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 _INVOKE, _END_INVOKE = f"<{DSML}invoke", f"</{DSML}invoke>"
 _PARAMETER, _END_PARAMETER = f"<{DSML}parameter", f"</{DSML}parameter>"
@@ -36,7 +37,7 @@ class ToolCall(NamedTuple):
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> ToolCall:
         """Take a call apart that is written as in OpenAI's API."""
-        function = call.get("function")
+        function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
             raise InvalidArgument(
                 "tool call", call, "a mapping with function: {name, arguments}",

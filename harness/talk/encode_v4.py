@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.harness.talk import marks
 from degarble.harness.talk.dsml import ToolCall, as_json, written
 from degarble.harness.talk.turns import (
@@ -42,7 +42,7 @@ def encode(messages: Sequence[Message], style: Style, context: Sequence[Message]
 
     `context` was rendered before: it decides how what follows is rendered, and is left out itself.
     """
-    require_known((*context, *messages), ROLES, style)
+    require_known((*context, *messages), ROLES, style, in_parts=True)
     before, new = _merged(context), _merged(messages)
     full, begin = _in_call_order([*before, *new]), len(before)
     drop = style.drop_thinking and not any(each.get("tools") for each in full)
@@ -169,6 +169,16 @@ class _Part:
         return marks.ASSISTANT + (marks.THINK if thinks and asked else marks.END_THINK)
 
 
+def _content_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise InvalidArgument(
+            "part of a tool's result", part, "a mapping with a type",
+            "Write parts as OpenAI's API has them.",
+        )  # fmt: skip
+    return str(part.get("text", "")) if kind == "text" else f"[Unsupported {kind}]"
+
+
 def _block(block: Mapping[str, Any]) -> str:
     kind = block.get("type")
     if kind == "text":
@@ -177,8 +187,5 @@ def _block(block: Mapping[str, Any]) -> str:
         return f"[Unsupported {kind}]"
     content = block.get("content", "")
     if isinstance(content, list):
-        content = "\n\n".join(
-            part.get("text", "") if part.get("type") == "text" else f"[Unsupported {part['type']}]"
-            for part in content
-        )
+        content = "\n\n".join(_content_part(part) for part in content)
     return f"<tool_result>{content if isinstance(content, str) else as_json(content)}</tool_result>"

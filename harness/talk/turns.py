@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.harness.talk import marks
-from degarble.harness.talk.dsml import as_json
+from degarble.harness.talk.dsml import ToolCall, as_json
 from degarble.harness.talk.wordings import NOWHERE, Wordings
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CHAT, THINKING = "chat", "thinking"
 MODES = (CHAT, THINKING)
 EFFORTS = ("low", "high", "max")
+TOOLS = 'a list of {"type": "function", "function": {...}}'
+TOOLS_REMEDY = "Write tools as OpenAI's API has them."
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,10 @@ class Style:
     wordings: Wordings = NOWHERE
 
 
-def require_known(messages: Sequence[Message], roles: Sequence[str], style: Style) -> None:
-    """Refuse what no encoding has a text for."""
+def require_known(
+    messages: Sequence[Message], roles: Sequence[str], style: Style, *, in_parts: bool = False
+) -> None:
+    """Refuse what no encoding has a text for; `in_parts`: tool results may be lists of parts."""
     if style.mode not in MODES:
         raise UnknownName.among("mode", style.mode, MODES)
     if style.effort is not None and style.effort not in EFFORTS:
@@ -51,6 +55,25 @@ def require_known(messages: Sequence[Message], roles: Sequence[str], style: Styl
             )  # fmt: skip
         if message["role"] not in roles:
             raise UnknownName.among(f"role of message {number}", message["role"], roles)
+        _require_texts(number, message, in_parts=in_parts)
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise InvalidArgument(
+                f"tool_calls of message {number}", calls, "a list", "Write calls as a list."
+            )
+        for call in calls:
+            ToolCall.of(call)
+
+
+def _require_texts(number: int, message: Message, *, in_parts: bool) -> None:
+    """Refuse contents in parts, whose spelling in Python would stand in the prompt."""
+    for key in ("content", "reasoning_content"):
+        said = message.get(key)
+        if said is None or isinstance(said, str) or (message["role"] == "tool" and in_parts):
+            continue
+        raise InvalidArgument(
+            f"{key} of message {number}", said, "a text", "Join its parts into one text.",
+        )  # fmt: skip
 
 
 def last_question(messages: Sequence[Message]) -> int:
@@ -74,6 +97,8 @@ def extras(message: Message, style: Style) -> str:
     made = ""
     tools = message.get("tools")
     if tools:
+        if not isinstance(tools, list) or not all(map(is_tool, tools)):
+            raise InvalidArgument("tools of a message", tools, TOOLS, TOOLS_REMEDY)
         schemas = "\n".join(as_json(tool["function"]) for tool in tools)
         made += "\n\n" + filled(
             style.wordings.text("tools"),
@@ -86,6 +111,11 @@ def extras(message: Message, style: Style) -> str:
         schema = as_json(message["response_format"])
         made += "\n\n" + filled(style.wordings.text("response format"), schema=schema)
     return made
+
+
+def is_tool(tool: object) -> bool:
+    """Whether this is a function as OpenAI's API has it."""
+    return isinstance(tool, dict) and isinstance(tool.get("function"), dict)
 
 
 def filled(template: str, **values: str) -> str:

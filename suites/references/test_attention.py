@@ -115,6 +115,8 @@ def test_stored_weights_are_the_unnormalised_ones(seed: int) -> None:
         "thr,rl->thl", (weight / total[..., None]).bfloat16().float(), rows.float()
     ).bfloat16()
     assert not torch.equal(out, shares)
+    unstored = torch.einsum("thr,rl->thl", weight, rows.float()) / total[..., None]
+    assert (out != expected).sum() < (out != unstored.bfloat16()).sum()
 
 
 def test_the_other_softmax_stores_logits_and_shares(seed: int) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.runs.generate import prompts_from
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import WORDS, write_speaker, write_tokenizer
 from degarble.suites.talk.talk_cases import ENCODER, TOOL
@@ -115,6 +116,15 @@ def test_a_text_is_evaluated(
     assert "perplexity" in call(capsys, *line).out
 
 
+def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
+    prompts = ["w7\u2028w8", "w9\x0cw7\x85"]
+    lines = "\r\n".join(json.dumps(each, ensure_ascii=False) for each in prompts)
+    (tmp_path / "prompts.jsonl").write_bytes(f"{lines}\r\n".encode())
+    assert prompts_from(tmp_path / "prompts.jsonl") == prompts
+    (tmp_path / "prompts.txt").write_bytes("\n".join(prompts).encode())
+    assert prompts_from(tmp_path / "prompts.txt") == prompts
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -129,6 +139,10 @@ def test_a_text_is_evaluated(
         (("--prompt", "w7", "--tools", "{tmp}/number.jsonl"), "--tools"),
         (("--prompt", "w7", "--numerics", "fp32"), "--numerics"),
         (("--prompt", "w7", "--effort", "most"), "--effort"),
+        (("--prompt", "w7", "--effort", "max"), "--thinking beside it"),
+        (("--prompts", "{tmp}/talk.jsonl", "--system", "w8"), "beside a conversation"),
+        (("--prompts", "{tmp}/parts.jsonl"), "content of message 0"),
+        (("--prompts", "{tmp}/silent.jsonl"), "one message at least"),
         (("--prompt", "w7", "--stop", ""), "--stop"),
         (("--prompt", "w7", "--max-new-tokens", "0"), "--max-new-tokens"),
         (("--interactive", "--json"), "--interactive"),
@@ -146,6 +160,9 @@ def test_refusals(
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "wrong.jsonl").write_text("[\n")
     (tmp_path / "number.jsonl").write_text("3\n")
+    (tmp_path / "talk.jsonl").write_text('[{"role": "user", "content": "w7"}]\n')
+    (tmp_path / "parts.jsonl").write_text('[{"role": "user", "content": ["w7"]}]\n')
+    (tmp_path / "silent.jsonl").write_text("[]\n")
     done = call(capsys, "generate", model, *(each.format(tmp=tmp_path) for each in arguments))
     assert done.status == 2
     assert expected in done.err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from degarble.harness.anatomy.presets import small_v4, small_v32
+from degarble.harness.errors import InvalidArgument
 from degarble.harness.talk.chat import chat_of
 from degarble.harness.talk.dsml import ToolCall
 from degarble.harness.talk.turns import THINKING, Style
@@ -24,5 +27,7 @@ def test_each_family_has_its_own(tmp_path: Path) -> None:
     block = '>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜'
     said = f"\n\n<｜DSML｜function_calls{block}function_calls>"
     assert v32.parse(said).calls == (ToolCall("f", "{}"),)
+    with pytest.raises(InvalidArgument, match="knows no effort"):
+        chat_of(small_v32(), tmp_path, Style(THINKING, "high"))
     said = f"why</think>\n\n<｜DSML｜tool_calls{block}tool_calls>"
     assert v4.parse(said).reasoning == "why"

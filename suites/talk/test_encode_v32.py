@@ -47,6 +47,13 @@ def test_the_assistants_mark_belongs_to_the_question() -> None:
     assert encode([user("Hi")], THINK) == f"{BOS}<｜User｜>Hi<｜Assistant｜><think>"
 
 
+def test_content_stands_in_front_of_the_calls() -> None:
+    said = encode([user("A"), {**CALLED, "content": "B"}], TALK)
+    assert said == f"{BOS}<｜User｜>A<｜Assistant｜></think>B{CALL_TEXT}{EOS}"
+    with pytest.raises(InvalidArgument, match="content of message 2"):
+        encode([user("A"), CALLED, result("1", ["x"])], TALK)
+
+
 def test_reasoning_before_the_last_question_is_dropped_or_kept_out() -> None:
     turns = f"{BOS}S<｜User｜>A<｜Assistant｜></think>B{EOS}<｜User｜>C<｜Assistant｜>"
     assert encode(HISTORY, TALK) == f"{turns}</think>"

@@ -105,6 +105,17 @@ def test_tool_results_are_a_user_message_in_the_order_of_the_calls() -> None:
     )
 
 
+def test_results_follow_the_last_calls_and_a_task_keeps_its_question_apart() -> None:
+    later = answer("", tool_calls=[call("3", "h", "{}")])
+    asked = [user("A"), CALLED, result("1", "x"), later, result("2", "two"), result("3", "three")]
+    assert encode(asked, TALK).endswith(  # "2" is no call of the last answer: nothing moves
+        "<｜User｜><tool_result>two</tool_result>\n\n<tool_result>three</tool_result>"
+        "<｜Assistant｜></think>"
+    )
+    apart = [user("A", task="query"), user("B")]
+    assert encode(apart, TALK) == f"{BOS}<｜User｜>A<｜User｜>B<｜Assistant｜></think>"
+
+
 def test_contents_in_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     text = encode([user("A"), CALLED, result("1", parts)], TALK)
@@ -155,6 +166,10 @@ def test_an_answer_to_be_continued_has_no_end() -> None:
         ([user("A")], replace(TALK, mode="deep"), UnknownName, "mode"),
         ([user("A")], replace(TALK, effort="maximal"), UnknownName, "effort"),
         ([user("A", task="quest")], TALK, UnknownName, "task"),
+        ([{"role": "user", "content": [{"type": "text"}]}], TALK, InvalidArgument, "content of"),
+        ([system("S", tools=[{"name": "f"}])], TALK, InvalidArgument, "tools of a message"),
+        ([answer("", tool_calls=[5])], TALK, InvalidArgument, "tool call = 5"),
+        ([CALLED, result("1", ["x"])], TALK, InvalidArgument, "part of a tool's result"),
         ([system("S", tools=[TOOL])], Style(), UnreadableFile, "wording of tools"),
         ([user("A")], Style(THINKING, "max"), UnreadableFile, "wording of effort max"),
     ],

@@ -42,6 +42,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_share() -> None:
     assert (found - kept / kept.sum()).abs().max() < 4 * (0.25 / DRAWS) ** 0.5
 
 
+def test_a_share_that_is_reached_exactly_takes_no_more() -> None:
+    even = torch.tensor([0.0, -1e4, 0.0])  # shares 0.5, 0, 0.5
+    found = [Sampling(1.0, 0.5, seed).sampler()(even) for seed in range(20)]
+    assert found == [0] * 20
+
+
 def test_a_seed_decides_everything() -> None:
     first, again, other = (Sampling(1.0, 1.0, seed).sampler() for seed in (5, 5, 6))
     ones = [first(LOGITS) for _ in range(50)]

@@ -137,6 +137,11 @@ def _require(options: GenerateOptions, terminal: Terminal) -> None:
     values.within("--top-p", options.top_p, 0, 1)
     values.within("--seed", options.seed, 0, 2**63 - 1)
     values.one_of("--effort", options.effort, EFFORTS)
+    if options.effort is not None and not options.thinking:
+        raise InvalidArgument(
+            "--effort", options.effort, "--thinking beside it: effort is how hard a model thinks",
+            "Add --thinking, or leave --effort out.",
+        )  # fmt: skip
     values.one_of("--numerics", options.numerics, ARITHMETICS)
     if options.interactive and (terminal.json_wanted or terminal.quiet):
         flag = "--json" if terminal.json_wanted else "--quiet"
