@@ -273,3 +273,13 @@ def test_numerics_are_records() -> None:
         Numerics.definition(torch.bfloat16)
     with pytest.raises(TypeError):
         Numerics.bf16(no_such_switch=True)
+
+
+@pytest.mark.parametrize("write", ["attn.kv_write", "attn.compressor.write"])
+def test_rotated_dims_pass_the_cache_unrounded(write: str) -> None:
+    numerics = Numerics.bf16(kv_cache=KeyValueCache.FP8)
+    bound = Bound(V4, numerics, random_weights(V4, 1, torch.bfloat16))
+    x = torch.randn(5, V4.head_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
+    out, plain = bound(f"layers.1.{write}", x=x)["out"], V4.nope_head_dim
+    assert torch.equal(out[:, plain:], x[:, plain:])
+    assert not torch.equal(out[:, :plain], x[:, :plain])
