@@ -29,6 +29,7 @@ from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_text import capture_document, capture_lines
 from degarble.harness.record.capture_types import Phase
 from degarble.harness.record.capture_writer import MEMORY_BYTES, CaptureWriter, require_free
+from degarble.harness.record.files import require_folder
 from degarble.harness.record.progress import size
 from degarble.harness.runs.backends import TORCH, use_backend
 from degarble.harness.runs.capture_filter import Wanted
@@ -155,6 +156,7 @@ def capture(
     """
     how = how or How()
     require_free(folder)
+    require_folder("--out", folder)
     with open_model(source, held_values=how.held_values) as model:
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)

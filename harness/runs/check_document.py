@@ -9,6 +9,7 @@ Kept honest by suites/runs/test_check.py, which holds docs/checking.md against i
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
@@ -144,8 +145,10 @@ def junit(checked: Checked, sentence: str) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}\n{body}\n{told}\n</testsuite>\n'
 
 
+# What is no Char of XML 1.0 (5th edition, production 2), and CR, which a parser reads as LF.
+_NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 def _xml(text: str) -> str:
     """Text without the characters that XML 1.0 cannot hold."""
-    return "".join(
-        c if c in "\t\n" or ord(c) >= 0x20 else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    return _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -5,7 +5,8 @@ and the verdict. Hashes decide what is equal; only what is not is read. No budge
 equal means to the bit. A component that was given the same inputs and put out something else is an
 origin: what lies behind it inherits. Two runs of one candidate that differ are UNSTABLE.
 
-Refuses captures without a step in common. Kept honest by suites/runs/test_compare_runs.py.
+Refuses captures of models of other extents, and those without a step in common. Kept honest by
+suites/runs/test_compare_runs.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.engine.forms import equal_elements
 from degarble.harness.engine.judged_run import Sums
-from degarble.harness.errors import Undecided
+from degarble.harness.errors import InvalidArgument, Undecided
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.page import Finding, Page, Subject
 from degarble.harness.record.verdict import Origin, Verdict
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 MOST_ORIGINS = 100
 _SHOWN = 6  # origins on the screen
 # What makes two captures runs of one candidate; versions and machine are part of it.
+_EXTENTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "n_routed_experts",
+    "vocab_size",
+)
 _SAME = ("source", "backend", "arithmetic", "form", "sums", "recipe", "versions")
 
 
@@ -96,6 +104,7 @@ class Compared:
 def compare_runs(first: Path, second: Path) -> Compared:
     """Open and compare two captures."""
     captures = (Capture.open(first), Capture.open(second))
+    _require_one_model(*captures)
     common = _common_steps(*captures)
     notes = [
         f"The {name} capture is incomplete: its run ended before its time."
@@ -127,6 +136,23 @@ def compare_runs(first: Path, second: Path) -> Compared:
     return Compared(
         captures, tuple(lines.values()), common, _one_candidate(*captures), tuple(notes)
     )
+
+
+def _require_one_model(first: Capture, second: Capture) -> None:
+    """Refuse what no output can have in common: another family, or other extents, where stated."""
+    sides = []
+    for each in (first, second):
+        config = each.facts.get("config")
+        extents = config if isinstance(config, dict) else {}
+        told = {"family": each.facts.get("family")}
+        sides.append(told | {name: extents.get(name) for name in _EXTENTS})
+    for name, one in sides[0].items():
+        other = sides[1][name]
+        if one is not None and other is not None and one != other:
+            raise InvalidArgument(
+                f"captures: {name}", [one, other], "two runs of one model",
+                "Choose captures of the same model; quantised and unquantised ones may meet.",
+            )  # fmt: skip
 
 
 def _common_steps(first: Capture, second: Capture) -> int:

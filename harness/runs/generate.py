@@ -117,6 +117,11 @@ class Talker:
 
     def ids_of(self, prompt: object) -> list[int]:
         """Ids of a text, or of a conversation."""
+        if isinstance(prompt, str) and not self.tokenizer.encode(prompt, begin=False):
+            raise InvalidArgument(
+                "prompt", prompt, "a text of one token at least, besides the begin token",
+                "Say something; --interactive asks for it.",
+            )  # fmt: skip
         if self.chat is None:
             if not isinstance(prompt, str):
                 raise InvalidArgument(

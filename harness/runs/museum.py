@@ -302,13 +302,13 @@ def run_twice(root: Path, task: Task) -> Iterator[Repeated]:
     begun = time.process_time()
     if task.healthy is not None:
         _keep(root)
-        made = repeat(Stage.of(task.healthy, root, _KEPT.models))
+        made = repeat(Stage.of(task.healthy, root, _KEPT.models), root=root)
         yield replace(made, seconds=time.process_time() - begun)
         return
     chance = random.Random(f"{task.extent.seed} {task.fault} twice")  # noqa: S311  no secret
     done = 0
     for stage, component, way in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
-        made = repeat(stage, task.fault, component, way)
+        made = repeat(stage, task.fault, component, way, root)
         if made.apart:
             yield replace(made, seconds=time.process_time() - begun)
             done += 1

@@ -60,12 +60,20 @@ class Repeated:
         return self.verdict is Verdict.UNSTABLE and self.blamed[:1] == (self.component,)
 
 
-def repeat(stage: Stage, fault: str = "", component: str = "", way: Way | None = None) -> Repeated:
-    """Run a case twice and compare the captures."""
+def repeat(
+    stage: Stage,
+    fault: str = "",
+    component: str = "",
+    way: Way | None = None,
+    root: Path | None = None,
+) -> Repeated:
+    """Run a case twice and compare the captures, which lie in `root` as long as that takes."""
     candidate = stage.candidate()
     if way is not None:
         candidate.calls[component] = way.apply(candidate.calls[component])
-    with TemporaryDirectory(prefix="degarble-repeat-") as made:
+    # Trap: a worker of an interrupted museum is ended by SIGTERM and removes nothing; its caller
+    # removes the folder of all of it.
+    with TemporaryDirectory(prefix="degarble-repeat-", dir=root) as made:
         folders = [Path(made) / name for name in ("first", "second")]
         for folder in folders:
             write(stage.run(candidate), folder, {"source": str(stage.case)})

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from degarble.harness.engine.diagnose import diagnose
-from degarble.harness.engine.faults.model_faults import Way, with_weights
+from degarble.harness.engine.faults.model_faults import Way, with_outputs, with_weights
 from degarble.harness.engine.shrink import Case, shrunk
 from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.localise_cases import ATTN, FFN, V4, V32, localised, run_of, scaled
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -87,6 +88,25 @@ def test_what_diagnosing_names_cuts_the_sum_and_what_it_does_not_leaves_it_whole
     assert whole is not None
     assert case.inputs["codes"].shape[-1] == 8 < whole.inputs["codes"].shape[-1]
     assert case.captured["out"].numel() <= whole.captured["out"].numel()
+
+
+def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
+    """Sums that saturate: what half of K sums to lies within, so that no half shows it."""
+    name = f"{ATTN}wo_b"
+    seen = run_of()
+    call = next(each for each in seen.calls if each.component == name)
+    most = 0.97 * float(seen.outputs(call)["out"].abs().max())
+
+    def saturated(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**outputs, "out": outputs["out"].clamp(-most, most)}
+
+    way = Way("saturated sums", with_outputs(saturated))
+    (trouble,) = localised(run_of(name, way.apply)).origins
+    whole, case = shrunk(trouble), shrunk(trouble, way)
+    assert whole is not None
+    assert case is not None
+    assert case.inputs["codes"].shape[-1] == whole.inputs["codes"].shape[-1]
+    assert "by the named fault" not in case.title
 
 
 def test_unquantised_products_are_cut_too_and_other_components_stay() -> None:

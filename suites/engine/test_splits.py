@@ -76,6 +76,22 @@ def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
         assert {"attend", "indexer.scores"} <= names
 
 
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_calls_with_a_gap_are_no_prefill(gone: int) -> None:
+    """A call that was not captured leaves rows out; what is behind it lies elsewhere."""
+    run = run_of()
+    known = Known.of(bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4))
+    component, steps = known.components[ATTEND["v4"]], {step.number: step for step in run.steps}
+    every = list(batches(run, component, by_component(run)[component.name], steps))
+    made = {len(each.step_of) for each in joined(component, every, steps)}
+    assert made == {13, 5}
+    kept = [each for each in every if each.calls[0].step != gone]
+    found = [len(each.step_of) for each in joined(component, kept, steps)]
+    assert sorted(found) == ([4, 12] if gone == 2 else []), (
+        "what is missing at the end is not asked"
+    )
+
+
 def alone(run: InMemoryRun, name: str, *, stateless: bool = False) -> InMemoryRun:
     """The same run with one component captured; maybe without what it remembers."""
     calls = []

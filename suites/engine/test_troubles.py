@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.judged_run import Judge
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.replay import Batch, Known
-from degarble.harness.engine.troubles import of_outputs
+from degarble.harness.engine.troubles import missing_calls, of_outputs
 from degarble.harness.record.capture_types import Call, Phase, Step
+from degarble.references.binding import Bound
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.anatomy.config import Config
-    from degarble.harness.engine.seen import InMemoryRun
+    from degarble.harness.engine.seen import InMemoryRun, SeenRun
 
 
 def bf16_weights(name: str, config: Config) -> Any:
@@ -104,6 +106,37 @@ def test_a_gain_that_happens_to_help_is_none(name: str, factor: float) -> None:
     run = run_of(name, scaled("out", factor))
     (origin,) = localised(run).origins
     assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+
+
+def test_a_gain_towards_a_reference_of_the_same_direction_is_no_fallback() -> None:
+    """Nearer by far, and turned no less: no operand made that."""
+    name = f"{ATTN}wq_a"
+    reference = bf16_times(name, 0.5)
+    run = run_of(name, scaled("out", 0.5))
+    recipe, twin = recipe_named("nvfp4-full", V4), bound(V4, "nvfp4-full", torch.float64)
+    (origin,) = localise(twin, recipe, run, reference).origins
+    assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+
+
+def bf16_times(name: str, gain: float) -> Bound:
+    """The BF16 model, one of whose components has another gain."""
+    model = plain(V4)
+    other = Bound(V4, model.numerics, {n: model.weights[n] for n in model.weights})
+    other.calls[name] = scaled("out", gain)(other.calls[name])
+    return other
+
+
+def test_a_step_that_a_killed_run_left_unfinished_lacks_nothing() -> None:
+    """Its last step ended early; a call that an earlier one lacks is missing."""
+    run, name = run_of(), f"{FFN}norm"
+    known = Known.of(bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4))
+    last = run.steps[-1].number
+    for complete, expected in ((False, {1}), (True, {1, last})):
+        calls = [c for c in run.calls if c.component != name or c.step == 0]
+        killed = SimpleNamespace(facts={}, steps=run.steps, calls=calls, complete=complete)
+        (trouble,) = missing_calls(known, cast("SeenRun", killed))
+        assert (trouble.kind, trouble.component) == (Kind.MISSING, name)
+        assert set(trouble.steps) == expected
 
 
 def test_without_a_reference_nothing_is_said_of_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from degarble.harness.record.capture_types import Phase
 from degarble.harness.runs.model import open_model
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import WORDS, write_speaker
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPTS = ("w7 w8 w9", "w9")
 
@@ -92,6 +89,7 @@ def test_what_is_refused_leaves_nothing(
         (("--prompt", PROMPTS[0], "--tokens", "x"), "--tokens"),
         (("--prompt", PROMPTS[0], "--max-new-tokens", 0), "--max-new-tokens"),
         (("--prompt", PROMPTS[0], "--amax-only", "--tokens", "1"), "--amax-only and --tokens"),
+        (("--prompt", ""), "a text of one token at least"),
         ((), "--prompt"),
     ):
         done = call(capsys, *line, *wrong)
@@ -113,6 +111,17 @@ def test_a_disk_without_room_is_refused_before_the_run(
     assert "room for about" in done.err
     assert list(tmp_path.iterdir()) == []
     assert call(capsys, *line, "--statistics-only").status == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a system without /proc")
+def test_a_place_where_nothing_can_be_written_is_called_that(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file system that keeps no files has no room either; that is not why."""
+    done = call(capsys, "capture", model, "--out", "/proc/degarble/capture", "--prompt", "w7")
+    assert (done.status, done.out) == (2, "")
+    assert "a place where a file can be written" in done.err
+    assert "free" not in done.err
 
 
 def test_a_capture_is_not_written_over(

@@ -9,16 +9,20 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from degarble.harness.runs import capture as run
 from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.check import CheckRun
 from degarble.harness.runs.check import Wanted as WantedCheck
+from degarble.harness.runs.check_document import junit
 from degarble.harness.runs.model import open_model
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import write_speaker
@@ -113,6 +117,30 @@ def test_a_fault_is_an_origin_with_share_reproducer_page_and_junit(
     suite = ET.fromstring(junit.read_text())
     failed = [case.get("name") for case in suite if case.find("failure") is not None]
     assert failed == [NAME]
+
+
+_TOLD = st.text(st.characters(codec=None), max_size=40) | st.text(
+    st.sampled_from(
+        "a<&'\"]\t\n\r\0\x1f\x7f\x85\ud7ff\ud800\udfff\ue000\ufffd\ufffe\uffff\U0001ffff"
+    ),
+    max_size=20,
+)
+
+
+@given(_TOLD, _TOLD)
+def test_whatever_was_found_junit_is_xml(found: str, sentence: str) -> None:
+    """Names and sentences of foreign captures may hold any character."""
+    trouble = SimpleNamespace(component=NAME, sentence=found)
+    origins = [SimpleNamespace(trouble=trouble)]
+    checked: Any = SimpleNamespace(localised=SimpleNamespace(rows=[]), origins=origins)
+    suite = ET.fromstring(junit(checked, sentence).encode())
+    told = suite.findtext("system-out") or ""
+    assert len(told) == len(sentence)
+    kept = [(a, b) for a, b in zip(sentence, told, strict=True) if b != "\N{REPLACEMENT CHARACTER}"]
+    assert all(a == b for a, b in kept)
+    lost = {a for a, b in zip(sentence, told, strict=True) if a != b}
+    assert not any(each.isalnum() or each in "\t\n<&" for each in lost)
+    assert suite.find("testcase/failure") is not None
 
 
 def test_a_filtered_capture_is_judged_as_far_as_it_goes(

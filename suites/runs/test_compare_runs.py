@@ -88,6 +88,31 @@ def test_other_candidates_differ_and_hashes_alone_decide(
     assert lines[0, "ffn.norm"]["cosine"] == 1
 
 
+def test_runs_of_other_models_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fingerprint may differ, a family or an extent may not."""
+    one = captured(model, tmp_path / "one", statistics_only=True)
+    two = captured(model, tmp_path / "two", statistics_only=True)
+    manifest = two / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    facts = whole["facts"]
+    wider = facts["config"] | {"hidden_size": 2 * facts["config"]["hidden_size"]}
+    for wrong, told in (
+        ({"family": "deepseek_v32"}, "family = ['deepseek_v4', 'deepseek_v32']"),
+        ({"config": wider}, "hidden_size"),
+    ):
+        manifest.write_text(json.dumps(whole | {"facts": facts | wrong}))
+        done = call(capsys, "compare", one, two)
+        assert (done.status, done.out) == (2, "")
+        assert "REFUSED" in done.err
+        assert told in done.err
+    manifest.write_text(json.dumps(whole | {"facts": facts | {"config": [], "family": None}}))
+    assert call(capsys, "compare", one, two).status == 0, (
+        "what is not stated is not held against it"
+    )
+
+
 def test_runs_of_other_tokens_are_undecided(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,20 @@ def test_a_text_is_evaluated(
     assert "perplexity" in call(capsys, *line).out
 
 
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_a_prompt_without_a_word_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    """Else the model continues its begin token, which nobody said."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt) + "\n")
+    for given in (("--prompt", prompt), ("--prompts", file), ("--chat", "--prompt", prompt)):
+        done = call(capsys, "generate", model, *given, *SHORT)
+        assert (done.status, done.out) == (2, "")
+        assert "a text of one token at least" in done.err
+    assert call(capsys, "generate", model, "--prompt", WORDS[0], *SHORT).status == 0, "said"
+
+
 def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
     prompts = ["w7\u2028w8", "w9\x0cw7\x85"]
     lines = "\r\n".join(json.dumps(each, ensure_ascii=False) for each in prompts)

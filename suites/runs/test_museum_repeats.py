@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import museum_repeats
 from degarble.harness.runs.museum_cases import equal
 from degarble.harness.runs.museum_plants import ways_of
 from degarble.harness.runs.museum_repeats import Repeated, repeat, write
@@ -30,6 +31,23 @@ def test_a_race_is_unstable_where_it_is() -> None:
     assert (found.verdict, found.blamed[0]) == (Verdict.UNSTABLE, W2)
     assert found.apart
     assert found.right
+
+
+def test_what_is_written_lies_in_the_museums_folder_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is ended removes nothing: the museum removes its folder, with all in it."""
+    seen: list[Path] = []
+
+    def interrupted(*folders: Path) -> NoReturn:
+        seen.extend(folders)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(museum_repeats, "compare_runs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        repeat(small_stage(), root=tmp_path)
+    assert [each.parent.parent for each in seen] == [tmp_path] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:

@@ -1,4 +1,4 @@
-"""M43: a small systematic gain, of all of an output or of one head, expert or tile of it.
+"""M43: a systematic gain, of all of an output or of one head, expert or tile of it.
 
 One backend shifts the distribution without a word (flashinfer issue 3589), or leaves out a constant
 of the model (sglang issue 26791). The gain is fitted by least squares, place by place. It is told
@@ -204,7 +204,7 @@ _REMEDY = "Look for a constant that this backend leaves out, or a scale that it 
 MODEL_FAULTS = (
     ModelFault(
         id="M43.whole",
-        title="A small systematic gain on all of an output",
+        title="A systematic gain on all of an output",
         effect="proportions stay, so a cosine sees nothing; distributions shift",
         remedy=_REMEDY,
         sits=_sits_whole,
@@ -213,7 +213,7 @@ MODEL_FAULTS = (
     ),
     ModelFault(
         id="M43.one_head",
-        title="A small systematic gain on one head",
+        title="A systematic gain on one head",
         effect="one head pulls more or less than it should",
         remedy=_REMEDY,
         sits=_sits_head,
@@ -222,8 +222,8 @@ MODEL_FAULTS = (
     ),
     ModelFault(
         id="M43.one_expert",
-        title="A small systematic gain on one expert",
-        effect="tokens that visit this expert are off by a few percent",
+        title="A systematic gain on one expert",
+        effect="tokens that visit this expert are off by its factor, or have its sign turned",
         remedy=_REMEDY,
         sits=_sits_expert,
         ways=_planted_experts,

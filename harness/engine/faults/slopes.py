@@ -162,7 +162,9 @@ def of_sight(sight: Sight, output: str = "out") -> float | None:
 
 
 def told(gain: float) -> str:
-    """A gain in words, with four digits; very near 1 what it is beside it."""
+    """A gain in words, with four digits; very near 1 what it is beside it, below 0 the sign."""
+    if gain < 0:
+        return f"a turned sign, a gain of {number(gain, 4)}"
     beside = gain - 1
     if not beside or abs(beside) >= FAINT / 2:
         return f"a gain of {number(gain, 4)}"

@@ -56,9 +56,14 @@ def test_a_faint_gain_shows_in_many_numbers_and_noise_does_not(seed: int) -> Non
 
 @pytest.mark.parametrize(
     ("gain", "words"),
-    [(0.97, "a gain of 0.9700"), (1.00017, "a gain of 1 + 0.000170"), (1.0, "a gain of 1.000")],
+    [
+        (0.97, "a gain of 0.9700"),
+        (1.00017, "a gain of 1 + 0.000170"),
+        (1.0, "a gain of 1.000"),
+        (-1.0, "a turned sign, a gain of -1.000"),
+    ],
 )
-def test_gains_near_one_are_told_by_what_is_beside_it(gain: float, words: str) -> None:
+def test_gains_near_one_and_below_zero_are_told_by_what_they_are(gain: float, words: str) -> None:
     assert told(gain) == words
 
 
