@@ -23,7 +23,11 @@ def test_every_family_has_three_variants_and_words() -> None:
         assert fault.remedy.endswith(".")
 
 
-@pytest.mark.parametrize("fault", [each.id for each in FAULTS])
+# It takes what another layer's call was given: suites/runs/test_museum_plants.py runs both.
+WHOLE_RUNS = {"M12.layer_view"}
+
+
+@pytest.mark.parametrize("fault", [each.id for each in FAULTS if each.id not in WHOLE_RUNS])
 def test_it_sits_somewhere_and_has_an_effect(fault: str) -> None:
     """On small models, of which no weight has a small block scale."""
     silent = {"M08.subnormal", "M08.flushed", "M08.five_bits"}
