@@ -1,10 +1,11 @@
 """A run of V4-Pro's width judged component by component, in a process of its own.
 
-`python -m degarble.suites.bench.peak_check_width RECIPE` runs one layer of each type (window,
-compressed by 4 and by 128) and both ends at V4-Pro's extents, float32 inside, localises it, and
-prints verdict, outputs that were judged, the worst in units of budget, seconds and the peak of
+`python -m degarble.suites.bench.peak_check_width RECIPE [DEVICE]` runs one layer of each type
+(window, compressed by 4 and by 128) and both ends at V4-Pro's extents, float32 inside, localises
+it, and prints verdict, outputs that were judged, the worst in units of budget, seconds and peak of
 resident memory in bytes. Weights are drawn when they are asked for and kept by nobody. RECIPE is
-bf16 or nvfp4-experts; experts then are random codes.
+bf16 or nvfp4-experts; experts then are random codes. DEVICE is cpu, or cuda, where candidate and
+twin then compute; the peak of the GPU's memory stands last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
+from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.references.binding import Bound
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.suites.bench.peak_full_size import peak_bytes
@@ -112,7 +114,7 @@ def _rounded_otherwise(call: Any, inputs: Any, weights: Any) -> dict[str, Tensor
     return made
 
 
-def main(recipe_name: str) -> None:
+def main(recipe_name: str, device: str = CPU) -> None:
     """Run, localise, print."""
     torch.set_grad_enabled(False)
     start, recipe = time.perf_counter(), recipe_named(recipe_name, CONFIG)
@@ -124,12 +126,17 @@ def main(recipe_name: str) -> None:
     for name, call in candidate.calls.items():
         if candidate.bound_to(name)[0].role in PRODUCTS or name == "head":
             candidate.calls[name] = partial(_rounded_otherwise, call)
+    twin = Bound(CONFIG, replace(numerics), weights, recipe)
+    require_device("DEVICE", device)
+    for each in (candidate, twin):
+        put_on(each, device)
     run = InMemoryRun.of(candidate, [PROMPT], 1)
-    found = localise(Bound(CONFIG, replace(numerics), weights, recipe), recipe, run)
+    found = localise(twin, recipe, run)
     worst = max(row.ratio for row in found.rows)
     seconds = time.perf_counter() - start
     told = (found.verdict, len(found.rows), len(found.unjudged), worst, seconds, peak_bytes())
-    sys.stdout.write(" ".join(map(str, told)) + "\n")
+    on_device = (torch.cuda.max_memory_allocated(),) if device != CPU else ()
+    sys.stdout.write(" ".join(map(str, told + on_device)) + "\n")
 
 
 if __name__ == "__main__":
