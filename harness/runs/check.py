@@ -12,12 +12,10 @@ without a config, statistics only. Kept honest by suites/runs/test_check.py.
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.config_json import config_to_dict
@@ -32,7 +30,7 @@ from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
 _BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
 ATTRIBUTED = 6  # origins whose share of the final difference is measured
-_WIDE = 1024  # of hidden states: from here on a product is worth a second thread
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,6 @@ class CheckRun:
         arithmetic = stated if stated in ARITHMETICS else None
         model = open_model(self.source, arithmetic, held_values=wanted.held_values)
         self.model: OpenModel = self._open.enter_context(model)
-        self._open.enter_context(_threads_for(self.model.config))
         require_captured(self.capture, self.model, self.source)
         self.twin: Bound = self.model.speaker.bound
         put_on(self.twin, wanted.device)
@@ -196,18 +192,6 @@ def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
 def _by_role(components: Sequence[object]) -> str:
     roles = dict.fromkeys(_BLOCK.sub("", str(each)) for each in components)
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
-
-
-@contextmanager
-def _threads_for(config: Config) -> Iterator[None]:
-    """Let one thread compute a narrow model: to wake others up takes longer than its products."""
-    before = torch.get_num_threads()
-    if config.hidden_size < _WIDE:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _diagnosed(trouble: Trouble) -> Diagnosed | None:

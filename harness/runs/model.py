@@ -11,7 +11,8 @@ Kept honest by suites/runs/test_model.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
@@ -49,18 +50,23 @@ if TYPE_CHECKING:
 
 ARITHMETICS = ("definition", "bf16", "twin")
 HELD_VALUES = 1 << 27  # decoded values that are kept in memory: 1 GiB in float64
+_WIDE = 1024  # of hidden states: from here on a product is worth a second thread
 _MANY_VISITS = 2  # slots an expert, from which on all experts are taken to be visited
 
 
 @dataclass
 class OpenModel:
-    """A checkpoint, ready to be run. Use it as a context, or close it."""
+    """A checkpoint, ready to be run. Use it as a context, or close it.
+
+    In its context a narrow model is computed by one thread.
+    """
 
     checkpoint: Checkpoint
     speaker: Speaker
     recipe: Recipe
     arithmetic: str
     streamed: StreamedWeights | None
+    _threads: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def config(self) -> Config:
@@ -74,10 +80,24 @@ class OpenModel:
         self.checkpoint.close()
 
     def __enter__(self) -> Self:
+        self._threads.enter_context(threads_for(self.config))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._threads.close()
         self.close()
+
+
+@contextmanager
+def threads_for(config: Config) -> Iterator[None]:
+    """Let one thread compute a narrow model: to wake others up takes longer than its products."""
+    before = torch.get_num_threads()
+    if config.hidden_size < _WIDE:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def open_model(

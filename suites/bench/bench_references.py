@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.anatomy.presets import small_v4
 from degarble.harness.runs.held_weights import HeldWeights
-from degarble.harness.runs.model import numerics_of
+from degarble.harness.runs.model import numerics_of, threads_for
 from degarble.harness.talk.generation import Generation, Limits, Speech
 from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.speaker import Speaker
@@ -96,7 +96,20 @@ class GenerateArm:
     def __call__(self) -> None:
         """Generate one turn's tokens behind everything said before."""
         self._speech = Speech(self._speech.all_ids, self._speech.sequence)
-        self._generation.run([self._speech])
+        with threads_for(MODEL):
+            self._generation.run([self._speech])
+
+
+class Alone:
+    """An arm by one thread, which suits a narrow model."""
+
+    def __init__(self, arm: Callable[[], None]) -> None:
+        self._arm = arm
+
+    def __call__(self) -> None:
+        """Run it so."""
+        with threads_for(MODEL):
+            self._arm()
 
 
 def theirs(dtype: torch.dtype) -> Step:
@@ -121,10 +134,13 @@ def theirs(dtype: torch.dtype) -> Step:
 def run(settings: Settings) -> Section:
     """Measure all arms by turns."""
     with Neighbours() as neighbours, peers.quiet():
-        arms: dict[str, Any] = {f"degarble, {n}": Arm(ours(d)) for n, d in DTYPES.items()}
+        named = {f"degarble, {name}": Arm(ours(dtype)) for name, dtype in DTYPES.items()}
+        if settings.peers:
+            named |= {f"transformers, {name}": Arm(theirs(dtype)) for name, dtype in DTYPES.items()}
+        arms: dict[str, Any] = {name: Alone(arm) for name, arm in named.items()}
         arms["degarble generate, BF16"] = GenerateArm()
         if settings.peers:
-            arms |= {f"transformers, {name}": Arm(theirs(dtype)) for name, dtype in DTYPES.items()}
+            arms["transformers, BF16, all cores"] = Arm(theirs(torch.bfloat16))
         readings = interleave(arms, settings.rounds)
     rows = tuple(
         (name, f"{TOKENS / reading.median:.1f}", f"{reading.median / TOKENS * 1e3:.2f}")
@@ -132,12 +148,15 @@ def run(settings: Settings) -> Section:
     )
     targets: list[Target] = []
     if settings.peers:
-        ratio = paired_ratio(readings["transformers, BF16"], readings["degarble, BF16"])[0]
+        both = (readings["transformers, BF16"], readings["transformers, BF16, all cores"])
+        peer = min(both, key=lambda reading: reading.median)
+        ratio = paired_ratio(peer, readings["degarble, BF16"])[0]
         targets.append(Target("times as fast as transformers, BF16 as stored", ratio, RATIO))
-        generate = readings["degarble generate, BF16"]
-        ratio = paired_ratio(readings["transformers, BF16"], generate)[0]
+        ratio = paired_ratio(peer, readings["degarble generate, BF16"])[0]
         targets.append(Target("generate: times as fast as transformers, BF16", ratio, RATIO))
-        pair = [arms[f"{who}, float32"].named[: TOKENS * 2] for who in ("degarble", "transformers")]
+        pair = [
+            named[f"{who}, float32"].named[: TOKENS * 2] for who in ("degarble", "transformers")
+        ]
         same = float(pair[0] == pair[1])
         targets.append(Target("float32 arms name the same tokens (1 = yes)", same, 1.0))
     return Section(
@@ -148,6 +167,7 @@ def run(settings: Settings) -> Section:
         notes=(
             f"V4, {MODEL.num_hidden_layers} layers, hidden {MODEL.hidden_size}, head_dim 512",
             f"prompt of {len(PROMPT)} tokens; {settings.rounds} rounds of {TOKENS} tokens",
+            "one thread, as generate computes narrow models; the faster arm of transformers counts",
             f"other processes took {neighbours.cores:.2f} cores of this machine meanwhile",
         ),
     )

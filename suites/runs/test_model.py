@@ -9,12 +9,13 @@ import torch
 
 from degarble.harness.anatomy.layouts import LAYOUTS
 from degarble.harness.anatomy.parameters import parameter_named
+from degarble.harness.anatomy.presets import V4_FLASH
 from degarble.harness.anatomy.recipes import Formats, recipe_named
 from degarble.harness.checkpoint.convert.job import job_for
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import Refused, UnknownName, UnreadableFile
-from degarble.harness.runs.model import open_model
+from degarble.harness.runs.model import open_model, threads_for
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
@@ -52,6 +53,20 @@ def test_a_layout_runs_held_and_streamed_alike(family: str, layout: str, tmp_pat
     assert held.isfinite().all()
     if (family, layout) in (("v4", "nvfp4-experts"), ("v32", "compressed-tensors")):
         assert logits(tmp_path / "c", None, 1 << 27).isfinite().all()
+
+
+def test_a_narrow_model_takes_one_thread_while_it_is_open(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, "bf16", seed=3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with open_model(tmp_path / "c"):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with threads_for(V4_FLASH):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_converted_checkpoint_says_the_same(tmp_path: Path) -> None:
