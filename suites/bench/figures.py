@@ -126,21 +126,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(asked.size, asked.rounds, asked.threads, not asked.no_peers)
     met = True
     try:
-        page = asked.page.read_text() if asked.page.exists() else HEADING
         for key in asked.only or BENCHES:
             pin(settings.threads)
             origin = _origin(settings, _packages(key), arguments)
             section = measure(key, settings)
-            page = replaced(page, key, rendered(section, origin))
             sys.stdout.write(rendered(section, origin))
+            _keep(asked.page, key, rendered(section, origin))
             met = met and all(target.met for target in section.targets)
     except DegarbleError as error:
         sys.stderr.write(f"REFUSED: {error}\n")
         return error.exit_status
-    draft = asked.page.with_suffix(".md.new")
-    draft.write_text(page)
-    draft.replace(asked.page)
     return EXIT_AGREES if met else EXIT_DIFFERS
+
+
+def _keep(page: Path, key: str, text: str) -> None:
+    """Put a section into the page as it is now: others may have written while this one measured."""
+    whole = replaced(page.read_text() if page.exists() else HEADING, key, text)
+    draft = page.with_suffix(f".md.{os.getpid()}")
+    draft.write_text(whole)
+    draft.replace(page)
 
 
 def _packages(key: str) -> tuple[str, ...]:

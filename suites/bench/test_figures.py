@@ -163,6 +163,23 @@ def test_a_missed_target_is_written_and_ends_with_status_1(
     assert "Planted" in capsys.readouterr().out
 
 
+def test_what_others_write_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "figures.md"
+    page.write_text("# Figures\n")
+
+    def measured(key: str, settings: Settings) -> Section:
+        del settings
+        page.write_text(replaced(page.read_text(), "other", "told\n"))
+        return Section(key, "Formats", (), (), ())
+
+    monkeypatch.setattr(figures, "pin", lambda _threads: [])
+    monkeypatch.setattr(figures, "measure", measured)
+    assert main(["--only", "formats", "--page", str(page)]) == 0
+    assert "told" in page.read_text()
+    assert "## Formats" in page.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.md"]
+
+
 def test_an_unknown_bench_is_refused_and_nothing_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
