@@ -143,3 +143,7 @@ class NotBuilt(Refused):
 
 class Undecided(DegarbleError):
     """The comparison cannot be made, so nothing is claimed."""
+
+
+# What a component, a fault or a budget raises over operands that it does not fit.
+CANNOT_RUN = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)

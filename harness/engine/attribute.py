@@ -24,7 +24,7 @@ from degarble.harness.engine.edges import Wires
 from degarble.harness.engine.forms import aligned, wrong_forms
 from degarble.harness.engine.replay import Known
 from degarble.harness.engine.seen import by_component, forward_again
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +95,7 @@ def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares 
             for n, a in enumerate(additions)
         ]
         order, together = _greedy(alone, lambda s: _share(_distance(logits(s), wanted), start))
-    except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+    except CANNOT_RUN:
         return None  # what was captured does not fit into the twin's own run
     return Shares((start / size) ** 0.5, tuple(alone), order, together)
 
@@ -166,7 +166,7 @@ def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port,
         elif trouble.kind in {Kind.OUTPUT, Kind.FALLBACK, Kind.FORM}:
             try:
                 expected = known.expected(component, inputs)
-            except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+            except CANNOT_RUN:
                 return None
             outputs = run.outputs(call)
             if wrong_forms(outputs, expected):

@@ -22,7 +22,7 @@ from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.compare_definition import values_of_any
 from degarble.harness.engine.faults.decoding import Decoding
 from degarble.harness.engine.judging import judge_outputs
-from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.errors import CANNOT_RUN, DegarbleError, InvalidArgument
 from degarble.harness.record.wording import share
 from degarble.references.linears import activation_values
 
@@ -92,7 +92,7 @@ def make(
             outputs: Tensors = way.passed_on({**sight.inputs, **sight.implied}, scene.weights)
             return Made(outputs, sight.inputs, scene.weights, {})
         outputs = way.apply(spied)(sight.inputs, scene.weights)
-    except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+    except CANNOT_RUN:
         return None  # another shape or format than the way is about
     stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
     typed = {

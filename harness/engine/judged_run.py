@@ -30,7 +30,7 @@ from degarble.harness.engine.forms import (
 )
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import Batch, Replay, maker_of, replayed
-from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.errors import CANNOT_RUN, InvalidArgument
 from degarble.harness.record.verdict import Verdict
 from degarble.references.linears import decode_activations
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     Look = Callable[[Replay, Mapping[str, Judged]], None]  # sees each replay while it is at hand
     Looked = Callable[[Replay, Mapping[str, Judged]], None]  # while tensors are at hand
 
-_CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 _MAKERS = 4  # quantisations whose inputs are kept
 PAIRS = ("candidate and twin", "candidate and reference", "twin and reference")
 
@@ -240,7 +239,7 @@ class Judge:
             form = self._format_made(name)
             try:
                 made = None if form is None else decode_activations(outputs, form, torch.float32)
-            except _CANNOT:
+            except CANNOT_RUN:
                 made = None  # codes of another form; their judgement says so
             return {} if made is None else {"codes": made}
         return {n: each for n, each in outputs.items() if each.is_floating_point()}
@@ -269,7 +268,7 @@ class Judge:
         try:
             with torch.inference_mode():
                 return dict(reference.calls[name](inputs, reference.weights_of(name)))
-        except _CANNOT:
+        except CANNOT_RUN:
             return {}
 
     def _unquantised(self, maker: str, batch: Batch) -> Tensor | None:
@@ -282,7 +281,7 @@ class Judge:
                     if maker in plain.calls
                     else batch.inputs["x"]
                 )
-        except _CANNOT:
+        except CANNOT_RUN:
             return None
         parts = {call.step: batch.part(at, x) for at, call in enumerate(batch.calls)}
         self._plain[maker] = self._plain.pop(maker, {}) | parts

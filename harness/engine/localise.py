@@ -31,7 +31,7 @@ from degarble.harness.engine.troubles import (
     of_outputs,
     repeats_apart,
 )
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class _Work:
                 implied[name] = (each.reshape(like.shape) if same else each).to(like.dtype)
         try:
             expected = self._known.expected(edge.component, inputs)
-        except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+        except CANNOT_RUN:
             expected = {}
         sides = (inputs, self._run.outputs(call), expected, implied)
         elsewhere = self._elsewhere(call) if is_memory(edge.component, edge.name) else {}
@@ -284,8 +284,8 @@ class _Work:
         """What the same component was given in its first call and in the last ones before this."""
         before = [
             each
-            for each in self._run.calls
-            if each.component == call.component and each.step < call.step and _is_stored(each)
+            for each in self.calls[call.component]
+            if each.step < call.step and _is_stored(each)
         ]
         chosen = (*before[:1], *before[max(1, len(before) - _EARLIER) :])
         return tuple(Sight(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)

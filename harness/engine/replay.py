@@ -19,7 +19,7 @@ import torch
 
 from degarble.harness.anatomy.components import components
 from degarble.harness.engine.budget_call import Call as Judgeable
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.references.binding import Bound
 from degarble.references.linears import quantise_activations
 
@@ -236,7 +236,7 @@ def replayed(known: Known, batch: Batch) -> Replay:
         if missing:
             return Replay(batch, undecided=f"its input {missing[0]} was not captured")
         return Replay(batch, known.expected(component, inputs), inputs=inputs)
-    except (DegarbleError, RuntimeError, IndexError, ValueError, KeyError) as error:
+    except CANNOT_RUN as error:
         # What a candidate hands over may have any extents; torch says so in its own words.
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Replay(batch, undecided=f"the twin cannot run on its inputs: {line}")

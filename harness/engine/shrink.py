@@ -31,7 +31,7 @@ from degarble.harness.engine.forms import aligned, same_values, wrong_forms
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import is_ragged
 from degarble.harness.engine.shrink_sums import shortest_sum
-from degarble.harness.errors import DegarbleError, UnreadableFile
+from degarble.harness.errors import CANNOT_RUN, UnreadableFile
 from degarble.harness.formats.weight import Weight
 from degarble.harness.record.files import usable_folder, write_text
 from degarble.harness.record.verdict import Verdict
@@ -196,7 +196,7 @@ def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
             prefix = _prefix(scene.bound.config, scene.name, scene.recipe)
             case = shortest_sum(case, way, prefix)
         return _small_enough(_fewest_columns(case))
-    except (DegarbleError, RuntimeError, IndexError, KeyError, ValueError):
+    except CANNOT_RUN:
         return None  # extents that no twin can run on have no case of their own
 
 

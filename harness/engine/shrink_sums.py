@@ -20,7 +20,7 @@ import torch
 
 from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.faults.model_faults import ChangedWeights
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.weight import Weight
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 _LEAST = 16  # of K
-_CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) 
             name: made[name].to(each.dtype).reshape(-1, *each.shape[1:])
             for name, each in case.captured.items()
         }
-    except _CANNOT:
+    except CANNOT_RUN:
         return None  # a way, or a budget, that knows these extents only
     words = f" (K {part[0]}..{part[1] - 1} of {found.length}, made there by the named fault)"
     return replace(case, title=case.title + words, twin=twin, inputs=inputs, captured=captured)

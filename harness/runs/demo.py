@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.audit import identity_of
 from degarble.harness.runs.check_look import Looker
 from degarble.harness.runs.check_page import Found
-from degarble.harness.runs.model import open_model
+from degarble.harness.runs.model import one_thread, open_model
 from degarble.harness.runs.museum_models import ModelKey, MuseumModel, prepare
 from degarble.harness.talk.tokenizer import Growing, Tokenizer
 from degarble.references import tiny
@@ -137,7 +136,7 @@ def demo_fault(identity: str | None) -> ModelFault:
 
 def tell_story(fault: ModelFault, step: Callable[[str], None] = lambda _name: None) -> Story:
     """Quantise, run and judge healthy, plant, run and judge again."""
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="degarble-") as folder:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="degarble-") as folder:
         model = demo_model(Path(folder))
         step("quantised")
         spoken = InMemoryRun.of(model.twin, model.prompts, NEW_TOKENS)
@@ -256,14 +255,3 @@ def _breadth(way: Way) -> int:
     told: Mapping[str, object] = way.where
     weights = str(told.get("weights", ""))
     return int("all " in weights or " of experts " in weights) + 2 * int("rows" in told)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread: the work is small, and threads that spin on a busy machine cost."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

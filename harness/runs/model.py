@@ -11,7 +11,7 @@ Kept honest by suites/runs/test_model.py.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -36,6 +36,7 @@ from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -88,12 +89,16 @@ class OpenModel:
         self.close()
 
 
-@contextmanager
-def threads_for(config: Config) -> Iterator[None]:
+def threads_for(config: Config) -> AbstractContextManager[None]:
     """Let one thread compute a narrow model: to wake others up takes longer than its products."""
+    return one_thread() if config.hidden_size < _WIDE else nullcontext()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: threads that spin on a busy machine cost more than small work."""
     before = torch.get_num_threads()
-    if config.hidden_size < _WIDE:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

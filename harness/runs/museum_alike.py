@@ -21,7 +21,7 @@ import torch
 from degarble.harness.engine.diagnose_calls import MOST_WAYS, with_earlier
 from degarble.harness.engine.diagnose_trial import make
 from degarble.harness.engine.seen import by_component
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.runs.museum_cases import equal
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 ALIKE = 0.999  # of the elements; the rest are roundings of sums in another order
-_CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class Remade:
                 inputs = self.run.inputs(call)
                 try:
                     made.append((inputs, dict(faulty(inputs, weights))))
-                except _CANNOT:
+                except CANNOT_RUN:
                     return made
         return made
 

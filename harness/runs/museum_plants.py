@@ -26,7 +26,7 @@ from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import same_bits
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.runs.museum_alike import Remade, same_effect
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from degarble.harness.runs.museum_cases import Stage
 
     _Said = tuple["Cause", str]
-
-_CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 
 
 class Place(StrEnum):
@@ -137,7 +135,7 @@ def touches(stage: Stage, planted: Planted) -> bool:
         with torch.inference_mode():
             try:
                 made = faulty(inputs, weights)
-            except _CANNOT:
+            except CANNOT_RUN:
                 return False
         if _differ(made, inputs if edge else stage.healthy.outputs(each)):
             return True
@@ -161,7 +159,7 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
         candidate.calls[other] = wrap(candidate.calls[other])
     try:
         run = stage.run(candidate, edges)
-    except _CANNOT as error:
+    except CANNOT_RUN as error:
         return Outcome(*told, effect=0.0, sentence=f"the run stops: {error}"[:200])
     truth = _truth(stage, planted)
     try:

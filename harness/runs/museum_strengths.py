@@ -20,7 +20,7 @@ from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.faults.dials import DIALS
 from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.judging import judge_outputs
-from degarble.harness.errors import DegarbleError
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.runs.museum_plants import sites, ways_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _TURNS = 7
 _NEAR = 1.25  # times the wanted effect, or a part of it
 _FIRST = 0.01
 _MOST = 0.5
-_CANNOT = (DegarbleError, RuntimeError, IndexError, KeyError, ValueError)
 
 
 def strength(stage: Stage, component: str, way: Way) -> float:
@@ -52,7 +51,7 @@ def strength(stage: Stage, component: str, way: Way) -> float:
             try:
                 known = Call.of(stage.twin, component, inputs)
                 found = judge_outputs(known, faulty(inputs, weights))
-            except _CANNOT:
+            except CANNOT_RUN:
                 return math.nan
             ratios = [each.ratio for each in found.values()]
             if any(math.isnan(ratio) for ratio in ratios):

@@ -85,7 +85,7 @@ def difference(name: str, got: Tensor, want: Tensor) -> str:
     at = tuple(differs.nonzero()[0].tolist())
     return (
         f"{name}: {int(differs.sum())} of {differs.numel()} differ (budget 0: the arithmetic is "
-        f"exact); first at {at}: got 0x{int(got[at]):X}, want 0x{int(want[at]):X}"
+        f"exact); first at {at}: got 0x{int(got[at]):02X}, want 0x{int(want[at]):02X}"
     )
 
 

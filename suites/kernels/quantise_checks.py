@@ -26,6 +26,7 @@ from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.ulps import value_ulp_distance
 from degarble.kernels.common.quantise_problem import LAYOUTS, SWIGLU, VALUES, QuantiseProblem
 from degarble.kernels.common.settings import CompileSettings
+from degarble.suites.kernels.format_checks import difference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,18 +142,6 @@ def by_definition(case: Case, values_MK: Tensor) -> tuple[Tensor, Tensor]:
         made = quantise(values_MK[start:end], NVFP4, CANONICAL, decode_scale=scale)
         codes_MP[start:end], scales_MK[start:end] = made.codes, made.block_scale
     return codes_MP, to_layout(scales_MK, problem.scale_layout)
-
-
-def difference(name: str, got: Tensor, want: Tensor) -> str:
-    """Describe how bytes differ; empty where they do not."""
-    differs = got != want
-    if not bool(differs.any()):
-        return ""
-    at = tuple(differs.nonzero()[0].tolist())
-    return (
-        f"{name}: {int(differs.sum())} of {differs.numel()} differ (budget 0: the arithmetic is "
-        f"exact); first at {at}: got 0x{int(got[at]):02X}, want 0x{int(want[at]):02X}"
-    )
 
 
 def mismatch(case: Case) -> str:
