@@ -1,0 +1,158 @@
+"""What GEMM kernels of sm_90a share around wgmma: instructions, rings of stages, clusters, roles.
+
+Owns the making of these from a form: nothing here computes or moves data by itself. A warpgroup
+multiplies 64 rows of the tile with all its columns, on its own: `mma_of` is the instruction of one
+warpgroup, and no warpgroup waits for another but through the rings.
+
+Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_gemm_bf16.py.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from degarble.kernels.common import gemm_epilogue as epilogue
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common.gemm_problem import GemmForm, Tactic
+
+Swizzle = warpgroup.SmemLayoutAtomKind
+FIRST_BARRIER = 2  # of the warpgroups that multiply; 0 and 1 belong to the thread block
+
+
+class Sharing(NamedTuple):
+    """This thread block's place among those that receive its A and its B, and their masks."""
+
+    a: tuple[Any, int, Any]
+    b: tuple[Any, int, Any]
+
+
+def mma_of(element: Any, columns: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
+    """Return the instruction of one warpgroup: 64 rows, float32 accumulators, K along rows."""
+    if element.width == 8:
+        operation = warpgroup.MmaF8Op(
+            element,
+            element,
+            Float32,
+            (facts.PIECE_ROWS, columns, 32),
+            source,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+    else:
+        operation = warpgroup.MmaF16BF16Op(
+            element,
+            Float32,
+            (facts.PIECE_ROWS, columns, 16),
+            source,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+    return cute.make_tiled_mma(cute.make_mma_atom(operation))
+
+
+def staged_layout(element: Any, rows: int, inner: int, stages: int, swizzle: Any) -> Any:
+    """Return the layout of an operand's stages in shared memory: K along rows, swizzled."""
+    atom = warpgroup.make_smem_layout_atom(swizzle, element)
+    return cute.tile_to_shape(atom, (rows, inner, stages), (0, 1, 2))
+
+
+def shared_of(memory: Any, element: Any, layout: Any) -> Any:
+    """Allocate what has such a layout."""
+    return memory.allocate_tensor(element, layout.outer, facts.ALIGNMENT, swizzle=layout.inner)
+
+
+def sharing_of(tactic: Tactic) -> Sharing:
+    """Return who receives what within the cluster: A along its columns, B along its rows."""
+    row, column, _ = cute.arch.block_idx()
+    rows, columns = tactic.cluster_rows, tactic.cluster_columns
+    a = b = (0, 1, None)
+    if columns > 1:
+        a = (column, columns, cutlass.Int16(sum(1 << rows * i for i in range(columns))) << row)
+    if rows > 1:
+        b = (row, rows, cutlass.Int16((1 << rows) - 1) << column * rows)
+    return Sharing(a, b)
+
+
+def ring_of_stages(memory: Any, form: GemmForm) -> Any:
+    """Make the ring that TMA fills; every warp that reads a stage releases it."""
+    footprint = facts.footprint(form)
+    group = pipeline.CooperativeGroup
+    tactic = form.tactic
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * footprint.stages),
+        num_stages=footprint.stages,
+        producer_group=group(pipeline.Agent.Thread),
+        consumer_group=group(pipeline.Agent.Thread, facts.release_arrivals(form)),
+        tx_count=facts.transaction_bytes(form),
+        cta_layout_vmnk=cute.make_layout((1, tactic.cluster_rows, tactic.cluster_columns, 1)),
+        defer_sync=True,
+    )
+
+
+def begin(tactic: Tactic) -> None:
+    """Let no thread block of the cluster go on before all barriers exist."""
+    shape = (tactic.cluster_rows, tactic.cluster_columns)
+    pipeline.pipeline_init_arrive(cluster_shape_mn=shape, is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=shape)
+
+
+def producer_state(stages: int) -> Any:
+    """Return where a producer begins in a ring."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+
+
+def consumer_state(stages: int) -> Any:
+    """Return where a consumer begins in a ring."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+# ---- consumers -----------------------------------------------------------------------------------
+
+
+def rows_of(shared: Any, mine: Any) -> Any:
+    """Return the 64 rows of A's stages that belong to a warpgroup."""
+    return cute.local_tile(
+        shared, (facts.PIECE_ROWS, shared.shape[1], shared.shape[2]), (mine, 0, 0)
+    )
+
+
+def sums_of(mma: Any, columns: int) -> Any:
+    """Return the registers of a warpgroup's float32 sums."""
+    return cute.make_rmem_tensor(mma.partition_shape_C((facts.PIECE_ROWS, columns)), Float32)
+
+
+@cute.jit
+def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, *, begins: cutlass.Constexpr) -> None:
+    """Add the products of one stage, a wgmma for each step of K, and commit them as one group."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, not (begins and k == 0))
+        cute.gemm(mma, sums, a[None, None, k], b[None, None, k], sums)
+    warpgroup.commit_group()
+
+
+def outlet_of_warpgroup(store: Any, shared: Any, mma: Any, mine: Any) -> Any:
+    """Return where a warpgroup leaves its pieces: its own buffers, its own barrier."""
+    thread, _, _ = cute.arch.thread_idx()
+    own = cute.local_tile(
+        shared, (facts.PIECE_ROWS, facts.PIECE_COLUMNS, facts.PIECES_AT_ONCE), (0, 0, mine)
+    )
+    copy = epilogue.wgmma_copy(mma)
+    return epilogue.outlet_of(store, own, copy, thread % facts.WARPGROUP, FIRST_BARRIER + mine)
+
+
+@cute.jit
+def store_tile(
+    outlet: Any, sums: Any, place: tuple[Any, Any], stored: Any, scales: tuple[Any, ...] = ()
+) -> Any:
+    """Store a warpgroup's 64 rows, piece by piece; `place` counts pieces along M and N of D."""
+    row, column = place
+    of_piece = facts.PIECE_ROWS * facts.PIECE_COLUMNS // facts.WARPGROUP
+    pieces = cute.size(sums) // of_piece
+    for i in cutlass.range_constexpr(pieces):
+        # A wgmma accumulator counts 8 columns after 8 columns: a piece's registers lie together.
+        numbers = [sums[i * of_piece + j] for j in range(of_piece)]
+        epilogue.store_piece(outlet, numbers, (row, column + i), stored + i, scales)
+    return stored + pieces

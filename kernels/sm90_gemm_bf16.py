@@ -1,0 +1,213 @@
+"""D = A B^T on Hopper, BF16 in and out, float32 inside: the GEMM skeleton with nothing added.
+
+Owns the sm_90a form of BF16 operands: a producer warp fills a ring of stages by TMA, each of one or
+two warpgroups multiplies its 64 rows by wgmma from shared memory and stores them by TMA. Thread
+blocks stay and walk over tiles; loads of a tile begin while the one before is stored. Steps of K
+are taken in order, sixteen at a time: references.tensor_core says every bit of the float32 sum.
+
+The wrapper checks and launches, allocates no more than D, never waits for the GPU, so it may be
+captured in a graph. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/test_sm90_gemm_bf16.py. Shape letters: M rows of A and D, N rows of B, K inner
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_epilogue as epilogue
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_producer as producer
+from degarble.kernels.common import gemm_schedule as schedule
+from degarble.kernels.common import wgmma
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM90A, TARGETS
+
+STEP_K = 16  # of one wgmma
+ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: the first loads, the others multiply."""
+    tactic, footprint = form.tactic, facts.footprint(form)
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    layout_a, layout_b = layouts(form)
+    sA = wgmma.shared_of(memory, BFloat16, layout_a)
+    sB = wgmma.shared_of(memory, BFloat16, layout_b)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring = wgmma.ring_of_stages(memory, form)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    steps = ceil_div(extents[2], tactic.inner)
+    producing, consuming = facts.roles(form)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producing.registers)
+        if cute.arch.warp_idx() == 0:
+            share = wgmma.sharing_of(tactic)
+            feedings = (
+                producer.feeding(feeds[0], sA, (tactic.rows, tactic.inner), share.a),
+                producer.feeding(feeds[1], sB, (tactic.columns, tactic.inner), share.b),
+            )
+            state = wgmma.producer_state(footprint.stages)
+            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+                tile = schedule.tile_at(walk, number)
+                state = producer.produce_tile(ring, state, feedings, tile, steps)
+            ring.producer_tail(state)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mine = group - 1
+        mma = wgmma.mma_of(BFloat16, tactic.columns)
+        slice_ = mma.get_slice(0)
+        fragments = (
+            mma,
+            wgmma.sums_of(mma, tactic.columns),
+            mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sA, mine))),
+            mma.make_fragment_B(slice_.partition_B(sB)),
+        )
+        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        state, stored = wgmma.consumer_state(footprint.stages), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            state = multiply(ring, state, fragments, steps)
+            row, column = schedule.tile_at(walk, number)
+            place = facts.piece_of(row, column, mine, tactic)
+            stored = wgmma.store_tile(outlet, fragments[1], place, stored)
+        epilogue.drain(outlet)
+
+
+@cute.jit
+def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps: Any) -> Any:
+    """Sum up one tile: a stage is given back once the one after it is under way."""
+    mma, sums, a, b = fragments
+    before = state.clone()
+    ring.consumer_wait(state)
+    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    state.advance()
+    for _ in cutlass.range(1, steps, unroll=1):
+        ring.consumer_wait(state)
+        wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+        state.advance()
+        warpgroup.wait_group(1)
+        ring.consumer_release(before)
+        before.advance()
+    warpgroup.wait_group(0)
+    ring.consumer_release(before)
+    return state
+
+
+def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
+    """Return the fragments of one stage."""
+    return a[None, None, None, stage], b[None, None, None, stage]
+
+
+def layouts(form: GemmForm) -> tuple[Any, Any]:
+    """Return the layouts of A's and B's stages."""
+    tactic, stages = form.tactic, facts.footprint(form).stages
+    return (
+        wgmma.staged_layout(BFloat16, tactic.rows, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+        wgmma.staged_layout(BFloat16, tactic.columns, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+    )
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    m, n, k, clusters = extents
+    tactic = form.tactic
+    k = cute.assume(k, divby=facts.BF16.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    mA, mB, mD = (
+        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
+        for pointer, rows, columns in zip(pointers, (m, n, m), (k, k, n), strict=True)
+    )
+    layout_a, layout_b = layouts(form)
+    feeds = (
+        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+    )
+    gemm_kernel(feeds, epilogue.store_of(mD), (m, n, k), form).launch(
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
+        block=[facts.threads(form), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = tuple(contract.pointer(element, None) for element in ELEMENTS)
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+
+
+def gemm_bf16(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a_MK.device) if out is None else out
+    shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
+    for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
+        contract.require(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
+    contract.require_output(problem, out)
+    contract.require_place((a_MK, b_NK, out), SM90A)
+    if problem.rows:
+        form = form or facts.choose_form(problem, SM90A.name)
+        launch(compile_form(form, settings), form, problem, (a_MK, b_NK, out))
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, B, D."""
+    device = tensors[0].device.index or 0
+    *_, clusters = facts.grid(problem, form.tactic, contract.processors(device))
+    extents = (problem.rows, problem.columns, problem.inner, clusters)
+    pointers = tuple(map(contract.pointer, ELEMENTS, tensors))
+    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
