@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.talk.sampling import Sampler
     from degarble.harness.talk.speaker import Speaker
     from degarble.harness.talk.tokenizer import Tokenizer
 
@@ -92,17 +91,85 @@ class Pace:
         return self.new_tokens / self.new_seconds if self.new_tokens else None
 
 
-class _Active:
-    """A prompt that takes part."""
+class Voice:
+    """One prompt that takes part in steps, with its own way to choose tokens and to end."""
 
-    def __init__(self, speech: Speech, sampler: Sampler, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        speaker: Speaker,
+        speech: Speech,
+        tokenizer: Tokenizer | None,
+        sampling: Sampling,
+        limits: Limits,
+    ) -> None:
         self.speech = speech
-        self.sampler = sampler
-        self.growing = Growing(tokenizer) if tokenizer else None
+        self._context = speaker.context
+        self._ends = tokenizer.ends if tokenizer else frozenset[int]()
+        self._growing = Growing(tokenizer) if tokenizer else None
+        self._sampler = sampling.sampler()
+        self._stops = Stops(limits.stops)
+        self._new_tokens = limits.new_tokens
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model has seen everything, so that a token can be chosen."""
+        return self.speech.fed == len(self.speech.all_ids)
 
     def next_piece(self) -> list[int]:
+        """The ids that the next step takes in."""
         speech = self.speech
         return speech.all_ids[speech.fed : speech.fed + PIECE]
+
+    def take(self, logits: Tensor) -> str:
+        """Choose the next token, and see whether it ends the text; the text that is certain now."""
+        speech, stops, growing = self.speech, self._stops, self._growing
+        number = self._sampler(logits)
+        speech.ids.append(number)
+        piece = ""
+        if number in self._ends:
+            speech.finish = Finish.END
+        else:
+            piece = stops.add(growing.add(number)) if growing else ""
+            if stops.hit is not None:
+                speech.finish = Finish.STOP
+            elif len(speech.ids) >= self._new_tokens:
+                speech.finish = Finish.LENGTH
+            elif len(speech.all_ids) >= self._context:
+                speech.finish = Finish.CONTEXT
+        if speech.finish not in (None, Finish.STOP) and growing:
+            piece += stops.add(growing.rest())
+            if stops.hit is None:
+                piece += stops.rest()
+        speech.text += piece
+        return piece
+
+
+def require_fitting(speaker: Speaker, name: str, speech: Speech) -> None:
+    """Refuse a prompt that the model cannot continue."""
+    config, prompt = speaker.config, speech.prompt
+    if not prompt or speech.fed >= len(prompt):
+        raise InvalidArgument(name, "no tokens", "one token at least", "Say something.")
+    strange = [each for each in prompt if not 0 <= each < config.vocab_size]
+    if strange:
+        raise InvalidArgument(
+            name, strange[0], f"ids below {config.vocab_size}",
+            "Use the tokenizer of this very model.",
+        )  # fmt: skip
+    if len(prompt) >= speaker.context:
+        raise InvalidArgument(
+            name, f"{len(prompt)} tokens",
+            f"fewer than the model's context of {speaker.context}",
+            "Shorten the prompt.",
+        )  # fmt: skip
+
+
+def has_room(active: Many[Voice], coming: Speech) -> bool:
+    """Whether one more prompt may join a step; the first prompt always fits."""
+    if not active:
+        return True
+    taken = sum(len(each.next_piece()) for each in active)
+    size = taken + min(PIECE, len(coming.prompt) - coming.fed)
+    return len(active) < SIDE_BY_SIDE and size <= STEP
 
 
 class Generation:
@@ -119,8 +186,6 @@ class Generation:
         self._tokenizer = tokenizer
         self._sampling = sampling or Sampling()
         self._limits = limits or Limits()
-        self._ends = tokenizer.ends if tokenizer else frozenset[int]()
-        self._stops: dict[int, Stops] = {}
         self.pace = Pace()
 
     def run(
@@ -128,46 +193,29 @@ class Generation:
     ) -> None:
         """Continue all prompts; `heard` gets every piece of text as soon as it is certain."""
         for number, speech in enumerate(speeches):
-            self._require_fitting(number, speech)
-            self._stops[id(speech)] = Stops(self._limits.stops)
-        waiting = list(reversed(speeches))
-        active: list[_Active] = []
+            require_fitting(self._speaker, f"prompt {number}", speech)
+        how = (self._tokenizer, self._sampling, self._limits)
+        waiting = [Voice(self._speaker, speech, *how) for speech in reversed(speeches)]
+        active: list[Voice] = []
         while waiting or active:
-            while waiting and len(active) < SIDE_BY_SIDE and _size(active, waiting[-1]) <= STEP:
-                speech = waiting.pop()
-                active.append(_Active(speech, self._sampling.sampler(), self._tokenizer))
+            while waiting and has_room(active, waiting[-1].speech):
+                active.append(waiting.pop())
             self._step(active, heard)
             active = [each for each in active if each.speech.finish is None]
 
-    def _require_fitting(self, number: int, speech: Speech) -> None:
-        config, prompt = self._speaker.config, speech.prompt
-        if not prompt or speech.fed >= len(prompt):
-            raise InvalidArgument(
-                f"prompt {number}", "no tokens", "one token at least", "Say something."
-            )
-        strange = [each for each in prompt if not 0 <= each < config.vocab_size]
-        if strange:
-            raise InvalidArgument(
-                f"prompt {number}", strange[0], f"ids below {config.vocab_size}",
-                "Use the tokenizer of this very model.",
-            )  # fmt: skip
-        if len(prompt) >= self._speaker.context:
-            raise InvalidArgument(
-                f"prompt {number}", f"{len(prompt)} tokens",
-                f"fewer than the model's context of {self._speaker.context}",
-                "Shorten the prompt.",
-            )  # fmt: skip
-
-    def _step(self, active: list[_Active], heard: Callable[[Speech, str], None] | None) -> None:
+    def _step(self, active: list[Voice], heard: Callable[[Speech, str], None] | None) -> None:
         begin = time.perf_counter()
         pieces = [each.next_piece() for each in active]
         logits = self._speaker.next_logits(
             [each.speech.sequence for each in active], [torch.tensor(piece) for piece in pieces]
         )
-        ready = [n for n, each in enumerate(active) if each.speech.fed == len(each.speech.all_ids)]
-        fresh = any(not active[n].speech.ids for n in range(len(active)))
+        ready = [n for n, each in enumerate(active) if each.ready]
+        fresh = any(not each.speech.ids for each in active)
         for number in ready:
-            self._take(active[number], logits[number], heard)
+            voice = active[number]
+            piece = voice.take(logits[number])
+            if heard is not None and (piece or voice.speech.finish):
+                heard(voice.speech, piece)
         seconds = time.perf_counter() - begin
         if fresh:
             self.pace.prompt_seconds += seconds
@@ -175,37 +223,3 @@ class Generation:
         else:
             self.pace.new_seconds += seconds
             self.pace.new_tokens += len(ready)
-
-    def _take(
-        self, active: _Active, logits: Tensor, heard: Callable[[Speech, str], None] | None
-    ) -> None:
-        """Choose the next token, and see whether it ends the text."""
-        speech, stops = active.speech, self._stops[id(active.speech)]
-        number = active.sampler(logits)
-        speech.ids.append(number)
-        piece = ""
-        if number in self._ends:
-            speech.finish = Finish.END
-        else:
-            piece = stops.add(active.growing.add(number)) if active.growing else ""
-            if stops.hit is not None:
-                speech.finish = Finish.STOP
-            elif len(speech.ids) >= self._limits.new_tokens:
-                speech.finish = Finish.LENGTH
-            elif len(speech.all_ids) >= self._speaker.context:
-                speech.finish = Finish.CONTEXT
-        if speech.finish not in (None, Finish.STOP) and active.growing:
-            piece += stops.add(active.growing.rest())
-            if stops.hit is None:
-                piece += stops.rest()
-        speech.text += piece
-        if heard is not None and (piece or speech.finish):
-            heard(speech, piece)
-
-
-def _size(active: list[_Active], coming: Speech) -> int:
-    """Tokens of a step with one more prompt; the first prompt always fits."""
-    if not active:
-        return 0
-    taken = sum(len(each.next_piece()) for each in active)
-    return taken + min(PIECE, len(coming.prompt) - coming.fed)
