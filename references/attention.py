@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.references import elementary
+from degarble.references.numerics import cast, compiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def latent(
 ) -> Tensor:
     """Norm and rotation of the shared latent row; the norm's result is stored before it."""
     normed = elementary.rms_norm(kv_TL, norm_L, epsilon, numerics)
-    return elementary.rotate_tail(normed.to(numerics.work), table).to(numerics.store)
+    return elementary.rotate_tail(cast(normed, numerics.work), table).to(numerics.store)
 
 
 def window_rows(positions_T: Tensor, first: int, rows: int, window: int) -> Tensor:
@@ -62,9 +63,10 @@ def listed_rows(chosen_TK: Tensor, rows: int) -> tuple[Tensor | slice, Tensor | 
 
     -1 is passed over, and so are rows that do not exist, which a faulty list may name.
     """
-    exists = (chosen_TK >= 0) & (chosen_TK < rows)
     if chosen_TK.shape[0] == 1:
-        return chosen_TK[exists], None
+        kept = [number for number in chosen_TK[0].tolist() if 0 <= number < rows]
+        return torch.tensor(kept, dtype=torch.int64, device=chosen_TK.device), None
+    exists = (chosen_TK >= 0) & (chosen_TK < rows)
     reach = int(torch.where(exists, chosen_TK, -1).max()) + 1 if chosen_TK.numel() else 0
     seen = torch.zeros(chosen_TK.shape[0], reach + 1, dtype=torch.bool, device=chosen_TK.device)
     seen.scatter_(1, torch.where(exists, chosen_TK, reach), value=True)
@@ -82,7 +84,14 @@ def attend(
     softmax = sink_softmax
     if numerics.switches.attention_in_storage_dtype and not numerics.exact:
         softmax = _stored_sink_softmax
-    scale, sink = q_THL.shape[-1] ** -0.5, sink_H.to(numerics.work)
+    scale, sink = q_THL.shape[-1] ** -0.5, cast(sink_H, numerics.work)
+    if softmax is sink_softmax and seen_TR is None and len(q_THL) == 1:
+        q, parts = cast(q_THL[0], numerics.work), [cast(part, numerics.work) for part in rows]
+        fits = numerics.store is torch.bfloat16 and any(map(len, parts))
+        if fits and compiles(numerics, q, sink, *parts):
+            from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+
+            return cast(fast_decoding.attend(q, parts, sink, scale)[None], numerics.store)
     weigh = partial(softmax, scale=scale, sink_H=sink, numerics=numerics)
     return over_rows(q_THL, rows, q_THL.shape[-1], seen_TR, weigh, numerics)
 
@@ -96,7 +105,7 @@ def over_rows(
     numerics: Numerics,
 ) -> Tensor:
     """Attend with rows as keys and their first `width` features as values; step by step."""
-    q, parts = q_THX.to(numerics.work), [part.to(numerics.work) for part in rows if len(part)]
+    q, parts = cast(q_THX, numerics.work), [cast(part, numerics.work) for part in rows if len(part)]
     count, item = sum(len(part) for part in parts), torch.finfo(numerics.work).bits // 8
     step = max(1, _LOGIT_BYTES // max(1, q.shape[1] * count * item))
     made = [
@@ -107,7 +116,7 @@ def over_rows(
     # A sum is finite only where all its terms are; one that overflows costs time, no more.
     if seen_TR is not None and not math.isfinite(out.sum().item()):
         out = _around_spoilt(q, torch.cat(parts), width, seen_TR, weigh)
-    return out.to(numerics.store)
+    return cast(out, numerics.store)
 
 
 def _some(seen_TR: Tensor | None, begin: int, step: int) -> Tensor | None:
@@ -162,7 +171,7 @@ def sink_softmax(logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Nume
     weight = torch.exp(logit_THR - peak)
     total = weight.sum(-1) + torch.exp(sink_H - peak.squeeze(-1))
     # The official kernel rounds the unnormalised weights, not the normalised ones.
-    stored = weight if numerics.exact else weight.to(numerics.store).to(numerics.work)
+    stored = weight if numerics.exact else cast(weight, numerics.store).to(numerics.work)
     return stored, total
 
 
@@ -171,16 +180,16 @@ def _stored_sink_softmax(
 ) -> Weighed:
     """The softmax of transformers: logits, sink, difference to the peak and shares are stored."""
     store, work = numerics.store, numerics.work
-    logit = (logit_THR.to(store) * scale).to(store)
-    sink = sink_H.to(store).expand(*logit.shape[:2]).unsqueeze(-1)
+    logit = (cast(logit_THR, store) * scale).to(store)
+    sink = cast(sink_H, store).expand(*logit.shape[:2]).unsqueeze(-1)
     both = torch.cat((logit, sink), dim=-1)
     share = torch.softmax(both - both.amax(-1, keepdim=True), dim=-1)[..., :-1]
-    return share.to(work), None
+    return cast(share, work), None
 
 
 def unrotate(o_THL: Tensor, table: Table, numerics: Numerics) -> Tensor:
     """Rotate back at the query's position: the rows carried their rotation into the values."""
-    o = o_THL.to(numerics.work)
+    o = cast(o_THL, numerics.work)
     return elementary.rotate_tail(o, elementary.over_heads(table), inverse=True).to(numerics.store)
 
 
@@ -188,5 +197,14 @@ def grouped(o_TF: Tensor, weight_GOK: Tensor, numerics: Numerics) -> Tensor:
     """One matrix per group of consecutive heads: [T, G * K] to [T, G * O]."""
     groups, _, width = weight_GOK.shape
     o_GTK = o_TF.reshape(-1, groups, width).to(numerics.products).transpose(0, 1)
-    z_GTO = torch.bmm(o_GTK, weight_GOK.to(numerics.products).transpose(1, 2))
+    z_GTO = torch.bmm(o_GTK, cast(weight_GOK, numerics.products).transpose(1, 2))
     return z_GTO.transpose(0, 1).flatten(1).to(numerics.store)
+
+
+def grouped_as_stored(o_TF: Tensor, value_GOK: Tensor, numerics: Numerics) -> Tensor:
+    """As `grouped`, compiled, by BF16 weights as they are stored."""
+    from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+
+    groups, _, width = value_GOK.shape
+    o_TGK = o_TF.reshape(-1, groups, width)
+    return cast(fast_decoding.grouped(o_TGK, value_GOK), numerics.store)

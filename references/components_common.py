@@ -20,6 +20,7 @@ from degarble.references.linears import (
     quantise_activations,
     table_rows,
 )
+from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 def head(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Logits [T, V] in the working dtype: the official product is float32 by float32."""
-    return {"out": product(inputs["x"], single(weights), facts.numerics.work)}
+    return {"out": product(inputs["x"], single(weights), facts.numerics.work, facts.numerics)}
 
 
 def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -55,8 +56,8 @@ def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Linears that share their input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
     x = activation_values(inputs, facts.activation(next(iter(weights))), numerics.products)
-    parts = [product(x, weight, numerics.products) for weight in weights.values()]
-    return {"out": torch.cat(parts, dim=-1).to(numerics.store)}
+    parts = [product(x, weight, numerics.products, numerics) for weight in weights.values()]
+    return {"out": cast(torch.cat(parts, dim=-1), numerics.store)}
 
 
 def act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -75,10 +76,10 @@ def gate(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def shared_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """SwiGLU of the shared expert, or of a dense layer."""
     del weights
-    gate_up = inputs["x"].to(facts.numerics.work)
+    gate_up = cast(inputs["x"], facts.numerics.work)
     width = gate_up.shape[-1] // 2
     out = elementary.swiglu(gate_up[..., :width], gate_up[..., width:], facts.shared_limit)
-    return {"out": out.to(facts.numerics.store)}
+    return {"out": cast(out, facts.numerics.store)}
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:

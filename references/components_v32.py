@@ -28,7 +28,7 @@ from degarble.references.facts import single, spans_of
 from degarble.references.linears import product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -105,7 +105,7 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": common.joined(out)}
 
 
-def _memories(spans: list[Span], before: Tensor | None, made: Tensor) -> list[Tensor]:
+def _memories(spans: Sequence[Span], before: Tensor | None, made: Tensor) -> list[Tensor]:
     """Each sequence's rows: those of earlier calls, then those of this one."""
     found, old = [], 0
     for span in spans:
@@ -153,7 +153,7 @@ def _index_operand(facts: V32Facts, x: Tensor, positions: Tensor) -> Tensor:
 def indexer_weights(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Head weights [T, N], scaled by (I * N)^-1/2; float32 throughout in the official code."""
     c = facts.config
-    made = product(inputs["x"], single(weights), facts.numerics.work)
+    made = product(inputs["x"], single(weights), facts.numerics.work, facts.numerics)
     return {"out": made * (c.index_head_dim * c.index_n_heads) ** -0.5}
 
 

@@ -27,10 +27,11 @@ from degarble.references import (
 )
 from degarble.references import components_common as common
 from degarble.references.facts import single, spans_of
-from degarble.references.linears import activation_values, product
+from degarble.references.linears import activation_values, product, reads_as_stored
+from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -53,8 +54,8 @@ def join(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """The drafter's streams: the embedding's projection is added to every stream's."""
     del weights
     work = facts.numerics.work
-    total = inputs["e"].to(work).unsqueeze(1) + inputs["h"].to(work)
-    return {"out": total.to(facts.numerics.store)}
+    total = cast(inputs["e"], work).unsqueeze(1) + cast(inputs["h"], work)
+    return {"out": cast(total, facts.numerics.store)}
 
 
 def _mixing_weights(weights: Weights, work: torch.dtype) -> mixing.MixingWeights:
@@ -116,10 +117,10 @@ def compressor_proj(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
     numerics = facts.numerics
     kept = numerics.store if numerics.switches.pooling_in_storage_dtype else numerics.work
     x = activation_values(inputs, facts.activation(next(iter(weights))), numerics.products)
-    made = {
-        name.rpartition(".")[2]: product(x, weight, numerics.products).to(kept).to(numerics.work)
-        for name, weight in weights.items()
-    }
+    made = {}
+    for name, weight in weights.items():
+        part = cast(product(x, weight, numerics.products, numerics), kept)
+        made[name.rpartition(".")[2]] = cast(part, numerics.work)
     return {"latent": made["wkv"], "gate": made["wgate"]}
 
 
@@ -129,9 +130,13 @@ def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
     by_part = {name.rpartition(".")[2]: weights[name].values(numerics.work) for name in weights}
     norm_E = by_part["norm"]
     how = facts.pool(norm_E.shape[0])
-    gate = inputs["gate"] + by_part["ape"][inputs["positions"] % ratio]
+    spans = spans_of(inputs)
+    if len(spans) == spans[0].count == 1:
+        gate = inputs["gate"] + by_part["ape"][spans[0].start % ratio]
+    else:
+        gate = inputs["gate"] + by_part["ape"][inputs["positions"] % ratio]
     made = []
-    for number, span in enumerate(spans_of(inputs)):
+    for number, span in enumerate(spans):
         state = compressor.PoolState(inputs["state_latent"][number], inputs["state_gate"][number])
         new = (inputs["latent"][span.tokens], gate[span.tokens])
         made.append(compressor.pool(new, state, span.start, norm_E, how, numerics))
@@ -153,7 +158,7 @@ def indexer_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def _indexer_operand(facts: V4Facts, x: Tensor) -> Tensor:
     numerics = facts.numerics
     if numerics.switches.indexer_hadamard:
-        x = elementary.hadamard(x.to(numerics.work)).to(numerics.store)
+        x = elementary.hadamard(cast(x, numerics.work)).to(numerics.store)
     return rounding.through_indexer(x, numerics)
 
 
@@ -170,28 +175,36 @@ def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def indexer_weights(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Head weights [T, N], scaled by (I * N)^-1/2; the projection is stored before."""
     c, numerics = facts.config, facts.numerics
-    made = product(inputs["x"], single(weights), numerics.work).to(numerics.store)
-    scaled = made.to(numerics.work) * (c.index_head_dim * c.index_n_heads) ** -0.5
+    made = cast(product(inputs["x"], single(weights), numerics.work, numerics), numerics.store)
+    scaled = cast(made, numerics.work) * (c.index_head_dim * c.index_n_heads) ** -0.5
     stored = numerics.switches.indexer_in_storage_dtype
-    return {"out": scaled.to(numerics.store) if stored else scaled}
+    return {"out": cast(scaled, numerics.store) if stored else scaled}
 
 
 def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Scores [T, most entries of a sequence], -inf where nothing is to be seen."""
     del weights
     ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
-    q, visible = inputs["q"], indexer.visible_entries(inputs["positions"], ratio)
+    q, visible = inputs["q"], None
+    if q.shape[0] > len(spans):
+        visible = indexer.visible_entries(inputs["positions"], ratio)
     keys = _memories(spans, inputs.get("state_keys"), inputs["keys"], ratio)
     widest = max(key.shape[0] for key in keys)
     made = []
     for span, key in zip(spans, keys, strict=True):
         i = span.tokens
-        part = indexer.scores(q[i], key, inputs["weights"][i], visible[i], facts.numerics)
-        made.append(torch.nn.functional.pad(part, (0, widest - key.shape[0]), value=-torch.inf))
+        # A token that comes alone sees every entry, its own call's included.
+        seen = None if visible is None else visible[i]
+        part = indexer.scores(q[i], key, inputs["weights"][i], seen, facts.numerics)
+        if key.shape[0] < widest:
+            part = torch.nn.functional.pad(part, (0, widest - key.shape[0]), value=-torch.inf)
+        made.append(part)
     return {"out": common.joined(made)}
 
 
-def _memories(spans: list[Span], before: Tensor | None, made: Tensor, ratio: int) -> list[Tensor]:
+def _memories(
+    spans: Sequence[Span], before: Tensor | None, made: Tensor, ratio: int
+) -> list[Tensor]:
     """Each sequence's entries: those of earlier calls, then those of this one."""
     found, old, new = [], 0, 0
     for span in spans:
@@ -231,7 +244,8 @@ def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
         for begin in range(span.begin, span.end, _TOKENS_AT_ONCE):
             tokens = slice(begin, min(begin + _TOKENS_AT_ONCE, span.end))
             near = _near_rows(before, inputs["window"][span.begin : tokens.stop], tokens, reach)
-            out.append(_attend_some(facts, inputs, tokens, (near, own), sink))
+            stop = span.start + tokens.stop - span.begin
+            out.append(_attend_some(facts, inputs, tokens, (near, own, stop), sink))
     return {"out": common.joined(out)}
 
 
@@ -239,20 +253,23 @@ def _attend_some(
     facts: V4Facts,
     inputs: Inputs,
     tokens: slice,
-    memory: tuple[list[Tensor], Tensor],
+    memory: tuple[list[Tensor], Tensor, int],
     sink: Tensor,
 ) -> Tensor:
-    """Some tokens of one sequence over their window rows, in parts, and the entries."""
-    near, entries = memory
+    """Some tokens of one sequence over their window rows, in parts, and the entries.
+
+    `memory` ends with the position behind these tokens.
+    """
+    near, entries, stop = memory
     positions, window = inputs["positions"][tokens], facts.config.sliding_window
     count, ratio, seen, listed = positions.shape[0], facts.decoder_block.ratio, None, None
-    stop = int(positions[0]) + count
     if count > 1:
         rows = sum(part.shape[0] for part in near)
         seen = attention.window_rows(positions, stop - rows, rows, window)
     if "chosen" in inputs:
         index, listed = attention.listed_rows(inputs["chosen"][tokens], entries.shape[0])
-        near = [*near, entries[index]]
+        found = entries[index] if isinstance(index, slice) else entries.index_select(0, index)
+        near = [*near, found]
     elif ratio:
         far = entries[: stop // ratio]
         near = [*near, far]
@@ -282,10 +299,15 @@ def inverse_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def wo_a(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """One matrix per output group."""
     (name,) = weights
-    x = activation_values(inputs, facts.activation(name), facts.numerics.products)
-    weight = weights[name].values(facts.numerics.products)
-    by_group = weight.reshape(-1, facts.config.o_lora_rank, weight.shape[1])
-    return {"out": attention.grouped(x, by_group, facts.numerics)}
+    numerics, rank = facts.numerics, facts.config.o_lora_rank
+    x = activation_values(inputs, facts.activation(name), numerics.products)
+    source = weights[name]
+    if source.value is not None and reads_as_stored(x, source.value, numerics):
+        by_group = source.value.reshape(-1, rank, source.value.shape[1])
+        return {"out": attention.grouped_as_stored(x, by_group, numerics)}
+    weight = source.values(numerics.products)
+    by_group = weight.reshape(-1, rank, weight.shape[1])
+    return {"out": attention.grouped(x, by_group, numerics)}
 
 
 def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.references import elementary
+from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,14 +117,14 @@ def _entries(
     latent_WSE, gate_WSE = slots
     weight_WSE = torch.softmax(gate_WSE, dim=1)
     if numerics.switches.pooling_in_storage_dtype:
-        product = weight_WSE.to(numerics.store) * latent_WSE.to(numerics.store)
+        product = cast(weight_WSE, numerics.store) * cast(latent_WSE, numerics.store)
         pooled = product.sum(dim=1)
     else:
         pooled = (weight_WSE * latent_WSE).sum(dim=1).to(numerics.store)
     normed = elementary.rms_norm(pooled, norm_E, facts.epsilon, numerics)
     windows = torch.arange(first, first + latent_WSE.shape[0], device=normed.device)
     table = elementary.rotation_table(facts.rope, windows * facts.ratio, numerics)
-    return elementary.rotate_tail(normed.to(numerics.work), table).to(numerics.store)
+    return elementary.rotate_tail(cast(normed, numerics.work), table).to(numerics.store)
 
 
 def _filled(

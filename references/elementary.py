@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.references.numerics import HeadNorm
+from degarble.references.numerics import HeadNorm, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,34 +49,34 @@ class Table:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
     """`w * x / sqrt(mean(x^2) + epsilon)`, in the working dtype, rounded once."""
-    x = x_TD.to(numerics.work)
+    x = cast(x_TD, numerics.work)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    return (weight_D.to(numerics.work) * (x * scale)).to(numerics.store)
+    return (cast(weight_D, numerics.work) * (x * scale)).to(numerics.store)
 
 
 def layer_norm(
     x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float, numerics: Numerics
 ) -> Tensor:
     """LayerNorm with weight and bias, in the working dtype, rounded once."""
-    x = x_TD.to(numerics.work)
+    x = cast(x_TD, numerics.work)
     centred = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + epsilon)
-    out = centred * scale * weight_D.to(numerics.work) + bias_D.to(numerics.work)
-    return out.to(numerics.store)
+    out = centred * scale * cast(weight_D, numerics.work) + cast(bias_D, numerics.work)
+    return cast(out, numerics.store)
 
 
 def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
     """Per-head RMS without weight, left in the working dtype (the rotation follows)."""
     kind = numerics.switches.head_norm
     if kind is HeadNorm.EACH_STEP:
-        q = q_THD.to(numerics.store)
+        q = cast(q_THD, numerics.store)
         mean = q.square().mean(-1, keepdim=True, dtype=numerics.work).to(numerics.store) + epsilon
         # Trap: torch's rsqrt of BF16 rounds twice in the tail of a vector, so company would matter.
-        return (q * torch.rsqrt(mean.to(numerics.work)).to(numerics.store)).to(numerics.work)
-    q = q_THD.to(numerics.work)
+        return (q * torch.rsqrt(cast(mean, numerics.work)).to(numerics.store)).to(numerics.work)
+    q = cast(q_THD, numerics.work)
     factor = torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)
     if kind is HeadNorm.FACTOR:
-        return (q * factor.to(numerics.store).to(numerics.work)).to(numerics.store).to(q.dtype)
+        return (q * cast(factor, numerics.store).to(numerics.work)).to(numerics.store).to(q.dtype)
     return q * factor
 
 
@@ -129,11 +129,11 @@ def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table
 
 def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table:
     frequency_P = frequencies(rope, numerics.work, positions_T.device)
-    angle_TP = positions_T.to(numerics.work)[:, None] * frequency_P
+    angle_TP = cast(positions_T, numerics.work)[:, None] * frequency_P
     cos, sin = angle_TP.cos(), angle_TP.sin()
     if numerics.switches.rotation_in_storage_dtype:
-        cos, sin = cos.to(numerics.store), sin.to(numerics.store)
-    return Table(cos.to(numerics.work), sin.to(numerics.work))
+        cos, sin = cast(cos, numerics.store), cast(sin, numerics.store)
+    return Table(cast(cos, numerics.work), cast(sin, numerics.work))
 
 
 def over_heads(table: Table) -> Table:
@@ -143,7 +143,7 @@ def over_heads(table: Table) -> Table:
 
 def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
     """Rotate pairs (2i, 2i+1) of the last axis; cos and sin broadcast over P pairs."""
-    pairs = torch.view_as_complex(x.to(table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(cast(x, table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * (table.back if inverse else table.turn)).flatten(-2)
 
 

@@ -25,11 +25,13 @@ from degarble.references.linears import (
     activation_values,
     holds_codes,
     largest_scale,
+    product,
     quantise_activations,
 )
+from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -126,17 +128,32 @@ def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str
     numerics, experts = facts.numerics, inputs["experts"]
     dtype, form = numerics.products, _format(facts, parts[0])
     values, out = _slot_values(inputs, experts.shape[1], form, dtype), None
+    alone: dict[int, list[Tensor]] = {}
     for number, slots in slots_by_expert(experts):
         x = values(slots)
-        made = [torch.mm(x, weights[_expert(number, part)].values(dtype).T) for part in parts]
-        rows = (made[0] if len(made) == 1 else torch.cat(made, dim=-1)).to(numerics.store)
+        each = [weights[_expert(number, part)] for part in parts]
+        made = [product(x, weight, dtype, numerics) for weight in each]
+        if isinstance(slots, slice):
+            alone[slots.start] = made
+            continue
+        rows = cast(made[0] if len(made) == 1 else torch.cat(made, dim=-1), numerics.store)
         if out is None:
             out = rows.new_zeros(experts.numel(), rows.shape[-1])
         out[slots] = rows
+    if alone:
+        out = cast(_in_order(alone, experts.numel()), numerics.store)
     if out is None:
         width = sum(weights[_expert(n, p)].shape[0] for n, p in _any_expert(weights, parts))
         out = torch.zeros(experts.numel(), width, dtype=numerics.store, device=experts.device)
     return out.reshape(*experts.shape, -1)
+
+
+def _in_order(alone: Mapping[int, list[Tensor]], slots: int) -> Tensor:
+    """One row for each slot of a token, zero where no expert took it, in one copy."""
+    some = next(iter(alone.values()))
+    nothing = [] if len(alone) == slots else [torch.zeros_like(part) for part in some]
+    rows = [part for slot in range(slots) for part in alone.get(slot, nothing)]
+    return torch.cat(rows, dim=-1).reshape(slots, -1)
 
 
 def _any_expert(weights: Weights, parts: Sequence[str]) -> list[tuple[int, str]]:
@@ -154,11 +171,11 @@ def routed_w13(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Clamped SwiGLU, the routing weight where it comes first, and requantisation by recipe."""
     numerics = facts.numerics
-    gate, up = inputs["x"].to(numerics.work).chunk(2, -1)
+    gate, up = cast(inputs["x"], numerics.work).chunk(2, -1)
     out = elementary.swiglu(gate, up, facts.limit)
     if facts.weight_before_w2:
-        out = out * inputs["weights"].to(numerics.work)[..., None]
-    out = out.to(numerics.store)
+        out = out * cast(inputs["weights"], numerics.work)[..., None]
+    out = cast(out, numerics.store)
     chosen = _format(facts, "w2")
     if chosen is None:
         return {"out": out}
@@ -176,14 +193,16 @@ def routed_w2(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def combine(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Sum over the chosen experts, in slot order, kept in the working dtype."""
     del weights
-    x_TKD = inputs["x"].to(facts.numerics.work)
+    x_TKD = cast(inputs["x"], facts.numerics.work)
     if not facts.weight_before_w2:
-        x_TKD = x_TKD * inputs["weights"].to(facts.numerics.work)[..., None]
+        x_TKD = x_TKD * cast(inputs["weights"], facts.numerics.work)[..., None]
     return {"out": x_TKD.sum(1)}
 
 
 def moe_sum(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Routed plus shared, rounded once."""
     del weights
-    total = inputs["routed"].to(facts.numerics.work) + inputs["shared"].to(facts.numerics.work)
-    return {"out": total.to(facts.numerics.store)}
+    total = cast(inputs["routed"], facts.numerics.work) + cast(
+        inputs["shared"], facts.numerics.work
+    )
+    return {"out": cast(total, facts.numerics.store)}

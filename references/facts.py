@@ -12,10 +12,11 @@ concatenated; how many rows belong to each sequence follows from its first posit
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.anatomy.config import compressor_windows
 from degarble.harness.anatomy.parameters import parameters
@@ -137,6 +138,22 @@ class V32Facts(Facts):
     config: V32Config
 
 
+class Known(NamedTuple):
+    """A tensor as it was: the very one, unchanged since. Not for tensors made under inference."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Known:
+        """Remember a tensor without keeping it."""
+        return cls(weakref.ref(tensor), tensor._version)  # noqa: SLF001
+
+    def still(self, tensor: Tensor) -> bool:
+        """Whether it is this one, and nobody wrote into it."""
+        return self.tensor() is tensor and self.version == tensor._version  # noqa: SLF001
+
+
 @dataclass(frozen=True)
 class Span:
     """The new tokens of one sequence: where they lie in this call, and their first position."""
@@ -169,14 +186,33 @@ class Span:
         return self.stop // ratio - self.start // ratio
 
 
-def spans_of(inputs: Inputs) -> list[Span]:
-    """Return the sequences of a call, each with one token at least."""
-    positions = inputs["positions"]
-    if inputs["token_offsets"].shape[0] == 2:
-        return [Span(0, positions.shape[0], int(positions[0]))]
-    bounds = inputs["token_offsets"].tolist()
-    starts = positions[inputs["token_offsets"][:-1]].tolist()
-    return [Span(a, b, start) for (a, b), start in zip(pairwise(bounds), starts, strict=True)]
+_SPANS: dict[tuple[int, int], tuple[Known, Known, tuple[Span, ...]]] = {}
+_MOST_SPANS = 16
+
+
+def spans_of(inputs: Inputs) -> tuple[Span, ...]:
+    """Return the sequences of a call, each with one token at least.
+
+    All components of a step share the two tensors that say so: they are read once.
+    """
+    positions, offsets = inputs["positions"], inputs["token_offsets"]
+    key = id(positions), id(offsets)
+    found = _SPANS.get(key)
+    if found is not None and found[0].still(positions) and found[1].still(offsets):
+        return found[2]
+    spans = _spans(positions, offsets)
+    if not (positions.is_inference() or offsets.is_inference()):
+        if len(_SPANS) >= _MOST_SPANS:
+            _SPANS.clear()
+        _SPANS[key] = Known.of(positions), Known.of(offsets), spans
+    return spans
+
+
+def _spans(positions: Tensor, offsets: Tensor) -> tuple[Span, ...]:
+    if offsets.shape[0] == 2:
+        return (Span(0, positions.shape[0], int(positions[0])),)
+    starts, bounds = positions[offsets[:-1]].tolist(), pairwise(offsets.tolist())
+    return tuple(Span(a, b, start) for (a, b), start in zip(bounds, starts, strict=True))
 
 
 def formats_by_block(

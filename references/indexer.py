@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.references.numerics import cast
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,21 +29,25 @@ def visible_entries(positions_T: Tensor, ratio: int) -> Tensor:
 
 
 def scores(
-    q_TNI: Tensor, keys_WI: Tensor, weights_TN: Tensor, visible_T: Tensor, rounded: Numerics
+    q_TNI: Tensor, keys_WI: Tensor, weights_TN: Tensor, visible_T: Tensor | None, rounded: Numerics
 ) -> Tensor:
-    """Scores [T, W] in the working dtype, -inf where the entry is not visible.
+    """Scores [T, W] in the working dtype, -inf where the entry is not visible; None sees all.
 
     With `indexer_in_storage_dtype` products, weighted products and their sum are stored in turn.
     """
     work, entries = rounded.work, keys_WI.shape[0]
     item = torch.finfo(work).bits // 8
     step = max(1, _SCORE_BYTES // max(1, q_TNI.shape[1] * entries * item))
-    keys_IW = keys_WI.to(work).T
+    keys_IW = cast(keys_WI, work).T
     parts = [
-        _part(q_TNI[i : i + step].to(work), keys_IW, weights_TN[i : i + step].to(work), rounded)
+        _part(
+            cast(q_TNI[i : i + step], work), keys_IW, cast(weights_TN[i : i + step], work), rounded
+        )
         for i in range(0, q_TNI.shape[0], step)
     ]
     score_TW = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if visible_T is None:
+        return score_TW
     entry_W = torch.arange(entries, device=score_TW.device)
     return score_TW.masked_fill(entry_W >= visible_T[:, None], -torch.inf)
 
@@ -50,7 +56,7 @@ def _part(q_TNI: Tensor, keys_IW: Tensor, weights_TN: Tensor, rounded: Numerics)
     dots_TNW = torch.relu(torch.matmul(q_TNI, keys_IW))
     if not rounded.switches.indexer_in_storage_dtype:
         return torch.matmul(weights_TN.unsqueeze(1), dots_TNW).squeeze(1)
-    weighted = dots_TNW.to(rounded.store) * weights_TN.to(rounded.store).unsqueeze(-1)
+    weighted = cast(dots_TNW, rounded.store) * cast(weights_TN, rounded.store).unsqueeze(-1)
     return weighted.sum(dim=1).to(rounded.work)
 
 
@@ -60,4 +66,4 @@ def top_k(score_TW: Tensor, count: int) -> Tensor:
     # A stable descending sort keeps the lower index first among equals, on every device.
     order = torch.sort(score_TW, dim=-1, descending=True, stable=True)
     chosen, best = order.indices[:, :count], order.values[:, :count]
-    return torch.where(torch.isneginf(best), torch.full_like(chosen, -1), chosen)
+    return chosen.masked_fill(best == -torch.inf, -1)

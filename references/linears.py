@@ -21,6 +21,7 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.references.numerics import FEW_TOKENS, cast, compiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -104,23 +105,45 @@ def activation_values(
 ) -> Tensor:
     """The input's numbers in `dtype`, decoded where codes arrived."""
     if not holds_codes(inputs):
-        return inputs[X].to(dtype)
+        return cast(inputs[X], dtype)
     assert format_name is not None, "codes arrive only where the recipe quantises activations"
     return decode_activations(inputs, format_name, dtype)
 
 
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
     """`x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
-    return product(x_TK, weight, numerics.products).to(numerics.store)
+    return cast(product(x_TK, weight, numerics.products, numerics), numerics.store)
 
 
-def product(x_TK: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """`x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces."""
-    value = weight.value
-    if value is None or value.dtype is dtype or value.numel() <= _CHUNK:
-        return torch.matmul(x_TK.to(dtype), weight.values(dtype).T)
-    x, rows = x_TK.to(dtype), max(1, _CHUNK // value.shape[1])
+def product(
+    x_TK: Tensor, weight: Weight, dtype: torch.dtype, numerics: Numerics | None = None
+) -> Tensor:
+    """`x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces.
+
+    `numerics` may allow the compiled twin for a few tokens.
+    """
+    value, x = weight.value, cast(x_TK, dtype)
+    if value is None or value.dtype is dtype:
+        return torch.nn.functional.linear(x, weight.values(dtype))
+    if (
+        numerics is not None
+        and reads_as_stored(x, value, numerics)
+        and x.shape[1] == value.shape[1]
+    ):
+        from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+
+        return fast_decoding.product(x, value)
+    if value.numel() <= _CHUNK:
+        return torch.nn.functional.linear(x, weight.values(dtype))
+    rows = max(1, _CHUNK // value.shape[1])
     return torch.cat([torch.matmul(x, part.to(dtype).T) for part in value.split(rows)], dim=-1)
+
+
+def reads_as_stored(x_TK: Tensor, value_NK: Tensor, numerics: Numerics) -> bool:
+    """Whether the compiled twin may multiply these few tokens by a weight's stored BF16."""
+    few = x_TK.ndim == 2 and x_TK.shape[0] <= FEW_TOKENS
+    exact = x_TK.dtype is torch.float64 and value_NK.dtype is torch.bfloat16
+    return few and exact and compiles(numerics, x_TK, value_NK)
 
 
 def table_rows(weight: Weight, numbers: Tensor, dtype: torch.dtype) -> Tensor:

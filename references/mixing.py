@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.references.mixing_facts import MixingFacts, MixingWeights
+from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +84,9 @@ def mixing_pre(
         return mixing_pre_definition(x_TSD, weights, facts, numerics)
     from degarble.references import fast_mixing  # noqa: PLC0415  numba is heavy
 
-    x, fn, base, scale = (part.detach().to(numerics.work).contiguous() for part in parts)
+    x, fn, base, scale = [cast(part, numerics.work).contiguous() for part in parts]
     collapsed, post, mix = fast_mixing.pre(x, MixingWeights(fn, base, scale), facts)
-    return collapsed.to(numerics.store), post, mix
+    return cast(collapsed, numerics.store), post, mix
 
 
 def mixing_pre_definition(
@@ -110,8 +111,8 @@ def mixing_post(
     work = numerics.work
     if numerics.switches.mixing_in_storage_dtype:
         work = numerics.store
-    mixed = torch.bmm(mix_TSS.to(work).transpose(1, 2), x_TSD.to(work))
-    added = post_TS.to(work).unsqueeze(-1), v_TD.to(work).unsqueeze(1)
+    mixed = torch.bmm(cast(mix_TSS, work).transpose(1, 2), cast(x_TSD, work))
+    added = cast(post_TS, work).unsqueeze(-1), cast(v_TD, work).unsqueeze(1)
     return torch.addcmul(mixed, *added).to(numerics.store)
 
 
@@ -127,5 +128,5 @@ def collapse(
 
 def _weighted(pre_TS: Tensor, x_TSD: Tensor, numerics: Numerics) -> Tensor:
     """Sum the streams with one gate each [T, D]."""
-    collapsed = torch.bmm(pre_TS.unsqueeze(1), x_TSD.to(numerics.work))
+    collapsed = torch.bmm(pre_TS.unsqueeze(1), cast(x_TSD, numerics.work))
     return collapsed.squeeze(1).to(numerics.store)

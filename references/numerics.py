@@ -27,6 +27,10 @@ from degarble.harness.errors import DtypeMismatch, UnknownName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+FEW_TOKENS = 4  # up to here compiled loops do what calls of torch would mostly wait for
+
 
 class Mode(StrEnum):
     """Which of the three arithmetics."""
@@ -186,3 +190,18 @@ def _chosen(switches: Switches | None, changes: Mapping[str, Any]) -> Switches:
     """Return the switches of a source with some of them changed by keyword."""
     chosen = switches or Switches()
     return replace(chosen, **changes) if changes else chosen
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; torch's own call takes longer to find that there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def compiles(numerics: Numerics, *tensors: Tensor) -> bool:
+    """Whether compiled loops may take float64 tensors: not for the definition, nor gradients."""
+    if numerics.exact or numerics.work is not torch.float64:
+        return False
+    return all(
+        each.device.type == "cpu" and each.is_contiguous() and not each.requires_grad
+        for each in tensors
+    )

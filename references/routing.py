@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.references.numerics import cast
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,8 +33,8 @@ class GroupFacts:
 
 def logits(x_TD: Tensor, weight_ED: Tensor, numerics: Numerics) -> Tensor:
     """Router logits [T, E] in the working dtype: the official product is float32 by float32."""
-    made = x_TD.to(numerics.work) @ weight_ED.to(numerics.work).T
-    return made.to(numerics.store) if numerics.switches.router_in_storage_dtype else made
+    made = torch.nn.functional.linear(cast(x_TD, numerics.work), cast(weight_ED, numerics.work))
+    return cast(made, numerics.store) if numerics.switches.router_in_storage_dtype else made
 
 
 def sqrt_softplus(logit_TE: Tensor) -> Tensor:
