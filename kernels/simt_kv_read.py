@@ -1,0 +1,195 @@
+"""Gather entries of the paged latent cache by slot and decode them to BF16 rows.
+
+Owns the reading forms of kv_problem, one an entry format. A warp has an entry; its lanes read codes
+and BF16 values in the order in which they lie, and write 16 bytes each. Decoding is exact before
+its one rounding to BF16, which changes nothing but fp8 values below BF16's normal ones.
+
+An index below 0 gives a row of zeros; one beyond the cache gives NaN: seen, not hidden. The same
+index may come any number of times. The wrapper checks and launches, and never waits for the GPU, so
+it may be captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/test_simt_kv_read.py: compiled for every target, and on an H200 equal to a decoder of
+plain torch bit for bit. Shape letters: R rows, L latent width (512), N pages, B bytes of a page.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint8, Uint32, cute
+from torch import Tensor
+
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common import kv_problem as facts
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.kv_problem import ENTRIES, ReadForm, ReadProblem
+from degarble.kernels.common.latent_words import (
+    WORDS,
+    fp8_values,
+    nvfp4_values,
+    put,
+    registers_of,
+    vectors,
+    words_at,
+)
+from degarble.kernels.common.nvfp4_words import store
+from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import TARGETS, target_of_device
+
+THREADS = facts.WARPS * rows.LANES
+ALIGNMENTS = (4, 16, 16)  # of indices, rows, cache
+NAN_PAIR = 0x7FC0_7FC0
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+
+    indices: Any
+    out: Any
+    cache_16: Any
+    cache_8: Any
+    cache_4: Any
+    cache_1: Any
+
+
+def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadForm) -> list[Any]:
+    """Return the words of a half whose codes begin with the entry at byte `start`."""
+    entry = ENTRIES[form.entry]
+    code = Uint32(tensors.cache_1[scales + Int64(place // (entry.block // rows.HALF))]) & 0xFF
+    if entry.code_bits == 8:
+        rCodes = registers_of(2, 1)
+        cute.autovec_copy(tensors.cache_8[None, start // 8 + Int64(place)], rCodes[None, 0])
+        return fp8_values(words_at(rCodes, 0), code)
+    return nvfp4_values(Uint32(tensors.cache_4[start // 4 + Int64(place)]), code)
+
+
+@cute.kernel
+def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Give each index a warp: read an entry, decode, store a row."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    count, entries, stride, capacity = extents
+    lane = Int32(thread) % rows.LANES
+    row = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
+    entry = ENTRIES[form.entry]
+    codes_end = entry.quantised // rows.HALF
+    if row < count:
+        index = Int32(tensors.indices[row])
+        rWords = registers_of(WORDS, rows.SLOTS)
+        rWords.fill(0)
+        if index >= capacity:
+            rWords.fill(NAN_PAIR)
+        if (index >= 0) & (index < capacity):
+            page = Uint32(index) // Uint32(entries)
+            within = Int64(Uint32(index) % Uint32(entries))
+            start = facts.value_offset(Int64(page), within, Int64(stride), entry)
+            scales = facts.scale_offset((Int64(page), within), Int64(stride), Int64(entries), entry)
+            for half in cutlass.range_constexpr(rows.SLOTS):
+                place = half * rows.LANES + lane
+                if cutlass.const_expr(facts.coded_only(entry, half)):
+                    put(rWords, half, decoded(tensors, place, start, scales, form))
+                else:
+                    if place >= codes_end:
+                        at = start + entry.code_bytes + Int64(place - codes_end) * 16
+                        cute.autovec_copy(tensors.cache_16[None, at // 16], rWords[None, half])
+                    if cutlass.const_expr(facts.coded_at_all(entry, half)):  # noqa: SIM102  traced
+                        if place < codes_end:
+                            put(rWords, half, decoded(tensors, place, start, scales, form))
+        for half in cutlass.range_constexpr(rows.SLOTS):
+            place = Int64(row) * (rows.SLOTS * rows.LANES) + half * rows.LANES
+            store(tensors.out, place + Int64(lane), words_at(rWords, half))
+
+
+@cute.jit
+def launch_read(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: rows, entries of a page, bytes of a page, slots, thread blocks."""
+    count, entries, stride, capacity, blocks = extents
+    shapes = (0, WORDS, 4, 2, 0, 0)
+    views = zip(pointers, shapes, strict=True)
+    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    read_kernel(tensors, (count, entries, stride, capacity), form).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: ReadForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    arguments = (_pointers((None,) * 3), _extents(None), form, any_stream())
+    return compile_kernel(launch_read, arguments, TARGETS[form.target], settings)
+
+
+def kv_read(
+    indices_R: Tensor,
+    cache_NB: Tensor,
+    problem: ReadProblem,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return BF16 rows [R, L] of the entries that int32 indices name, on their GPU."""
+    if out is None:
+        shape = (problem.count, rows.WIDTH)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=indices_R.device)
+    require_operands(problem, indices_R, out, cache_NB)
+    tensors = (indices_R, out, cache_NB)
+    device = require_device(tensors)
+    if problem.count:
+        form = facts.choose_read_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return out
+
+
+def launch(kernel: CompiledKernel, problem: ReadProblem, tensors: tuple[Tensor, ...]) -> None:
+    """Launch on checked tensors: indices, rows, cache."""
+    device = tensors[0].device.index or 0
+    kernel(_pointers(tensors), _extents(problem), current_stream(device))
+
+
+def require_operands(
+    problem: ReadProblem, indices_R: Tensor, out: Tensor, cache_NB: Tensor
+) -> None:
+    """Refuse tensors that the kernel would misread."""
+    pages = problem.pages
+    require_tensor("indices", indices_R, torch.int32, (problem.count,), ALIGNMENTS[0])
+    require_tensor("rows", out, torch.bfloat16, (problem.count, rows.WIDTH), ALIGNMENTS[1])
+    require_tensor("cache", cache_NB, torch.uint8, (pages.count, pages.stride), ALIGNMENTS[2])
+
+
+def _extents(problem: ReadProblem | None) -> tuple[Int32, ...]:
+    """Return what a launch is told; without a problem numbers to compile with."""
+    if problem is None:
+        return tuple(Int32(1) for _ in range(5))
+    pages = problem.pages
+    numbers = (problem.count, pages.entries, pages.stride, pages.slots, facts.grid(problem.count))
+    return tuple(Int32(number) for number in numbers)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    indices_R, out, cache_NB = tensors
+    views = ((Uint32, 16), (Uint32, 8), (Uint32, 4), (Uint8, 1))
+    return (
+        pointer(Int32, indices_R, ALIGNMENTS[0]),
+        pointer(Uint32, out, ALIGNMENTS[1]),
+        *(pointer(element, cache_NB, alignment) for element, alignment in views),
+    )

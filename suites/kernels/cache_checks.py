@@ -1,0 +1,303 @@
+"""Compare the kernels of the latent cache on a GPU with an encoder and a decoder in plain torch.
+
+Owns the cases (tokens, page sizes, entry formats, spreads, slots with gaps, repeats and numbers
+beyond the cache) and the bytes of each: caches are full of 0xAA before, so that every byte is seen
+that is written and should not be, or the other way round. Blocks are coded by harness.formats and
+references.rounding, which know nothing of kernels; addresses are counted entry by entry.
+
+Kept honest by suites/kernels/test_simt_kv_write.py, which plants errors in what came back, and by
+test_kv_problem.py: what is decoded is what the references make of the row.
+Shape letters: T tokens, L width (512), N pages, B bytes of a page.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.kv_problem import (
+    ENTRIES,
+    SOURCES,
+    Pages,
+    ReadProblem,
+    WriteProblem,
+)
+from degarble.kernels.common.settings import CompileSettings
+from degarble.references import rounding
+from degarble.suites.kernels import latent_checks as plain
+from degarble.suites.kernels.format_checks import difference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SETTINGS = CompileSettings()
+POISON = 0xAA
+LENGTHS = (1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 257)  # ratio, page, window, and their neighbours
+SLOT_KINDS = ("spread", "in a row", "repeated")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch; everything follows from these facts."""
+
+    problem: WriteProblem
+    spread: str = "ordinary"
+    slots_are: str = "spread"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        p, c = self.problem, self.problem.pages
+        what = f"{c.entry} {c.count}x{c.entries} stride={c.stride} {p.source} {p.weight}"
+        return f"{what} T={p.tokens} {self.spread} {self.slots_are} seed={self.seed}"
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Draw rows."""
+        return plain.drawn(self.spread, (self.problem.tokens, rows.WIDTH), self.seed)
+
+    @cached_property
+    def weight(self) -> Tensor | None:
+        """Draw a norm's weight."""
+        if self.problem.source != "latent":
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        drawn = 1 + torch.randn(rows.WIDTH, generator=generator) / 4
+        return drawn.to({"bf16": torch.bfloat16, "fp32": torch.float32}[self.problem.weight])
+
+    @cached_property
+    def turns(self) -> Tensor | None:
+        """Return the table of turns."""
+        return plain.table_of_turns(self.problem.positions) if self.problem.positions else None
+
+    @cached_property
+    def positions(self) -> Tensor | None:
+        """Draw positions; the last token of many lies outside of the table."""
+        if not self.problem.positions:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        extents = (self.problem.tokens,)
+        positions_T = torch.randint(self.problem.positions, extents, generator=generator)
+        if self.problem.tokens > 100:
+            positions_T[-1] = self.problem.positions
+        return positions_T
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Draw slots: distinct ones unless repeated; of many some are skipped."""
+        tokens, capacity = self.problem.tokens, self.problem.pages.slots
+        generator = torch.Generator().manual_seed(self.seed + 3)
+        if self.slots_are == "repeated":
+            return torch.randint(-1, min(capacity, 1 + tokens // 2), (tokens,), generator=generator)
+        order = torch.randperm(capacity, generator=generator)
+        slots_T = torch.arange(capacity) if self.slots_are == "in a row" else order
+        slots_T = torch.cat((slots_T, torch.full((tokens,), -1)))[:tokens]
+        if tokens > 2:
+            slots_T[1], slots_T[2] = -1, capacity
+        return slots_T
+
+    def rows(self) -> Tensor:
+        """Return BF16 rows as they are quantised."""
+        if self.problem.source == "row":
+            return self.values
+        assert self.turns is not None
+        assert self.positions is not None
+        made = plain.normed_rows(self.values, self.weight, self.problem.epsilon).bfloat16()
+        turns = plain.turns_at(self.turns, self.positions)
+        return plain.with_the_machines_nan(plain.turned_tail(made.float(), turns))
+
+    def cache(self) -> Tensor:
+        """Return poisoned pages on the CPU."""
+        pages = self.problem.pages
+        return torch.full((pages.count, pages.stride), POISON, dtype=torch.uint8)
+
+
+def coded(rows_TL: Tensor, entry_name: str) -> tuple[Tensor, Tensor]:
+    """Return the bytes of codes and BF16 values, and of scales, of each row."""
+    entry = ENTRIES[entry_name]
+    tokens = rows_TL.shape[0]
+    rest = rows_TL[:, entry.quantised :].contiguous().view(torch.uint8).reshape(tokens, -1)
+    if not entry.quantised:
+        return rest, torch.zeros(tokens, 0, dtype=torch.uint8)
+    blocks = rows_TL[:, : entry.quantised].float().reshape(tokens, -1, entry.block)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    codes, scales = _fp8(blocks, amax) if entry.code_bits == 8 else _nvfp4(blocks, amax)
+    padding = torch.zeros(tokens, entry.scale_bytes - entry.scales, dtype=torch.uint8)
+    return torch.cat((codes.flatten(1), rest), 1), torch.cat((scales.flatten(1), padding), 1)
+
+
+def _fp8(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    lost = ~amax.isfinite()
+    scale = rounding.power_of_two_above(
+        amax.masked_fill(lost, 1.0).clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
+    )
+    codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return codes.masked_fill(lost, 0x7F), exponents.masked_fill(lost, 255)
+
+
+def _nvfp4(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    lost = amax.isnan()
+    raw = amax.masked_fill(lost, 1.0).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR) / 6.0
+    scale = rounding.round_e4m3(raw)
+    nibbles = codecs.e2m1_encode(blocks / scale).masked_fill(lost, 0)
+    codes = (nibbles[..., 0::2] + nibbles[..., 1::2] * 16).to(torch.uint8)
+    scales = scale.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, scales.masked_fill(lost, 0x7F)
+
+
+def decoded(values_T: Tensor, scales_T: Tensor, entry_name: str) -> Tensor:
+    """Return the BF16 rows of the bytes of entries."""
+    entry = ENTRIES[entry_name]
+    rest = values_T[:, entry.code_bytes :].contiguous().view(torch.bfloat16)
+    if not entry.quantised:
+        return rest
+    codes = values_T[:, : entry.code_bytes].contiguous()
+    scales = scales_T[:, : entry.scales].contiguous()
+    if entry.code_bits == 8:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+        factors = codecs.ue8m0_decode(scales.to(torch.int64))
+    else:
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+        numbers = codecs.e2m1_decode(nibbles.to(torch.int64))
+        factors = scales.view(torch.float8_e4m3fn).float()
+    made = numbers.reshape(len(codes), -1, entry.block) * factors[..., None]
+    made = plain.with_the_machines_nan(made.flatten(1).bfloat16())
+    return torch.cat((made, rest), -1)
+
+
+def places(pages: Pages, slot: int) -> tuple[slice, slice]:
+    """Return where in its page the values and the scales of a slot lie."""
+    entry, within = pages.format, slot % pages.entries
+    value = within * entry.value_bytes
+    scale = pages.entries * entry.value_bytes + within * entry.scale_bytes
+    return slice(value, value + entry.value_bytes), slice(scale, scale + entry.scale_bytes)
+
+
+def by_definition(case: Case) -> Tensor:
+    """Return the cache that a launch has to leave: tokens in order, the last one stays."""
+    pages, cache_NB = case.problem.pages, case.cache()
+    values, scales = coded(case.rows(), pages.entry)
+    for token, slot in enumerate(case.slots.tolist()):
+        if 0 <= slot < pages.slots:
+            of_values, of_scales = places(pages, slot)
+            cache_NB[slot // pages.entries, of_values] = values[token]
+            cache_NB[slot // pages.entries, of_scales] = scales[token]
+    return cache_NB
+
+
+def read_by_definition(cache_NB: Tensor, indices_R: Tensor, pages: Pages) -> Tensor:
+    """Return the rows of indices: zeros below 0, NaN beyond the cache."""
+    nan = torch.tensor([0x7FC0], dtype=torch.int16).view(torch.bfloat16)
+    out_RL = torch.zeros(len(indices_R), rows.WIDTH, dtype=torch.bfloat16)
+    for row, slot in enumerate(indices_R.tolist()):
+        if slot >= pages.slots:
+            out_RL[row] = nan
+        elif slot >= 0:
+            page = cache_NB[slot // pages.entries]
+            of_values, of_scales = places(pages, slot)
+            out_RL[row] = decoded(page[None, of_values], page[None, of_scales], pages.entry)[0]
+    return out_RL
+
+
+def on_device(case: Case) -> Tensor:
+    """Run a case on the GPU; the cache comes back."""
+    from degarble.kernels import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
+
+    claims = None
+    if case.problem.duplicates == "last":
+        claims = kernels.empty_claims(case.problem, torch.device("cuda"))
+    cache_NB = case.cache().cuda()
+    operands = kernels.Operands(
+        case.values.cuda(),
+        None if case.weight is None else case.weight.cuda(),
+        None if case.turns is None else case.turns.cuda(),
+        None if case.positions is None else case.positions.cuda(),
+        case.slots.cuda(),
+        claims,
+    )
+    kernels.kv_write(operands, cache_NB, case.problem, SETTINGS)
+    if claims is not None:
+        assert bool((claims == -1).all()), "claims are left clear"
+    return cache_NB.cpu()
+
+
+def read_on_device(cache_NB: Tensor, indices_R: Tensor, problem: ReadProblem) -> Tensor:
+    """Gather on the GPU; rows come back."""
+    from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
+
+    shape = (problem.count, rows.WIDTH)
+    out = torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
+    kernels.kv_read(indices_R.cuda(), cache_NB.cuda(), problem, SETTINGS, out=out)
+    return out.cpu()
+
+
+def mismatch(case: Case) -> str:
+    """Say how a case differs from its definition on the GPU; empty where it does not."""
+    return difference(case.name, on_device(case), by_definition(case))
+
+
+def read_mismatch(case: Case) -> str:
+    """Say how reading what a case writes differs, gaps and numbers beyond the cache included."""
+    pages, cache_NB = case.problem.pages, by_definition(case)
+    drawn = torch.Generator().manual_seed(case.seed + 4)
+    asked = torch.randint(-2, pages.slots + 1, (case.problem.tokens,), generator=drawn)
+    asked = torch.cat((case.slots, asked)).to(torch.int32)
+    got = read_on_device(cache_NB, asked, ReadProblem(len(asked), pages))
+    want = read_by_definition(cache_NB, asked, pages)
+    return difference(f"read, {case.name}", plain.bits(got), plain.bits(want))
+
+
+def write_problem(entry: str, tokens: int, entries: int = 64, **more: object) -> WriteProblem:
+    """Return a problem whose cache holds a third more than the tokens."""
+    count = max(1, -(-(tokens + tokens // 3) // entries))
+    source = more.pop("source", "latent")
+    stride = int(str(more.pop("stride", 0)))
+    positions = 300 if source == "latent" else 0
+    pages = Pages(entry, entries, count, stride)
+    return WriteProblem(tokens, pages, positions, source=source, **more)  # type: ignore[arg-type]
+
+
+def cases() -> list[Case]:
+    """Return the named cases: every format, lengths around every constant, spreads, slots."""
+    made = []
+    for entry in ENTRIES:
+        made += [Case(write_problem(entry, n), "wide", seed=n) for n in LENGTHS]
+        for entries in (1, 2, 64, 256):
+            problem = write_problem(entry, 131, entries, weight="fp32")
+            made.append(Case(problem, "wide", "in a row", entries))
+        for spread in plain.SPREADS:
+            of_both = [write_problem(entry, 130, source=source) for source in SOURCES]
+            made += [Case(problem, spread) for problem in of_both]
+        last = write_problem(entry, 700, duplicates="last")
+        made += [Case(last, "wide", kind) for kind in SLOT_KINDS]
+        made.append(Case(write_problem(entry, 9, 3, stride=1024 * 9), "wide"))
+        made.append(Case(write_problem(entry, 8192, 256), "wide"))
+    return made
+
+
+def fuzzed(seed: int, count: int) -> list[Case]:
+    """Draw cases."""
+    drawn = random.Random(seed)
+    made = []
+    for _ in range(count):
+        duplicates = drawn.choice(("absent", "absent", "last"))
+        problem = write_problem(
+            drawn.choice(tuple(ENTRIES)),
+            drawn.choice((drawn.randint(1, 20), drawn.randint(1, 400))),
+            drawn.choice((1, 2, 64, 256, drawn.randint(1, 300))),
+            source=drawn.choice(("latent", "latent", "row")),
+            weight=drawn.choice(("bf16", "fp32")),
+            duplicates=duplicates,
+        )
+        kinds = SLOT_KINDS if duplicates == "last" else SLOT_KINDS[:2]
+        spread, kind = drawn.choice(plain.SPREADS), drawn.choice(kinds)
+        made.append(Case(problem, spread, kind, drawn.randrange(1 << 30)))
+    return made

@@ -1,0 +1,147 @@
+"""The latent cache as arithmetic: bytes of pages, rules for every BF16, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.kernels.common import kv_problem as facts
+from degarble.kernels.common.kv_problem import (
+    BF16,
+    ENTRIES,
+    FP8,
+    NVFP4,
+    NVFP4_V41,
+    Pages,
+    ReadProblem,
+    WriteProblem,
+)
+from degarble.references import rounding
+from degarble.suites.kernels import cache_checks as checks
+from degarble.suites.kernels import latent_checks as plain
+
+ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
+
+
+def test_entries_have_the_bytes_that_others_read() -> None:
+    found = {entry.name: entry.entry_bytes for entry in ENTRIES.values()}
+    assert found == {"fp8": 584, "nvfp4": 384, "nvfp4-v41": 288, "bf16": 1024}
+    # FlashMLA: 64 entries of FP8 take 37,376 bytes, padded to 37,440; two take 1,168 in 1,728.
+    assert FP8.page_bytes(64) == 37_440
+    assert FP8.page_bytes(2) == 1_728
+    assert (FP8.code_bytes, NVFP4.code_bytes, NVFP4_V41.code_bytes, BF16.code_bytes) == (
+        448,
+        224,
+        256,
+        0,
+    )
+    assert [entry.scales for entry in (FP8, NVFP4, NVFP4_V41, BF16)] == [7, 28, 32, 0]
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entries", [1, 2, 3, 64])
+def test_every_byte_of_a_page_belongs_to_one_entry(entry: facts.EntryFormat, entries: int) -> None:
+    stride, page = entry.page_bytes(entries), 5
+    owners = np.zeros(stride, dtype=int)
+    for within in range(entries):
+        start = facts.value_offset(page, within, stride, entry) - page * stride
+        owners[start : start + entry.value_bytes] += 1
+        start = facts.scale_offset((page, within), stride, entries, entry) - page * stride
+        owners[start : start + entry.scale_bytes] += 1
+    used = entries * entry.entry_bytes
+    assert (owners[:used] == 1).all()
+    assert not owners[used:].any()
+    assert stride % facts.VECTOR == 0
+    assert entry.value_bytes % facts.VECTOR == 0
+    assert entry.code_bytes % facts.VECTOR == 0
+
+
+def test_the_fp8_scale_of_every_magnitude() -> None:
+    code = facts.fp8_scale_code(ALL_BF16)
+    amax = codecs.bf16_decode(ALL_BF16)
+    finite = ALL_BF16 < 0x7F80
+    scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
+    want = rounding.power_of_two_above(scaled)
+    assert torch.equal(codecs.ue8m0_decode(code[finite]), want)
+    assert torch.equal(facts.fp8_factor(code[finite]), 1 / want)
+    assert (code[~finite] == 255).all()
+    assert facts.fp8_factor(code[~finite]).isnan().all()
+
+
+def test_the_nvfp4_scale_of_every_magnitude() -> None:
+    bits = ALL_BF16[ALL_BF16 <= 0x7F80]
+    got = codecs.e4m3_encode(facts.nvfp4_scale_number(bits))
+    amax = codecs.bf16_decode(bits).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR)
+    want = rounding.round_e4m3(amax / 6.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(got, want.to(got.dtype))
+
+
+@pytest.mark.parametrize("off", [-2, 0, 2])
+def test_every_quotient_rounds_as_the_true_one(off: int) -> None:
+    """All BF16 below saturation, all scales, and estimates that are off by two steps."""
+    code = torch.arange(1, 0x7F)[:, None]
+    scale = codecs.e4m3_decode(code)
+    estimate = ((1 / scale).view(torch.int32) + off).view(torch.float32)
+    bound = int(codecs.bf16_encode(facts.NVFP4_LARGEST))
+    number = codecs.bf16_decode(ALL_BF16[0x3A00 : bound + 1])[None]  # below it everything is 0
+    got = facts.nvfp4_quotient(number, facts.nvfp4_inverse(scale, estimate))
+    want = number.double() / scale.double()
+    assert torch.equal(codecs.e2m1_encode(got), codecs.e2m1_encode(want.float()))
+    plain_product = codecs.e2m1_encode(number * estimate)
+    assert (plain_product != codecs.e2m1_encode(got)).any()  # hence the second term
+
+
+def test_words_of_codes_decode_in_python_and_on_tensors() -> None:
+    for scale in (2.0**-9, 1.0, 448.0):
+        for word in (0x7654_3210, 0xFEDC_BA98):
+            want = [codecs.e2m1_decode(word >> 4 * i & 15) * np.float32(scale) for i in range(8)]
+            got = facts.e2m1_numbers(word, np.float32(scale))
+            assert [float(n) for n in got] == [float(n) for n in want]
+            assert [np.signbit(n) for n in got] == [np.signbit(n) for n in want]
+            tensors = facts.e2m1_numbers(torch.tensor([word]), torch.tensor([scale]))
+            assert [float(n) for n in tensors] == [float(n) for n in got]
+
+
+@pytest.mark.parametrize("spread", [s for s in plain.SPREADS if s != "special"])
+def test_entries_decode_to_what_the_references_read(spread: str) -> None:
+    x = plain.drawn(spread, (50, 512), 9)
+    for entry in ENTRIES.values():
+        width = entry.quantised
+        through = {8: lambda v: rounding.through_fp8(v, 64), 4: rounding.through_nvfp4_row}
+        want = x.clone()
+        if width:
+            want[:, :width] = through[entry.code_bits](x[:, :width]).bfloat16()
+        got = checks.decoded(*checks.coded(x, entry.name), entry.name)
+        assert torch.equal(plain.bits(got), plain.bits(want)), entry.name
+
+
+def test_refuses_by_name() -> None:
+    pages = Pages("fp8", 64, 4)
+    for wrong, error, name in (
+        (lambda: Pages("fp7", 64, 4), UnknownName, "cache entry format"),
+        (lambda: Pages("fp8", 0, 4), ShapeMismatch, "entries of a page"),
+        (lambda: Pages("fp8", 1 << 20, 1 << 12), ShapeMismatch, "slots of a cache"),
+        (lambda: Pages("fp8", 64, 4, 37_424), ShapeMismatch, "bytes of a page"),
+        (lambda: Pages("fp8", 64, 4, 37_448), ShapeMismatch, "bytes of a page"),
+        (lambda: WriteProblem(-1, pages, 1), ShapeMismatch, "tokens"),
+        (lambda: WriteProblem(1, pages, 0), InvalidArgument, "positions"),
+        (lambda: WriteProblem(1, pages, 1, source="row"), InvalidArgument, "positions"),
+        (lambda: WriteProblem(1, pages, 1, source="rows"), UnknownName, "source"),
+        (lambda: WriteProblem(1, pages, 1, weight="fp8"), UnknownName, "weight"),
+        (lambda: WriteProblem(1, pages, 1, duplicates="first"), UnknownName, "duplicate"),
+        (lambda: WriteProblem(1, pages, 1, epsilon=2.0), InvalidArgument, "epsilon"),
+        (lambda: ReadProblem(1 << 31, pages), ShapeMismatch, "entries to read"),
+    ):
+        with pytest.raises(error, match=name):
+            wrong()
+
+
+def test_forms_know_no_extents_and_bytes_count_everything_once() -> None:
+    problems = [checks.write_problem("fp8", *extents) for extents in ((1, 1), (9, 64))]
+    assert len({facts.choose_write_form(problem, "sm_90a") for problem in problems}) == 1
+    assert problems[1].bytes_moved == 9 * (1024 + 8 + 8 + 256 + 584)
+    assert ReadProblem(3, Pages("nvfp4", 64, 1)).bytes_moved == 3 * (4 + 384 + 1024)
+    assert [facts.grid(count) for count in (1, 4, 5)] == [1, 1, 2]
