@@ -29,6 +29,7 @@ from degarble.harness.record.blocks import (
     ToneMap,
 )
 from degarble.harness.record.judged_blocks import Files, JudgedMap, Profile, Voices
+from degarble.harness.record.trend_blocks import Trends
 from degarble.harness.record.verdict import Verdict
 from degarble.reports import words
 from degarble.reports.catalogue_html import catalogue_element
@@ -42,6 +43,7 @@ from degarble.reports.judged_html import (
 )
 from degarble.reports.markup import h
 from degarble.reports.tone_map_html import tone_map_element
+from degarble.reports.trends_html import trends_element
 
 if TYPE_CHECKING:
     from degarble.harness.record.blocks import Bar, Block, Cell, Column
@@ -104,6 +106,8 @@ def block_element(block: Block) -> Element:
             return voices_element(block)
         case Files():
             return files_element(block)
+        case Trends():
+            return trends_element(block)
         case Tabs():
             return tabs_element(block, block_element)
         case Looks():

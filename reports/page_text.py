@@ -7,6 +7,7 @@ What keeps it honest: suites/reports/test_page_text.py, and its snapshots.
 
 from __future__ import annotations
 
+import math
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from degarble.harness.record.blocks import ColumnKind, Sentence, Table, Tone
 from degarble.harness.record.judged_blocks import Voices
+from degarble.harness.record.trend_blocks import Trends
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import visible
 from degarble.reports import words
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.record.blocks import Block, Cell, Column
     from degarble.harness.record.page import Finding, Page, Panel
+    from degarble.harness.record.trend_blocks import Trend
 
 SIGNS = {
     Verdict.AGREES: "✓",
@@ -43,6 +46,8 @@ _STYLES = {
     Verdict.REFUSED: "yellow",
 }
 _ROOMY = 100  # columns from which names in tables are not broken
+_TRENDS = 20  # series that a terminal shows
+_SPARKS = "▁▂▃▄▅▆▇█"
 _TONE_SIGNS = {Tone.WARNING: ("! ", "yellow"), Tone.BAD: ("x ", "red"), Tone.NOTE: ("i ", "cyan")}
 
 
@@ -92,6 +97,8 @@ def _panel(panel: Panel, width: int) -> RenderableType:
 def _block(block: Block, width: int) -> RenderableType | None:
     if isinstance(block, Table):
         return _table(block, width)
+    if isinstance(block, Trends):
+        return _trends(block)
     if isinstance(block, Voices):
         said = [(_text(voice.name, "dim"), _text("".join(voice.tokens))) for voice in block.voices]
         return _columns([(_text("prompt", "dim"), _text(block.prompt)), *said])
@@ -99,6 +106,35 @@ def _block(block: Block, width: int) -> RenderableType | None:
         sign, style = _TONE_SIGNS[block.tone]
         return _columns([(Text(sign, style), _text(block.text))])
     return None
+
+
+def _trends(block: Trends) -> RenderableType:
+    rows = []
+    for row in block.rows[:_TRENDS]:
+        sign, style = _TONE_SIGNS.get(row.tone, ("", ""))
+        latest = words.DASH if row.latest is None else words.number(row.latest, 3)
+        told = Text.assemble(sparks(row), " ", latest, " ", (sign, style), _text(row.note))
+        rows.append((_text(row.label), told))
+    more = len(block.rows) - len(rows)
+    if more:
+        rows.append((_text("", "dim"), _text(f"{more:,} more on the page", "dim")))
+    return Group(_text(block.caption, "dim"), _columns(rows))
+
+
+def sparks(row: Trend) -> str:
+    """Draw a series with one character a band: its middle between the lowest and the highest."""
+    known = [band for band in row.bands if band and all(map(math.isfinite, band))]
+    low = min((band[0] for band in known), default=0.0)
+    reach = max((band[1] for band in known), default=0.0) - low
+    drawn = []
+    for band in row.bands:
+        if band not in known:
+            drawn.append(" ")
+            continue
+        assert band is not None
+        middle = (band[0] + band[1]) / 2 - low
+        drawn.append(_SPARKS[round(middle / reach * (len(_SPARKS) - 1)) if reach else 0])
+    return "".join(drawn)
 
 
 def _table(block: Table, width: int) -> RenderableType:

@@ -36,6 +36,8 @@ PROGRAMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 PACKAGES: Mapping[str, str] = {
     "cutlass": "gpu",
     "ray": "cluster",
+    "psycopg": "postgres",
+    "pyarrow": "parquet",
     "starlette": "server",
     "uvicorn": "server",
     "ml_dtypes": "dev",

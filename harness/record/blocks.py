@@ -22,6 +22,7 @@ from degarble.harness.record.judged_blocks import (
     require_matrix,
 )
 from degarble.harness.record.tones import Tone as Tone  # noqa: PLC0414  every block has one
+from degarble.harness.record.trend_blocks import Trends
 
 Cell = str | int | float | bool | None
 
@@ -289,7 +290,7 @@ class Looks:
 
 Block = (
     Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
-    | JudgedMap | Profile | Voices | Tabs | Looks | Files
+    | JudgedMap | Profile | Voices | Tabs | Looks | Files | Trends
 )  # fmt: skip
 
 BLOCKS: dict[str, type[Block]] = {
@@ -309,4 +310,5 @@ BLOCKS: dict[str, type[Block]] = {
     "tabs": Tabs,
     "looks": Looks,
     "files": Files,
+    "trends": Trends,
 }

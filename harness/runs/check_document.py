@@ -103,6 +103,7 @@ def _line(row: Row) -> dict[str, Any]:
     return {
         "layer": row.component.layer,
         "component": row.component.role,
+        "name": row.component.name,
         "output": row.output,
         "verdict": row.verdict,
         "budgets": _known(row.ratio),

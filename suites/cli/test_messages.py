@@ -16,7 +16,15 @@ COMMANDS = [
     "",
     *("demo", "capture", "check", "compare", "audit", "quantise", "convert", "generate", "serve"),
     *("faults", "faults list", "faults run"),
-    *("history", "history trends", "history changes", "history compare", "history export"),
+    *(
+        "history",
+        "history add",
+        "history runs",
+        "history trends",
+        "history changes",
+        "history compare",
+        "history export",
+    ),
     "bisect",
 ]
 

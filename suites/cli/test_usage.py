@@ -69,4 +69,4 @@ def test_who_did_not_ask_gets_no_document(
 
 def test_the_words_of_a_command_to_bisect_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     result = call(capsys, "bisect", "--", "make", "test", "--quiet", "--unknown")
-    assert "command = 'bisect'" in result.err
+    assert "--good and --bad" in result.err

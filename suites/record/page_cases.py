@@ -40,6 +40,7 @@ from degarble.harness.record.judged_blocks import (
     Voices,
 )
 from degarble.harness.record.page import Finding, Page, Panel, PanelKind, Provenance, Subject
+from degarble.harness.record.trend_blocks import Trend, Trends
 from degarble.harness.record.verdict import Origin, Verdict
 
 # Each would do harm where text is taken for markup, script, terminal codes or a template.
@@ -113,6 +114,11 @@ def every_block(text: str) -> tuple[Block, ...]:
     )
 
 
+def trend(text: str) -> Trend:
+    """A series with a gap, a band that is no number, and a move."""
+    return Trend(text, ((0.0, 1.0), (math.nan, math.inf)), math.inf, None, (1,), Tone.BAD, text)
+
+
 def judged_blocks(text: str) -> tuple[Block, ...]:
     """One of each block of a replay, all of its words being `text`."""
     judged = JudgedMap(
@@ -131,6 +137,7 @@ def judged_blocks(text: str) -> tuple[Block, ...]:
     )
     return (
         Tabs(text, (Tab(text, (judged,)), Tab(text, (Sentence(text),))), "views"),
+        Trends(text, text, "b", text, (trend(text), Trend("b", ((0.0, 0.0), None), None, None))),
         Profile(text, (text, "b", "c"), (0.5, None, math.inf), text, 1.0),
         Profile(text, tuple(map(str, range(20))), (math.nan, *[0.0] * 18, 7.0), logarithmic=True),
         Voices(text, (Voice(text, (text, "a", text)), Voice("b", (text, text, text))), 1),

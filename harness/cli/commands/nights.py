@@ -1,15 +1,18 @@
 """`degarble history` and `bisect`: which night, and which commit, moved a component."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from degarble.harness.cli import values
-from degarble.harness.cli.command import NOT_BUILT, Group, command
+from degarble.harness.cli.command import Group, command
+from degarble.harness.cli.options import ReportFolder
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
+from degarble.harness.record.files import require_folder
 
 EXPORT_SUFFIXES = (".parquet",)
 
@@ -18,17 +21,70 @@ Store = Annotated[
 ]
 Component = Annotated[
     str | None,
-    typer.Argument(metavar="COMPONENT", help="For example layers.23.ffn.experts.w2."),
+    typer.Argument(
+        metavar="COMPONENT", help="For example layers.23.ffn.experts.w2, or a pattern with *."
+    ),
+]
+Subject = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only the history of this checkpoint.")
+]
+Machine = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs on this machine.")]
+Measure = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Only this: budgets, distance, speed or text.")
 ]
 _STORE = "degarble-history.sqlite"
 
 
 @dataclass(frozen=True)
+class AddOptions:
+    """Options of `degarble history add`."""
+
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What degarble check --json FILE wrote.")
+    ]
+    store: Store = _STORE
+    subject: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its name. Default: the checkpoint's.")
+    ] = None
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Where it ran. Default: this machine.")
+    ] = None
+    commit: Annotated[
+        str, typer.Option(metavar="SHA", help="Commit of the kernels that were judged.")
+    ] = ""
+    night: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Its night. Default: today, UTC.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Options of `degarble history runs`."""
+
+    store: Store = _STORE
+
+
+@dataclass(frozen=True)
 class TrendOptions:
-    """Options of `degarble history trends` and `changes`."""
+    """Options of `degarble history trends`."""
 
     component: Component = None
     store: Store = _STORE
+    subject: Subject = None
+    machine: Machine = None
+    measure: Measure = None
+    report: ReportFolder = None
+
+
+@dataclass(frozen=True)
+class ChangeOptions:
+    """Options of `degarble history changes`."""
+
+    component: Component = None
+    store: Store = _STORE
+    subject: Subject = None
+    machine: Machine = None
+    measure: Measure = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +112,29 @@ class BisectOptions:
         list[str],
         typer.Argument(metavar="-- CMD", help="Command to run at each commit, after --."),
     ]
+    good: Annotated[
+        str | None, typer.Option(metavar="REV", help="A commit before. Default: from the store.")
+    ] = None
+    bad: Annotated[
+        str | None, typer.Option(metavar="REV", help="A commit after. Default: from the store.")
+    ] = None
+    component: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The component that moved.")
+    ] = None
+    result: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="JSON of a check that CMD writes; without --component its status decides.",
+        ),
+    ] = "check.json"
+    repository: Annotated[
+        Path, typer.Option(metavar="DIR", help="The git repository to walk through.")
+    ] = Path()
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Store whose latest change gives the two commits."),
+    ] = None
 
 
 def add(app: typer.Typer) -> None:
@@ -64,30 +143,97 @@ def add(app: typer.Typer) -> None:
         help="Ask the store of all runs: trends, changes, two runs side by side.",
         cls=Group,
     )
+    command(history, "add", AddOptions)(add_run)
+    command(history, "runs", ListOptions)(runs)
     command(history, "trends", TrendOptions)(trends)
-    command(history, "changes", TrendOptions)(changes)
+    command(history, "changes", ChangeOptions)(changes)
     command(history, "compare", RunsOptions)(compare)
     command(history, "export", ExportOptions)(export)
-    app.add_typer(history, name="history", rich_help_panel=NOT_BUILT)
-    command(app, "bisect", BisectOptions, panel=NOT_BUILT)(bisect)
+    app.add_typer(history, name="history")
+    command(app, "bisect", BisectOptions)(bisect)
 
 
-def trends(_options: TrendOptions, _terminal: Terminal) -> int:
+def add_run(options: AddOptions, terminal: Terminal) -> int:
+    """Add the result of a check to the store; adding it twice changes nothing."""
+    from degarble.harness.history.documents import read_check, values_of  # noqa: PLC0415  numpy
+    from degarble.harness.history.records import Run  # noqa: PLC0415  as above
+    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
+    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as above
+    from degarble.harness.runs.machine import machine  # noqa: PLC0415  as above
+
+    document = read_check(options.file)
+    now = datetime.now(UTC)
+    facts = {name: str(value) for name, value in dict(document.get("facts") or {}).items()}
+    run = Run(
+        subject=options.subject or str(document.get("checkpoint") or options.file.stem),
+        night=options.night or str(now.date()),
+        machine=options.machine or machine(),
+        verdict=Verdict(document["verdict"]),
+        values=values_of(document),
+        commit=options.commit,
+        facts=facts,
+    )
+    with Opened(options.store, create=True) as store:
+        fresh = store.add(run)
+    terminal.say(f"{'Added' if fresh else 'Already there'}: {run.id}, {run.subject}, {run.night}")
+    terminal.emit({"verdict": Verdict.AGREES, "run": run.id, "added": fresh})
+    return EXIT_AGREES
+
+
+def runs(options: ListOptions, terminal: Terminal) -> int:
+    """List every run of the store."""
+    from degarble.harness.history.asked import runs_document, runs_lines  # noqa: PLC0415  numpy
+
+    with _opened(options.store) as store:
+        found = store.runs()
+    terminal.say(*runs_lines(found))
+    terminal.emit(runs_document(found))
+    return EXIT_AGREES
+
+
+def trends(options: TrendOptions, terminal: Terminal) -> int:
     """Draw the difference of each component over the nights."""
-    raise values.not_built("history trends", "a store of runs")
+    from degarble.harness.history import asked  # noqa: PLC0415  numpy
+    from degarble.harness.runs.history_page import history_pages, history_text  # noqa: PLC0415
+
+    if options.report is not None:
+        require_folder("--report", options.report)
+    with _opened(options.store) as store:
+        found = asked.histories(store, _question(options))
+    document = asked.trends_document(found)
+    for history in found:
+        terminal.say(history_text(history, width=terminal.width, colour=terminal.colour))
+    if options.report is not None:
+        document["reports"] = [str(page) for page in history_pages(options.report, found)]
+        for page in document["reports"]:
+            terminal.say(f"Open the report: {page}")
+    terminal.emit(document)
+    return EXIT_AGREES
 
 
-def changes(_options: TrendOptions, _terminal: Terminal) -> int:
+def changes(options: ChangeOptions, terminal: Terminal) -> int:
     """Name the nights and commits that moved a component; exit status 1 when there are any."""
-    raise values.not_built("history changes", "a store of runs")
+    from degarble.harness.history import asked  # noqa: PLC0415  numpy
+
+    with _opened(options.store) as store:
+        found = asked.histories(store, _question(options))
+    terminal.say(*asked.changes_lines(found))
+    terminal.emit(asked.changes_document(found))
+    return asked.changes_verdict(found).exit_status
 
 
-def compare(_options: RunsOptions, _terminal: Terminal) -> int:
+def compare(options: RunsOptions, terminal: Terminal) -> int:
     """Set two runs of the store beside each other."""
-    raise values.not_built("history compare", "a store of runs")
+    from degarble.harness.history.asked import compared  # noqa: PLC0415  numpy
+
+    with _opened(options.store) as store:
+        lines, document = compared(store, options.first, options.second)
+    terminal.say(*lines)
+    terminal.emit(document)
+    return int(document["verdict"].exit_status)
 
 
-def export(options: ExportOptions, _terminal: Terminal) -> int:
+def export(options: ExportOptions, terminal: Terminal) -> int:
     """Write the whole store as a parquet file."""
     if options.file.suffix not in EXPORT_SUFFIXES:
         raise InvalidArgument(
@@ -96,9 +242,46 @@ def export(options: ExportOptions, _terminal: Terminal) -> int:
             "a file name that ends in .parquet",
             f"Write to {options.file.with_suffix('.parquet').name}.",
         )
-    raise values.not_built("history export", "a store of runs")
+    values.writable("FILE.parquet", options.file)
+    from degarble.harness.history.parquet import write_parquet  # noqa: PLC0415  numpy
+    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as above
+
+    with _opened(options.store) as store:
+        rows = write_parquet(store, options.file)
+    terminal.say(f"{rows:,} numbers in {options.file}")
+    terminal.emit({"verdict": Verdict.AGREES, "file": str(options.file), "rows": rows})
+    return EXIT_AGREES
 
 
-def bisect(_options: BisectOptions, _terminal: Terminal) -> int:
-    """Narrow a range of commits to the one that moved a component's difference."""
-    raise values.not_built("bisect", "a store of runs")
+def bisect(options: BisectOptions, terminal: Terminal) -> int:
+    """Narrow a range of commits to the one that moved a component's difference.
+
+    CMD runs in a work tree of each commit, and writes there, to --result, the JSON of a check.
+    """
+    from degarble.harness.runs.bisect import Search, bisected  # noqa: PLC0415  numpy
+
+    search = Search(
+        command=tuple(options.words),
+        repository=options.repository,
+        component=options.component,
+        result=options.result,
+        good=options.good,
+        bad=options.bad,
+        store=options.store,
+    )
+    found = bisected(search, terminal.say)
+    terminal.say(found.sentence)
+    terminal.emit(found.document())
+    return EXIT_DIFFERS
+
+
+def _opened(url: str) -> Any:
+    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  numpy
+
+    return Opened(url)
+
+
+def _question(options: TrendOptions | ChangeOptions) -> Any:
+    from degarble.harness.history.asked import Question  # noqa: PLC0415  numpy
+
+    return Question(options.component, options.subject, options.machine, options.measure)

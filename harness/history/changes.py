@@ -1,0 +1,282 @@
+"""Which night moved a series: a change-point test over thousands of series at once.
+
+Owns the test. A series is one number a night: the mean over the night's runs. Its baseline is what
+lies more than LONGEST nights back, or what followed its last change; its noise is the standard
+deviation there. Tonight the mean of the last 2, 3, 5 and 8 nights is compared with the baseline by
+Student's statistic, carried over to a normal deviate (Wallace 1959), so that a short baseline asks
+for more. The threshold shares ALARMS_A_YEAR among all series, windows and nights.
+
+Four habits keep a healthy store silent. A single night never makes a change: it counts for so much
+that two which agree suffice, however far out it is. Noise with heavy tails counts for no more than
+normal noise as rare, by the tails that all series together showed so far. Noise that carries over
+from night to night widens what is allowed, by its correlation. A series that never moved (bit-equal
+runs) has the noise that its measure grants.
+
+The first night of a change is the one that splits old from new best, which names its commits.
+Refuses a matrix that is not nights by series. Kept honest by suites/history/test_changes.py, which
+counts alarms over simulated years.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.errors import ShapeMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Bools = NDArray[np.bool_]
+    Places = NDArray[np.intp]
+
+WINDOWS = (2, 3, 5, 8)
+LONGEST = WINDOWS[-1]
+LEARNED = 12  # nights of a baseline that say how far its nights lie apart
+TESTED = 20  # nights of a baseline before anything is tested; in between the tails are learned
+ALARMS_A_YEAR = 0.25  # over all series; a quarter of what is promised: noise is not quite normal
+NIGHTS_A_YEAR = 365
+_COUNTS = 1.2  # of what each of two equal nights needs for a change
+_WILD, _MANY = 4.0, 0.25  # deviate, and share of series: a night on which everything is wild
+_MOST_CARRIED = 0.9  # correlation of neighbouring nights
+
+
+@dataclass(frozen=True)
+class Change:
+    """A series moved: `first` is the first night of its new level, `found` when that was told."""
+
+    series: int
+    first: int
+    last_before: int  # the night before, where the series had a value: -1 where unknown
+    found: int
+    before: float
+    after: float
+    noise: float  # standard deviation of a night
+    deviate: float  # normal deviate of the test that found it
+
+    @property
+    def size(self) -> float:
+        """The move in units of the noise of a night."""
+        return (self.after - self.before) / self.noise
+
+
+def threshold(series: int) -> float:
+    """Return the normal deviate that so many series may exceed ALARMS_A_YEAR times a year."""
+    tests = NIGHTS_A_YEAR * max(1, series) * len(WINDOWS)
+    return NormalDist().inv_cdf(1 - ALARMS_A_YEAR / tests / 2)
+
+
+def changes_of(values_NS: Floats, floors_S: Floats | float = 0.0) -> list[Change]:
+    """Walk through the nights in order and return every change; NaN is a night without a value.
+
+    `floors_S` is the least noise that each series is taken to have.
+    """
+    if values_NS.ndim != 2:
+        raise ShapeMismatch(
+            "values", values_NS.shape, "nights x series", "Give one row a night."
+        )  # fmt: skip
+    watch = Watch(values_NS.shape[1], floors_S)
+    return [change for night, row in enumerate(values_NS) for change in watch.see(night, row)]
+
+
+class Watch:
+    """The state of all series between two nights."""
+
+    def __init__(self, series: int, floors_S: Floats | float = 0.0) -> None:
+        self._floor = np.broadcast_to(np.maximum(floors_S, 1e-12), (series,))
+        self._threshold = threshold(series)
+        self._needed = _needed(self._threshold)
+        zeros = np.zeros(series)
+        self._count, self._mean = zeros.copy(), zeros.copy()  # of the baseline's level
+        self._spread, self._degrees = zeros.copy(), zeros.copy()  # squares and their freedom
+        self._carried = zeros.copy()  # sum of products of neighbouring nights
+        self._before = zeros.copy()  # the last night that joined the baseline, from its mean
+        self._recent = np.full((LONGEST, series), np.nan)  # newest last
+        self._nights = np.full((LONGEST, series), -1, np.int64)
+        self._joined = np.full(series, -1, np.int64)
+        self._tails = _Tails()
+
+    def see(self, night: int, values_S: Floats) -> Iterator[Change]:
+        """Take one night; yield the changes that it brings to light."""
+        here = np.isfinite(values_S)
+        self._join(self._recent[0], self._nights[0], here)
+        for kept, new in ((self._recent, values_S), (self._nights, night)):
+            if here.all():
+                kept[:-1] = kept[1:]
+                kept[-1] = new
+            else:
+                kept[:-1] = np.where(here, kept[1:], kept[:-1])
+                kept[-1] = np.where(here, new, kept[-1])
+        at = np.flatnonzero(here & (self._count >= TESTED) & self._worth_a_look())
+        for series, deviate in zip(at, self._deviates(at) if len(at) else (), strict=True):
+            if abs(deviate) > self._threshold:
+                yield self._changed(int(series), night, float(deviate))
+
+    @property
+    def noise(self) -> Floats:
+        """Standard deviation of a night, series by series."""
+        deviation: Floats = np.sqrt(self._spread / np.maximum(self._degrees, 1.0))
+        noise: Floats = np.maximum(deviation, self._floor)
+        return noise
+
+    def _join(self, values: Floats, nights: NDArray[np.int64], here: Bools) -> None:
+        """Let the oldest recent night become part of the baseline; a wild one counts as a limit."""
+        joins = here & np.isfinite(values)
+        if not joins.any():
+            return
+        away = np.where(joins, values - self._mean, 0.0)
+        learned = joins & (self._count >= LEARNED)
+        if learned.any():
+            noise, free = self.noise, self._degrees
+            apart = noise * np.sqrt(1 + 1 / np.maximum(self._count, 1.0))
+            self._tails.see(_as_normal(np.abs(away) / apart, np.maximum(free, 1.0))[learned])
+            limit = self._most_of_a_night() * noise
+            away = np.where(learned, np.clip(away, -limit, limit), away)
+        self._count = self._count + joins
+        step = away / np.maximum(self._count, 1.0)
+        self._carried += away * np.where(joins, self._before, 0.0)
+        # Trap: the first value lies away from nothing.
+        self._before = np.where(joins, np.where(self._count > 1, away, 0.0), self._before)
+        self._spread += away * (away - step)
+        self._mean += step
+        self._degrees += joins & (self._count > 1)
+        self._joined = np.where(joins, nights, self._joined)
+
+    def _most_of_a_night(self) -> Floats:
+        """Return what one night may count, in units of noise."""
+        at = np.minimum(self._degrees, len(self._needed) - 1).astype(np.int64)
+        apart = np.sqrt(0.5 + 1 / np.maximum(self._count, 1.0))
+        return np.asarray(_COUNTS * self._needed[at] * apart, np.float64)
+
+    def _worth_a_look(self) -> Bools:
+        """Tell where a window is far out by the plainest measure, which all others only lessen."""
+        noise = self._threshold * self.noise
+        sums = np.zeros(len(self._mean))
+        worth = np.zeros(len(self._mean), np.bool_)
+        for back in range(LONGEST):
+            sums = sums + self._recent[-1 - back]
+            window = back + 1
+            if window in WINDOWS:
+                worth |= np.abs(sums - window * self._mean) > math.sqrt(window) * noise
+        return worth
+
+    def _deviates(self, at: Places) -> Floats:
+        """Return the largest deviate of all windows of the series `at`, with its sign."""
+        units, carried = self._units(at), self._correlation(at)
+        totals, count = np.cumsum(units[::-1], axis=0), self._count[at]
+        best = np.zeros(len(at))
+        for window in WINDOWS:
+            inner = sum((1 - k / window) * carried**k for k in range(1, window))
+            variance = window * (1 + 2 * inner) + window * window / count
+            t = totals[window - 1] / np.sqrt(variance)
+            best = np.where(np.abs(t) > np.abs(best), t, best)
+        return np.copysign(_as_normal(np.abs(best), self._degrees[at]), best)
+
+    def _units(self, at: Places) -> Floats:
+        """Return the recent nights in units of each series' noise, as far as each may count."""
+        units = (self._recent[:, at] - self._mean[at]) / self.noise[at]
+        limit = self._most_of_a_night()[at]
+        return np.clip(self._tails.tamed(units), -limit, limit)
+
+    def _correlation(self, at: Places) -> Floats:
+        """Return what carries over to the next night: in all series, or in one if clearly more."""
+        moved = self._spread > 0
+        found = np.divide(self._carried, self._spread, out=np.zeros(len(moved)), where=moved)
+        common = float(found[moved].mean()) if moved.any() else 0.0
+        chance = 2 / np.sqrt(np.maximum(self._degrees[at], 1.0))
+        return np.clip(np.maximum(found[at] - chance, common), 0.0, _MOST_CARRIED)
+
+    def _changed(self, series: int, night: int, deviate: float) -> Change:
+        """Tell a change of one series, and let its new level be the baseline."""
+        nights = self._nights[:, series]
+        start = _split(
+            (self._recent[:, series] - self._mean[series])
+            * math.copysign(1 / float(self.noise[series]), deviate)
+        )
+        old = int(nights[start - 1]) if start else -1
+        new = self._recent[start:, series].copy()
+        change = Change(
+            series=series,
+            first=int(nights[start]),
+            last_before=old if old >= 0 else int(self._joined[series]),
+            found=night,
+            before=float(self._mean[series]),
+            after=float(np.median(new)),
+            noise=float(self.noise[series]),
+            deviate=deviate,
+        )
+        self._count[series], self._mean[series] = len(new), float(new.mean())
+        self._before[series] = 0.0
+        self._joined[series] = night
+        self._recent[:, series], self._nights[:, series] = np.nan, -1
+        return change
+
+
+def _needed(least: float) -> Floats:
+    """Return Student's t that is as rare as a normal deviate `least`, by degrees of freedom."""
+    free = np.maximum(np.arange(1000.0), 1.0)
+    factor = (8 * free + 3) / (8 * free + 1)  # Wallace's formula turned round
+    with np.errstate(over="ignore"):
+        found: Floats = np.sqrt(free * np.expm1((least * factor) ** 2 / free))
+    return found
+
+
+def _as_normal(t: Floats, free: Floats) -> Floats:
+    """Return the normal deviate that is as rare as Student's t of so many degrees."""
+    found: Floats = (8 * free + 1) / (8 * free + 3) * np.sqrt(free * np.log1p(t * t / free))
+    return found
+
+
+def _split(units: Floats) -> int:
+    """Return where the new level begins, given recent nights in units of noise from the old one."""
+    starts = np.flatnonzero(np.isfinite(units))
+    sums = np.array([units[k:].sum() / math.sqrt(len(units) - k) for k in starts])
+    start = int(starts[int(sums.argmax())])
+    for _ in range(2):  # by likelihood: each night is old or new, with the new level as found
+        level = float(units[start:].mean())
+        gains = np.array([(level * units[k:] - level * level / 2).sum() for k in starts])
+        start = int(starts[int(gains.argmax())])
+    return start
+
+
+class _Tails:
+    """How rare a distance from the baseline is, over all series so far."""
+
+    _step, _bins = 0.05, 400  # of normal deviates
+    _seldom = 2000  # nights of series before their tails mean anything
+
+    def __init__(self) -> None:
+        self._seen = np.zeros(self._bins, np.int64)
+        self._told = 0  # what had been seen when the scores were made
+        self._grid = np.arange(self._bins + 1) * self._step
+        self._scores = self._grid
+
+    def see(self, deviates: Floats) -> None:
+        """Count one night of all series; where all are wild, that is one event and no tail."""
+        if (deviates > _WILD).mean() > _MANY:
+            return
+        at = np.minimum(deviates / self._step, self._bins - 1).astype(np.int64)
+        self._seen += np.bincount(at, minlength=self._bins)
+        total = int(self._seen.sum())
+        if total < self._seldom or total < 1.2 * self._told:
+            return
+        self._told = total
+        beyond = np.cumsum(self._seen[::-1])[::-1] + 1
+        beyond = np.append(beyond, beyond[-1])  # the last bin holds all that is farther out
+        normal = NormalDist()
+        scores = [normal.inv_cdf(1 - min(1.0, each / (total + 1)) / 2) for each in beyond]
+        self._scores = np.minimum(np.maximum.accumulate(scores), self._grid)
+
+    def tamed(self, units: Floats) -> Floats:
+        """Return distances that are no rarer than normal ones of their size."""
+        sizes = np.abs(units)
+        least = np.minimum(sizes, np.interp(sizes, self._grid, self._scores))
+        signed: Floats = np.copysign(least, units)
+        return signed

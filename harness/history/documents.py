@@ -1,0 +1,84 @@
+"""A check's JSON document as a run of the history: so that any CI can add what it has.
+
+Owns the two numbers of a component: its worst output in units of budget, and its worst distance
+from the BF16 reference. Refuses a document that is no check, and one without a judged output.
+Kept honest by suites/history/test_documents.py, and by the night, which adds real checks.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.history.ledger import Failure
+from degarble.harness.history.records import BUDGETS, DISTANCE
+from degarble.harness.record.verdict import SCHEMA, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+def read_check(path: Path) -> dict[str, Any]:
+    """Read what `degarble check --json` wrote."""
+    remedy = "Give a file that `degarble check --json FILE` wrote."
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableFile(path.name, str(error), "a JSON document", remedy) from error
+    lines = document.get("cosines") if isinstance(document, dict) else None
+    if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
+        raise UnreadableFile(path.name, "no cosines", "the document of a check", remedy)
+    if document.get("schema") != SCHEMA:
+        raise UnreadableFile(f"schema of {path.name}", document.get("schema"), str(SCHEMA), remedy)
+    if document.get("verdict") not in set(Verdict):
+        raise UnreadableFile(
+            f"verdict of {path.name}", document.get("verdict"), "a verdict", remedy
+        )
+    found: dict[str, Any] = document
+    return found
+
+
+def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return what a check measured: measure, then component, then number."""
+    budgets: dict[str, float] = {}
+    distances: dict[str, float] = {}
+    for line in document["cosines"]:
+        name = component_of(line)
+        ratio, cosine = line.get("budgets"), line.get("candidate_reference")
+        if isinstance(ratio, (int, float)):
+            budgets[name] = max(budgets.get(name, 0.0), float(ratio))
+        if isinstance(cosine, (int, float)):
+            distances[name] = max(distances.get(name, 0.0), 1.0 - float(cosine))
+    if not budgets:
+        raise InvalidArgument(
+            "judged outputs of the check", 0, "one at least", "Check a capture that holds tensors."
+        )
+    return {BUDGETS.name: budgets, DISTANCE.name: distances}
+
+
+def failures_of(document: Mapping[str, Any]) -> tuple[Failure, ...]:
+    """Return what a check found wrong, as the ledger knows it."""
+    found = [
+        Failure(
+            component_of(origin),
+            Verdict.DIFFERS,
+            origin.get("fault"),
+            str(origin.get("evidence") or document.get("sentence") or ""),
+        )
+        for origin in document.get("origins", ())
+    ]
+    found += [
+        Failure(str(name), Verdict.UNSTABLE, None, "two runs disagree")
+        for name in document.get("unstable", ())
+    ]
+    return tuple(found)
+
+
+def component_of(line: Mapping[str, Any]) -> str:
+    """Return the full name of a component: the document keeps layer and role apart."""
+    layer, role = line.get("layer"), str(line.get("component", ""))
+    if line.get("name"):
+        return str(line["name"])
+    return role if layer is None else f"layers.{layer}.{role}"

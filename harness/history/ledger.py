@@ -1,0 +1,202 @@
+"""Known failures: each names an issue and ends on a date; an expired or healed one turns a run red.
+
+Owns the ledger file (YAML): a list of entries with `component` (a name, or a pattern with `*`),
+`verdict` (DIFFERS, UNSTABLE or UNDECIDED), `issue` (where it is followed), `until` (the last night
+on which it may be), `why`, and optionally `fault` (the diagnosis that it must keep) and `subject`.
+A failure is known only while all that the entry says is so: another cause at the same place is new.
+
+Refuses an entry without issue, reason or end, an end more than MOST_DAYS ahead, a pattern that
+covers everything, unknown keys, and two entries for one place.
+Kept honest by suites/history/test_ledger.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from datetime import date, timedelta
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.record.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+MOST_DAYS = 90  # that an entry may look ahead: longer, and nobody looks at it again
+_FAILING = (Verdict.DIFFERS, Verdict.UNSTABLE, Verdict.UNDECIDED)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a run found wrong at one place."""
+
+    component: str
+    verdict: Verdict
+    fault: str | None = None
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One known failure."""
+
+    component: str
+    verdict: Verdict
+    issue: str
+    until: date
+    why: str
+    fault: str | None = None
+    subject: str = "*"
+
+    def covers(self, failure: Failure, subject: str) -> bool:
+        """Tell whether this is the failure that is known."""
+        return (
+            fnmatchcase(failure.component, self.component)
+            and fnmatchcase(subject, self.subject)
+            and failure.verdict is self.verdict
+            and (self.fault is None or failure.fault == self.fault)
+        )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A run against the ledger: what is new, what is known, and entries that must go."""
+
+    new: tuple[Failure, ...] = ()
+    known: tuple[tuple[Failure, Entry], ...] = ()
+    expired: tuple[Entry, ...] = ()
+    healed: tuple[Entry, ...] = ()
+    asleep: tuple[Entry, ...] = field(default=())  # of other subjects
+
+    @property
+    def red(self) -> bool:
+        """Whether the run must fail."""
+        return bool(self.new or self.expired or self.healed)
+
+    def lines(self) -> list[str]:
+        """Say everything, what turns the run red first."""
+        told = [f"new: {each.component} {each.verdict}: {each.sentence}" for each in self.new]
+        told += [
+            f"expired on {each.until}: {each.component} {each.verdict}, {each.issue}: mend it, "
+            "or give the entry a new end with a reason"
+            for each in self.expired
+        ]
+        told += [
+            f"healed: {each.component} is no longer {each.verdict}, {each.issue}: remove the entry"
+            for each in self.healed
+        ]
+        told += [
+            f"known until {entry.until}: {each.component} {each.verdict}, {entry.issue}"
+            for each, entry in self.known
+        ]
+        return told
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All entries."""
+
+    entries: tuple[Entry, ...] = ()
+
+    def settle(
+        self, failures: Sequence[Failure], subject: str, today: date, judged: Sequence[str]
+    ) -> Settled:
+        """Hold a run against the ledger.
+
+        `judged` are the components that the run looked at: an entry of others is not healed.
+        """
+        new, known, met = [], [], set()
+        for failure in failures:
+            entry = next((e for e in self.entries if e.covers(failure, subject)), None)
+            if entry is None:
+                new.append(failure)
+                continue
+            met.add(entry)
+            known.append((failure, entry))
+        ours = [each for each in self.entries if fnmatchcase(subject, each.subject)]
+        healed = [
+            each
+            for each in ours
+            if each not in met and any(fnmatchcase(name, each.component) for name in judged)
+        ]
+        return Settled(
+            new=tuple(new),
+            known=tuple(known),
+            expired=tuple(each for each in ours if each.until < today),
+            healed=tuple(healed),
+            asleep=tuple(each for each in self.entries if each not in ours),
+        )
+
+
+def read_ledger(path: Path, today: date) -> Ledger:
+    """Read a ledger file; one that is missing is refused, an empty one is an empty ledger."""
+    import yaml  # noqa: PLC0415  only where there is a ledger
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        line = " ".join(str(error).split())
+        raise UnreadableFile(
+            f"ledger {path.name}", line, "a YAML list of known failures", "Mend the file."
+        ) from error
+    if found is None:
+        return Ledger()
+    if not isinstance(found, list):
+        raise UnreadableFile(
+            f"ledger {path.name}", type(found).__name__, "a list of known failures",
+            "Begin each entry with '- component:'.",
+        )  # fmt: skip
+    entries = tuple(_entry(each, f"{path.name}[{n}]", today) for n, each in enumerate(found))
+    seen: dict[tuple[str, str, Verdict, str | None], int] = {}
+    for number, each in enumerate(entries):
+        key = (each.component, each.subject, each.verdict, each.fault)
+        if key in seen:
+            raise InvalidArgument(
+                f"{path.name}[{number}]", each.component,
+                f"one entry a place; entry {seen[key]} says the same", "Remove one of the two.",
+            )  # fmt: skip
+        seen[key] = number
+    return Ledger(entries)
+
+
+_NEEDED = ("component", "verdict", "issue", "until", "why")
+
+
+def _entry(given: Any, name: str, today: date) -> Entry:
+    if not isinstance(given, dict):
+        raise UnreadableFile(name, type(given).__name__, "keys and values", "See docs/nights.md.")
+    known = [each.name for each in fields(Entry)]
+    for key in given:
+        if key not in known:
+            raise UnknownName.among(f"key of {name}", str(key), known)
+    for key in _NEEDED:
+        if not str(given.get(key) or "").strip():
+            raise InvalidArgument(
+                f"{key} of {name}", given.get(key), "something that a reader can follow",
+                "An entry names its component, verdict, issue, end and reason.",
+            )  # fmt: skip
+    component, until = str(given["component"]), given["until"]
+    if not component.strip("*.?"):
+        raise InvalidArgument(
+            f"component of {name}", component, "a component, or a pattern of some",
+            "A ledger that covers everything hides everything.",
+        )  # fmt: skip
+    if type(until) is not date or until > today + timedelta(days=MOST_DAYS):
+        raise InvalidArgument(
+            f"until of {name}", until, f"a date at most {MOST_DAYS} days ahead",
+            "Write it as 2026-11-22; renew it when the issue was looked at.",
+        )  # fmt: skip
+    if given["verdict"] not in _FAILING:
+        raise UnknownName.among(f"verdict of {name}", str(given["verdict"]), map(str, _FAILING))
+    fault = given.get("fault")
+    return Entry(
+        component=component,
+        verdict=Verdict(given["verdict"]),
+        issue=str(given["issue"]),
+        until=until,
+        why=str(given["why"]),
+        fault=None if fault is None else str(fault),
+        subject=str(given.get("subject", "*")),
+    )

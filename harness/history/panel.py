@@ -1,0 +1,217 @@
+"""The history panel of a checkpoint's page: what moved, and a small drawing of every series.
+
+Owns what is shown: one sentence, changes with their commits, the last green run and the difference
+to it, a trend for every place (those that moved first), and a table of the latest runs. So that a
+page stays small, nights are joined into bands and only the MOST places that differ most are drawn.
+Refuses a history without runs. Kept honest by suites/history/test_panel.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.history.records import MEASURES
+from degarble.harness.history.told import bands, counted, last_green, moved
+from degarble.harness.record.blocks import (
+    Block,
+    Code,
+    Column,
+    ColumnKind,
+    Details,
+    Fact,
+    Facts,
+    Sentence,
+    Table,
+)
+from degarble.harness.record.page import Panel, PanelKind
+from degarble.harness.record.tones import Tone
+from degarble.harness.record.trend_blocks import Trend, Trends
+from degarble.harness.record.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from degarble.harness.history.records import Measure
+    from degarble.harness.history.store import Nights, Store, Stream, Told
+    from degarble.harness.history.told import Moved
+
+MOST_BANDS = 60
+MOST = 400  # places that are drawn
+MOST_RUNS = 14  # latest runs in the table
+_FEW = 12  # changes that are told before a fold
+
+
+@dataclass(frozen=True)
+class History:
+    """All measures of one stream, with what moved."""
+
+    stream: Stream
+    runs: tuple[Told, ...]
+    measured: tuple[tuple[Measure, Nights], ...]
+    moves: tuple[Moved, ...]
+
+    @property
+    def fresh(self) -> tuple[Moved, ...]:
+        """The changes that the latest night brought to light."""
+        last = self.runs[-1].night
+        return tuple(each for each in self.moves if each.found == last)
+
+
+def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> History:
+    """Read a stream and find what moved."""
+    runs = store.runs(stream)
+    if not runs:
+        raise InvalidArgument(
+            "history", stream.subject, "one run at least", "Add a run to the store."
+        )
+    kept = [MEASURES[name] for name in measures or MEASURES]
+    read = [(each, store.nights(stream, each.name)) for each in kept]
+    measured = tuple((each, nights) for each, nights in read if nights.places)
+    moves = [move for each, nights in measured for move in moved(nights, each)]
+    moves.sort(key=lambda move: (move.first, abs(move.deviate)), reverse=True)
+    return History(stream, runs, measured, tuple(moves))
+
+
+def history_panel(history: History) -> Panel:
+    """Tell a history."""
+    red = [each for each in history.fresh if each.red]
+    verdict = Verdict.DIFFERS if red else Verdict.AGREES
+    blocks: list[Block] = [_changes(history), _green(history)]
+    blocks += [
+        trends_of(measure, nights, history.moves, last_green(history.runs, Verdict.AGREES))
+        for measure, nights in history.measured
+    ]
+    return Panel(PanelKind.HISTORY, sentence_of(history), verdict, (*blocks, _runs(history)))
+
+
+def sentence_of(history: History) -> str:
+    """What a history says, in one line."""
+    nights = len({run.night for run in history.runs})
+    over = f"{counted(nights, 'night')} of {history.stream.subject} on {history.stream.machine}"
+    fresh = history.fresh
+    if not fresh:
+        before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
+        return f"Nothing moved last night, over {over}{before}."
+    return f"{counted(len(fresh), 'series')} moved, over {over}. {fresh[0].sentence}."
+
+
+def _changes(history: History) -> Block:
+    if not history.moves:
+        return Sentence("No series has moved.", Tone.GOOD)
+    columns = (
+        Column("place", ColumnKind.CODE),
+        Column("measure"),
+        Column("night"),
+        Column("before", ColumnKind.NUMBER, 3),
+        Column("after", ColumnKind.NUMBER, 3),
+        Column("in nights' noise", ColumnKind.NUMBER, 3),
+        Column("commits", ColumnKind.CODE),
+        Column("also changed"),
+    )
+    rows = [
+        (
+            each.place, each.measure, each.first, each.before, each.after, each.size,
+            each.commits or None,
+            "; ".join(f"{name} {old or 'none'} -> {new or 'none'}"
+                      for name, old, new in each.differs) or None,
+        )
+        for each in history.moves
+    ]  # fmt: skip
+    first = Table("What moved, the latest first", columns, tuple(rows[:_FEW]))
+    if len(rows) <= _FEW:
+        return first
+    rest = Table("Earlier changes", columns, tuple(rows[_FEW:]))
+    return Details(
+        f"What moved: {counted(len(rows), 'change')}", (first, rest), anchor="history-changes"
+    )
+
+
+def _green(history: History) -> Block:
+    green = last_green(history.runs, Verdict.AGREES)
+    last = history.runs[-1]
+    if green is None:
+        return Sentence("No run of this history was green.", Tone.BAD)
+    rows = [
+        Fact("last green run", f"{green.night}, {green.id}"),
+        Fact("its commit", green.commit or "unknown", code=True),
+    ]
+    if green.id == last.id:
+        return Facts((*rows, Fact("the latest run", "is the last green one")))
+    names = sorted({*green.facts, *last.facts})
+    apart = [(n, green.facts.get(n, "none"), last.facts.get(n, "none")) for n in names]
+    rows += [Fact(f"{n} since", f"{old} -> {new}") for n, old, new in apart if old != new]
+    compare = Code(
+        f"degarble history compare {green.id} {last.id}",
+        "Every number of the two beside each other",
+    )
+    return Details("Since the last green run", (Facts(tuple(rows)), compare), "history-green")
+
+
+def trends_of(
+    measure: Measure, nights: Nights, moves: Sequence[Moved], green: Told | None
+) -> Trends:
+    """Draw every place of one measure, those that moved or stand worst first."""
+    ours = [each for each in moves if each.measure == measure.name]
+    starts: dict[str, list[str]] = {}
+    for each in ours:
+        starts.setdefault(each.place, []).append(each.first)
+    newest = {each.place: each for each in reversed(ours)}
+    latest = _latest(nights)
+    worst = np.where(np.isfinite(latest), latest * measure.worse, -np.inf)
+    order = sorted(
+        range(len(nights.places)),
+        key=lambda at: (nights.places[at] not in starts, -float(worst[at])),
+    )[:MOST]
+    per = max(1, -(-len(nights.nights) // MOST_BANDS))
+    at_green = next((n for n, runs in enumerate(nights.runs) if green in runs), None)
+    night_at = {night: number for number, night in enumerate(nights.nights)}
+    rows = []
+    for at in order:
+        place = nights.places[at]
+        known = nights.values[at_green, at] if at_green is not None else float("nan")
+        move = newest.get(place)
+        rows.append(
+            Trend(
+                label=place,
+                bands=tuple(bands(nights.values[:, at].tolist(), MOST_BANDS)),
+                latest=_known(latest[at]),
+                green=_known(known),
+                moved_at=tuple(night_at[each] // per for each in starts.get(place, ())),
+                tone=Tone.PLAIN if move is None else Tone.BAD if move.red else Tone.WARNING,
+                note="" if move is None else f"moved on {move.first}",
+            )
+        )
+    left_out = len(nights.places) - len(rows)
+    more = f"; {counted(left_out, 'quiet place')} not drawn" if left_out else ""
+    caption = f"{measure.meaning[:1].upper()}{measure.meaning[1:]}, night by night{more}"
+    return Trends(caption, nights.nights[0], nights.nights[-1], measure.unit, tuple(rows))
+
+
+def _latest(nights: Nights) -> NDArray[np.float64]:
+    """Return the latest value of each place."""
+    out = np.full(len(nights.places), np.nan)
+    for row in nights.values:
+        out = np.where(np.isfinite(row), row, out)
+    return out
+
+
+def _known(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _runs(history: History) -> Table:
+    columns = (
+        Column("run", ColumnKind.CODE),
+        Column("night"),
+        Column("verdict", ColumnKind.VERDICT),
+        Column("commit", ColumnKind.CODE),
+    )
+    latest = history.runs[-MOST_RUNS:][::-1]
+    rows = tuple((run.id, run.night, run.verdict, run.commit[:12] or None) for run in latest)
+    return Table("The latest runs", columns, rows)

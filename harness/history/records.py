@@ -1,0 +1,123 @@
+"""What the store keeps of a run, and what it can measure.
+
+Owns the vocabulary of this folder: a Run is one measurement of one subject (a checkpoint, by the
+name that its owner gave it) on one machine in one night, with the facts that may have moved it; a
+Measure is a kind of number with the noise that it has at least. Numbers that JSON lacks are no
+values: a run without a value at a place says so by leaving it out.
+Refuses a run without subject, night or values. Kept honest by suites/history/test_records.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from degarble.harness.errors import InvalidArgument, UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.harness.record.verdict import Verdict
+
+_NIGHT = re.compile(r"\d{4}-\d{2}-\d{2}")
+_TEXT = 500  # characters of a fact, a place or a name
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A kind of number. `floor` is the least noise of a night; `worse` its bad direction."""
+
+    name: str
+    unit: str
+    floor: float
+    worse: int  # 1: more is worse, -1: less is worse
+    meaning: str
+    red: float = math.inf  # relative move in the bad direction that turns a night red
+
+
+BUDGETS = Measure(
+    "budgets", "of its budget", 0.01, 1, "difference from the twin in units of its budget"
+)
+DISTANCE = Measure(
+    "distance", "1 - cosine", 1e-6, 1, "distance from the BF16 reference: 1 - cosine"
+)
+SPEED = Measure(
+    "speed", "of the ceiling", 0.005, -1,
+    "kernel rate over copy bandwidth or cuBLAS of the same run", red=0.10,
+)  # fmt: skip
+TEXT = Measure("text", "", 1e-4, 1, "statistics of what the model says")
+MEASURES: Mapping[str, Measure] = {each.name: each for each in (BUDGETS, DISTANCE, SPEED, TEXT)}
+
+
+def measure_named(name: str) -> Measure:
+    """Return a measure, or refuse its name."""
+    if name not in MEASURES:
+        raise UnknownName.among("measure", name, MEASURES)
+    return MEASURES[name]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement of one subject. `values` are measure, then place, then number."""
+
+    subject: str
+    night: str  # the date, UTC, on which the night began
+    machine: str  # series of different machines are never joined
+    verdict: Verdict
+    values: Mapping[str, Mapping[str, float]]
+    commit: str = ""
+    started: str = ""  # ISO 8601, UTC
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NIGHT.fullmatch(self.night):
+            raise InvalidArgument(
+                "night", self.night, "a date such as 2026-11-22", "Give the night's first day."
+            )
+        named = {"subject": self.subject, "machine": self.machine}
+        for name, text in named.items():
+            if not text.strip() or len(text) > _TEXT:
+                raise InvalidArgument(
+                    name, text, f"1 to {_TEXT} characters", "Name what was measured, and where."
+                )
+        if not any(self.values.values()):
+            raise InvalidArgument(
+                "values of the run", 0, "one number at least", "Add a run that measured something."
+            )
+        for name, values in self.values.items():
+            measure_named(name)
+            _require_numbers(name, values)
+
+    @cached_property
+    def id(self) -> str:
+        """Digest of all that the run says: the same run has one id, wherever it is added."""
+        told = {
+            "subject": self.subject,
+            "night": self.night,
+            "machine": self.machine,
+            "verdict": str(self.verdict),
+            "commit": self.commit,
+            "started": self.started,
+            "facts": dict(self.facts),
+            "values": {name: dict(each) for name, each in self.values.items()},
+        }
+        text = json.dumps(told, sort_keys=True, ensure_ascii=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _require_numbers(measure: str, values: Mapping[str, float]) -> None:
+    for place, value in values.items():
+        if not math.isfinite(value):
+            raise InvalidArgument(
+                f"{measure} at {place}", value, "a finite number",
+                "Leave a place out where nothing was measured.",
+            )  # fmt: skip
+        if not place or len(place) > _TEXT:
+            raise InvalidArgument(
+                f"place of {measure}", place, f"1 to {_TEXT} characters", "Name the component."
+            )

@@ -1,0 +1,214 @@
+"""The store on SQLite and on a real PostgreSQL server: the same suite for both."""
+
+import math
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from degarble.harness.errors import (
+    InvalidArgument,
+    Refused,
+    UnknownName,
+    UnreadableFile,
+    UnwritablePath,
+)
+from degarble.harness.history.store import Store
+from degarble.harness.plugins.presence import find_programs
+from degarble.harness.record.verdict import Verdict
+from degarble.suites.history.history_cases import PLACES, W2, history, night, run
+
+KINDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.needs("postgres"))]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """Start a server of our own on a socket in a folder of its own, and end it."""
+    pg_ctl = find_programs("postgres")[0]
+    assert pg_ctl is not None
+    folder = Path(tempfile.mkdtemp(prefix="degarble-pg-"))
+    # A server refuses to run as root; Debian's packages bring a user for it.
+    user = "postgres" if os.geteuid() == 0 else None
+    if user:
+        shutil.chown(folder, user)
+    data = str(folder / "data")
+
+    def do(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, user=user, cwd=folder)
+
+    do(pg_ctl, "initdb", "-D", data, "-o", "--auth=trust --username=degarble --no-sync")
+    options = f"-k {folder} -c listen_addresses='' -c fsync=off"
+    do(pg_ctl, "start", "-D", data, "-w", "-l", str(folder / "log"), "-o", options)
+    try:
+        yield f"postgresql://degarble@/postgres?host={folder}"
+    finally:
+        do(pg_ctl, "stop", "-D", data, "-m", "immediate")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "history.sqlite")
+    address: str = request.getfixturevalue("server")
+    import sqlalchemy as sql  # noqa: PLC0415
+
+    engine = sql.create_engine(address.replace("postgresql:", "postgresql+psycopg:", 1))
+    with engine.begin() as connection:
+        tables = ("numbers", "layouts", "runs", "store")
+        for table in tables:
+            connection.execute(sql.text(f"DROP TABLE IF EXISTS degarble_{table}"))
+    engine.dispose()
+    return address
+
+
+def test_what_was_added_is_told_again(url: str, seed: int) -> None:
+    runs = history(5, 3, seed)
+    with Store(url, create=True) as store:
+        assert [store.add(each) for each in runs] == [True] * 5
+        assert store.add(runs[2]) is False
+    with Store(url) as store:
+        [stream] = store.streams()
+        assert (stream.subject, stream.runs, stream.first, stream.last) == (
+            "tiny", 5, night(0), night(4),
+        )  # fmt: skip
+        told = store.runs(stream)
+        assert [each.id for each in told] == [each.id for each in runs]
+        assert told[0].verdict is Verdict.AGREES
+        assert told[4].facts == {"checkpoint": "c0ffee", "torch": "2.14.0"}
+        assert store.numbers(told[4]) == {"budgets": dict(runs[4].values["budgets"])}
+        found = store.nights(stream, "budgets")
+        assert found.places == tuple(sorted(PLACES))
+        column = found.places.index(W2)
+        assert found.values[:, column].tolist() == [e.values["budgets"][W2] for e in runs]
+        assert store.nights(stream, "speed").values.shape == (0, 0)
+
+
+def test_runs_of_one_night_are_averaged_and_missing_places_stay_open(url: str) -> None:
+    with Store(url, create=True) as store:
+        store.add(run(0, {"head": 0.1}, started="a"))
+        store.add(run(0, {"head": 0.3}, started="b"))
+        store.add(run(1, {W2: 0.5}))
+        [stream] = store.streams()
+        found = store.nights(stream, "budgets")
+    assert found.nights == (night(0), night(1))
+    assert [len(each) for each in found.runs] == [2, 1]
+    values = dict(zip(found.places, found.values.T.tolist(), strict=True))
+    assert values["head"][0] == pytest.approx(0.2)
+    assert math.isnan(values["head"][1])
+    assert math.isnan(values[W2][0])
+    assert values[W2][1] == 0.5
+
+
+def test_machines_and_subjects_are_apart(url: str) -> None:
+    with Store(url, create=True) as store:
+        for each in (run(0), run(1, machine="B200"), run(2, subject="V4-Pro")):
+            store.add(each)
+        assert [(s.subject, s.machine, s.runs) for s in store.streams()] == [
+            ("V4-Pro", "CPU: a processor", 1),
+            ("tiny", "B200", 1),
+            ("tiny", "CPU: a processor", 1),
+        ]
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id_or_commit(url: str) -> None:
+    runs = [run(0), run(1), run(0x10)]
+    with Store(url, create=True) as store:
+        for each in runs:
+            store.add(each)
+        assert store.run(runs[1].id[:8]).id == runs[1].id
+        assert store.run("00000010").id == runs[2].id
+        with pytest.raises(InvalidArgument, match="2 begin so"):
+            store.run("0000000")
+        with pytest.raises(UnknownName):
+            store.run("beef")
+        with pytest.raises(UnknownName):
+            store.run("")
+
+
+def _add(url: str, number: int) -> None:
+    with Store(url, create=True) as store:
+        for step in range(10):
+            store.add(run(step, {f"p{number}": float(step)}, started=str(number)))
+
+
+def test_writers_wait_for_each_other(url: str) -> None:
+    with Store(url, create=True) as store:
+        store.add(run(99))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda number: _add(url, number), range(2)))
+    with Store(url) as store:
+        assert len(store.runs()) == 21
+
+
+def test_a_run_that_cannot_be_added_leaves_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(url, create=True) as store:
+        store.add(run(0))
+        broken = run(1)
+        monkeypatch.setitem(broken.values["budgets"], "head", "no number")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="could not convert"):
+            store.add(broken)
+        assert [each.id for each in store.runs()] == [run(0).id]
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\7" * 4096])
+def test_a_file_that_is_no_store_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableFile), Store(str(path)):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "h.sqlite"
+    with Store(str(path), create=True) as store:
+        store.add(run(0))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE degarble_store SET value = '2'")
+    connection.close()
+    with pytest.raises(UnreadableFile, match="schema"), Store(str(path)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("missing.sqlite", UnreadableFile),
+        ("mysql://me:secret@host/db", InvalidArgument),
+        ("what://ever", InvalidArgument),
+        ("postgresql://me:secret@127.0.0.1:9/db?connect_timeout=2", UnreadableFile),
+        ("postgresql://me:secret@[bad/db", InvalidArgument),
+    ],
+)
+def test_an_address_without_a_store_is_refused_without_its_password(
+    address: str, kind: type[Refused], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as refusal, Store(address):
+        pass
+    assert "secret" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnwritablePath):
+        Store(str(tmp_path / "no" / "h.sqlite"), create=True)
+
+
+def test_numbers_keep_every_bit(url: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = {f"p{n}": float(v) for n, v in enumerate(rng.standard_normal(50) * 1e-300)}
+    kept = run(0, values)
+    with Store(url, create=True) as store:
+        store.add(kept)
+        assert store.numbers(store.runs()[0])["budgets"] == values
