@@ -278,9 +278,7 @@ def nvfp4_inverse(scale: Any, estimate: Any) -> tuple[Any, Any]:
 def nvfp4_quotient(number: Any, inverse: tuple[Any, Any]) -> Any:
     """Return a BF16 number divided by a scale, so near that E2M1 ties stay ties.
 
-    Seven boundaries times an E4M3 scale have at most 7 bits and the number has 8: what is no tie is
-    farther from it than 2**-16, and what is one comes out exactly. So rounding to E2M1 is that of
-    the true quotient.
+    A boundary times a scale has 7 bits, the number 8: what is no tie is 2**-16 from it at least.
     """
     return ops.fma_rn(number, inverse[0], ops.multiply_rn(number, inverse[1]))
 
