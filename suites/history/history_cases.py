@@ -38,6 +38,11 @@ def run(number: int, budgets: Mapping[str, float] | None = None, **changed: obje
     return Run(**(given | changed))  # type: ignore[arg-type]
 
 
+def budget(of: Run) -> float:
+    """What a run measured of the component that moves."""
+    return of.values["budgets"][W2]
+
+
 def history(nights: int, moved_from: int, seed: int) -> list[Run]:
     """Nights of small noise, in which one component moves."""
     rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ import pytest
 from degarble.harness.errors import UnwritablePath
 from degarble.harness.history.parquet import COLUMNS, write_parquet
 from degarble.harness.history.store import Store
-from degarble.suites.history.history_cases import W2, history
+from degarble.suites.history.history_cases import W2, budget, history
 
 pytestmark = pytest.mark.needs("pyarrow")
 
@@ -24,7 +24,7 @@ def test_every_number_is_a_row(tmp_path: Path, seed: int) -> None:
     found = pd.read_parquet(path)
     assert tuple(found.columns) == COLUMNS
     kept = found[found.place == W2].sort_values("night")
-    assert kept["value"].tolist() == [dict(each.values["budgets"])[W2] for each in runs]
+    assert kept["value"].tolist() == [budget(each) for each in runs]
     assert kept.run.tolist() == [each.id for each in runs]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["h.parquet", "h.sqlite"]
 
