@@ -1,0 +1,44 @@
+"""Turning back, as arithmetic: every chunk has one thread, in place the last 64 alone; refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from degarble.harness.errors import ShapeMismatch
+from degarble.kernels.common import inverse_rope_problem as facts
+from degarble.kernels.common.inverse_rope_problem import BackProblem
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("heads", [1, 7, 64, 128])
+def test_every_chunk_has_one_thread(heads: int, in_place: bool) -> None:
+    problem = BackProblem(2, heads, 1, in_place=in_place)
+    tokens, groups = facts.grid(problem)
+    walked = [
+        group * facts.AT_ONCE * facts.THREADS + turn * facts.THREADS + thread
+        for group in range(groups)
+        for turn in range(facts.AT_ONCE)
+        for thread in range(facts.THREADS)
+    ]
+    places = [facts.place_of(c, in_place=in_place) for c in walked if c < problem.chunks]
+    assert tokens == 2
+    first = facts.FIRST_TURNED if in_place else 0
+    of_head = range(first, facts.CHUNKS)
+    want = [(head * facts.CHUNKS + within, within) for head in range(heads) for within in of_head]
+    assert sorted(places) == want
+
+
+def test_bytes_count_what_moves() -> None:
+    assert BackProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
+    assert BackProblem(3, 64, 9, in_place=True).bytes_moved == 3 * (2 * 2 * 64 * 64 + 8 + 256)
+
+
+def test_refuses_by_name() -> None:
+    for extents, name in (
+        ((-1, 8, 1), "tokens"),
+        ((1, 0, 1), "heads of attention's output"),
+        ((1, 129, 1), "heads of attention's output"),
+        ((1, 8, 0), "positions"),
+    ):
+        with pytest.raises(ShapeMismatch, match=name):
+            BackProblem(*extents)
