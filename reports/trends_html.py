@@ -24,22 +24,29 @@ _LEAST = 1.2  # height of a band that is one value
 
 def trends_element(block: Trends) -> Element:
     """Turn the histories into a table."""
-    heads = ["place", f"{block.first} to {block.last}", "latest", "last green", "what is said"]
     unit = f", {block.unit}" if block.unit else ""
+    heads = ("place", f"{block.first} to {block.last}", f"latest{unit}", "last green", "note")
     table = h(
         "table",
         {"class": "data trends"},
-        h("caption", None, h("span", {"class": "held"}, f"{block.caption}{unit}")),
-        h("thead", None, h("tr", None, [h("th", {"scope": "col"}, each) for each in heads])),
+        h("caption", None, h("span", {"class": "held"}, block.caption)),
+        h("thead", None, h("tr", None, [_head(at, each) for at, each in enumerate(heads)])),
         h("tbody", None, [_row(row) for row in block.rows]),
     )
     region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": block.caption}
     return h("div", {"class": "block"}, h("div", region, table))
 
 
+def _head(at: int, text: str) -> Element:
+    return h("th", {"scope": "col", "class": "number" if at in (2, 3) else None}, text)
+
+
 def _row(row: Trend) -> Element:
     tone = words.SIGNS.get(row.tone, "")
-    note = [h("span", {"class": "sign", "aria-hidden": "true"}, tone) if tone else None, row.note]
+    note = [
+        h("span", {"class": "sign", "aria-hidden": "true"}, f"{tone} ") if tone else None,
+        row.note,
+    ]
     return h(
         "tr",
         {"class": f"is-{row.tone}" if tone else None},

@@ -107,7 +107,7 @@ def _changes(history: History) -> Block:
     columns = (
         Column("place", ColumnKind.CODE),
         Column("measure"),
-        Column("night"),
+        Column("night", ColumnKind.CODE),
         Column("before", ColumnKind.NUMBER, 3),
         Column("after", ColumnKind.NUMBER, 3),
         Column("in nights' noise", ColumnKind.NUMBER, 3),
@@ -208,7 +208,7 @@ def _known(value: float) -> float | None:
 def _runs(history: History) -> Table:
     columns = (
         Column("run", ColumnKind.CODE),
-        Column("night"),
+        Column("night", ColumnKind.CODE),
         Column("verdict", ColumnKind.VERDICT),
         Column("commit", ColumnKind.CODE),
     )

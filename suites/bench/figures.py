@@ -39,6 +39,7 @@ BENCHES = {  # key to module, imported when run
     "references": "degarble.suites.bench.bench_references",
     "streaming": "degarble.suites.bench.bench_streaming",
     "tiny": "degarble.suites.bench.bench_tiny",
+    "history": "degarble.suites.bench.bench_history",
 }
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "figures.md"
