@@ -66,10 +66,11 @@ class Case:
         return self.kind == "back in place"
 
 
-def by_definition(case: Case) -> Tensor:
-    """Return what a launch has to give, on the CPU."""
-    x_RL = case.values.reshape(-1, rows.WIDTH)
-    turns_TP = plain.turns_at(plain.table_of_turns(POSITIONS), case.positions)
+def by_definition(case: Case, device: str = "cpu") -> Tensor:
+    """Return what a launch has to give; torch rounds every step alike wherever it computes."""
+    x_RL = case.values.to(device).reshape(-1, rows.WIDTH)
+    table_P = plain.table_of_turns(POSITIONS).to(device)
+    turns_TP = plain.turns_at(table_P, case.positions.to(device))
     turns_RP = turns_TP.repeat_interleave(case.heads, 0)
     if case.kind == "norm":
         made = plain.turned_tail(plain.normed_rows(x_RL, None, 1e-6), turns_RP)
@@ -80,10 +81,10 @@ def by_definition(case: Case) -> Tensor:
 
 
 def on_device(case: Case) -> Tensor:
-    """Run a case on the GPU; the result comes back."""
+    """Run a case on the GPU; the result stays there."""
     x_THL, positions_T = case.values.cuda(), case.positions.cuda()
     turns = plain.table_of_turns(POSITIONS).cuda()
-    return run(case, (x_THL, turns, positions_T), outputs(case, x_THL)).cpu()
+    return run(case, (x_THL, turns, positions_T), outputs(case, x_THL))
 
 
 def outputs(case: Case, x_THL: Tensor) -> Tensor:
@@ -106,7 +107,8 @@ def run(case: Case, operands: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Ten
 
 def mismatch(case: Case) -> str:
     """Say how a case differs from its definition on the GPU; empty where it does not."""
-    return difference(case.name, plain.bits(on_device(case)), plain.bits(by_definition(case)))
+    got = on_device(case)
+    return difference(case.name, plain.bits(got), plain.bits(by_definition(case, got.device.type)))
 
 
 def replay_mismatch(case: Case, seeds: range) -> str:
@@ -130,8 +132,8 @@ def replay_mismatch(case: Case, seeds: range) -> str:
             out.fill_(7.0)
         graph.replay()
         torch.cuda.synchronize()
-        want = plain.bits(by_definition(other))
-        found.append(difference(other.name, plain.bits(out.cpu()), want))
+        want = plain.bits(by_definition(other, "cuda"))
+        found.append(difference(other.name, plain.bits(out), want))
     return "; ".join(filter(None, found))
 
 

@@ -99,7 +99,7 @@ def test_a_graph_replays_on_changed_data(kind: str) -> None:
 def test_turning_back_undoes_turning() -> None:
     case = checks.Case("back", 60, 16)
     turned = checks.on_device(checks.Case("norm", 60, 16))
-    x, positions = turned.cuda(), checks.Case("norm", 60, 16).positions.cuda()
+    x, positions = turned, checks.Case("norm", 60, 16).positions.cuda()
     turns = checks.plain.table_of_turns(checks.POSITIONS).cuda()
     back = checks.run(case, (x, turns, positions), torch.empty_like(x)).float().cpu()
     want = checks.plain.normed_rows(case.values.reshape(-1, 512), None, 1e-6).view_as(back)

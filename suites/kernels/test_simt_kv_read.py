@@ -32,6 +32,7 @@ pytestmark = pytest.mark.needs("cutlass")
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 FUZZED, AT_ONCE = 500, 50
+OTHERS = [name for name in ENTRIES if name not in {"fp8", "nvfp4"}]
 
 
 @pytest.fixture
@@ -40,7 +41,9 @@ def kernels() -> ModuleType:
 
 
 @each_target
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry", ["fp8", "nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_compiles_without_spills_and_with_every_rounding_stated(
     kernels: ModuleType, target: Target, entry: str
 ) -> None:

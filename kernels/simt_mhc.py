@@ -1,0 +1,356 @@
+"""mHC without its projection: gates, Sinkhorn, collapse of four streams, and spreading out again.
+
+Owns the parts of mhc_problem in one source for sm_90a and sm_100a. Sinkhorn belongs to one thread a
+token, sixteen numbers in registers, no exchange. In the fused form the first thread blocks of a
+launch do that while the others collapse: these need the gates alone and make them themselves, so
+nobody waits, and what is written is bit for bit what the parts write one after the other.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/test_simt_mhc.py: compiled for every target, and on an H200 within
+float32 of the references, fused equal to unfused. Shape letters: T tokens, S streams, D width.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.common import mhc_problem as facts
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.latent_words import registers_of, vectors, words_at
+from degarble.kernels.common.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
+from degarble.kernels.common.nvfp4_words import (
+    emit,
+    numbers_of,
+    rounded_words,
+    square_root,
+    store,
+)
+from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import TARGETS, target_of_device
+
+WORDS = CHUNK // 2  # of two BF16 in a chunk
+LOG2_E, LOG2_E_REST = 1.4426950216293335, 1.9259629911266175e-08  # float32 and what it leaves out
+LN_2 = 0.6931471805599453
+LARGEST_POWER = 88.0  # of e; what lies outside of it and its negative gives 0 or 1 as a gate
+ALIGNMENT = 16
+
+
+class Mixing(NamedTuple):
+    """Tensors of a launch; which of them there are depends on the part, see `wanted`."""
+
+    streams: Tensor | None = None  # BF16 [T, S, D]
+    products: Tensor | None = None  # float32 [T, 24], of the head [T, 4]
+    squares: Tensor | None = None  # float32 [T]
+    base: Tensor | None = None  # float32 [24], of the head [4]
+    scale: Tensor | None = None  # float32 [3], of the head [1]
+    pre: Tensor | None = None  # float32 [T, S]
+    post: Tensor | None = None  # float32 [T, S]
+    mix: Tensor | None = None  # float32 [T, S, S]
+    layer: Tensor | None = None  # BF16 [T, D], a sublayer's output
+    out: Tensor | None = None  # BF16 [T, D], of post [T, S, D]
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+def exponential(number: Any) -> Any:
+    """Return e to a number, within two steps of float32; a NaN stays one."""
+    bound = Float32(LARGEST_POWER)
+    number = emit("min.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, bound)
+    number = emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(-LARGEST_POWER))
+    exponent = ops.multiply_rn(number, LOG2_E)
+    rest = ops.fma_rn(number, LOG2_E, ops.multiply_rn(exponent, -1.0))
+    rest = ops.fma_rn(number, LOG2_E_REST, rest)
+    power = emit("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, exponent)
+    return ops.fma_rn(power, ops.multiply_rn(rest, LN_2), power)
+
+
+def reciprocal(number: Any) -> Any:
+    """Return the processor's reciprocal, good to a step of float32."""
+    return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
+
+
+PROCESSOR = facts.Primitives(exponential, reciprocal, square_root)
+
+
+def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
+    """Read a vector of float32."""
+    registers = cute.make_rmem_tensor(tensor.shape[0], Float32)
+    cute.autovec_copy(tensor[None, index], registers)
+    return [Float32(registers[i]) for i in range(tensor.shape[0])]
+
+
+def stored_numbers(tensor: Any, index: Any, numbers: list[Any]) -> None:
+    """Write a vector of float32."""
+    registers = cute.make_rmem_tensor(len(numbers), Float32)
+    for place, number in enumerate(numbers):
+        registers[place] = number
+    cute.autovec_copy(registers, tensor[None, index])
+
+
+def factor_at(tensors: Mixing, token: Any, told: tuple[Any, ...]) -> Any:
+    """Return a token's norm factor."""
+    width, _, norm_epsilon, _ = told
+    count = Float32(width * STREAMS)
+    return facts.norm_factor(tensors.squares[token], count, norm_epsilon, PROCESSOR)
+
+
+def logits_at(tensors: Mixing, place: tuple[Any, int], factor: Any, products: int) -> list[Any]:
+    """Return the four logits of group 0 (pre), 1 (post), 2 to 5 (rows of mix) of a token."""
+    token, group = place
+    found = loaded_numbers(tensors.products, token * (products // STREAMS) + group)
+    scale = tensors.scale[min(group, 2)]
+    base = loaded_numbers(tensors.base, group)
+    return [facts.logit(m, factor, scale, b) for m, b in zip(found, base, strict=True)]
+
+
+def gates_at(tensors: Mixing, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
+    """Return what the streams of a token are weighted by."""
+    factor = factor_at(tensors, token, told)
+    logits = logits_at(tensors, (token, 0), factor, products)
+    return [ops.add_rn(facts.gate(number, PROCESSOR), told[3]) for number in logits]
+
+
+@cute.jit
+def put_coefficients(
+    tensors: Mixing, token: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Make post and mix of a token, and pre where the parts come one after the other."""
+    _, iterations, _, epsilon = told
+    factor = factor_at(tensors, token, told)
+    if cutlass.const_expr(form.part == "coefficients"):
+        pre = gates_at(tensors, token, told, facts.COEFFICIENTS)
+        stored_numbers(tensors.pre, token, pre)
+    logits = logits_at(tensors, (token, 1), factor, facts.COEFFICIENTS)
+    post = [ops.multiply_rn(facts.gate(number, PROCESSOR), 2.0) for number in logits]
+    stored_numbers(tensors.post, token, post)
+    found: list[Any] = []
+    for row in cutlass.range_constexpr(STREAMS):
+        found += logits_at(tensors, (token, 2 + row), factor, facts.COEFFICIENTS)
+    rMix = cute.make_rmem_tensor(STREAMS * STREAMS, Float32)
+    mix = facts.softmax_rows(found, epsilon, PROCESSOR)
+    mix = facts.normalised(mix, epsilon, PROCESSOR, columns=True)
+    for entry in cutlass.range_constexpr(STREAMS * STREAMS):
+        rMix[entry] = mix[entry]
+    for _ in cutlass.range(1, iterations, unroll=1):
+        walked = [Float32(rMix[entry]) for entry in range(STREAMS * STREAMS)]
+        walked = facts.normalised(walked, epsilon, PROCESSOR, columns=False)
+        walked = facts.normalised(walked, epsilon, PROCESSOR, columns=True)
+        for entry in cutlass.range_constexpr(STREAMS * STREAMS):
+            rMix[entry] = walked[entry]
+    for row in cutlass.range_constexpr(STREAMS):
+        line = [Float32(rMix[row * STREAMS + column]) for column in range(STREAMS)]
+        stored_numbers(tensors.mix, token * STREAMS + row, line)
+
+
+def read_streams(tensors: Mixing, first: Any, chunks: Any) -> list[list[Any]]:
+    """Read a chunk of each stream; `first` is that of stream 0."""
+    rWords = registers_of(WORDS, STREAMS)
+    for stream in range(STREAMS):
+        place = first + Int64(stream) * Int64(chunks)
+        cute.autovec_copy(tensors.streams[None, place], rWords[None, stream])
+    return [words_at(rWords, stream) for stream in range(STREAMS)]
+
+
+def collapsed(words: list[list[Any]], gates: list[Any]) -> list[Any]:
+    """Return the words of the weighted sum of four chunks, rounded once."""
+    numbers = [numbers_of(each) for each in words]
+    return rounded_words([facts.weighted(gates, list(each)) for each in zip(*numbers, strict=True)])
+
+
+def spread_out(tensors: Mixing, place: tuple[Any, Any], chunk: Any, chunks: Any) -> None:
+    """Write a chunk of every new stream of a token; place is (token, chunk of stream 0)."""
+    token, first = place
+    words = read_streams(tensors, first, chunks)
+    rLayer = registers_of(WORDS, 1)
+    own = Int64(token) * Int64(chunks) + Int64(chunk)
+    cute.autovec_copy(tensors.layer[None, own], rLayer[None, 0])
+    post = loaded_numbers(tensors.post, token)
+    mix = [loaded_numbers(tensors.mix, token * STREAMS + row) for row in range(STREAMS)]
+    numbers = [numbers_of(each) for each in (*words, words_at(rLayer, 0))]
+    for stream in range(STREAMS):
+        weights = [*(mix[row][stream] for row in range(STREAMS)), post[stream]]
+        made = [facts.weighted(weights, list(each)) for each in zip(*numbers, strict=True)]
+        store(tensors.out, first + Int64(stream) * Int64(chunks), rounded_words(made))
+
+
+@cute.kernel
+def mhc_kernel(
+    tensors: Mixing,
+    extents: tuple[Any, ...],
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Make coefficients in the first thread blocks, go over the streams in the others."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    thread, block = Int32(thread), Int32(block)
+    tokens, leading, groups, chunks = extents
+    if cutlass.const_expr(form.makes_coefficients):
+        token = block * facts.THREADS + thread
+        if (block < leading) & (token < tokens):
+            put_coefficients(tensors, token, told, form)
+    if cutlass.const_expr(form.touches_streams):
+        turn = Uint32(block - leading)
+        of_token = Int32(turn // Uint32(groups))
+        chunk = Int32(turn % Uint32(groups)) * facts.THREADS + thread
+        if (block >= leading) & (chunk < chunks):
+            first = Int64(of_token) * STREAMS * Int64(chunks) + Int64(chunk)
+            if cutlass.const_expr(form.part == facts.SPREADS_OUT):
+                spread_out(tensors, (of_token, first), chunk, chunks)
+            else:
+                words = read_streams(tensors, first, chunks)
+                if cutlass.const_expr(form.part == "collapse"):
+                    gates = loaded_numbers(tensors.pre, of_token)
+                else:
+                    products = STREAMS if form.part == "head" else facts.COEFFICIENTS
+                    gates = gates_at(tensors, of_token, told, products)
+                own = Int64(of_token) * Int64(chunks) + Int64(chunk)
+                store(tensors.out, own, collapsed(words, gates))
+
+
+@cute.jit
+def launch_mhc(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    epsilons: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a part: tokens, blocks of coefficients, groups, chunks, width, iterations, blocks."""
+    sizes = (WORDS, STREAMS, 0, STREAMS, 0, STREAMS, STREAMS, STREAMS, WORDS, WORDS)
+    views = zip(pointers, sizes, strict=True)
+    tensors = Mixing(*(vectors(address, words) for address, words in views))
+    tokens, leading, groups, chunks, width, iterations, blocks = extents
+    told = (width, iterations, *epsilons)
+    mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
+        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a part; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(7))
+    epsilons = (Float32(1e-6), Float32(1e-6))
+    arguments = (_pointers(Mixing()), extents, epsilons, form, any_stream())
+    return compile_kernel(launch_mhc, arguments, TARGETS[form.target], settings)
+
+
+def mhc(tensors: Mixing, problem: MixProblem, settings: CompileSettings) -> Mixing:
+    """Do a part on its GPU; outputs that are not given are allocated.
+
+    For `post`, `out` may be the streams themselves.
+    """
+    tensors = with_outputs(tensors, problem)
+    require_operands(problem, tensors)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = MixForm(problem.part, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return tensors
+
+
+def launch(kernel: CompiledKernel, problem: MixProblem, tensors: Mixing) -> None:
+    """Launch on checked tensors."""
+    device = next(tensor for tensor in tensors if tensor is not None).device.index or 0
+    extents = (
+        problem.tokens,
+        facts.leading_blocks(problem),
+        facts.groups_of_chunks(problem),
+        problem.width // CHUNK,
+        problem.width,
+        problem.iterations,
+        facts.grid(problem),
+    )
+    epsilons = (Float32(problem.norm_epsilon), Float32(problem.epsilon))
+    numbers = tuple(Int32(extent) for extent in extents)
+    kernel(_pointers(tensors), numbers, epsilons, current_stream(device))
+
+
+def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor that a part has."""
+    tokens, width, products = problem.tokens, problem.width, problem.products
+    scales = 1 if problem.part == "head" else 3
+    known = {
+        "streams": (torch.bfloat16, (tokens, STREAMS, width)),
+        "products": (torch.float32, (tokens, products)),
+        "squares": (torch.float32, (tokens,)),
+        "base": (torch.float32, (products,)),
+        "scale": (torch.float32, (scales,)),
+        "pre": (torch.float32, (tokens, STREAMS)),
+        "post": (torch.float32, (tokens, STREAMS)),
+        "mix": (torch.float32, (tokens, STREAMS, STREAMS)),
+        "layer": (torch.bfloat16, (tokens, width)),
+        "out": (torch.bfloat16, (tokens, width)),
+    }
+    if problem.part == facts.SPREADS_OUT:
+        known["out"] = known["streams"]
+    projected = ("products", "squares", "base", "scale")
+    has = {
+        "all": ("streams", *projected, "post", "mix", "out"),
+        "coefficients": (*projected, "pre", "post", "mix"),
+        "collapse": ("streams", "pre", "out"),
+        "head": ("streams", *projected, "out"),
+        facts.SPREADS_OUT: ("streams", "post", "mix", "layer", "out"),
+    }[problem.part]
+    return {name: known[name] for name in has}
+
+
+def with_outputs(tensors: Mixing, problem: MixProblem) -> Mixing:
+    """Allocate the outputs of a part that are not given."""
+    written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
+    missing = [
+        name for name in written.get(problem.part, ("out",)) if getattr(tensors, name) is None
+    ]
+    given = next((tensor for tensor in tensors if tensor is not None), None)
+    device = None if given is None else given.device
+    kinds = wanted(problem)
+    made = {
+        name: torch.empty(kinds[name][1], dtype=kinds[name][0], device=device) for name in missing
+    }
+    return tensors._replace(**made)
+
+
+def require_operands(problem: MixProblem, tensors: Mixing) -> None:
+    """Refuse tensors that the kernel would misread."""
+    kinds = wanted(problem)
+    for name, tensor in tensors._asdict().items():
+        if (tensor is not None) != (name in kinds):
+            raise InvalidArgument(
+                name,
+                None if tensor is None else tuple(tensor.shape),
+                "a tensor" if name in kinds else "no tensor, as the problem says",
+                f"The part {problem.part!r} has {', '.join(kinds)}.",
+            )
+        if tensor is not None:
+            alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
+            require_tensor(name, tensor, *kinds[name], alignment)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    elements = (Uint32, *[Float32] * 7, Uint32, Uint32)
+    small = {Mixing._fields.index(name) for name in ("squares", "scale")}
+    return tuple(
+        pointer(element, tensor, 4 if place in small else ALIGNMENT)
+        for place, (element, tensor) in enumerate(zip(elements, tensors, strict=True))
+    )

@@ -1,0 +1,226 @@
+"""Measure the row kernels of attention and mHC on a GPU beside a copy of as many bytes.
+
+    python -m degarble.suites.bench.bench_attention_row_kernels [--tokens T] [--rounds N]
+
+Owns the arms: kv_write and kv_read in every entry format, qnorm_rope, inverse_rope, the parts of
+mHC. Large ones run as bench_quantise_kernel has it: cold buffers by turns, in a graph, the copy in
+every round. Small ones are nodes of a graph of 100, one token each, beside 100 empty nodes of the
+same run. Refuses to measure without a GPU that kernels exist for; what is computed is compared by
+suites/kernels, not here. Kept honest by suites/bench/test_bench_attention_row_kernels.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import DegarbleError
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.inverse_rope_problem import BackProblem
+from degarble.kernels.common.kv_problem import ENTRIES, Pages, ReadProblem, WriteProblem
+from degarble.kernels.common.mhc_problem import MixProblem
+from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import target_of_device
+from degarble.suites.bench.bench_quantise_kernel import (
+    Arm,
+    Figure,
+    captured,
+    copy_arm,
+    sets_for,
+    table,
+    timed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Launches = Callable[[int], Callable[[], object]]
+
+SETTINGS = CompileSettings()
+WANTED_SHARE = 0.8
+WANTED_NODES = 2.5  # of an empty node
+NODES = 100
+POSITIONS = 1 << 16
+ENTRIES_OF_PAGE = 64
+HEADS = (64, 128)
+WIDTHS = (4096, 7168)
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Draw numbers on the GPU."""
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def pages_for(entry: str, tokens: int) -> Pages:
+    """Return a cache with room for the tokens."""
+    return Pages(entry, ENTRIES_OF_PAGE, -(-tokens // ENTRIES_OF_PAGE))
+
+
+def cache_of(pages: Pages) -> Any:
+    """Return pages of bytes that every format reads as numbers."""
+    shape = (pages.count, pages.stride)
+    return torch.randint(0x20, 0x50, shape, dtype=torch.uint8, device="cuda")
+
+
+def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[], object]:
+    """Return a launch of kv_write on buffers of its own."""
+    from degarble.kernels import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
+
+    tokens = problem.tokens
+    operands = kernels.Operands(
+        on_gpu(tokens, rows.WIDTH),
+        on_gpu(rows.WIDTH),
+        turns,
+        torch.randint(POSITIONS, (tokens,), device="cuda"),
+        torch.randperm(problem.pages.slots, device="cuda")[:tokens],
+    )
+    cache = cache_of(problem.pages)
+    return lambda: kernels.kv_write(operands, cache, problem, SETTINGS)
+
+
+def read_launch(problem: ReadProblem, _number: int) -> Callable[[], object]:
+    """Return a launch of kv_read on buffers of its own."""
+    from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
+
+    indices = torch.randperm(problem.pages.slots, device="cuda")[: problem.count].int()
+    cache, out = cache_of(problem.pages), on_gpu(problem.count, rows.WIDTH)
+    return lambda: kernels.kv_read(indices, cache, problem, SETTINGS, out=out)
+
+
+def heads_launch(
+    problem: HeadsProblem | BackProblem, turns: Any, _number: int
+) -> Callable[[], object]:
+    """Return a launch of qnorm_rope or inverse_rope on buffers of its own."""
+    from degarble.kernels import simt_inverse_rope, simt_qnorm_rope  # noqa: PLC0415  need the DSL
+
+    heads = on_gpu(problem.tokens, problem.heads, rows.WIDTH)
+    positions = torch.randint(POSITIONS, (problem.tokens,), device="cuda")
+    if isinstance(problem, HeadsProblem):
+        out = torch.empty_like(heads)
+        return lambda: simt_qnorm_rope.qnorm_rope(
+            heads, turns, positions, problem, SETTINGS, out=out
+        )
+    target = heads if problem.in_place else torch.empty_like(heads)
+    return lambda: simt_inverse_rope.inverse_rope(
+        heads, turns, positions, problem, SETTINGS, out=target
+    )
+
+
+def mix_launch(problem: MixProblem, _number: int) -> Callable[[], object]:
+    """Return a launch of a part of mHC on buffers of its own."""
+    from degarble.kernels import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
+
+    kinds = kernels.wanted(problem)
+    tensors = kernels.Mixing(
+        **{name: on_gpu(*shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
+    )
+    if tensors.squares is not None:
+        tensors.squares.abs_()
+    return lambda: kernels.mhc(tensors, problem, SETTINGS)
+
+
+def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
+    """Return name, bytes and launches of every arm at so many tokens."""
+    made: list[tuple[str, int, Launches]] = []
+    for entry in ENTRIES:
+        pages = pages_for(entry, tokens)
+        write, read = WriteProblem(tokens, pages, POSITIONS), ReadProblem(tokens, pages)
+        made.append((f"kv_write {entry}", write.bytes_moved, partial(write_launch, write, turns)))
+        made.append((f"kv_read {entry}", read.bytes_moved, partial(read_launch, read)))
+    problems = [HeadsProblem(tokens, heads, POSITIONS) for heads in HEADS]
+    backs = [BackProblem(tokens, HEADS[0], POSITIONS, in_place) for in_place in (False, True)]
+    for heads in (*problems, *backs):
+        name = "qnorm_rope"
+        if isinstance(heads, BackProblem):
+            name = "inverse_rope" + " in place" * heads.in_place
+        of_heads = partial(heads_launch, heads, turns)
+        made.append((f"{name}, {heads.heads} heads", heads.bytes_moved, of_heads))
+    for width in WIDTHS:
+        for part in ("all", "coefficients", "collapse", "head", "post"):
+            mix = MixProblem(tokens, width, part)
+            made.append((f"mhc {part}, {width}", mix.bytes_moved, partial(mix_launch, mix)))
+    return made
+
+
+def large(tokens: int, rounds: int, turns: Any) -> dict[str, float]:
+    """Time every arm beside a copy of as many bytes; return shares of its bandwidth."""
+    shares = {}
+    for name, bytes_moved, launch in launches_of(tokens, turns):
+        launches = [launch(number) for number in range(sets_for(bytes_moved))]
+        arms = [copy_arm(bytes_moved), captured(name, bytes_moved, launches)]
+        copy, figure = table(f"{name}, {tokens} tokens", arms, rounds)
+        shares[name] = figure.share_of(copy)
+        del launches, arms, copy, figure
+        torch.cuda.empty_cache()
+    return shares
+
+
+def node_arm(name: str, launch: Callable[[], object]) -> Arm:
+    """Capture a hundred launches in a graph."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(NODES):
+            launch()
+    return Arm(name, 0, NODES, graph.replay, (launch,))
+
+
+def small(rounds: int, turns: Any) -> list[Figure]:
+    """Time nodes of one token, the first of them empty."""
+    empty = partial(torch.cuda._sleep, 0)
+    arms = [node_arm("empty node", empty)]
+    arms += [node_arm(name, launch(0)) for name, _, launch in launches_of(1, turns)]
+    return timed(arms, rounds)
+
+
+def node_row(figure: Figure, empty: Figure) -> str:
+    """One line of the table of nodes."""
+    times = figure.median / empty.median
+    return f"| {figure.arm.name} | {figure.median:.2f} | {times:.2f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; status 1 where a target is missed, 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=30)
+    settings = parser.parse_args(arguments)
+    try:
+        target = target_of_device()
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    turns = on_gpu(POSITIONS, rows.TABLE_WIDTH, dtype=torch.float32)
+    shares = large(settings.tokens, settings.rounds, turns)
+    figures = small(settings.rounds, turns)
+    _say("\n| node of one token | us | of an empty node |\n|---|---|---|")
+    for figure in figures:
+        _say(node_row(figure, figures[0]))
+    return verdict(shares, figures)
+
+
+def verdict(shares: dict[str, float], figures: Sequence[Figure]) -> int:
+    """Name what misses its target; return the exit status."""
+    slow = {name: share for name, share in shares.items() if share < WANTED_SHARE}
+    empty = figures[0].median
+    long = {f.arm.name: f.median / empty for f in figures if f.median > WANTED_NODES * empty}
+    for name, share in slow.items():
+        _say(f"{name}: {share:.3f} of copy bandwidth, wanted at least {WANTED_SHARE}")
+    for name, times in long.items():
+        _say(f"{name}: {times:.2f} empty nodes, wanted at most {WANTED_NODES}")
+    return int(bool(slow or long))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  a script
+
+
+if __name__ == "__main__":
+    sys.exit(main())
