@@ -21,7 +21,6 @@ from degarble.harness.errors import InvalidArgument, UnknownName
 
 CLUSTERS = ("ray",)
 EVERYWHERE = "Everywhere"
-NOT_BUILT = "Not in this version yet: arguments are checked, then the command is refused"
 
 Json = Annotated[
     bool,
@@ -80,7 +79,6 @@ def command(
     options: type[Options],
     *,
     spreads: bool = False,
-    panel: str | None = None,
 ) -> Callable[[Body[Options]], Body[Options]]:
     """Register a function of (options, terminal) as `name`; its docstring is the help."""
     kinds = get_type_hints(options, include_extras=True)
@@ -120,7 +118,7 @@ def command(
                 for key, (kind, d) in both.items()
             ]
         )
-        app.command(name, cls=_refusing_empty(paths), rich_help_panel=panel)(parsed)
+        app.command(name, cls=_refusing_empty(paths))(parsed)
         return body
 
     return register

@@ -25,6 +25,7 @@ from degarble.harness.cli.commands import (
     judging,
     museum,
     nights,
+    serving,
     talking,
 )
 from degarble.harness.cli.terminal import Environment, Terminal, tell_refusal
@@ -69,7 +70,7 @@ def _read_globals(
     session.terminal = Terminal(json_wanted=json_wanted, quiet=quiet, cluster=cluster)
 
 
-for group in (demo, judging, auditing, checkpoints, talking, museum, nights):
+for group in (demo, judging, auditing, checkpoints, talking, serving, museum, nights):
     group.add(app)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.errors import (
     InvalidArgument,
-    NotBuilt,
     UnknownName,
     UnreadableFile,
     UnwritablePath,
@@ -109,14 +108,3 @@ def backend(name: str, value: str | None) -> None:
             "For example my_kernels:make_backend.",
         )
     one_of(name, value, {*BACKENDS, *installed})
-
-
-def not_built(command: str, wanted: str) -> NotBuilt:
-    """Make the refusal of a command that parses but cannot run; `wanted` is what it lacks."""
-    return NotBuilt(
-        "command",
-        command,
-        f"a command that this version can run; {wanted} is not among them yet",
-        "The arguments are right. CHANGELOG.md tells which version runs it; degarble demo, "
-        "capture, check, compare, audit, quantise, convert, generate and faults run now.",
-    )

@@ -73,7 +73,8 @@ generate CKPT
 generate CKPT --prompt hello --interactive
 generate CKPT --prompt hello --top-p 2
 generate CKPT --prompt hello --temperature nan
-serve CKPT
+serve CKPT --port 0
+serve CKPT --host 0.0.0.0
 faults run M10 --whole
 history trends
 history export all.csv

@@ -8,7 +8,6 @@ import pytest
 from degarble.harness.cli import values
 from degarble.harness.errors import (
     InvalidArgument,
-    NotBuilt,
     UnknownName,
     UnreadableFile,
     UnwritablePath,
@@ -82,12 +81,6 @@ def test_backends(name: str | None) -> None:
 def test_what_is_no_backend(name: str, error: type[Exception]) -> None:
     with pytest.raises(error, match="--backend"):
         values.backend("--backend", name)
-
-
-def test_what_cannot_run_is_refused_as_such() -> None:
-    error = values.not_built("check", "judging a capture")
-    assert isinstance(error, NotBuilt)
-    assert error.exit_status == 2
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_every_value_has_a_name_and_every_option_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("degarble serve CKPT\n", "", "serve: not in the README"),
-        ("degarble serve CKPT\n", "degarble sell CKPT\n", "degarble sell: no such command"),
+        ("degarble serve CKPT", "degarble demo", "serve: not in the README"),
+        ("degarble serve CKPT", "degarble sell CKPT", "degarble sell: no such command"),
         ("[--loader MAP] ", "", "degarble audit: --loader in one only"),
         ("[--prove]", "[--prove] [--trust]", "degarble convert: --trust in one only"),
     ],

@@ -1,18 +1,20 @@
-"""`degarble generate` and `serve`: the model speaks."""
+"""`degarble generate`: the model speaks."""
 
 import sys
 from dataclasses import dataclass
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from degarble.harness.cli import values
-from degarble.harness.cli.command import NOT_BUILT, command
+from degarble.harness.cli.command import command
 from degarble.harness.cli.first_pass import first_pass
 from degarble.harness.cli.options import CheckpointPath, Prompt, Prompts
-from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, InvalidArgument
+from degarble.harness.cli.terminal import Terminal, tell_refusal
+from degarble.harness.errors import EXIT_AGREES, InvalidArgument, Refused
 from degarble.harness.record.wording import number, visible
 
 ARITHMETICS = ("definition", "bf16", "twin")
@@ -72,17 +74,9 @@ class GenerateOptions:
     ] = None
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """Options of `degarble serve`."""
-
-    checkpoint: CheckpointPath
-
-
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "generate", GenerateOptions)(generate)
-    command(app, "serve", ServeOptions, panel=NOT_BUILT)(serve)
 
 
 def generate(options: GenerateOptions, terminal: Terminal) -> int:
@@ -103,7 +97,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     if options.perplexity is not None:
         text = run.text_from("--perplexity", options.perplexity)
     with open_model(options.checkpoint, options.numerics) as model:
-        talker = run.Talker(model, manner)
+        talker = run.Talker(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
         if options.interactive:
             _converse(talker, terminal)
@@ -201,9 +195,11 @@ def _speak(talker: Any, prompts: list[Any], terminal: Terminal) -> Any:
 
 def _converse(talker: Any, terminal: Terminal) -> None:
     """Read what a person says line by line, and answer; Ctrl-C ends an answer, Ctrl-D the talk."""
-    from degarble.harness.runs.generate import Dialogue  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.dialogue import Dialogue  # noqa: PLC0415  imports torch
 
     dialogue, asking = Dialogue(talker), sys.stdin.isatty()
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one line is refused, not the talk
     while True:
         try:
             said = input("> " if asking else "")
@@ -213,19 +209,34 @@ def _converse(talker: Any, terminal: Terminal) -> None:
         if not said.strip():
             continue
         try:
-            dialogue.say(said, lambda _speech, piece: _show(piece))
+            question = dialogue.hear(_in_utf8(said))
+        except Refused as error:
+            tell_refusal(error, json_wanted=False)
+            continue
+        try:
+            dialogue.answer(question, lambda _speech, piece: _show(piece))
         except KeyboardInterrupt:
             terminal.err().print("(interrupted)", markup=False)
         sys.stdout.write("\n")
         sys.stdout.flush()
 
 
+def _in_utf8(said: str) -> str:
+    try:
+        said.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            "what was said", ascii(said), f"text in UTF-8 (character {error.start + 1} is none)",
+            "Say it again.",
+        ) from error  # fmt: skip
+    return said
+
+
+def _tell(terminal: Terminal, told: str) -> None:
+    """Tell a person something beside the text."""
+    terminal.err().print(visible(told), markup=False, soft_wrap=True)
+
+
 def _show(piece: str) -> None:
     sys.stdout.write(visible(piece))
     sys.stdout.flush()
-
-
-def serve(options: ServeOptions, _terminal: Terminal) -> int:
-    """Answer over HTTP on this machine."""
-    values.existing("CKPT", options.checkpoint)
-    raise values.not_built("serve", "running a model")

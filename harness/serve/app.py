@@ -1,0 +1,251 @@
+"""The server's paths: models, completions, chat completions, health, metrics.
+
+Owns reading a request's body within its bounds, the answer in one piece or as a stream of server
+sent events, and the form of every refusal, those of unknown paths included. Nothing here runs code
+that a request brings. Kept honest by suites/serve/test_app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from degarble.harness.serve import metrics as metering
+from degarble.harness.serve.asked import completion_asked
+from degarble.harness.serve.asked_chat import chat_asked
+from degarble.harness.serve.fields import read_object
+from degarble.harness.serve.hearing import Gone, Hearing, Quiet
+from degarble.harness.serve.refusals import ApiError, of_model, stopping
+from degarble.harness.serve.replies import Reply
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from starlette.types import Message, Receive, Scope, Send
+
+    from degarble.harness.serve.asked import Asked
+    from degarble.harness.serve.desk import Desk
+    from degarble.harness.serve.engine import Engine
+    from degarble.harness.serve.gate import Gate
+    from degarble.harness.serve.metrics import Metrics
+
+    Reader = Callable[[dict[str, Any], Desk], Asked]
+
+_JSON = "application/json"
+_GONE = 499  # as proxies count a client that went away
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": still at work\n\n"
+_STREAM_HEAD = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+
+
+def written(document: Mapping[str, Any]) -> bytes:
+    """Write JSON with every character as itself; what UTF-8 cannot hold is escaped."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+class Service:
+    """The handlers, with what they need."""
+
+    def __init__(self, desk: Desk, engine: Engine, gate: Gate, metrics: Metrics) -> None:
+        self._desk, self._engine, self._gate, self._metrics = desk, engine, gate, metrics
+        self.stopping = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._engine.ready and not self.stopping
+
+    def app(self) -> Counted:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+            Route("/health", self._health_ready),
+            Route("/health/ready", self._health_ready),
+            Route("/health/live", self._health_live),
+            Route("/metrics", self._metrics_text),
+        ]
+        known = {route.path for route in routes}
+        return Counted(Router(routes, redirect_slashes=False), self._gate, self._metrics, known)
+
+    async def _models(self, _request: Request) -> Response:
+        return _answer({"object": "list", "data": [self._desk.card()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._desk.name:
+            raise ApiError(404, "this model is not served here", "model", "model_not_found")
+        return _answer(self._desk.card())
+
+    async def _health_live(self, _request: Request) -> Response:
+        return _answer({"status": "live"})
+
+    async def _health_ready(self, _request: Request) -> Response:
+        told = "ready" if self.ready else "stopping" if self.stopping else "starting"
+        status = 200 if self.ready else 503
+        return _answer({"status": told, "live": True, "ready": self.ready}, status)
+
+    async def _metrics_text(self, _request: Request) -> Response:
+        running, waiting = self._engine.load
+        gauges: metering.Gauges = {
+            "running_sequences": [({}, float(running))],
+            "waiting_sequences": [({}, float(waiting))],
+            "ready": [({}, float(self.ready))],
+            "info": [(self._desk.info(), 1.0)],
+            "component_info": [(row, 1.0) for row in self._desk.computed],
+        }
+        return Response(self._metrics.text(gauges), media_type=metering.MEDIA_TYPE)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._speak(request, completion_asked)
+
+    async def _chat_completions(self, request: Request) -> Response:
+        return await self._speak(request, chat_asked)
+
+    async def _speak(self, request: Request, reader: Reader) -> Response:
+        body = await _body(request, self._desk)
+        if self.stopping:
+            raise stopping()
+        if not self._engine.ready:
+            told = "the model is starting; try again"
+            raise ApiError(503, told, None, "starting", retry_after=1)
+        asked = await run_in_threadpool(lambda: reader(read_object(body), self._desk))
+        reply = Reply(asked, self._desk)
+        hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds)
+        if asked.stream:
+            return _Stream(hearing, reply)
+        async with hearing:
+            async for piece in hearing.pieces():
+                if not isinstance(piece, Quiet):
+                    reply.hear(piece)
+        return _answer(reply.whole())
+
+
+async def _body(request: Request, desk: Desk) -> bytes:
+    """Read the body, within its size and its time."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON:
+        raise ApiError(415, f"content-type: {_JSON} is expected", None, "unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        told = "content-encoding: only identity is read"
+        raise ApiError(415, told, None, "unsupported_media_type")
+    most, parts, size = desk.bounds.body_bytes, [], 0
+    too_large = ApiError(413, f"body: at most {most} bytes are read", None, "body_too_large")
+    stated = request.headers.get("content-length", "0")
+    if stated.isdecimal() and int(stated[:20]) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(desk.bounds.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError as error:
+        told = f"body: not complete within {desk.bounds.body_seconds:g} s"
+        raise ApiError(408, told, None, "timeout") from error
+    return b"".join(parts)
+
+
+class _Stream(Response):
+    """An answer that is sent while it grows."""
+
+    def __init__(self, hearing: Hearing, reply: Reply) -> None:
+        super().__init__(headers=_STREAM_HEAD)
+        del self.headers["content-length"]
+        self._hearing, self._reply = hearing, reply
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send it; an error on the way is the stream's last event."""
+        async with self._hearing:
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(head)
+            async for part in self._parts():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        reply = self._reply
+        try:
+            for chunk in reply.begin():
+                yield _event(chunk)
+            async for piece in self._hearing.pieces():
+                if isinstance(piece, Quiet):
+                    yield _COMMENT
+                else:
+                    yield b"".join(map(_event, reply.hear(piece)))
+            for chunk in reply.end():
+                yield _event(chunk)
+        except Gone:
+            return
+        except ApiError as error:
+            yield _event(error.document())
+            return
+        yield _DONE
+
+
+def _event(document: Mapping[str, Any]) -> bytes:
+    return b"data: " + written(document) + b"\n\n"
+
+
+def _answer(
+    document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(written(document), status, headers, media_type=_JSON)
+
+
+def _told(error: Exception, scope: Scope) -> ApiError:
+    """Turn whatever ended a request into a refusal; unknown paths and methods among them."""
+    if isinstance(error, HTTPException):
+        told = f"{scope['method']} {scope['path'][:200]}: {error.detail}"
+        return ApiError(error.status_code, told, None, "unknown_url")
+    if not isinstance(error, ApiError):
+        traceback.print_exception(error, file=sys.stderr)
+    return of_model(error)
+
+
+class Counted:
+    """The application behind its gate; every answer is counted, every failure told in one form."""
+
+    def __init__(self, inner: Router, gate: Gate, metrics: Metrics, known: set[str]) -> None:
+        self._inner, self._gate, self._metrics, self._known = inner, gate, metrics, known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        begin, status = time.perf_counter(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        scope["app"] = self  # for which starlette raises what it does not know, instead of text
+        try:
+            self._gate.admit(scope["path"], Request(scope).headers)
+            await self._inner(scope, receive, noting)
+        except (Gone, ClientDisconnect):
+            status = status or _GONE
+        except Exception as error:  # noqa: BLE001  every failure is told in one form
+            told = _told(error, scope)
+            if not status:
+                answer = _answer(told.document(), told.status, told.headers())
+                await answer(scope, receive, noting)
+        finally:
+            path = scope["path"] if scope["path"] in self._known else "other"
+            self._metrics.count("requests_total", path=path, status=str(status))
+            self._metrics.observe("request_seconds", time.perf_counter() - begin)

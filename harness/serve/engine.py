@@ -1,0 +1,252 @@
+"""One thread that computes: all running sequences take part in every step, each token by token.
+
+Owns who runs, who waits (first come, first served) and who is dropped: a sequence whose client went
+away leaves before the next step, and makes room for one that waits. Company changes no token, as in
+harness/talk/generation.py, whose Voice, pieces and room are used here. What is heard is handed to
+`tell` in this thread; it must return at once.
+
+Refuses more sequences than may run and wait. A step that fails ends the sequences in it and no
+other; logits that are not finite end their own sequence alone.
+Kept honest by suites/serve/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.serve.refusals import ApiError, stopping
+from degarble.harness.serve.scoring import Scoring
+from degarble.harness.serve.words import Ask, Failed, Heard, Piece, Scored
+from degarble.harness.talk.generation import Finish, Limits, Speech, Voice, has_room
+from degarble.harness.talk.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.serve.metrics import Metrics
+    from degarble.harness.talk.speaker import Speaker
+    from degarble.harness.talk.tokenizer import Tokenizer
+
+    Tell = Callable[[Heard], None]
+
+
+@dataclass
+class Ticket:
+    """The sequences of one request. `dropped`: nobody wants to hear them any more."""
+
+    tell: Tell
+    dropped: bool = False
+    begin: float = field(default_factory=time.monotonic)
+
+
+class _Line:
+    """One sequence, from its arrival to its end."""
+
+    def __init__(self, ticket: Ticket, place: int, ask: Ask) -> None:
+        self.ticket, self.place, self.ask = ticket, place, ask
+        self.speech = Speech(list(ask.prompt))
+        self.voice: Voice | None = None
+        self.scoring: Scoring | None = None
+        self._unsaid: list[Scored] = []
+
+    def join(self, speaker: Speaker, tokenizer: Tokenizer) -> Voice:
+        """Make what takes part in steps."""
+        ask = self.ask
+        self.voice = Voice(speaker, self.speech, tokenizer, ask.sampling, ask.limits)
+        if ask.top is not None:
+            self.scoring = Scoring(tokenizer, ask.top)
+        return self.voice
+
+    def tell(self, text: str, tokens: Sequence[Scored] = (), *, of_prompt: bool = False) -> None:
+        """Say what was heard."""
+        speech = self.speech
+        self.ticket.tell(
+            Piece(self.place, text, len(speech.ids), tuple(tokens), of_prompt, speech.finish)
+        )
+
+    def score_prompt(self, speaker: Speaker, begin: int, hidden: Tensor) -> None:
+        """Score the prompt's tokens that the step's rows predict."""
+        prompt, scoring = self.ask.prompt, self.scoring
+        if scoring is None or not self.ask.scores_prompt or begin >= len(prompt):
+            return
+        first = [scoring.first(prompt[0])] if begin == 0 and not self.ask.silent_begin else []
+        targets = prompt[begin + 1 : begin + 1 + len(hidden)]
+        self.tell("", [*first, *scoring.prompt(speaker, hidden, targets)], of_prompt=True)
+
+    def take(self, logits: Tensor) -> bool:
+        """Choose the next token; whether it was the first."""
+        assert self.voice is not None, "a line joins before it runs"
+        speech = self.speech
+        if self.ask.limits.new_tokens == 0:
+            speech.finish = Finish.LENGTH
+            self.tell("")
+            return False
+        text = self.voice.take(logits)
+        if self.scoring is not None and speech.finish is not Finish.END:
+            self._unsaid.append(self.scoring.token(speech.ids[-1], logits))
+        if text or speech.finish is not None:
+            said, self._unsaid = self._unsaid, []
+            self.tell(text, said)
+        return len(speech.ids) == 1
+
+
+class Engine:
+    """The thread, and the door to it."""
+
+    def __init__(self, speaker: Speaker, tokenizer: Tokenizer, most: int, metrics: Metrics) -> None:
+        self._speaker, self._tokenizer = speaker, tokenizer
+        self._most, self._metrics = most, metrics
+        self._changed = threading.Condition()
+        self._waiting: deque[_Line] = deque()
+        self._active: list[_Line] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="degarble-engine", daemon=True)
+        self.ready = False
+        self.failure: Exception | None = None
+        self._ended: Callable[[], None] | None = None
+
+    def start(self, ended: Callable[[], None] | None = None) -> None:
+        """Begin; ready once the model has chosen a first token. `ended` is called at the end."""
+        self._ended = ended
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step that runs; whoever still runs or waits is refused."""
+        with self._changed:
+            self._stopped = True
+            self.ready = False
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences run, and how many wait."""
+        return len(self._active), len(self._waiting)
+
+    def submit(self, asks: Sequence[Ask], tell: Tell) -> Ticket:
+        """Take the sequences of one request in, or none of them."""
+        ticket = Ticket(tell)
+        with self._changed:
+            if self._stopped:
+                raise stopping()
+            taken = sum(not each.ticket.dropped for each in (*self._waiting, *self._active))
+            if taken + len(asks) > self._most:
+                told = f"{taken} sequences run or wait, {self._most} may; try again"
+                raise ApiError(429, told, None, "queue_full", retry_after=1)
+            self._waiting.extend(_Line(ticket, n, ask) for n, ask in enumerate(asks))
+            self._changed.notify()
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Let go of a request's sequences; those that have ended do not mind."""
+        ticket.dropped = True
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:  # noqa: BLE001  told to whoever started the server
+            self.failure = error
+        while self._admit():
+            if self._active:
+                self._step()
+        for line in (*self._active, *self._waiting):
+            line.ticket.tell(Failed(line.place, stopping()))
+        self._active, self._waiting = [], deque()
+        if self._ended is not None:
+            self._ended()
+
+    def _begin(self) -> None:
+        """Prove that the model runs: one token behind the begin token."""
+        speech = Speech([self._tokenizer.begin or 0])
+        voice = Voice(self._speaker, speech, self._tokenizer, Sampling(), Limits(1))
+        ids = [torch.tensor(voice.next_piece())]
+        voice.take(self._speaker.next_logits([speech.sequence], ids)[0])
+        with self._changed:
+            self.ready = not self._stopped
+
+    def _admit(self) -> bool:
+        """Wait for work, and let in whom there is room for; False at the end."""
+        with self._changed:
+            while not (self._stopped or self.failure or self._waiting or self._active):
+                self._changed.wait()
+            if self._stopped or self.failure:
+                self._stopped = True
+                return False
+            self._active = [each for each in self._active if self._wanted(each)]
+            self._waiting = deque(each for each in self._waiting if self._wanted(each))
+            voices = [each.voice for each in self._active if each.voice is not None]
+            while self._waiting and has_room(voices, self._waiting[0].speech):
+                line = self._waiting.popleft()
+                voices.append(line.join(self._speaker, self._tokenizer))
+                self._active.append(line)
+                self._metrics.observe("queue_seconds", time.monotonic() - line.ticket.begin)
+        return True
+
+    def _wanted(self, line: _Line) -> bool:
+        if line.ticket.dropped:
+            self._metrics.count("sequences_total", end="dropped")
+        return not line.ticket.dropped
+
+    def _step(self) -> None:
+        begin, active = time.perf_counter(), self._active
+        starts = [each.speech.fed for each in active]
+        pieces = [each.voice.next_piece() for each in active if each.voice is not None]
+        fresh = sum(len(p) for p, each in zip(pieces, active, strict=True) if not each.speech.ids)
+        try:
+            hidden = self._speaker.hidden(
+                [each.speech.sequence for each in active], [torch.tensor(p) for p in pieces]
+            )
+            rows = hidden.split([len(piece) for piece in pieces])
+            logits = self._speaker.logits(torch.stack([row[-1] for row in rows]))
+        except Exception as error:  # noqa: BLE001  whatever it is, it ends these sequences alone
+            self._metrics.count("step_failures_total")
+            for line in active:
+                self._fail(line, error)
+            self._active = []
+            return
+        self._metrics.count("prompt_tokens_total", fresh)
+        left = [
+            line
+            for line, start, row, predicted in zip(active, starts, rows, logits, strict=True)
+            if self._hear(line, start, row, predicted)
+        ]
+        self._active = left
+        self._metrics.observe("step_seconds", time.perf_counter() - begin)
+        self._metrics.observe("step_sequences", len(active))
+
+    def _hear(self, line: _Line, start: int, hidden: Tensor, logits: Tensor) -> bool:
+        """Take what a step gave to one sequence; whether it goes on."""
+        assert line.voice is not None, "a line joins before it runs"
+        try:
+            line.score_prompt(self._speaker, start, hidden)
+            if line.voice.ready:
+                before = len(line.speech.ids)
+                if line.take(logits):
+                    waited = time.monotonic() - line.ticket.begin
+                    self._metrics.observe("first_token_seconds", waited)
+                self._metrics.count("new_tokens_total", len(line.speech.ids) - before)
+        except Exception as error:  # noqa: BLE001  as in a step, but of one sequence
+            self._fail(line, error)
+            return False
+        if line.speech.finish is not None:
+            self._metrics.count("sequences_total", end=str(line.speech.finish))
+            return False
+        return True
+
+    def _fail(self, line: _Line, error: Exception) -> None:
+        self._metrics.count("sequences_total", end="failed")
+        line.ticket.tell(Failed(line.place, error))

@@ -1,0 +1,218 @@
+"""Answers in OpenAI's form, built from what is heard: the whole one, and the chunks of a stream.
+
+Owns the documents. Each choice turns a piece into the change that a stream shows, and is the sum of
+its changes; so a stream put together is the whole answer.
+Kept honest by suites/serve/test_replies.py.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.serve.parting import Parting
+from degarble.harness.talk.generation import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from degarble.harness.serve.asked import Asked
+    from degarble.harness.serve.desk import Desk
+    from degarble.harness.serve.parting import Parted
+    from degarble.harness.serve.words import Ask, Piece, Scored
+
+_REASONS = {Finish.END: "stop", Finish.STOP: "stop"}
+Change = dict[str, Any]
+
+
+def _reason(finish: Finish | None) -> str | None:
+    return None if finish is None else _REASONS.get(finish, "length")
+
+
+class CompletionChoice:
+    """One choice of a completion."""
+
+    def __init__(self, place: int, ask: Ask, desk: Desk, *, echo: bool) -> None:
+        self._place, self._ask = place, ask
+        self._offset = 0  # of the next token in the text
+        self._whole: Change = self._change("", None)
+        self._opening = ""
+        if echo:
+            shown = desk.tokenizer.decode(ask.prompt[1:] if ask.silent_begin else ask.prompt)
+            self._opening = shown + (desk.gap if ask.limits.new_tokens else "")
+
+    def begin(self) -> list[Change]:
+        """What a stream shows before anything is heard."""
+        if not self._opening or self._ask.scores_prompt:
+            return []
+        return [self._added(self._change(self._opening, None))]
+
+    def hear(self, piece: Piece) -> list[Change]:
+        """What a piece changes."""
+        text = piece.text
+        if piece.of_prompt and self._opening:
+            text, self._opening = self._opening, ""
+        change = self._change(text, _reason(piece.finish))
+        if self._ask.top is not None:
+            change["logprobs"] = self._scores(piece.tokens)
+        return [self._added(change)]
+
+    def whole(self) -> Change:
+        """The choice so far."""
+        return self._whole
+
+    def _change(self, text: str, reason: str | None) -> Change:
+        return {"index": self._place, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _added(self, change: Change) -> Change:
+        whole = self._whole
+        whole["text"] += change["text"]
+        whole["finish_reason"] = change["finish_reason"]
+        for name, values in (change["logprobs"] or {}).items():
+            whole["logprobs"] = whole["logprobs"] or {}
+            whole["logprobs"].setdefault(name, []).extend(values)
+        return change
+
+    def _scores(self, tokens: Iterable[Scored]) -> dict[str, list[Any]]:
+        made: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+        }  # fmt: skip
+        for token in tokens:
+            made["tokens"].append(token.text)
+            made["token_logprobs"].append(token.log_probability)
+            best: dict[str, float] = {}
+            for _, text, value in token.likeliest:
+                best.setdefault(text, value)  # of tokens with one text the likeliest
+            made["top_logprobs"].append(None if token.log_probability is None else best)
+            made["text_offset"].append(self._offset)
+            self._offset += len(token.text)
+        return made
+
+
+class ChatChoice:
+    """One choice of a chat completion."""
+
+    def __init__(self, place: int, ask: Ask, parting: Parting) -> None:
+        self._place, self._scored = place, ask.top is not None
+        self._parting = parting
+        self._message: Change = {"role": "assistant", "content": ""}
+        self._scores: list[Change] = []
+        self._finish: str | None = None
+        self._problem: str | None = None
+
+    def begin(self) -> list[Change]:
+        """What a stream shows before anything is heard."""
+        return [self._change({"role": "assistant", "content": ""}, None)]
+
+    def hear(self, piece: Piece) -> list[Change]:
+        """What a piece changes."""
+        made = [self._told(self._parting.add(piece.text), piece.tokens)]
+        if piece.finish is not None:
+            made.append(self._told(self._parting.end()))
+            calls = "tool_calls" in self._message
+            self._finish = "tool_calls" if calls else _reason(piece.finish)
+            last = self._change({}, self._finish)
+            if self._problem is not None:
+                last["not_a_message"] = self._problem
+            made.append([last])
+        return [change for changes in made for change in changes]
+
+    def whole(self) -> Change:
+        """The choice so far."""
+        made = {
+            "index": self._place,
+            "message": self._message,
+            "logprobs": {"content": self._scores, "refusal": None} if self._scored else None,
+            "finish_reason": self._finish,
+        }
+        return made if self._problem is None else made | {"not_a_message": self._problem}
+
+    def _change(self, delta: Change, reason: str | None) -> Change:
+        return {"index": self._place, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _told(self, parted: Parted, tokens: Iterable[Scored] = ()) -> list[Change]:
+        message: Change = self._message
+        delta: Change = dict(parted.said)
+        for name, text in parted.said.items():
+            message[name] = message.get(name, "") + text
+        if parted.calls:
+            numbered = [
+                {"id": f"call_{uuid.uuid4().hex[:24]}", **call.document()} for call in parted.calls
+            ]
+            message["tool_calls"] = numbered
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(numbered)]
+            message["content"] = message["content"] or None
+        self._problem = parted.problem or self._problem
+        scores = [_score(token) for token in tokens]
+        self._scores += scores
+        if not delta and not scores:
+            return []
+        change = self._change(delta, None)
+        if self._scored:
+            change["logprobs"] = {"content": scores, "refusal": None}
+        return [change]
+
+
+def _score(token: Scored) -> Change:
+    best = [_spelt(text, value) for _, text, value in token.likeliest]
+    return _spelt(token.text, token.log_probability) | {"top_logprobs": best}
+
+
+def _spelt(text: str, value: float | None) -> Change:
+    told = "\N{REPLACEMENT CHARACTER}" in text  # a part of a character: its bytes are not known
+    return {"token": text, "logprob": value, "bytes": None if told else list(text.encode())}
+
+
+class Reply:
+    """The answer to one request."""
+
+    def __init__(self, asked: Asked, desk: Desk) -> None:
+        self._asked, self._desk = asked, desk
+        self._head = {
+            "id": f"{'cmpl' if asked.chat is None else 'chatcmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": desk.name,
+            "system_fingerprint": desk.mark,
+        }
+        self._choices = [self._choice(n, ask) for n, ask in enumerate(asked.asks)]
+        self._new = [0] * len(asked.asks)
+
+    def _choice(self, place: int, ask: Ask) -> CompletionChoice | ChatChoice:
+        if self._asked.chat is None:
+            return CompletionChoice(place, ask, self._desk, echo=self._asked.echo)
+        return ChatChoice(place, ask, Parting(self._asked.chat))
+
+    def begin(self) -> list[Change]:
+        """The chunks that a stream begins with."""
+        return [self._chunk(change) for each in self._choices for change in each.begin()]
+
+    def hear(self, piece: Piece) -> list[Change]:
+        """The chunks that a piece makes."""
+        self._new[piece.place] = piece.new_tokens
+        return [self._chunk(change) for change in self._choices[piece.place].hear(piece)]
+
+    def end(self) -> list[Change]:
+        """The chunk with the usage, where it is wanted."""
+        if not self._asked.usage_wanted:
+            return []
+        return [self._document(stream=True) | {"choices": [], "usage": self._usage()}]
+
+    def whole(self) -> Change:
+        """The whole answer."""
+        choices = [each.whole() for each in self._choices]
+        return self._document() | {"choices": choices, "usage": self._usage()}
+
+    def _chunk(self, change: Change) -> Change:
+        made = self._document(stream=True) | {"choices": [change]}
+        return made | {"usage": None} if self._asked.usage_wanted else made
+
+    def _document(self, *, stream: bool = False) -> Change:
+        kind = "text_completion"
+        if self._asked.chat is not None:
+            kind = "chat.completion.chunk" if stream else "chat.completion"
+        return {"object": kind, **self._head}
+
+    def _usage(self) -> Change:
+        prompt, new = self._asked.prompt_tokens, sum(self._new)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

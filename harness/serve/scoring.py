@@ -1,0 +1,59 @@
+"""Log-probabilities of tokens, with the likeliest beside them, and each token's own text.
+
+Owns the numbers: natural logarithms in float64 of the model's own distribution, before temperature
+and top_p. The texts of one sequence's tokens put together are its text.
+Kept honest by suites/serve/test_scoring.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.serve.words import Scored
+from degarble.harness.talk.tokenizer import Growing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.talk.speaker import Speaker
+    from degarble.harness.talk.tokenizer import Tokenizer
+
+_LOGITS = 1 << 22  # of one block of rows: 32 MiB in float64
+
+
+class Scoring:
+    """The scores of one sequence, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._growing = Growing(tokenizer)
+
+    def first(self, number: int) -> Scored:
+        """Tell the token that begins everything: nothing predicts it."""
+        return Scored(number, self._growing.add(number), None)
+
+    def token(self, number: int, logits_V: Tensor) -> Scored:
+        """Tell one token, given what was predicted at its place."""
+        values = logits_V.double().log_softmax(-1)
+        ranked = values.sort(descending=True, stable=True).indices[: self._top].tolist()
+        likeliest = tuple((n, self.text_of(n), float(values[n])) for n in ranked)
+        return Scored(number, self._growing.add(number), float(values[number]), likeliest)
+
+    def prompt(self, speaker: Speaker, hidden: Tensor, targets: Sequence[int]) -> Iterator[Scored]:
+        """Tell tokens of a prompt; row n of `hidden` predicts target n."""
+        rows = max(1, _LOGITS // speaker.config.vocab_size)
+        for begin in range(0, len(targets), rows):
+            wanted = targets[begin : begin + rows]
+            logits = speaker.logits(hidden[begin : begin + len(wanted)])
+            yield from (self.token(n, row) for n, row in zip(wanted, logits, strict=True))
+
+    def rest(self) -> str:
+        """Let out the text of tokens that end inside a character."""
+        return self._growing.rest()
+
+    def text_of(self, number: int) -> str:
+        """The text of a token alone."""
+        return self._tokenizer.decode([number])

@@ -1,0 +1,97 @@
+"""A server in this process: a synthetic model with a tokenizer of 64 words, and its real paths."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.testclient import TestClient
+
+from degarble.harness.runs.generate import Manner, Talker
+from degarble.harness.runs.model import open_model
+from degarble.harness.serve.app import Counted, Service
+from degarble.harness.serve.desk import Desk
+from degarble.harness.serve.engine import Engine
+from degarble.harness.serve.gate import Gate
+from degarble.harness.serve.metrics import Metrics
+from degarble.harness.serve.words import Bounds
+from degarble.harness.talk.generation import Limits
+from degarble.harness.talk.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+BOUNDS = Bounds(prompt_tokens=200, new_tokens=40, sequences=64, body_bytes=100_000)
+LOCAL = "http://127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server without a socket."""
+
+    desk: Desk
+    engine: Engine
+    service: Service
+    app: Counted
+    client: TestClient
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """Ask, with the model's name put in."""
+        return self.client.post(path, json={"model": self.desk.name} | fields)
+
+    def complete(self, prompt: object, **fields: Any) -> dict[str, Any]:
+        """Complete a prompt greedily; the answer has to be there."""
+        found = self.post("/v1/completions", **({"prompt": prompt, "temperature": 0} | fields))
+        assert found.status_code == 200, found.text
+        answer: dict[str, Any] = found.json()
+        return answer
+
+    def said(self, prompt: str, tokens: int, **how: Any) -> str:
+        """What `degarble generate` says to a prompt alone."""
+        stops = how.pop("stops", ())
+        manner = Manner(Sampling(**how), Limits(tokens, stops))
+        return Talker(self.desk.model, manner).speak([prompt]).speeches[0].text
+
+    def counted(self, name: str) -> float:
+        """One number of /metrics."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+
+@contextmanager
+def running(
+    checkpoint: Path, bounds: Bounds = BOUNDS, token: str | None = None, *, endless: bool = False
+) -> Iterator[Running]:
+    """Serve a checkpoint in this process; `endless`: no token ends a text."""
+    with open_model(checkpoint) as model:
+        desk, metrics = Desk(model, "words", bounds), Metrics()
+        engine = Engine(model.speaker, desk.tokenizer, bounds.sequences, metrics)
+        if endless:
+            object.__setattr__(desk.tokenizer, "ends", frozenset())
+        gate = Gate.of("127.0.0.1", token, anyone=False)
+        service = Service(desk, engine, gate, metrics)
+        app = service.app()
+        client = TestClient(app, base_url=LOCAL)
+        engine.start()
+        try:
+            until(lambda: engine.ready or engine.failure is not None)
+            yield Running(desk, engine, service, app, client)
+        finally:
+            engine.stop()
+            engine.join()
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def events(text: str) -> list[str]:
+    """The data of a stream's events; comments are left out."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]

@@ -1,0 +1,324 @@
+"""The paths, in this process: answers, streams, refusals, health, metrics, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+import pytest
+
+from degarble.harness.serve.words import Bounds
+from degarble.suites.runs.talking_cases import WORDS, write_speaker
+from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("serving") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{LOCAL}/v1", api_key="none", http_client=server.client, max_retries=0
+    )
+
+
+def test_a_completion_is_what_generate_says(server: Running) -> None:
+    answer = server.complete("w7 w8", max_tokens=5)
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0, "text": server.said("w7 w8", 5), "logprobs": None, "finish_reason": "length",
+    }  # fmt: skip
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert answer["object"] == "text_completion"
+    assert answer["system_fingerprint"] == server.desk.mark
+    drawn = server.complete("w7", max_tokens=6, temperature=1, top_p=0.9, seed=11)
+    assert drawn["choices"][0]["text"] == server.said("w7", 6, temperature=1, top_p=0.9, seed=11)
+    word = server.said("w7 w8", 5).split()[3]
+    cut = server.complete("w7 w8", max_tokens=5, stop=f" {word}")["choices"][0]
+    assert cut["text"] == server.said("w7 w8", 5, stops=(f" {word}",))
+    assert cut["finish_reason"] == "stop"
+
+
+def test_choices_of_several_prompts_keep_their_places(server: Running) -> None:
+    answer = server.complete(["w7", [0, 8]], n=2, max_tokens=4, temperature=1, seed=5)
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    wanted = [(p, seed) for p in ("w7", "w8") for seed in (5, 6)]
+    assert [each["text"] for each in answer["choices"]] == [
+        server.said(prompt, 4, temperature=1, seed=seed) for prompt, seed in wanted
+    ]
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+
+
+def folded(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """Put the chunks of a completion's stream together."""
+    made: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            found = made.setdefault(choice.index, {"text": "", "scores": [], "end": None})
+            found["text"] += choice.text
+            found["end"] = choice.finish_reason or found["end"]
+            if choice.logprobs is not None:
+                found["scores"] += choice.logprobs.token_logprobs
+    return made
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_put_together_is_the_whole_answer(client: openai.OpenAI, echo: bool) -> None:
+    how: dict[str, Any] = {
+        "model": "words", "prompt": ["w7 w8", "w9"], "n": 2, "max_tokens": 6, "seed": 3,
+        "logprobs": 2, "echo": echo,
+    }  # fmt: skip
+    whole = client.completions.create(**how)
+    chunks = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **how)
+    )
+    made = folded(chunks)
+    for choice in whole.choices:
+        assert made[choice.index]["text"] == choice.text
+        assert made[choice.index]["end"] == choice.finish_reason
+        assert choice.logprobs is not None
+        assert made[choice.index]["scores"] == choice.logprobs.token_logprobs
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+        for token, offset in zip(
+            choice.logprobs.tokens or [], choice.logprobs.text_offset or [], strict=True
+        ):
+            assert choice.text[offset:].startswith(token)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert whole.choices[0].text.startswith("w7 w8 ") == echo
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_chats_are_answered_whole_and_streamed(client: openai.OpenAI, server: Running) -> None:
+    how: dict[str, Any] = {
+        "model": "words", "messages": [{"role": "user", "content": "w7"}], "temperature": 0,
+        "max_completion_tokens": 6, "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**how).choices[0]
+    chunks = [c.choices[0] for c in client.chat.completions.create(stream=True, **how)]
+    assert chunks[0].delta.role == "assistant"
+    assert "".join(c.delta.content or "" for c in chunks) == whole.message.content
+    assert chunks[-1].finish_reason == whole.finish_reason == "length"
+    assert whole.message.role == "assistant"
+    assert whole.logprobs is not None
+    scores = whole.logprobs.content or []
+    assert "".join(each.token for each in scores) == whole.message.content
+    assert [c for s in chunks if s.logprobs for c in s.logprobs.content or []] == scores
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in scores)  # greedy
+    assert bytes(scores[0].bytes or []).decode() == scores[0].token
+    asked = "<｜User｜>w7<｜Assistant｜></think>"
+    ids = server.desk.tokenizer.encode(f"<｜begin▁of▁sentence｜>{asked}", begin=False)
+    plain = server.complete(ids, max_tokens=6)
+    assert plain["choices"][0]["text"] == whole.message.content
+
+
+def test_a_turn_that_leaves_the_encoding_says_so(server: Running) -> None:
+    fields = {"messages": [{"role": "user", "content": "w7"}], "thinking": {"type": "enabled"}}
+    answer = server.post(PATHS[1], **fields, temperature=0, max_tokens=4).json()["choices"][0]
+    assert "an end of thinking" in answer["not_a_message"]
+    assert answer["message"]["content"] == ""
+    assert answer["message"]["reasoning_content"].split()[0] in WORDS
+    text = server.post(PATHS[1], **fields, temperature=0, max_tokens=4, stream=True).text
+    last = json.loads(events(text)[-2])["choices"][0]
+    assert last["not_a_message"] == answer["not_a_message"]
+
+
+def test_many_at_once_say_what_each_says_alone(server: Running) -> None:
+    prompts = [f"w{6 + n} w{6 + 3 * n % 50}" for n in range(18)]
+
+    async def all_together() -> list[str]:
+        transport = httpx2.ASGITransport(app=server.app)
+        async with httpx2.AsyncClient(transport=transport, base_url=LOCAL) as asking:
+            bodies = [
+                {"model": "words", "prompt": p, "max_tokens": 2 + n % 3, "temperature": 0}
+                for n, p in enumerate(prompts)
+            ]
+            answers = await asyncio.gather(*(asking.post(PATHS[0], json=b) for b in bodies))
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    wanted = [server.said(prompt, 2 + n % 3) for n, prompt in enumerate(prompts)]
+    assert asyncio.run(all_together()) == wanted
+
+
+def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == ("words", "degarble")
+    assert client.models.retrieve("words") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/one")
+    assert server.client.get("/health").json() == {"status": "ready", "live": True, "ready": True}
+    assert server.client.get("/health/live").status_code == 200
+
+
+def test_metrics_tell_what_was_done_and_what_computes(server: Running) -> None:
+    before = server.counted("degarble_new_tokens_total")
+    used = server.complete("w7", max_tokens=5)["usage"]["completion_tokens"]
+    assert server.counted("degarble_new_tokens_total") == before + used > before
+    assert server.counted("degarble_running_sequences") == 0
+    text = server.client.get("/metrics").text
+    assert 'component_info{layer="1",component="attn.wq_a",weights="BF16"' in text
+    assert 'degarble_requests_total{path="/v1/completions",status="200"}' in text
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"{", {}, 400, "invalid_json"),
+        (b"\xff", {}, 400, "invalid_json"),
+        (b"[" * 60_000, {}, 400, "invalid_json"),
+        (b"{}", {}, 400, "missing_required_parameter"),
+        (b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-type": ""}, 415, "unsupported_media_type"),
+        (b"{}", {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        (b" " * 100_001, {}, 413, "body_too_large"),
+        (b'{"model": "gpt-4", "prompt": "a", "messages": []}', {}, 404, "model_not_found"),
+        (b'{"model": "\\ud800"}', {}, 404, "model_not_found"),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_hostile_bodies_are_refused_in_openai_s_form(
+    server: Running, path: str, content: bytes, headers: dict[str, str], status: int, code: str
+) -> None:
+    sent = {"content-type": "application/json"} | headers
+    answer = server.client.post(path, content=content, headers=sent)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_body_in_parts_is_bounded_as_well(server: Running) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(3):
+            yield b" " * 50_000
+
+    head = {"content-type": "application/json"}
+    assert server.client.post(PATHS[0], content=parts(), headers=head).status_code == 413
+
+
+def test_refusals_reach_openai_s_client_by_their_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="words", prompt="w7", temperature=3)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="w7")
+    with pytest.raises(openai.BadRequestError, match="top_k"):
+        client.completions.create(model="words", prompt="w7", extra_body={"top_k": 4})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405),
+     ("POST", "/v1/completions/", 404), ("GET", "/docs", 404), ("POST", "/v1/files", 404),
+     ("OPTIONS", "/v1/completions", 405)],
+)  # fmt: skip
+def test_unknown_paths_are_refused_in_the_same_form(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    answer = server.client.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == "unknown_url"
+
+
+def test_a_full_queue_and_a_stop_are_told_with_a_time_to_come_back(
+    folder: Path,
+) -> None:
+    with running(folder, Bounds(new_tokens=40, sequences=2)) as small:
+        full = small.post(PATHS[0], prompt=["w7"] * 3)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        small.service.stopping = True
+        stopped = small.post(PATHS[0], prompt="w7")
+        assert (stopped.status_code, stopped.headers["retry-after"]) == (503, "5")
+        assert small.client.get("/health/ready").status_code == 503
+        assert small.client.get("/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_ended(folder: Path, stream: bool) -> None:
+    with running(folder, Bounds(new_tokens=4000, seconds=0.2), endless=True) as slow:
+        found = slow.post(PATHS[0], prompt="w7", max_tokens=4000, temperature=0, stream=stream)
+        error = json.loads(events(found.text)[-1]) if stream else found.json()
+        assert error["error"]["code"] == "timeout"
+        assert found.status_code == (200 if stream else 504)
+        until(lambda: slow.engine.load == (0, 0))
+
+
+def test_a_mistake_of_ours_is_told_without_its_details(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(server.engine, "submit", broken)
+    answer = server.post(PATHS[0], prompt="w7")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
+    assert "secret detail" in capsys.readouterr().err
+
+
+def test_a_token_is_asked_for_everywhere_but_at_health(folder: Path) -> None:
+    token = "0123456789abcdef"
+    with running(folder, token=token) as guarded:
+        assert guarded.client.get("/v1/models").status_code == 401
+        assert guarded.client.get("/metrics").status_code == 401
+        assert guarded.client.get("/nowhere").status_code == 401
+        assert guarded.client.get("/health/live").status_code == 200
+        known = openai.OpenAI(
+            base_url=f"{LOCAL}/v1", api_key=token, http_client=guarded.client, max_retries=0
+        )
+        assert known.models.list().data[0].id == "words"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_work(folder: Path, stream: bool) -> None:
+    """Noticed while the model still computes, whether or not something is being sent."""
+    body = {"model": "words", "prompt": "w7", "max_tokens": 4000, "stream": stream}
+    sent: list[dict[str, Any]] = []
+
+    async def leave(server: Running) -> None:
+        scope = {
+            "type": "http", "method": "POST", "path": PATHS[0], "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
+        }  # fmt: skip
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await asyncio.to_thread(until, lambda: server.engine.load == (1, 0))
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await asyncio.wait_for(server.app(scope, receive, send), 20)
+
+    with running(folder, Bounds(new_tokens=4000), endless=True) as server:
+        asyncio.run(leave(server))
+        until(lambda: server.engine.load == (0, 0))
+        assert server.counted('degarble_sequences_total{end="dropped"}') == 1
+    assert [m["type"] for m in sent[:1]] == (["http.response.start"] if stream else [])
+
+
+def test_the_bounds_of_the_suite_are_those_of_a_server() -> None:
+    assert BOUNDS.seconds == Bounds().seconds

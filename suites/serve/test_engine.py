@@ -1,0 +1,230 @@
+"""The computing thread: company, room, going away, failures, scores."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.serve.engine import Engine
+from degarble.harness.serve.metrics import Metrics
+from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.words import Ask, Failed, Heard, Piece
+from degarble.harness.talk.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
+from degarble.harness.talk.sampling import Sampling
+from degarble.harness.talk.speaker import Speaker
+from degarble.suites.serve.serving_cases import until
+from degarble.suites.talk.speaking_cases import Letters, ids, speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+
+class Held(Speaker):
+    """A model whose steps wait until they are let go, and fail where they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__(speaker("v4").bound)
+        self.go = threading.Event()
+        self.go.set()
+        self.broken: Exception | None = None
+        self.infinite = False
+        self.widths: list[int] = []
+
+    def hidden(self, sequences: list[Any], tokens: list[Tensor]) -> Tensor:
+        assert self.go.wait(20)
+        self.widths.append(len(sequences))
+        if self.broken is not None:
+            raise self.broken
+        return super().hidden(sequences, tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        made = super().logits(hidden)
+        if self.infinite:
+            self.infinite, made = False, made.clone()
+            made[0, 3] = torch.nan
+        return made
+
+
+class Heap:
+    """What is heard of one request."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+
+    def __call__(self, heard: Heard) -> None:
+        self.heard.append(heard)
+
+    def ended(self, count: int = 1) -> bool:
+        return count == sum(isinstance(h, Failed) or h.finish is not None for h in self.heard)
+
+    def text(self, place: int = 0) -> str:
+        return "".join(h.text for h in self.heard if isinstance(h, Piece) and h.place == place)
+
+    def tokens(self) -> list[Any]:
+        return [t for h in self.heard if isinstance(h, Piece) for t in h.tokens]
+
+
+@pytest.fixture
+def model() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def engine(model: Held) -> Iterator[Engine]:
+    letters: Any = Letters()
+    made = Engine(model, letters, 40, Metrics())
+    made.start()
+    until(lambda: made.ready or made.failure is not None)
+    yield made
+    model.go.set()
+    made.stop()
+    made.join()
+
+
+def ask(prompt: Sequence[int], tokens: int = 6, **more: Any) -> Ask:
+    return Ask(tuple(prompt), more.pop("sampling", Sampling()), Limits(tokens), **more)
+
+
+def alone(prompt: list[int], tokens: int, sampling: Sampling) -> str:
+    letters: Any = Letters()
+    speech = Speech(prompt)
+    Generation(speaker("v4"), letters, sampling, Limits(tokens)).run([speech])
+    return speech.text
+
+
+def test_company_changes_no_token(engine: Engine, model: Held) -> None:
+    cases = [
+        (ids(n, 1 + 17 * (n % 5)), 2 + n % 5, Sampling(float(n % 2), 0.9, n)) for n in range(22)
+    ]
+    heaps = [Heap() for _ in cases]
+    model.go.clear()
+    for (prompt, tokens, sampling), heap in zip(cases, heaps, strict=True):
+        engine.submit([ask(prompt, tokens, sampling=sampling)], heap)
+    model.go.set()
+    until(lambda: all(heap.ended() for heap in heaps))
+    for case, heap in zip(cases, heaps, strict=True):
+        assert heap.text() == alone(*case)
+    assert max(model.widths) == SIDE_BY_SIDE  # a full step, and nobody beyond it
+
+
+def test_more_than_may_wait_are_refused_whole(engine: Engine, model: Held) -> None:
+    model.go.clear()
+    heap = Heap()
+    engine.submit([ask([1])] * 38, heap)
+    with pytest.raises(ApiError) as caught:
+        engine.submit([ask([1])] * 3, Heap())
+    assert (caught.value.status, caught.value.retry_after) == (429, 1)
+    engine.submit([ask([1])] * 2, heap)
+    model.go.set()
+    until(lambda: heap.ended(40))
+    engine.submit([ask([1])] * 3, heap)  # there is room again
+
+
+def test_who_goes_away_makes_room(engine: Engine, model: Held) -> None:
+    heap, other = Heap(), Heap()
+    ticket = engine.submit([ask([1], 300)] * 30, heap)
+    engine.submit([ask([2], 4)], other)
+    until(lambda: bool(heap.heard))
+    assert not other.heard  # 16 run, the rest waits in the order of arrival
+    engine.drop(ticket)
+    until(other.ended)
+    heard = len(heap.heard)
+    assert not heap.ended(1)
+    until(lambda: engine.load == (0, 0))
+    assert len(heap.heard) == heard
+    assert model.widths[-1] == 1
+
+
+@pytest.mark.parametrize(
+    "error", [UnreadableFile("shard", "x", "y", "z"), RuntimeError("no memory")]
+)
+def test_a_step_that_fails_ends_its_sequences_and_no_other(
+    engine: Engine, model: Held, error: Exception
+) -> None:
+    heap, later = Heap(), Heap()
+    model.go.clear()
+    model.broken = error
+    engine.submit([ask([1]), ask([2])], heap)
+    model.go.set()
+    until(lambda: heap.ended(2))
+    assert [h.error for h in heap.heard if isinstance(h, Failed)] == [error, error]
+    model.broken = None
+    engine.submit([ask([1])], later)
+    until(later.ended)
+    assert later.text() == alone([1], 6, Sampling())
+
+
+def test_logits_that_are_not_finite_end_their_own_sequence(engine: Engine, model: Held) -> None:
+    heap = Heap()
+    model.go.clear()
+    model.infinite = True  # in the first row of one step
+    engine.submit([ask([1], 3), ask([2], 3)], heap)
+    model.go.set()
+    until(lambda: heap.ended(2))
+    (failed,) = [h for h in heap.heard if isinstance(h, Failed)]
+    assert failed.place == 0
+    assert isinstance(failed.error, InvalidArgument)
+
+
+def test_a_model_that_cannot_begin_is_no_server(model: Held) -> None:
+    letters: Any = Letters()
+    model.infinite = True
+    ended = threading.Event()
+    made = Engine(model, letters, 4, Metrics())
+    made.start(ended.set)
+    assert ended.wait(20)
+    made.join()
+    assert isinstance(made.failure, InvalidArgument)
+    assert not made.ready
+    with pytest.raises(ApiError, match="stopping"):
+        made.submit([ask([1])], Heap())
+
+
+def test_stopping_tells_everybody(engine: Engine, model: Held) -> None:
+    heap = Heap()
+    model.go.clear()
+    engine.submit([ask([1], 300)] * 20, heap)
+    engine.stop()
+    model.go.set()
+    engine.join()
+    assert heap.ended(20)
+    assert {h.error.status for h in heap.heard if isinstance(h, Failed)} == {503}  # type: ignore[attr-defined]
+
+
+def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
+    prompt, heap = ids(3, 40), Heap()
+    engine.submit([ask(prompt, 5, top=3, scores_prompt=True)], heap)
+    until(heap.ended)
+    tokens, whole = heap.tokens(), speaker("v4")
+    speech = Speech(list(prompt))
+    Generation(whole, None, Sampling(), Limits(5)).run([speech])
+    assert [t.number for t in tokens] == speech.all_ids
+    sequence = Speech([1]).sequence
+    hidden = whole.hidden([sequence], [torch.tensor(speech.all_ids)])
+    rows = whole.logits(hidden).double().log_softmax(-1)
+    assert tokens[0].log_probability is None
+    assert tokens[0].likeliest == ()
+    for place, token in enumerate(tokens[1:]):
+        assert token.log_probability == pytest.approx(float(rows[place, token.number]), abs=1e-9)
+        best = rows[place].topk(3)
+        assert [n for n, _, _ in token.likeliest] == best.indices.tolist()
+        assert [v for _, _, v in token.likeliest] == pytest.approx(best.values.tolist(), abs=1e-9)
+    letters = Letters()
+    assert "".join(t.text for t in tokens) == letters.decode(speech.all_ids)
+
+
+def test_a_prompt_alone_can_be_scored(engine: Engine) -> None:
+    heap = Heap()
+    engine.submit([ask([5, 6, 7], 0, top=0, scores_prompt=True, silent_begin=True)], heap)
+    until(heap.ended)
+    assert [t.number for t in heap.tokens()] == [6, 7]  # the begin token is not told
+    assert all(t.log_probability is not None for t in heap.tokens())
+    last = heap.heard[-1]
+    assert isinstance(last, Piece)
+    assert (last.finish, last.new_tokens) == (Finish.LENGTH, 0)
