@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from degarble.harness.engine.allowances import WIDTH, Allowances
+from degarble.harness.engine.budget_steps import BLOCK, AlikeRows, alike_in_row, counted
 from degarble.harness.engine.compare import compare
 from degarble.harness.engine.compare_definition import values_of_any
 from degarble.harness.errors import InvalidArgument
@@ -40,9 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import ElementFormat
 
 HEADROOM = 0.7  # of a budget: where the healthy worst case sits at most
-MISTAKEN = 1e-12  # probability with which a place of a healthy run may exceed its bound
 KIND = "kind of element"  # the level of what is finite on one side only
-_LOG = math.log(1 / MISTAKEN)
 _PANEL = 1 << 20  # elements judged at once
 
 
@@ -107,62 +107,6 @@ class Judgement:
         return Verdict.AGREES if self.worst.ratio <= 1 else Verdict.DIFFERS
 
 
-@dataclass(frozen=True, eq=False)
-class _Allowances:
-    """Sums and maxima of what is allowed, along a last axis of 6.
-
-    squares, squares of squares, gain at most, squares of gain; largest square, largest gain term.
-    """
-
-    stack: NDArray[np.float64]
-
-    def folded(self, labels: NDArray[np.int64], count: int) -> _Allowances:
-        """Join the places of one label."""
-        kept = labels >= 0
-        out = np.zeros((count, 6))
-        np.add.at(out[:, :4], labels[kept], self.stack[kept][:, :4])
-        np.maximum.at(out[:, 4:], labels[kept], self.stack[kept][:, 4:])
-        return _Allowances(out)
-
-    def in_runs(self, per: int, axis: int) -> _Allowances:
-        """Join every `per` neighbours along an axis."""
-        count = self.stack.shape[axis]
-        if per == 1 or not count:
-            return self
-        starts = np.arange(0, count, per)
-        parts = (
-            joined.reduceat(part, starts, axis=axis)
-            for joined, part in ((np.add, self.stack[..., :4]), (np.maximum, self.stack[..., 4:]))
-        )
-        return _Allowances(np.concatenate(tuple(parts), axis=-1))
-
-    def joined(self) -> _Allowances:
-        """Join all that lie along the first axis."""
-        sums, largest = self.stack[..., :4].sum(0), self.stack[..., 4:].max(0, initial=0.0)
-        return _Allowances(np.concatenate((sums, largest), axis=-1))
-
-    def repeated(self, count: int) -> _Allowances:
-        """Let `count` elements err together: their sum varies more, its mean stays."""
-        factors = np.array([1, count, 1, count, count, count], np.float64)
-        return _Allowances(self.stack * factors)
-
-    @property
-    def length(self) -> NDArray[np.float64]:
-        """What the length of a place's difference may be."""
-        squares, fourth, largest = (self.stack[..., k] for k in (0, 1, 4))
-        bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
-        allowed: NDArray[np.float64] = np.sqrt(bound) / HEADROOM
-        return allowed
-
-    @property
-    def pull(self) -> NDArray[np.float64]:
-        """What the sum of reference times difference may be."""
-        most, squares, largest = (self.stack[..., k] for k in (2, 3, 5))
-        bound = most + np.sqrt(2 * _LOG * squares) + _LOG / 3 * largest
-        allowed: NDArray[np.float64] = bound / HEADROOM
-        return allowed
-
-
 def judge(
     candidate: Tensor, twin: Tensor, budget: Budget, places: Places | None = None
 ) -> Judgement:
@@ -170,17 +114,16 @@ def judge(
     if budget.free is not None:
         candidate = torch.where(budget.free, twin, candidate)
     found = compare(candidate, twin, places)
-    element, rows, cells = _allowances(candidate, twin, budget, found)
+    element, rows, together, cells = _allowances(candidate, twin, budget, found)
     per = found.places.tile[1] // found.cell
-    runs = cells.shape[1]
-    by_cell = _Allowances(cells)
-    tiles = _Allowances(by_cell.in_runs(per, 1).stack.reshape(-1, 6))
-    columns = by_cell.joined()
-    whole = _Allowances(columns.joined().stack[None])
+    runs = cells.stack.shape[1]
+    tiles = Allowances(cells.in_runs(per, 1).stack.reshape(-1, WIDTH))
+    columns = cells.joined()
+    whole = Allowances(columns.joined().stack[None])
     high, wide = budget.repeats
     in_tile = min(high, found.places.tile[0]) * min(wide, found.places.tile[1])
     levels = [
-        ("row", found.rows.stack, _Allowances(rows).repeated(wide)),
+        ("row", found.rows.stack, rows.repeated(wide)),
         ("tile", found.tiles.stack.reshape(-1, 4), tiles.repeated(in_tile)),
         ("columns", found.columns.stack, columns.repeated(high * min(wide, found.cell))),
         ("whole", found.total.stack[None], whole.repeated(high * wide)),
@@ -192,7 +135,7 @@ def judge(
             if in_rows
             else np.arange(runs) // (found.places.columns[name] // found.cell)
         )
-        allowances = (_Allowances(rows) if in_rows else columns).folded(
+        allowances = (together if in_rows else columns).folded(
             labels, int(labels.max(initial=-1)) + 1
         )
         levels.append((name, found.by(name).stack, allowances.repeated(high * wide)))
@@ -201,64 +144,76 @@ def judge(
         at = found.census.first or (0, 0)
         findings.append(Finding(KIND, at, float(found.census.mismatched), 0.0))
     findings.sort(key=lambda each: -each.ratio)
-    return Judgement(found, budget, tuple(findings), float(levels[3][2].length[0]))
+    return Judgement(found, budget, tuple(findings), float(levels[3][2].length[0]) / HEADROOM)
 
 
-def _worst_of(level: str, sums: NDArray[np.float64], allowances: _Allowances) -> Iterator[Finding]:
-    """Yield the worst length and the worst gain of one level."""
+def _worst_of(level: str, sums: NDArray[np.float64], allowances: Allowances) -> Iterator[Finding]:
+    """Yield the worst length, the worst gain and the most steps of one level."""
     if not len(sums):
         return
-    lengths, allowed = np.sqrt(sums[:, 3]), allowances.length
-    pulls, allowed_pull = np.abs(sums[:, 2]), allowances.pull
-    far, pulled = _ratios(lengths, allowed), _ratios(pulls, allowed_pull)
-    at = int(far.argmax())
-    yield Finding(f"length of {level}", (at,), float(lengths[at]), float(allowed[at]))
-    at = int(pulled.argmax())
+    of_length = np.sqrt(sums[:, 3]), allowances.length / HEADROOM
+    pulls, allowed = np.abs(sums[:, 2]), allowances.pull / HEADROOM
+    at = int(_ratios(pulls, allowed).argmax())
     energy = float(sums[at, 0]) or 1.0
-    yield Finding(
-        f"gain of {level}", (at,), float(pulls[at]) / energy, float(allowed_pull[at]) / energy
-    )
+    yield _most(f"length of {level}", *of_length)
+    yield Finding(f"gain of {level}", (at,), float(pulls[at]) / energy, float(allowed[at]) / energy)
+    yield _most(f"steps of {level}", allowances.stepped, allowances.steps / HEADROOM)
+
+
+def _most(level: str, measured: NDArray[np.float64], allowed: NDArray[np.float64]) -> Finding:
+    at = int(_ratios(measured, allowed).argmax())
+    return Finding(level, (at,), float(measured[at]), float(allowed[at]))
 
 
 def _allowances(
     candidate: Tensor, twin: Tensor, budget: Budget, found: Comparison
-) -> tuple[Finding, NDArray[np.float64], NDArray[np.float64]]:
-    """Return the worst element, and the allowances of rows [M, 6] and cells [R, S, 6]."""
+) -> tuple[Finding, Allowances, Allowances, Allowances]:
+    """Return the worst element, and the allowances of rows [M], twice, and of cells [R, S].
+
+    Of rows each by itself, and as they count where several are joined: some round alike.
+    """
     width = found.shape[-1] if found.shape else 1
-    height, cell, tall = len(found.rows.rr), found.cell, found.places.tile[0]
-    rows, cells = np.zeros((height, 6)), np.zeros((*found.cells.rr.shape, 6))
-    worst = Finding("element", (0, 0), 0.0, 0.0)
+    height, tall = len(found.rows.rr), found.places.tile[0]
     slack = _slack(budget, found.shape).reshape(height, width)
-    c_MK, t_MK = (side.detach().reshape(height, width) for side in (candidate, twin))
-    step, starts = max(1, _PANEL // max(1, width)), np.arange(0, width, cell)
-    for start in range(0, height if width else 0, step):
-        part = slice(start, min(start + step, height))
-        c, t = values_of_any(c_MK[part].cpu()), values_of_any(t_MK[part].cpu())
-        e = slack[part].double().numpy()
-        if found.census.clean:
-            d = np.abs(c - t)
-        else:
-            known = np.isfinite(c) & np.isfinite(t)
-            t, e = np.where(known, t, 0.0), np.where(known, e, 0.0)
-            d = np.where(known, np.abs(c - t), 0.0)
+    pair = [side.detach().reshape(height, width) for side in (candidate, twin)]
+    block, worst = math.gcd(found.cell, BLOCK), Finding("element", (0, 0), 0.0, 0.0)
+    rows, together = np.zeros((2, height, WIDTH))
+    cells = np.zeros((*found.cells.rr.shape, WIDTH))
+    step = max(1, _PANEL // max(1, width))
+    starts = range(0, height if width else 0, step)
+    panels = [slice(start, min(start + step, height)) for start in starts]
+    alike = AlikeRows((height, width), block)
+    for part in panels:
+        alike.add(part, values_of_any(pair[1][part].cpu()))
+    members = alike.members()
+    for part in panels:
+        d, t, e = _finite(pair, slack, part, clean=found.census.clean)
         most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
-        worst = max(worst, _worst_element(d, most, start), key=lambda each: each.ratio)
-        square, size = (most - e) * e + e * e, np.abs(t)
-        largest = most * most
-        terms = (square, square * largest, size * e, t * t * square, largest, size * most)
-        by_cell = np.empty((*d.shape[:-1], len(starts), 6))
-        for k, term in enumerate(terms):
-            by_cell[..., k] = (np.maximum if k > 3 else np.add).reduceat(term, starts, axis=1)
-        rows[part, :4], rows[part, 4:] = by_cell[..., :4].sum(1), by_cell[..., 4:].max(1)
-        if start // tall == (part.stop - 1) // tall:
-            band = cells[start // tall]
-            band[:, :4] += by_cell[..., :4].sum(0)
-            np.maximum(band[:, 4:], by_cell[..., 4:].max(0), out=band[:, 4:])
-            continue
+        worst = max(worst, _worst_element(d, most, part.start), key=lambda each: each.ratio)
+        square, size, largest = most * e, np.abs(t), most * most
+        steps, mean = counted(d, e, most, alike_in_row(t, budget.output))
+        terms = (square, square * largest, size * e, t * t * square, steps, mean)
+        blocks = Allowances.of(terms, (largest, size * most), alike.starts)
+        rows[part] = blocks.joined(1).stack
+        blocks = blocks.shared(members[part], budget.repeats[0])
+        together[part] = blocks.joined(1).stack
         bands = np.arange(part.start, part.stop) // tall
-        np.add.at(cells[..., :4], bands, by_cell[..., :4])
-        np.maximum.at(cells[..., 4:], bands, by_cell[..., 4:])
-    return worst, rows, cells
+        blocks.in_runs(found.cell // block, 1).put(bands, cells)
+    return worst, Allowances(rows), Allowances(together), Allowances(cells)
+
+
+def _finite(
+    pair: Sequence[Tensor], slack: Tensor, part: slice, *, clean: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Distances, the twin's values and slacks of some rows; 0 where a side is not finite."""
+    c, t = (values_of_any(side[part].cpu()) for side in pair)
+    e = slack[part].double().numpy()
+    if clean:
+        return np.abs(c - t), t, e
+    known = np.isfinite(c) & np.isfinite(t)
+    with np.errstate(invalid="ignore"):
+        d = np.abs(c - t)
+    return np.where(known, d, 0.0), np.where(known, t, 0.0), np.where(known, e, 0.0)
 
 
 def _slack(budget: Budget, shape: tuple[int, ...]) -> Tensor:

@@ -165,7 +165,8 @@ def _norm(call: Call, out: Tensor) -> Budget:
     """A norm, or the residual that it passes on."""
     if out is call.outputs.get("residual"):
         return few(out.abs(), 1, output_format(out), "sum of input and residual")
-    return normed(out, out.shape[-1], output_format(out), additions=1)
+    weight = next((each.values(torch.float32) for each in call.weights.values()), None)
+    return normed(out, out.shape[-1], output_format(out), additions=1, weight=weight)
 
 
 def _rotated(call: Call, out: Tensor) -> Budget:

@@ -19,6 +19,7 @@ Shape letters: M rows, K summed, N outputs.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -203,9 +204,25 @@ def stored_between(budget: Budget, amplitude: Tensor, spacings: float, what: str
     return Budget(budget.output, budget.slack + added, (*budget.derivation, words))
 
 
-def normed(out: Tensor, width: int, output: ElementFormat, *, additions: int = 0) -> Budget:
+def normed(
+    out: Tensor,
+    width: int,
+    output: ElementFormat,
+    *,
+    additions: int = 0,
+    weight: Tensor | None = None,
+) -> Budget:
     """An RMS norm over `width` elements: squares add up to one sign, so errors are relative.
 
-    Mean: half of width u, halved again by the root; root, products and weight: 8 more.
+    Mean: half of width u, halved again by the root; root, products and weight: 8 more. Where
+    epsilon is all that counts, every row has the same factor, and equal elements round alike.
     """
-    return few(out.abs(), width / 4 + 8 + additions, output, f"RMS norm of {width}")
+    roundings = width / 4 + 8 + additions
+    made = few(out.abs(), roundings, output, f"RMS norm of {width}")
+    plain = out.float() if weight is None else out.float() / weight.float().where(weight != 0, 1)
+    square = plain.square().mean(-1)
+    alike = int(((square > 0) & (square <= roundings * U)).sum())
+    if alike < 2:
+        return made
+    words = f"rows far below epsilon, which have one factor: {alike}"
+    return replace(made, derivation=(*made.derivation, words), repeats=(alike, 1))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _SILU_ROUNDINGS = 12  # as in budget_roles: exponential and quotient, two products
 _RUNS = 8  # of a callable with inputs that err by one rounding
 _SPREAD = 6  # deviations: the least that is allowed for what so few runs show
-_EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+_EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _OPERATIONS = 16  # roundings of the result that any callable may have besides
 
 
@@ -116,13 +116,13 @@ def rms_norm(inputs: Mapping[str, Any], weights: Any, epsilon: float) -> Defined
          x * torch.rsqrt(mean * width + epsilon) * w),
     ]  # fmt: skip
     wrong += [
-        ("M43.epsilon", "The norm has another epsilon", f"epsilon = {other:g}",
+        ("M24.epsilon", "The norm has another epsilon", f"epsilon = {other:g}",
          x * torch.rsqrt(mean + other) * w)
         for other in _EPSILONS if other != epsilon
     ]  # fmt: skip
 
     def budget(_name: str, twin: Tensor) -> Budget:
-        return normed(twin, width, FORMAT_OF_DTYPE[twin.dtype])
+        return normed(twin, width, FORMAT_OF_DTYPE[twin.dtype], weight=w)
 
     return Defined({"out": normal * w}, budget, tuple(wrong))
 

@@ -100,12 +100,12 @@ def test_rms_norm_and_its_faults() -> None:
     for wrong, fault in (
         (norm(1e-6, 1 + weight), "M24.norm_form"),
         (norm(1e-6, torch.ones(K)), "M17.ones"),
-        (norm(1e-3, weight), "M43.epsilon"),
+        (norm(1e-3, weight), "M24.epsilon"),
     ):
         found = judge("rmsnorm", X, weight, wrong)
         assert found.cause is not None
         assert found.cause.fault == fault
-    assert judge("rmsnorm", X, weight, norm(0.1, weight)).named == ()
+    assert judge("rmsnorm", X, weight, norm(0.3, weight)).named == ()
 
 
 def test_swiglu_and_its_faults() -> None:

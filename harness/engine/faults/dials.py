@@ -1,8 +1,9 @@
 """Faults with a dial: the same fault as mild or as strong as one likes.
 
 Owns how a strength becomes a way: 0 is nothing, 0.01 is one percent of a gain, or of a factor
-of the logits. Whoever plants turns the dial until the effect is what is wanted in units of
-budget; a signature has to fit the number. Faults without a number in them have no dial.
+of the logits, or what is added under a root. Whoever plants turns the dial until the effect is what
+is wanted in units of budget; a signature has to fit the number. Faults without a number in them
+have no dial.
 
 Refuses nothing. Kept honest by suites/engine/faults/test_dials.py.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from degarble.harness.engine.faults import m24_fused_operands as m24
 from degarble.harness.engine.faults import m29_softmax_scale as m29
 from degarble.harness.engine.faults import m43_small_gain as m43
 from degarble.harness.engine.faults.slopes import gain_way, planted_gain, told
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene, Way
 
     Dial = Callable[[Scene, float], Way | None]
+
+
+def _epsilon(scene: Scene, strength: float) -> Way:
+    return m24.epsilon_way(scene, scene.bound.config.rms_norm_eps + strength)
 
 
 def _whole(scene: Scene, strength: float) -> Way:
@@ -54,6 +60,7 @@ def _values(_scene: Scene, strength: float) -> Way:
 
 DIALS: Mapping[str, Dial] = MappingProxyType(
     {
+        "M24.epsilon": _epsilon,
         "M29.other_scale": _logits,
         "M32.values": _values,
         "M43.whole": _whole,

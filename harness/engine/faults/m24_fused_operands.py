@@ -1,4 +1,4 @@
-"""M24: a fused operation takes another operand, or rounds where the separate ones do not.
+"""M24: a fused operation takes another operand or epsilon, or rounds where separate ones do not.
 
 A fusion matches a graph whose norm weight has another dtype or another meaning (vllm issue 48330),
 drops an operand (pytorch issue 174049), or keeps a value that was stored before (TensorRT-LLM issue
@@ -7,6 +7,7 @@ drops an operand (pytorch issue 174049), or keeps a value that was stored before
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,14 @@ from degarble.harness.engine.faults.model_faults import (
     from_ways,
     with_weights,
 )
-from degarble.harness.engine.faults.rebinding import with_facts, with_function, with_numerics
+from degarble.harness.engine.faults.rebinding import (
+    facts_at,
+    unrounded,
+    with_config,
+    with_facts,
+    with_function,
+    with_numerics,
+)
 from degarble.harness.formats.weight import Weight
 from degarble.references.facts import V32Facts
 
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
 
 _NORMS = {
     "attn.norm": "ffn.norm", "ffn.norm": "attn.norm", "attn.q_norm": "", "attn.kv_norm": "",
@@ -35,6 +43,11 @@ _NORMS = {
 }  # fmt: skip
 _SUMMING = ("attn.norm", "ffn.norm")  # in V3.2 these add the residual
 _FORMED = ("attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm")
+_ROOTED = (
+    *_NORMS, "attn.q_head_norm_rope", "attn.compressor.pool", "attn.indexer.compressor.pool",
+)  # fmt: skip
+EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+_FIRST, _TURNS, _MOST = 1e-3, 4, 1e3  # of the search for another one
 _STORING = (
     "attn.norm", "ffn.norm", "ffn.experts.act_quant", "attn.kv_norm_rope", "attn.q_head_norm_rope",
     "attn.compressor.pool", "attn.indexer.q",
@@ -98,7 +111,6 @@ def _form_ways(scene: Scene) -> Iterator[Way]:
         ("no norm: the weight alone", lambda x, w: x * w),
         ("a norm with the mean taken away", _centred),
         ("a norm by the sum of squares", lambda x, w: w * x / x.norm(dim=-1, keepdim=True)),
-        ("a norm with 1e-2 under the root", partial(_rms, epsilon=1e-2)),
         ("a norm over the first half", _half),
     ):
         yield Way(words, with_function(scene, partial(_formed, scene.role, form)))
@@ -128,6 +140,54 @@ def _centred(x: Tensor, weight: Tensor) -> Tensor:
 def _half(x: Tensor, weight: Tensor) -> Tensor:
     first = x[..., : x.shape[-1] // 2]
     return weight * (x * torch.rsqrt(first.square().mean(-1, keepdim=True)))
+
+
+def _epsilon_ways(scene: Scene) -> Iterator[Way]:
+    for epsilon in EPSILONS:
+        if epsilon != facts_at(scene).config.rms_norm_eps:
+            yield epsilon_way(scene, epsilon)
+
+
+def epsilon_way(scene: Scene, epsilon: float, *, fitted: bool = False) -> Way:
+    """Another number under the root."""
+    change = partial(with_config, rms_norm_eps=epsilon)
+    return Way(
+        f"{epsilon:.3g} under the root",
+        with_facts(scene, change),
+        {"epsilon": epsilon} if fitted else {},
+    )
+
+
+def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
+    """The known ones, and the one that makes all outputs as small as they are."""
+    yield from _epsilon_ways(scene)
+    own = float(facts_at(scene).config.rms_norm_eps)
+    wanted = _beside(sight.outputs, sight.expected)
+    if math.isnan(wanted) or wanted >= 0:
+        return  # a larger one makes outputs smaller; a smaller one than usual changes nothing
+    more = _FIRST
+    for _ in range(_TURNS):
+        call = with_facts(scene, partial(_fine, own + more))(scene.call)
+        made = _beside(call(sight.inputs, scene.weights), sight.expected)
+        if not made < 0:
+            return
+        more *= min(_MOST, max(1 / _MOST, wanted / made))
+    for value in dict.fromkeys((*(float(f"{own + more:.{n}g}") for n in (1, 2)), own + more)):
+        yield epsilon_way(scene, value, fitted=True)
+
+
+def _fine(epsilon: float, facts: Any) -> Any:
+    return unrounded(with_config(facts, rms_norm_eps=epsilon))
+
+
+def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """By how much outputs are larger, on average of their quotients less 1; NaN: no telling."""
+    c, e = outputs.get("out"), expected.get("out")
+    if c is None or e is None or c.shape != e.shape:
+        return math.nan
+    known = (e != 0) & c.isfinite() & e.isfinite()
+    c, e = c[known].double(), e[known].double()
+    return float(((c - e) / e).mean()) if len(e) else math.nan
 
 
 def _kept_ways(scene: Scene) -> Iterator[Way]:
@@ -160,7 +220,7 @@ def _kept(
     return apply
 
 
-def _fault(name: str, title: str, effect: str, remedy: str) -> ModelFault:
+def _fault(name: str, title: str, effect: str, remedy: str, signature: Any = None) -> ModelFault:
     roles, ways = _TABLE[name]
     return ModelFault(
         id=f"M24.{name}",
@@ -169,13 +229,14 @@ def _fault(name: str, title: str, effect: str, remedy: str) -> ModelFault:
         remedy=remedy,
         sits=lambda scene: scene.role in roles,
         ways=ways,
-        signature=from_ways(ways),
+        signature=signature or from_ways(ways),
     )
 
 
 _TABLE: dict[str, tuple[Any, Callable[[Scene], Iterator[Way]]]] = {
     "norm_weight": (_NORMS, _gamma_ways),
     "norm_form": (_FORMED, _form_ways),
+    "epsilon": (_ROOTED, _epsilon_ways),
     "rounding": (_STORING, _kept_ways),
 }
 
@@ -191,6 +252,13 @@ MODEL_FAULTS = (
         "A fused norm computes something else",
         "rows have another length, or features are centred",
         "Compare the fused and the separate operation for every fusion that fired.",
+    ),
+    _fault(
+        "epsilon",
+        "A norm has another epsilon",
+        "rows of small values are too small, those of large ones hardly",
+        "Pass the config's rms_norm_eps on; a fused norm's default is another one.",
+        _epsilons,
     ),
     _fault(
         "rounding",

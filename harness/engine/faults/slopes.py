@@ -62,14 +62,23 @@ def fitted(candidate: Tensor, expected: Tensor) -> float | None:
 
 
 def faint(candidate: Tensor, expected: Tensor) -> float | None:
-    """A gain so near 1 that roundings drown it in single numbers, and all of them show it."""
-    found = slope(candidate, expected)
-    if found is None or abs(found.gain - 1) > FAINT:
-        return None
+    """A gain so near 1 that roundings drown it in single numbers, and all of them show it.
+
+    Of two fits the surer one: least squares, where noise is as large everywhere; and the mean of
+    all quotients, where it grows with a number as roundings do, and a few large ones own the first.
+    """
     c, e = candidate.double().flatten(), expected.double().flatten()
-    noise = float((c - found.gain * e).norm()) / math.sqrt(e.numel())
-    error = noise / float(e.norm())
-    return found.gain if abs(found.gain - 1) > SURE * error else None
+    e, c = e[e != 0], c[e != 0]
+    if e.numel() < FEWEST or not bool(c.isfinite().all()):
+        return None
+    energy = float(e @ e)
+    squares, quotients = float((c - e) @ e) / energy, (c - e) / e
+    fits = (
+        (float(((c - e - squares * e) * e).norm()) / energy, squares),
+        (float(quotients.std()) / math.sqrt(e.numel()), float(quotients.mean())),
+    )
+    error, beside = min(fits)
+    return 1 + beside if SURE * error < abs(beside) <= FAINT else None
 
 
 def is_named(gain: float, known: float) -> bool:
