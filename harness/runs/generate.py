@@ -10,6 +10,7 @@ What keeps it honest: suites/runs/test_generate.py.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,15 @@ from degarble.harness.talk.perplexity import Surprise, surprise
 from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.harness.talk.turns import TOOLS, TOOLS_REMEDY, Style, is_tool
-from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from degarble.harness.runs.model import OpenModel
 
 LARGEST_FILE = 256 << 20  # of prompts, or of a text
+_NAMED = 8  # unknown words that a warning names
 _MARKS = (marks.USER, marks.ASSISTANT, marks.END_THINK)
 
 
@@ -82,11 +83,11 @@ class Spoken:
             "finish": speech.finish,
         }
         if self.chat is not None:
-            made |= _message(self.chat, speech)
+            made |= message_of(self.chat, speech)
         return made
 
 
-def _message(chat: Chat, speech: Speech) -> dict[str, Any]:
+def message_of(chat: Chat, speech: Speech) -> dict[str, Any]:
     """What was said as a message; a text that leaves the encoding is told with its reason."""
     try:
         turn = chat.parse(speech.text, whole=False)
@@ -98,9 +99,14 @@ def _message(chat: Chat, speech: Speech) -> dict[str, Any]:
 class Talker:
     """An open model with its tokenizer, in one manner."""
 
-    def __init__(self, model: OpenModel, manner: Manner) -> None:
+    def __init__(
+        self, model: OpenModel, manner: Manner, tell: Callable[[str], None] | None = None
+    ) -> None:
         self.model = model
         self.manner = manner
+        self.tell = tell or (lambda _told: None)  # what a person should know beside the text
+        self._strange: Counter[str] = Counter()  # words that the tokenizer does not know
+        self._told: set[str] = set()
         checkpoint, config = model.checkpoint, model.config
         self.tokenizer = Tokenizer.of_checkpoint(
             checkpoint.root, checkpoint.config, config.vocab_size
@@ -127,11 +133,25 @@ class Talker:
                 raise InvalidArgument(
                     "prompt", prompt, "a text", "Add --chat for prompts that are conversations."
                 )
-            return self.tokenizer.encode(prompt)
+            return self.ids(prompt)
         if isinstance(prompt, list):
             self._require_own_words(prompt)
         messages = prompt if isinstance(prompt, list) else self.opening(str(prompt))
-        return self.tokenizer.encode(self.chat.encode(messages))
+        return self.ids(self.chat.encode(messages))
+
+    def ids(self, text: str, *, begin: bool = True) -> list[int]:
+        """Ids of a text as it is; words that the tokenizer does not know are kept in mind."""
+        ids = self.tokenizer.encode(text, begin=begin)
+        self._strange.update(self.tokenizer.unknown(text))
+        return ids
+
+    def tell_strange(self) -> None:
+        """Say once of every word that the tokenizer does not know it: the model never hears it."""
+        new = {word: count for word, count in self._strange.items() if word not in self._told}
+        self._strange.clear()
+        if new:
+            self._told |= new.keys()
+            self.tell(strange_line(new))
 
     def opening(self, said: str) -> list[dict[str, Any]]:
         """A conversation that begins with what a user says."""
@@ -146,6 +166,7 @@ class Talker:
     ) -> Spoken:
         """Continue every prompt."""
         speeches = [Speech(self.ids_of(prompt)) for prompt in prompts]
+        self.tell_strange()
         generation = self.generation()
         generation.run(speeches, heard)
         return Spoken(tuple(prompts), tuple(speeches), generation.pace, self.chat)
@@ -157,7 +178,9 @@ class Talker:
 
     def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> Surprise:
         """How surprised the model is by a text."""
-        return surprise(self.model.speaker, self.tokenizer.encode(text), heard)
+        ids = self.ids(text)
+        self.tell_strange()
+        return surprise(self.model.speaker, ids, heard)
 
     def _require_own_words(self, messages: list[Any]) -> None:
         """A conversation brings its system message and its tools; others would go unheard."""
@@ -178,44 +201,16 @@ class Talker:
             )  # fmt: skip
 
 
-class Dialogue:
-    """A conversation with history; what the model has seen before is not read again."""
-
-    def __init__(self, talker: Talker) -> None:
-        self._talker = talker
-        self._messages: list[dict[str, Any]] = []
-        self._seen: list[int] = []
-        self._sequence = Sequence()
-        self.pace = Pace()
-
-    def say(self, said: str, heard: Callable[[Speech, str], None] | None = None) -> Speech:
-        """Say something, and hear the answer; both stay in the history."""
-        chat, messages = self._talker.chat, self._messages
-        if chat is None:
-            ids = self._talker.tokenizer.encode(said, begin=not self._seen)
-            prompt = [*self._seen, *ids]
-        else:
-            new = [{"role": "user", "content": said}] if messages else self._talker.opening(said)
-            messages = [*messages, *new]
-            prompt = self._talker.ids_of(messages)
-        length = self._sequence.length
-        known = length < len(prompt) and prompt[:length] == self._seen[:length]
-        speech = Speech(prompt, self._sequence if known else Sequence())
-        # An answer that is interrupted leaves a sequence that has seen more than the history.
-        self._sequence = Sequence()
-        generation = self._talker.generation()
-        generation.run([speech], heard)
-        self._sequence, self.pace = speech.sequence, generation.pace
-        self._seen = speech.all_ids[:-1] if speech.finish is Finish.END else speech.all_ids
-        if chat is not None:
-            self._messages = [*messages, _answer(chat, speech)]
-        return speech
-
-
-def _answer(chat: Chat, speech: Speech) -> dict[str, Any]:
-    """The answer as a message; one that leaves the encoding stands as it is."""
-    found: dict[str, Any] | None = _message(chat, speech)["message"]
-    return found or {"role": "assistant", "content": speech.text}
+def strange_line(words: Mapping[str, int]) -> str:
+    """Name the words that a tokenizer does not know, and say how many they are."""
+    named = [f"{word!r}{f' ({count} times)' if count > 1 else ''}" for word, count in words.items()]
+    more = "" if len(named) <= _NAMED else f", and {len(named) - _NAMED} more"
+    total = sum(words.values())
+    what = "1 word is" if total == 1 else f"{total} words are"
+    return (
+        f"warning: {what} unknown to the tokenizer and reach the model as one and the same id: "
+        f"{', '.join(named[:_NAMED])}{more}"
+    )
 
 
 def surprise_document(found: Surprise) -> dict[str, Any]:
@@ -232,12 +227,14 @@ def prompts_from(path: Path) -> list[Any]:
     """Read prompts: one a line, or, in a .jsonl file, a text or a conversation a line."""
     # Trap: splitlines also cuts at U+2028, which JSON leaves inside its texts, and at form feeds.
     text = text_from("--prompts", path).replace("\r\n", "\n")
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
         raise UnreadableFile(
             "--prompts", str(path), "one prompt a line", "Write a prompt into the file."
         )
-    return [_json(path, n, line) for n, line in enumerate(lines)] if _is_json(path) else lines
+    if not _is_json(path):
+        return list(lines.values())
+    return [_json(path, number, line) for number, line in lines.items()]
 
 
 def _is_json(path: Path) -> bool:
@@ -249,12 +246,12 @@ def _json(path: Path, number: int, line: str) -> Any:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(
-            f"{path}: prompt {number}", str(error), "a JSON text, or a list of messages",
+            f"{path}: line {number}", str(error), "a JSON text, or a list of messages",
             "Write one JSON value a line.",
         ) from error  # fmt: skip
     if not isinstance(found, str | list):
         raise InvalidArgument(
-            f"{path}: prompt {number}", found, "a JSON text, or a list of messages",
+            f"{path}: line {number}", found, "a JSON text, or a list of messages",
             "Write one JSON value a line.",
         )  # fmt: skip
     return found

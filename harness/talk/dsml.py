@@ -43,7 +43,10 @@ class ToolCall(NamedTuple):
                 "tool call", call, "a mapping with function: {name, arguments}",
                 "Write tool calls as OpenAI's API has them.",
             )  # fmt: skip
-        return cls(function["name"], function["arguments"])
+        arguments = function["arguments"]
+        return cls(
+            function["name"], as_json(arguments) if isinstance(arguments, dict) else arguments
+        )
 
     def document(self) -> dict[str, Any]:
         """Spell the call as OpenAI's API does."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.talk.sampling import Sampler
     from degarble.harness.talk.speaker import Speaker
     from degarble.harness.talk.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class Speech:
     ids: list[int] = field(default_factory=list)  # new tokens, an end token included
     text: str = ""
     finish: Finish | None = None
+    sampler: Sampler | None = None  # whose draws go on; by default a fresh one
 
     @property
     def fed(self) -> int:
@@ -106,7 +108,7 @@ class Voice:
         self._context = speaker.context
         self._ends = tokenizer.ends if tokenizer else frozenset[int]()
         self._growing = Growing(tokenizer) if tokenizer else None
-        self._sampler = sampling.sampler()
+        self._sampler = speech.sampler or sampling.sampler()
         self._stops = Stops(limits.stops)
         self._new_tokens = limits.new_tokens
 
@@ -192,7 +194,7 @@ class Generation:
         self, speeches: Many[Speech], heard: Callable[[Speech, str], None] | None = None
     ) -> None:
         """Continue all prompts; `heard` gets every piece of text as soon as it is certain."""
-        for number, speech in enumerate(speeches):
+        for number, speech in enumerate(speeches, 1):
             require_fitting(self._speaker, f"prompt {number}", speech)
         how = (self._tokenizer, self._sampling, self._limits)
         waiting = [Voice(self._speaker, speech, *how) for speech in reversed(speeches)]

@@ -70,6 +70,19 @@ class Tokenizer:
             ids = [self.begin, *ids]
         return ids
 
+    def unknown(self, text: str) -> list[str]:
+        """The words of a text that become the one id of unknown words, each as often as said."""
+        mark = getattr(self.codec.model, "unk_token", None)
+        number = None if mark is None else self.codec.token_to_id(mark)
+        if number is None:
+            return []
+        made = self.codec.encode(text, add_special_tokens=False)
+        places = [
+            place for each, place in zip(made.ids, made.offsets, strict=True) if each == number
+        ]
+        said = [text[begin:end] for begin, end in places]
+        return [word for word in said if word.strip() != mark]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens as they are."""
         text: str = self.codec.decode(list(ids), skip_special_tokens=False)

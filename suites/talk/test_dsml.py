@@ -51,6 +51,16 @@ def test_strings_travel_unescaped(value: str) -> None:
     assert json.loads(back.arguments) == {"k": value}
 
 
+def test_arguments_may_come_as_a_mapping() -> None:
+    given = {"city": "Ulm", "days": 3, "exact": True, "near": ["Bonn"], "x": None}
+    calls = [
+        {"function": {"name": "weather", "arguments": given}},
+        {"function": {"name": "now", "arguments": {}}},
+    ]
+    for lenient in (False, True):
+        assert written(map(ToolCall.of, calls), "tool_calls", lenient=lenient) == GOLDEN
+
+
 def test_characters_stay_themselves() -> None:
     call = ToolCall("f", '{"k": {"ü": "日"}}')
     assert '>{"ü": "日"}<' in written([call], "tool_calls", lenient=True)

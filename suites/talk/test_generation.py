@@ -102,7 +102,7 @@ def test_every_way_to_end() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "match"),
-    [([], "prompt 1"), ([64], "ids below 64"), ([-1], "ids below 64"), ([1] * 400, "context")],
+    [([], "prompt 2"), ([64], "ids below 64"), ([-1], "ids below 64"), ([1] * 400, "context")],
 )
 def test_prompts_that_do_not_fit_are_refused_before_anything_runs(
     prompt: list[int], match: str
