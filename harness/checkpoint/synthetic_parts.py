@@ -23,8 +23,8 @@ from degarble.harness.anatomy.parameters import EXPERT, parameters
 from degarble.harness.anatomy.storage import Part
 from degarble.harness.anatomy.types import Kind
 from degarble.harness.checkpoint.synthetic_panels import quantise_panels
-from degarble.harness.checkpoint.synthetic_pool import RowPool
-from degarble.harness.checkpoint.synthetic_statistics import Numbers
+from degarble.harness.checkpoint.synthetic_pool import BASE_ROWS, RowPool
+from degarble.harness.checkpoint.synthetic_statistics import Numbers, words
 from degarble.harness.checkpoint.tensors import TORCH_DTYPES
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import (
@@ -40,6 +40,7 @@ from degarble.harness.formats.types import ScaleDirection
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from degarble.harness.anatomy.layouts import Fusion, Layout
@@ -147,12 +148,23 @@ class Parts:
     def _row_chunks(self, parameter: Parameter, row_bytes: int) -> Iterator[Tensor]:
         """Yield the pool rows of a matrix, so many that a chunk stays small, in whole panels."""
         pool, count = self._pool(parameter), parameter.shape[0]
-        rows = self._numbers.below(f"{parameter.name} rows", pool.rows, count)
-        if self._holds_peak(parameter):
+        if parameter.row.name == "ffn.gate":
+            rows = self._router_rows(parameter, pool.rows)
+        else:
+            rows = self._numbers.below(f"{parameter.name} rows", pool.rows, count)
+        if parameter.row.name != "ffn.gate" and self._holds_peak(parameter):
             rows[self._numbers.word(f"{parameter.name} peak") % count] = pool.peak
         step = max(CHUNK_BYTES // max(row_bytes, 1) // _PANEL, 1) * _PANEL
         for begin in range(0, count, step):
             yield torch.from_numpy(rows[begin : begin + step])
+
+    def _router_rows(self, parameter: Parameter, limit: int) -> NDArray[np.int64]:
+        """Give every expert a row of its own, all at one gain: a louder one would take the tokens.
+
+        Beyond the pool's rows they come again, at the next gain.
+        """
+        order = np.argsort(words(self._numbers.word(f"{parameter.name} rows"), BASE_ROWS))
+        return np.resize(np.arange(limit).reshape(-1, BASE_ROWS)[:, order], parameter.shape[0])
 
     # Partners
 

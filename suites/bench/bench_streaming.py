@@ -2,7 +2,8 @@
 
 Owns the checkpoint (V4-Flash's widths, four layers, one of each type, written once and removed) and
 the estimates for V4-Pro and V3.2: the bytes of their official layouts over the measured rate. Every
-expert has to be visited, or the pass would be cheaper than it says. The disk's rate is that of
+expert has to be visited, or the pass would be cheaper than it says: routers are balanced first.
+The disk's rate is that of
 reading the same files from a cold cache, in the same process.
 Kept honest by suites/bench/test_bench_streaming.py at a small size.
 """
@@ -51,6 +52,7 @@ def run(settings: Settings) -> Section:
     with tempfile.TemporaryDirectory() as place, Neighbours() as neighbours:
         folder = str(Path(place) / "checkpoint")
         subprocess.run([*command, "--write", folder, str(width)], check=True)
+        subprocess.run([*command, "--balance", folder, str(tokens)], check=True)
         done = subprocess.run(
             [*command, folder, str(tokens)], capture_output=True, text=True, check=True
         )

@@ -2,8 +2,10 @@
 
 `python -m degarble.suites.bench.peak_streaming FOLDER TOKENS` prints seconds, bytes of weights
 handed out, visited experts' share, and the peak of resident memory in bytes. With `--write` it
-writes the checkpoint: V4-Flash's widths, four layers, one of each type. A pass over one token
-before it loads libraries and compiles loops, and is not counted.
+writes the checkpoint: V4-Flash's widths, four layers, one of each type. With `--balance` it fits
+the routers' correction biases to the prompt, as training does for its load: random routers leave
+some experts alone, and the pass would be cheaper than it says. A pass over one token before it
+loads libraries and compiles loops, and is not counted.
 Kept honest by suites/bench/test_bench_streaming.py at a small size.
 """
 
@@ -13,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +23,21 @@ import torch
 
 from degarble.harness.anatomy.presets import V4_FLASH
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.formats.weight import Weight
 from degarble.harness.runs.model import open_model
+from degarble.references import routing
 from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from degarble.harness.anatomy.config import V4Config
+    from degarble.harness.protocols import ComponentCall
+
+_BIAS = "ffn.gate.bias"
+_ROUNDS, _RATE = 300, 0.03  # of fitting a bias; the rate falls to nothing
 
 
 def config_of(width: int) -> V4Config:
@@ -70,6 +83,52 @@ def cold_rate(folder: Path, limit: int = 4 << 30) -> float:
     return done / (time.perf_counter() - start)
 
 
+def prompt_of(tokens: int, vocabulary: int) -> Tensor:
+    """Different tokens, as far as the vocabulary goes."""
+    return torch.arange(tokens) * 7919 % vocabulary
+
+
+def fitted_bias(logits_TE: Tensor, chosen: int) -> Tensor:
+    """A correction bias under which all experts get about as many of these tokens."""
+    score_TE = routing.sqrt_softplus(logits_TE.float())
+    tokens, experts = score_TE.shape
+    bias, share = torch.zeros(experts), tokens * chosen / experts
+    for number in range(_ROUNDS):
+        best = (score_TE + bias).topk(chosen, dim=-1).indices
+        load = torch.bincount(best.flatten(), minlength=experts)
+        bias += _RATE * (1 - number / _ROUNDS) * torch.sign(share - load)
+    return bias
+
+
+def balance(folder: Path, tokens: int) -> None:
+    """Fit every router's bias to the prompt, layer after layer, and store it in place."""
+    fitted: dict[str, Tensor] = {}
+
+    def topk(
+        name: str, call: ComponentCall, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
+    ) -> Mapping[str, Tensor]:
+        if _BIAS in weights:
+            bias = fitted_bias(inputs["logits"], chosen)
+            fitted[name.removesuffix("ffn.topk") + _BIAS] = bias
+            weights = {_BIAS: Weight(value=bias)}
+        return call(inputs, weights)
+
+    with open_model(folder, "bf16", held_values=0) as model:
+        calls, chosen = model.speaker.bound.calls, model.config.num_experts_per_tok
+        for name in [each for each in calls if each.endswith("ffn.topk")]:
+            calls[name] = partial(topk, name, calls[name])
+        prompt = prompt_of(tokens, model.config.vocab_size)
+        model.speaker.next_logits([Sequence()], [prompt])
+        forms = {name: model.checkpoint.stored(name).form for name in fitted}
+        places = {name: next(iter(form.parts.values())) for name, form in forms.items()}
+    for name, place in places.items():
+        raw = fitted[name].numpy().tobytes()
+        assert len(raw) == place.end - place.begin, "biases are float32"
+        with place.file.open("r+b") as stream:
+            stream.seek(place.begin)
+            stream.write(raw)
+
+
 def status_bytes(field: str) -> int:
     """One line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -86,8 +145,7 @@ def run(folder: Path, tokens: int) -> tuple[float, int, float, int]:
         seen: set[str] = set()
         streamed.heard = lambda _size, name: seen.add(name)
         before, start = streamed.read, time.perf_counter()
-        prompt = torch.arange(tokens) * 7919 % vocabulary
-        model.speaker.next_logits([Sequence()], [prompt])
+        model.speaker.next_logits([Sequence()], [prompt_of(tokens, vocabulary)])
         seconds = time.perf_counter() - start
         experts = {name for name in streamed if ".ffn.experts." in name and "mtp" not in name}
         return seconds, streamed.read - before, len(seen & experts) / len(experts), peak()
@@ -103,6 +161,9 @@ def main(*arguments: str) -> None:
     folder, number = Path(arguments[-2]), int(arguments[-1])
     if "--write" in arguments:
         write_checkpoint(folder, Synthetic(config_of(number), "official"), workers=2)
+        return
+    if "--balance" in arguments:
+        balance(folder, number)
         return
     seconds, read, share, resident = run(folder, number)
     sys.stdout.write(f"{seconds} {read} {share} {resident} {cold_rate(folder)}\n")
