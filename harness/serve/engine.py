@@ -138,6 +138,9 @@ class Engine:
     def submit(self, asks: Sequence[Ask], tell: Tell) -> Ticket:
         """Take the sequences of one request in, or none of them."""
         ticket = Ticket(tell)
+        if len(asks) > self._most:
+            told = f"{len(asks)} choices in one request; {self._most} may run and wait in all"
+            raise ApiError(400, told, "n", "invalid_value")
         with self._changed:
             if self._stopped:
                 raise stopping()

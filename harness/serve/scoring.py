@@ -38,8 +38,7 @@ class Scoring:
     def token(self, number: int, logits_V: Tensor) -> Scored:
         """Tell one token, given what was predicted at its place."""
         values = logits_V.double().log_softmax(-1)
-        ranked = values.sort(descending=True, stable=True).indices[: self._top].tolist()
-        likeliest = tuple((n, self.text_of(n), float(values[n])) for n in ranked)
+        likeliest = tuple((n, self.text_of(n), float(values[n])) for n in _best(values, self._top))
         return Scored(number, self._growing.add(number), float(values[number]), likeliest)
 
     def prompt(self, speaker: Speaker, hidden: Tensor, targets: Sequence[int]) -> Iterator[Scored]:
@@ -57,3 +56,14 @@ class Scoring:
     def text_of(self, number: int) -> str:
         """The text of a token alone."""
         return self._tokenizer.decode([number])
+
+
+def _best(values_V: Tensor, count: int) -> list[int]:
+    """The ids of the largest values, of equal ones the lowest first."""
+    if count == 0:
+        return []
+    least = values_V.topk(min(count, len(values_V))).values[-1]
+    near = (values_V >= least).nonzero().squeeze(1)  # more than `count` where some are equal
+    order = values_V[near].sort(descending=True, stable=True).indices
+    found: list[int] = near[order[:count]].tolist()
+    return found

@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from degarble.harness.serve.asked import completion_asked
 from degarble.harness.serve.words import Bounds
 from degarble.suites.runs.talking_cases import WORDS, write_speaker
 from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running, until
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+_LONG = {"model": "words", "prompt": ["w7", "w8"], "max_tokens": 4000}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -241,8 +243,10 @@ def test_unknown_paths_are_refused_in_the_same_form(
 def test_a_full_queue_and_a_stop_are_told_with_a_time_to_come_back(
     folder: Path,
 ) -> None:
-    with running(folder, Bounds(new_tokens=40, sequences=2)) as small:
-        full = small.post(PATHS[0], prompt=["w7"] * 3)
+    with running(folder, Bounds(new_tokens=4000, sequences=2), endless=True) as small:
+        small.engine.submit(completion_asked(_LONG, small.desk).asks, lambda _: None)
+        full = small.post(PATHS[0], prompt="w7")
+        small.engine.stop()
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         assert full.json()["error"]["type"] == "rate_limit_error"
         small.service.stopping = True

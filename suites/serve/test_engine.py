@@ -12,6 +12,7 @@ from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.serve.engine import Engine
 from degarble.harness.serve.metrics import Metrics
 from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.scoring import Scoring
 from degarble.harness.serve.words import Ask, Failed, Heard, Piece
 from degarble.harness.talk.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
 from degarble.harness.talk.sampling import Sampling
@@ -121,6 +122,9 @@ def test_more_than_may_wait_are_refused_whole(engine: Engine, model: Held) -> No
         engine.submit([ask([1])] * 3, Heap())
     assert (caught.value.status, caught.value.retry_after) == (429, 1)
     engine.submit([ask([1])] * 2, heap)
+    with pytest.raises(ApiError, match="choices in one request") as caught:
+        engine.submit([ask([1])] * 41, Heap())  # would never fit
+    assert caught.value.status == 400
     model.go.set()
     until(lambda: heap.ended(40))
     engine.submit([ask([1])] * 3, heap)  # there is room again
@@ -217,6 +221,14 @@ def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
         assert [v for _, _, v in token.likeliest] == pytest.approx(best.values.tolist(), abs=1e-9)
     letters = Letters()
     assert "".join(t.text for t in tokens) == letters.decode(speech.all_ids)
+
+
+def test_of_equal_tokens_the_lower_ids_are_told() -> None:
+    letters: Any = Letters()
+    scored = Scoring(letters, 3).token(5, torch.tensor([0.0, 1.0, 2.0, 1.0, 1.0, 1.0]))
+    assert [number for number, _, _ in scored.likeliest] == [2, 1, 3]
+    assert Scoring(letters, 20).token(0, torch.zeros(4)).likeliest[3][0] == 3
+    assert Scoring(letters, 0).token(0, torch.zeros(4)).likeliest == ()
 
 
 def test_a_prompt_alone_can_be_scored(engine: Engine) -> None:

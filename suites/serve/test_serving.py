@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+import torch
 
 from degarble.harness.cli.commands.serving import TOKEN_VARIABLE
-from degarble.harness.serve.transport import bound_socket
+from degarble.harness.serve import serving
+from degarble.harness.serve.transport import Listener, bound_socket
+from degarble.harness.talk.speaker import Speaker
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import write_speaker
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
 TINY = Path(__file__).parents[2] / "references" / "tiny" / "v1"
@@ -97,6 +102,40 @@ def test_a_token_comes_from_one_place(
         done = call(capsys, "serve", tmp_path, *more)
         assert (done.status, TOKEN in done.err) == (2, False)
         assert "given together" in done.err
+
+
+def test_a_model_whose_first_token_cannot_be_chosen_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_speaker(tmp_path / "model")
+    monkeypatch.setattr(Speaker, "logits", lambda *_: torch.full((1, 64), torch.nan))
+    done = call(capsys, "serve", folder, "--port", 0)
+    assert done.status == 2
+    assert "64 of 64 not finite" in done.err
+    assert "Audit the checkpoint" in done.err
+
+
+def test_it_says_where_it_is_and_ends_by_a_signal_with_status_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ending(Listener):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            asyncio.get_running_loop().call_later(0.1, signal.raise_signal, signal.SIGTERM)
+
+    assert threading.current_thread() is threading.main_thread(), "where signals are handled"
+    folder = write_speaker(tmp_path / "model")
+    monkeypatch.setattr(serving, "Listener", Ending)
+    before = signal.getsignal(signal.SIGTERM)
+    done = call(capsys, "--json", "serve", folder, "--port", 0, "--name", "it")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (done.status, done.err) == (0, "")
+    assert done.document["model"] == "it"
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", done.document["url"])
+    open_ = call(capsys, "serve", folder, "--port", 0, "--host", "0.0.0.0", "--without-token")
+    assert open_.status == 0
+    assert "Ctrl-C ends it" in open_.out
+    assert "open beyond this machine, to anybody" in open_.err
 
 
 @contextmanager
