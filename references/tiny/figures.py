@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 50_000_000  # first seed of documents that no training saw
 WINDOW = 128
+_Z = 1.96  # of a normal distribution at 95 %, two-sided
 _OCTAVES = (WINDOW, 256, 512, 1024)
 
 
@@ -37,6 +38,7 @@ class Score:
 
     asked: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
+    guessed: dict[str, float] = field(default_factory=dict)  # right answers that guessing gives
     surprise: float = 0.0
     tokens: int = 0
 
@@ -45,10 +47,30 @@ class Score:
         asked = sum(self.asked[kind] for kind in kinds)
         return sum(self.right[kind] for kind in kinds) / asked if asked else math.nan
 
+    def chance(self, *kinds: str) -> float:
+        """Share of right answers of who knows which words are possible, and nothing else."""
+        asked = sum(self.asked[kind] for kind in kinds)
+        return sum(self.guessed.get(kind, 0.0) for kind in kinds) / asked if asked else math.nan
+
+    def interval(self, *kinds: str) -> tuple[float, float]:
+        """Where the true share lies at 95 %, by Wilson's score: from, to."""
+        asked, share = sum(self.asked[kind] for kind in kinds), self.share(*kinds)
+        if not asked:
+            return 0.0, 1.0
+        z = _Z * _Z / asked
+        centre, reach = share + z / 2, _Z * math.sqrt(share * (1 - share) / asked + z / asked / 4)
+        return (centre - reach) / (1 + z), (centre + reach) / (1 + z)
+
     @property
     def perplexity(self) -> float:
         """The exponential of the mean surprise."""
         return math.exp(self.surprise / self.tokens)
+
+
+def possible(probe: language.Probe) -> int:
+    """How many words may answer a question about a fact: the values of its relation."""
+    word = words.WORDS[probe.answer]
+    return next(len(values) for values in words.RELATIONS.values() if word in values)
 
 
 def kind_of(probe: language.Probe) -> str:
@@ -78,6 +100,8 @@ def score(
         for probe in document.probes:
             kind = kind_of(probe)
             made.asked[kind] += 1
+            if probe.kind == "recall":
+                made.guessed[kind] = made.guessed.get(kind, 0.0) + 1 / possible(probe)
             made.right[kind] += int(best[probe.position - 1]) == probe.answer
     return made
 

@@ -3,7 +3,8 @@
 Owns what becomes of each parameter. Experts stay packed: w1 and w3 of all experts in one stack, in
 the order of the chosen backend. Outside the experts V4's classes know FP8 and BF16 alone, so NVFP4
 is decoded there, and wo_a is brought to FP8. Partners of a fused tensor in different formats are
-decoded too. Everything else keeps its bytes and gets vLLM's name.
+decoded too, and such as would share a row of scales. Everything else keeps its bytes and gets
+vLLM's name.
 
 Refuses fused or stacked sources, experts whose w1 and w3 have different tensor scales (kernels use
 the first for both), and shuffled backends for experts that are not NVFP4.
@@ -27,6 +28,7 @@ from degarble.harness.checkpoint.convert.source import linears, require_model
 from degarble.harness.checkpoint.convert.units import Unit
 from degarble.harness.checkpoint.convert.vllm_unit import Fused, Plan
 from degarble.harness.errors import DtypeMismatch
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -93,10 +95,19 @@ def formats_in_vllm(
         parameter = present[name]
         if parameter.row.name in fused and parameter.expert is None:
             groups[parameter.block, fused[parameter.row.name]].append(name)
+    place = {member: n for each in layout.fusions for n, member in enumerate(each.members)}
     for members in groups.values():
-        if len({after[name] for name in members}) > 1:
+        members.sort(key=lambda name: place[present[name].row.name])
+        several = len({after[name] for name in members}) > 1
+        if several or _cuts_a_scale([present[name] for name in members], after[members[0]].weight):
             after |= dict.fromkeys(members, Stored(BF16, scaled=False))
     return after
+
+
+def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
+    """Whether a row of scales would belong to two partners: only the last one may end within it."""
+    rows = BLOCK_FORMATS[weight].block[0] if weight in BLOCK_FORMATS else 1
+    return any(each.shape[0] % rows for each in members[:-1])
 
 
 def _format_of(model: Config, parameter: Parameter, stored: Stored) -> Stored:

@@ -9,6 +9,8 @@ import torch
 from degarble.harness.checkpoint.convert import vllm
 from degarble.harness.checkpoint.convert.backends import BACKENDS, Backend
 from degarble.harness.checkpoint.convert.job import convert
+from degarble.harness.checkpoint.convert.prove import prove
+from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.formats.layouts import LINEAR
@@ -67,6 +69,19 @@ def test_what_is_stacked_and_what_is_decoded(tmp_path: Path) -> None:
         assert after.entry(f"{W13}_weight_scale").shape == (experts, 2 * rows, width // 16)
         assert after.entry(f"{W13}_weight_scale_2").shape == (experts, 2)
         assert after.entry(f"{W13}_input_scale").shape == (experts, 2)
+
+
+def test_partners_that_would_share_a_row_of_scales_are_decoded(tmp_path: Path) -> None:
+    """64 rows of wq_a in front of wkv: no whole row of 128, as in the small trained model."""
+    narrow = Synthetic(replace(V4, q_lora_rank=64), "nvfp4-experts", seed=11)
+    write_checkpoint(tmp_path / "in", narrow, shards=1)
+    convert(tmp_path / "in", tmp_path / "out", "vllm")
+    assert prove(tmp_path / "in", tmp_path / "out").holds
+    converted("nvfp4-experts", tmp_path / "whole", "vllm")
+    for folder, dtype in (("out", "BF16"), ("whole", "F8_E4M3")):
+        with Checkpoint.open(tmp_path / folder) as after:
+            assert after.entry(f"{ATTN}.fused_wqa_wkv.weight").dtype == dtype
+            assert after.entry(f"{W13}_weight").dtype == "U8"
 
 
 @pytest.mark.parametrize("backend", ARRANGED)

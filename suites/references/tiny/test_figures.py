@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -36,6 +37,25 @@ def test_a_guesser_does_not(seed: int) -> None:
     told = figures.score([document(seed)], lambda ids: torch.zeros(len(ids), words.SIZE))
     assert told.share(*figures.FAR, "sum", "copy") < 0.05
     assert told.perplexity == pytest.approx(words.SIZE)
+
+
+def test_chance_is_one_of_the_words_that_a_relation_takes(seed: int) -> None:
+    probes = [each for each in document(seed).probes if each.kind == "recall"]
+    counts = {figures.possible(each) for each in probes}
+    assert counts <= {12, 16}
+    told = figures.score([document(seed)], _oracle)
+    kinds = (figures.NEAR, *figures.FAR)
+    expected = sum(1 / figures.possible(each) for each in probes) / len(probes)
+    assert told.chance(*kinds) == pytest.approx(expected)
+    assert 1 / 16 <= told.chance(*figures.FAR) <= 1 / 12
+
+
+def test_few_questions_leave_a_share_open() -> None:
+    told = figures.Score(Counter(sum=164), Counter(sum=17))
+    assert told.interval("sum") == pytest.approx((0.0658, 0.1599), abs=1e-3)
+    many = figures.Score(Counter(sum=1640), Counter(sum=170))
+    assert many.interval("sum") == pytest.approx((0.0899, 0.1193), abs=1e-3)
+    assert figures.Score().interval("sum") == (0.0, 1.0)
 
 
 def test_a_kind_that_was_not_asked_has_no_share() -> None:
