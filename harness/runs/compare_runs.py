@@ -1,9 +1,10 @@
 """`degarble compare` as one run: two captures beside each other, site by site, no checkpoint.
 
-Owns the pairing (the steps in which both were given the same tokens), the numbers of each output,
-and the verdict. Hashes decide what is equal; only what is not is read. No budget is known here, so
-equal means to the bit. A component that was given the same inputs and put out something else is an
-origin: what lies behind it inherits. Two runs of one candidate that differ are UNSTABLE.
+Owns the pairing (the steps in which both were given the same tokens; where prompts were cut
+otherwise, compare_tokens pairs token by token), the numbers of each output, and the verdict. Hashes
+decide what is equal; only what is not is read. No budget is known here, so equal means to the bit.
+A component that was given the same inputs and put out something else is an origin: what lies behind
+it inherits. Two runs of one candidate that differ are UNSTABLE.
 
 Refuses captures of models of other extents, and those without a step in common. Kept honest by
 suites/runs/test_compare_runs.py.
@@ -11,7 +12,7 @@ suites/runs/test_compare_runs.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.engine.forms import equal_elements
@@ -21,6 +22,7 @@ from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.page import Finding, Page, Subject
 from degarble.harness.record.verdict import Origin, Verdict
 from degarble.harness.record.wording import number
+from degarble.harness.runs.compare_tokens import beside_by_tokens, tokens_in_common
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.record.capture_types import Call, Kept
     from degarble.harness.record.page import Provenance
+    from degarble.harness.runs.compare_tokens import Token
 
 MOST_ORIGINS = 100
 _SHOWN = 6  # origins on the screen
@@ -56,6 +59,7 @@ class Line:
     first: tuple[int, int] | None = None  # step and row of the first difference
     own: tuple[int, int] | None = None  # the same, of the first call with equal inputs
     words: str = ""
+    place: tuple[str, str] = ("step", "row")  # what first and own count; or sequence and position
     equal_calls: list[tuple[Capture, Kept]] = field(default_factory=list)  # read if others differ
 
     @property
@@ -73,6 +77,7 @@ class Compared:
     steps: int
     same_candidate: bool
     notes: tuple[str, ...] = ()
+    tokens: int = 0  # that were compared one by one, since the runs were cut otherwise
 
     @property
     def origins(self) -> list[Line]:
@@ -84,17 +89,22 @@ class Compared:
         """AGREES to the bit; UNSTABLE where one candidate gave two answers; else DIFFERS."""
         if all(line.equal for line in self.lines):
             return Verdict.AGREES
-        return Verdict.UNSTABLE if self.same_candidate else Verdict.DIFFERS
+        asked_alike = self.same_candidate and not self.tokens
+        return Verdict.UNSTABLE if asked_alike else Verdict.DIFFERS
+
+    @property
+    def extent(self) -> str:
+        """What was compared."""
+        return f"{self.tokens:,} tokens" if self.tokens else f"{self.steps} steps"
 
     @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         apart = [line for line in self.lines if not line.equal]
         if not apart:
-            return (
-                f"Both runs are equal to the bit: {len(self.lines):,} outputs, {self.steps} steps."
-            )
-        who = "One candidate gave two answers" if self.same_candidate else "The runs differ"
+            return f"Both runs are equal to the bit: {len(self.lines):,} outputs, {self.extent}."
+        unstable = self.verdict is Verdict.UNSTABLE
+        who = "One candidate gave two answers" if unstable else "The runs differ"
         if not self.origins:
             return f"{who}: {len(apart):,} outputs, none of them on equal inputs."
         first = self.origins[0]
@@ -105,12 +115,15 @@ def compare_runs(first: Path, second: Path) -> Compared:
     """Open and compare two captures."""
     captures = (Capture.open(first), Capture.open(second))
     _require_one_model(*captures)
-    common = _common_steps(*captures)
     notes = [
         f"The {name} capture is incomplete: its run ended before its time."
         for name, each in zip(("first", "second"), captures, strict=True)
         if not each.complete
     ]
+    tokens = tokens_in_common(*captures)
+    if tokens:
+        return _by_tokens(captures, tokens, notes)
+    common = _common_steps(*captures)
     steps = max(len(each.steps) for each in captures)
     if common < steps:
         notes.append(f"Tokens part behind step {common - 1}: {steps - common} steps are left out.")
@@ -128,14 +141,30 @@ def compare_runs(first: Path, second: Path) -> Compared:
                 _add(line, captures, (call, other), name)
     for line in lines.values():
         _complete(line)
+    return _compared(captures, list(lines.values()), common, notes)
+
+
+def _by_tokens(
+    captures: tuple[Capture, Capture], tokens: tuple[Token, ...], notes: list[str]
+) -> Compared:
+    """Compare runs that were given the same tokens in other steps."""
+    found, left = beside_by_tokens(captures, tokens)
+    notes.append("The runs were cut otherwise: what both put out for a token is compared.")
+    if left:
+        notes.append(f"{left:,} outputs have no row for each token, and are left out.")
+    lines = [Line(**vars(each), place=("sequence", "position")) for each in found if each.calls]
+    return replace(_compared(captures, lines, 0, notes), tokens=len(tokens))
+
+
+def _compared(
+    captures: tuple[Capture, Capture], lines: list[Line], common: int, notes: list[str]
+) -> Compared:
     if not lines:
         raise Undecided(
             "calls in common", 0, "one component at least that both captures have",
             "Capture both runs with the same filters.",
         )  # fmt: skip
-    return Compared(
-        captures, tuple(lines.values()), common, _one_candidate(*captures), tuple(notes)
-    )
+    return Compared(captures, tuple(lines), common, _one_candidate(*captures), tuple(notes))
 
 
 def _require_one_model(first: Capture, second: Capture) -> None:
@@ -265,6 +294,7 @@ def compared_document(compared: Compared) -> dict[str, Any]:
         "captures": [each.hash for each in compared.captures],
         "same_candidate": compared.same_candidate,
         "steps": compared.steps,
+        "tokens": compared.tokens,
         "notes": list(compared.notes),
     }
 
@@ -293,17 +323,21 @@ def _line(line: Line) -> dict[str, Any]:
         "cosine": cosine,
         "relative_l2": apart,
         "identical": line.identical / line.elements if line.elements else None,
-        "first": None if line.first is None else {"step": line.first[0], "row": line.first[1]},
+        "first": None if line.first is None else _at(line, line.first),
     }
+
+
+def _at(line: Line, place: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(line.place, place, strict=True))
 
 
 def _origin(line: Line) -> Origin:
     layer, role = _split(line.component)
     cosine, apart = _numbers(line)
-    step, row = line.own or (0, 0)
+    where = _at(line, line.own or (0, 0))
     port = "out" if line.output == "out" else f"out.{line.output}"
     return Origin(
-        layer, role, f"{line.component}.{port}", {"step": step, "row": row}, None, cosine, apart,
+        layer, role, f"{line.component}.{port}", where, None, cosine, apart,
         evidence=_evidence(line),
     )  # fmt: skip
 
@@ -316,15 +350,15 @@ def _evidence(line: Line) -> str:
     told = f"{100 * share:.2f} % of its elements are equal"
     if cosine is not None and apart is not None:
         told += f", relative difference {number(apart)}"
-    step, row = line.own or line.first or (0, 0)
-    return f"{told}; first in step {step}, row {row}, on equal inputs"
+    at = ", ".join(f"{n} {k}" for n, k in _at(line, line.own or line.first or (0, 0)).items())
+    return f"{told}; first in {at}, on equal inputs"
 
 
 def compared_lines(compared: Compared) -> Iterator[str]:
     """Tell it in a few lines."""
     yield f"{compared.verdict}  {compared.sentence}"
     names = " and ".join(each.hash[:12] for each in compared.captures)
-    yield f"  captures    {names}, {compared.steps} steps in common"
+    yield f"  captures    {names}, {compared.extent} in common"
     apart = [line for line in compared.lines if not line.equal]
     yield f"  outputs     {len(compared.lines):,}, of which {len(apart):,} differ"
     for note in compared.notes:
