@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from degarble.harness.runs.model import open_model
 from degarble.harness.serve.asked import completion_asked
@@ -195,6 +197,46 @@ def test_tools_stand_in_the_system_message(desk: Desk) -> None:
     for said in ("", "w9"):
         beginning = f"{BOS}{said}\n\n{TOOLS_TEXT}{USER}w7"
         assert any(text.startswith(beginning) for text in seen)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["w7", "\ud800", "user", "tool", "text", "enabled", "auto", "{"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+NAMES = (
+    "prompt", "messages", "max_tokens", "temperature", "n", "stream", "stream_options", "stop",
+    "seed", "logprobs", "top_logprobs", "tools", "tool_choice", "thinking", "reasoning_effort",
+    "response_format", "logit_bias", "echo",
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), st.booleans())
+def test_whatever_a_request_holds_it_is_read_or_refused(
+    desk: Desk, fields: dict[str, Any], chats: bool
+) -> None:
+    usual: dict[str, Any] = {"messages": [USER_SAYS]} if chats else {"prompt": "w7"}
+    try:
+        made = (chat_asked if chats else completion_asked)(
+            usual | fields | {"model": "words"}, desk
+        )
+    except ApiError as error:
+        assert error.status == 400  # noqa: PT017  either will do
+        assert len(error.message) < 1000  # noqa: PT017  as above
+    else:
+        assert made.asks
 
 
 USER_SAYS = {"role": "user", "content": "w7"}

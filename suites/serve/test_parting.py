@@ -59,6 +59,12 @@ def test_a_turn_is_parted_however_it_is_cut(
         (THINKING, "never done", {REASONING: "never done"}, "an end of thinking"),
         (CHAT, "a<think>b", {CONTENT: "a<think>b"}, "without marks"),
         (CHAT, "x" + CALLS[:-20], {CONTENT: "x" + CALLS[:-20]}, "tool calls, character"),
+        (
+            THINKING,
+            "hm</think>x" + CALLS[:-20],
+            {REASONING: "hm", CONTENT: "x" + CALLS[:-20]},
+            "tool calls, character",
+        ),
         (CHAT, f"a{EOS}b", {CONTENT: f"a{EOS}b"}, "at the end"),
     ],
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from degarble.harness.serve.words import Bounds
 
 QUICK = replace(
-    BOUNDS, head_seconds=0.3, body_seconds=0.3, stall_seconds=0.3, connections=4, new_tokens=4000
+    BOUNDS, head_seconds=1.0, body_seconds=1.0, stall_seconds=0.5, connections=4, new_tokens=4000
 )
 
 
@@ -128,7 +128,7 @@ def test_a_head_that_drips_in_does_not_hold_a_connection(served: tuple[Running, 
                 connection.sendall(bytes([letter]))
             except OSError:
                 break
-            time.sleep(0.02)
+            time.sleep(0.1)
         else:
             pytest.fail("it was let drip on")
     assert time.monotonic() - begin < 20
@@ -181,7 +181,7 @@ def test_a_signal_lets_what_runs_end(tmp_path: Path) -> None:
     folder = write_speaker(tmp_path / "model")
     with listening(folder, replace(BOUNDS, new_tokens=4000)) as (made, listener, port):
         with connected(port) as connection, connected(port) as idle:
-            connection.sendall(request(asking(max_tokens=12)))
+            connection.sendall(request(asking(max_tokens=40)))
             until(lambda: made.engine.load == (1, 0))
             listener.handle_exit(signal.SIGTERM, None)
             assert made.service.stopping
