@@ -35,6 +35,7 @@ FP8_SMALLEST_AMAX = 1e-4  # DeepSeek-V4 inference/kernel.py, act_quant
 LARGEST_E4M3_INVERSE = 1.0 / codecs.E4M3_MAX
 NVFP4_SMALLEST_AMAX = codecs.E2M1_MAX * 2.0**-9  # FlashInfer, deepseek_v41/cache.py
 NVFP4_LARGEST = codecs.E2M1_MAX * codecs.E4M3_MAX  # beyond it a value saturates in every block
+ESTIMATE_LOWERED = 1 - 2.0**-20
 NO_CLAIM = -1
 SOURCES = ("latent", "row")  # norm and turn first, or rows that are both already
 DUPLICATES = ("absent", "last")  # of slots: promised not to occur, or the last token's entry stays
@@ -270,7 +271,11 @@ def nvfp4_scale_number(amax_bits: Any) -> Any:
 
 
 def nvfp4_inverse(scale: Any, estimate: Any) -> tuple[Any, Any]:
-    """Return 1 / scale as a sum of two numbers, from any estimate that is good to 22 bits."""
+    """Return 1 / scale as a sum of two numbers, from any estimate that is good to 21 bits.
+
+    Both are positive, or a zero would lose its sign: the first is made too small.
+    """
+    estimate = ops.multiply_rn(estimate, ESTIMATE_LOWERED)
     error = ops.fma_rn(ops.multiply_rn(scale, -1.0), estimate, 1.0)
     return estimate, ops.multiply_rn(estimate, error)
 

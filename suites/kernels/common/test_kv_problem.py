@@ -86,12 +86,15 @@ def test_every_quotient_rounds_as_the_true_one(off: int) -> None:
     scale = codecs.e4m3_decode(code)
     estimate = ((1 / scale).view(torch.int32) + off).view(torch.float32)
     bound = int(codecs.bf16_encode(facts.NVFP4_LARGEST))
-    number = codecs.bf16_decode(ALL_BF16[0x3A00 : bound + 1])[None]  # below it everything is 0
-    got = facts.nvfp4_quotient(number, facts.nvfp4_inverse(scale, estimate))
-    want = number.double() / scale.double()
-    assert torch.equal(codecs.e2m1_encode(got), codecs.e2m1_encode(want.float()))
-    plain_product = codecs.e2m1_encode(number * estimate)
-    assert (plain_product != codecs.e2m1_encode(got)).any()  # hence the second term
+    magnitudes = torch.cat((ALL_BF16[:1], ALL_BF16[0x3A00 : bound + 1]))  # zero, and what is not
+    number = codecs.bf16_decode(torch.cat((magnitudes, magnitudes + 0x8000)))[None]
+    inverse = facts.nvfp4_inverse(scale, estimate)
+    assert (inverse[1] > 0).all()
+    got = codecs.e2m1_encode(facts.nvfp4_quotient(number, inverse))
+    assert torch.equal(got, codecs.e2m1_encode((number.double() / scale.double()).float()))
+    assert (got == 8).any()  # -0 among them
+    product = codecs.e2m1_encode(number * estimate)
+    assert (product != got).any()  # hence the second term
 
 
 def test_words_of_codes_decode_in_python_and_on_tensors() -> None:
