@@ -26,7 +26,7 @@ from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
-from degarble.kernels.common import wgmma
+from degarble.kernels.common import operands, wgmma
 from degarble.kernels.common.compiling import (
     CompiledKernel,
     any_stream,
@@ -171,7 +171,9 @@ def launch_gemm(
 @cache
 def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    pointers = tuple(contract.pointer(element, None) for element in ELEMENTS)
+    pointers = tuple(
+        operands.pointer(element, None, contract.TMA_ALIGNMENT) for element in ELEMENTS
+    )
     extents = tuple(Int32(1) for _ in range(4))
     arguments = (pointers, extents, form, any_stream())
     return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
@@ -193,7 +195,7 @@ def gemm_bf16(
     out = contract.empty_output(problem, a_MK.device) if out is None else out
     shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
     for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
-        contract.require(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
+        operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
     contract.require_output(problem, out)
     contract.require_place((a_MK, b_NK, out), SM90A)
     if problem.rows:
@@ -207,7 +209,10 @@ def launch(
 ) -> None:
     """Launch on checked tensors: A, B, D."""
     device = tensors[0].device.index or 0
-    *_, clusters = facts.grid(problem, form.tactic, contract.processors(device))
+    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
     extents = (problem.rows, problem.columns, problem.inner, clusters)
-    pointers = tuple(map(contract.pointer, ELEMENTS, tensors))
+    pointers = tuple(
+        operands.pointer(element, tensor, contract.TMA_ALIGNMENT)
+        for element, tensor in zip(ELEMENTS, tensors, strict=True)
+    )
     kernel(pointers, tuple(map(Int32, extents)), current_stream(device))

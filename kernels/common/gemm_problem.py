@@ -149,12 +149,12 @@ ANY = float("inf")
 TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
     (SM90A.name, BF16.name): (
         Tactic(64, rows=64, columns=64, inner=64),
-        Tactic(512, rows=128, columns=128, inner=64),
+        Tactic(256, rows=128, columns=128, inner=64),
         Tactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
     ),
     (SM90A.name, NVFP4.name): (
         Tactic(64, rows=64, columns=64, inner=64),
-        Tactic(512, rows=128, columns=128, inner=64),
+        Tactic(256, rows=128, columns=128, inner=64),
         Tactic(ANY, rows=128, columns=256, inner=64),
     ),
     (SM90A.name, FP8_BLOCK.name): (
@@ -228,19 +228,19 @@ def consumers(form: GemmForm) -> int:
 
 
 def roles(form: GemmForm) -> tuple[Role, ...]:
-    """Return who does what on sm_90a, in the order of their warpgroups."""
+    """Return who does what on sm_90a, in the order of their warpgroups.
+
+    Trap: ptxas runs wgmma one by one where a thread starts with few registers, whatever it takes
+    later: four warpgroups start with 128, too few for 64 x 256 sums. So decoders load as well.
+    """
     count = consumers(form)
-    if form.operands != NVFP4.name:
-        return (Role("producer", 1, 40), Role("consumer", count, 232 if count == 2 else 240))
-    return (
-        Role("producer", 1, 32),
-        Role("decoder", DECODERS, 80),
-        Role("consumer", count, 200),
-    )
+    first = Role("decoder", 1, 88) if form.operands == NVFP4.name else Role("producer", 1, 40)
+    left = (REGISTERS_OF_PROCESSOR // WARPGROUP - first.registers) // count // 8 * 8
+    return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
 
 
-DECODERS = 1  # warpgroups that decode B
 DECODED_STAGES = 3  # buffers of decoded B
+AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
 
 
 def threads(form: GemmForm) -> int:
@@ -300,7 +300,7 @@ def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
 def release_arrivals(form: GemmForm) -> int:
     """Arrivals that make a stage empty: one a warp that reads it, from all that share a load."""
     tactic = form.tactic
-    readers = consumers(form) + (DECODERS if form.operands == NVFP4.name else 0)
+    readers = consumers(form) + (form.operands == NVFP4.name)  # those who decode B read as well
     sharing = tactic.cluster_rows + tactic.cluster_columns - 1
     return readers * (WARPGROUP // WARP) * sharing
 

@@ -75,12 +75,21 @@ def produce_tile(
 ) -> Any:
     """Load all steps of one tile; feeding i walks with tiles[i]. Return the pipeline's state."""
     for step in cutlass.range(steps, unroll=1):
-        pipeline.producer_acquire(state)
-        barrier = pipeline.producer_get_barrier(state)
-        for i in cutlass.range_constexpr(len(feedings)):
-            issue(feedings[i], (tiles[i], step), state.index, barrier)
-        pipeline.producer_commit(state)
-        state.advance()
+        state = produce_step(pipeline, state, feedings, tiles, step)
+    return state
+
+
+@cute.jit
+def produce_step(
+    pipeline: Any, state: Any, feedings: tuple[Feeding, ...], tiles: tuple[Any, ...], step: Any
+) -> Any:
+    """Load one step of one tile into the next stage, once that is empty."""
+    pipeline.producer_acquire(state)
+    barrier = pipeline.producer_get_barrier(state)
+    for i in cutlass.range_constexpr(len(feedings)):
+        issue(feedings[i], (tiles[i], step), state.index, barrier)
+    pipeline.producer_commit(state)
+    state.advance()
     return state
 
 

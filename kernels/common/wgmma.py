@@ -18,6 +18,7 @@ from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common.gemm_problem import GemmForm, Tactic
 
 Swizzle = warpgroup.SmemLayoutAtomKind
+WIDTH_OF_FP8 = 8  # bits
 FIRST_BARRIER = 2  # of the warpgroups that multiply; 0 and 1 belong to the thread block
 
 
@@ -30,25 +31,13 @@ class Sharing(NamedTuple):
 
 def mma_of(element: Any, columns: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
     """Return the instruction of one warpgroup: 64 rows, float32 accumulators, K along rows."""
-    if element.width == 8:
-        operation = warpgroup.MmaF8Op(
-            element,
-            element,
-            Float32,
-            (facts.PIECE_ROWS, columns, 32),
-            source,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        )
+    majors = (OperandMajorMode.K, OperandMajorMode.K)
+    shape = (facts.PIECE_ROWS, columns, 32 * 8 // element.width)
+    operation: Any
+    if element.width == WIDTH_OF_FP8:
+        operation = warpgroup.MmaF8Op(element, element, Float32, shape, source, *majors)
     else:
-        operation = warpgroup.MmaF16BF16Op(
-            element,
-            Float32,
-            (facts.PIECE_ROWS, columns, 16),
-            source,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        )
+        operation = warpgroup.MmaF16BF16Op(element, Float32, shape, source, *majors)
     return cute.make_tiled_mma(cute.make_mma_atom(operation))
 
 
@@ -125,7 +114,12 @@ def sums_of(mma: Any, columns: int) -> Any:
 
 @cute.jit
 def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, *, begins: cutlass.Constexpr) -> None:
-    """Add the products of one stage, a wgmma for each step of K, and commit them as one group."""
+    """Add the products of one stage, a wgmma for each step of K, and commit them as one group.
+
+    Trap: setting a field changes the object, which would escape from a loop that is traced; so the
+    instruction is made anew.
+    """
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))
     warpgroup.fence()
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, not (begins and k == 0))
