@@ -18,6 +18,7 @@ import torch
 
 from degarble.harness.engine.budget import HEADROOM, judge, spacing
 from degarble.harness.engine.budget_call import Call
+from degarble.harness.engine.budget_choices import weights_budget
 from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.compare_definition import values_of_any
 from degarble.harness.engine.faults.decoding import Decoding
@@ -202,14 +203,34 @@ def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
     except InvalidArgument:
         return _finite_ratios(call, candidate)
     found = {}
+    shares = _weights_ratio(call, candidate)
     for name, each in judged.items():
         ratio, words = each.ratio, str(each.worst or "")
+        if name == "weights" and shares is not None:
+            ratio, words = shares
         if name in candidate and _apart(candidate[name], call.outputs[name]) == 0:
             ratio, words = 0.0, "the same to the bit"
         elif math.isnan(ratio):
             ratio, words = math.inf, each.undecided
         found[name] = ratio, words
     return found
+
+
+def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
+    """Weights of one choice beside those that a way made, whose errors are as large a part.
+
+    Elsewhere a router is judged by its scores alone, which know nothing of the way.
+    """
+    made, sides = call.outputs.get("weights"), (call.outputs, candidate)
+    experts, own = (side.get("experts") for side in sides)
+    if call.role != "ffn.topk" or made is None or experts is None or own is None:
+        return None
+    if not torch.equal(experts, own) or candidate["weights"].shape != made.shape:
+        return None
+    expected, budget = weights_budget(call, experts)
+    part = budget.slack / expected.abs().clamp(min=_TINY)
+    found = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
+    return found.worst.ratio, str(found.worst)
 
 
 def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:

@@ -13,13 +13,16 @@ from degarble.harness.engine.diagnose_trial import (
     proof,
     shape_distance,
 )
-from degarble.harness.engine.faults.model_faults import Way, with_outputs
+from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine.diagnosing import double
+from degarble.suites.runs.museum_stages import small_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PLACE = "layers.1.attn.wq_a"
+TOPK = "layers.1.ffn.topk"
 ONE = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
 
@@ -92,3 +95,19 @@ def test_codes_may_differ_as_producers_of_one_dialect_do(share: float, within: b
     assert made is not None
     sight.outputs["codes"] = codes.reshape(sight.outputs["codes"].shape)  # type: ignore[index]
     assert (proof(scene, sight, made).ratio <= 0.7) is within
+
+
+def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
+    """A factor that is left out and weights that are made to add up to 1 are the same numbers."""
+    stage = small_stage()
+    scene, inputs = stage.scene(TOPK), stage.healthy.inputs(stage.first(TOPK))
+    known = stage.healthy.outputs(stage.first(TOPK))
+    shares = known["weights"] / known["weights"].sum(-1, keepdim=True)
+    sight = Sight(inputs, {**known, "weights": shares}, known)
+    (way,) = MODEL_FAULTS["M27.left_out"].ways(scene)
+    made = make(scene, sight, way)
+    assert made is not None
+    assert not torch.equal(made.outputs["weights"], shares), "else nothing is asked"
+    assert proof(scene, sight, made).ratio <= 0.7
+    spoilt = Sight(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
+    assert proof(scene, spoilt, made).ratio > 1

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from degarble.harness.engine.blame import Kind
+from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.localise import localise
 from degarble.harness.engine.troubles import repeats_apart
 from degarble.harness.record.capture_types import Call, Kept
 from degarble.harness.record.verdict import Verdict
@@ -25,6 +28,7 @@ from degarble.suites.engine.localise_cases import (
     run_of,
     scaled,
 )
+from degarble.suites.runs.museum_stages import small_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,3 +217,18 @@ def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> No
     assert repeats_apart([calls[0], other])
     assert not repeats_apart([calls[0], replace(other, inputs=other.outputs)])
     assert not repeats_apart([replace(each, inputs={}) for each in (calls[0], other)])
+
+
+@pytest.mark.parametrize("place", ["ffn.experts.w13", "ffn.experts.combine"])
+def test_what_a_captured_step_left_is_known_by_earlier_calls_alone(place: str) -> None:
+    """Choices and weights of the first decoded token, in the second one: nothing else tells."""
+    stage, name = small_stage(), f"layers.1.{place}"
+    (way,) = MODEL_FAULTS["M36.metadata"].ways(stage.scene(name))
+    seen = stage.rest(stage.run(stage.taped(), {name: way}))
+    (trouble,) = localise(stage.twin, stage.model.recipe, seen).origins
+    assert trouble.sight is not None
+    assert [each.step for each in trouble.sight.earlier] == [0, 1]
+    named = diagnose(trouble.scene, trouble.sight).named
+    assert [each.id for each in named] == ["M36.metadata"]
+    assert "of step 1 reproduces" in named[0].evidence
+    assert not diagnose(trouble.scene, replace(trouble.sight, earlier=())).named
