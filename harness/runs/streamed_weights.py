@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.checkpoint.source_values import row_values
+from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import MXFP4
 from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
 from degarble.harness.formats.fast_threads import bits_view, output_tensor, run_parts, values_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 WINDOW = 256 << 20  # bytes handed out between two releases
 AHEAD = 128 << 20  # bytes requested before they are used
 _GRAIN = 4096  # blocks of 32 that one thread decodes at least
+_PANELS = 4  # rows of 128x128 blocks that one thread decodes at least
 _NO_OVERFLOW = 252  # UE8M0 codes below it times 6 stay within float32
 
 
@@ -141,7 +142,7 @@ class StreamedWeight(Weight):
             if dtype is torch.float32 or int(self.block_scale.max()) < _NO_OVERFLOW:
                 return _mxfp4_values(self.codes, self.block_scale).to(dtype)
         if dtype is torch.float32 and how.format.element == E4M3 and how.format.block[0] > 1:
-            return row_values(self)
+            return _panel_values(self)
         return self._decode(dtype)
 
 
@@ -156,6 +157,36 @@ def _size(stored: StoredWeight) -> int:
             own, whole = prod(stored.boxes[part].shape), prod(entry.shape)
             size += (entry.end - entry.begin) * own // max(1, whole)
     return size
+
+
+def _panel_values(weight: StreamedWeight) -> Tensor:
+    """Values [M, K] of an FP8 weight whose blocks span rows, on all threads."""
+    from degarble.harness.runs import streamed_loops  # noqa: PLC0415  imports numba
+
+    how, codes, scales = weight.storage, weight.codes, weight.block_scale
+    assert how is not None, "asked only of quantised weights"
+    assert codes is not None, "a weight with a storage has codes"
+    assert scales is not None, "codes have scales"
+    if scales.dtype is not torch.float32:
+        scales = decode_array(scales, UE8M0)
+    rows, block, table = how.format.block[0], how.format.block, values_of(E4M3)
+    wanted = tuple(-(-extent // each) for extent, each in zip(codes.shape, block, strict=True))
+    if tuple(scales.shape) != wanted:
+        return Weight.values(
+            weight, torch.float32
+        )  # refuses it; the loop would read beyond the end
+    made = output_tensor(None, tuple(codes.shape), torch.float32)
+    source, scale_PQ = codes.contiguous().view(torch.uint8).numpy(), scales.contiguous().numpy()
+    out = made.numpy()
+
+    def part(start: int, stop: int) -> None:
+        first, last = start * rows, stop * rows
+        streamed_loops.decode_panels(
+            source[first:last], scale_PQ[start:stop], table, block, out[first:last]
+        )
+
+    run_parts(part, len(scale_PQ), _PANELS, None)
+    return made
 
 
 def _mxfp4_values(codes: Tensor, block_scale: Tensor) -> Tensor:

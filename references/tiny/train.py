@@ -4,7 +4,7 @@
 
 Writes weights and optimiser state as safetensors into DIR; the same command with --resume goes on.
 Prints the loss by kind of token every 200 steps. Data are a function of the step number, so a run
-that was interrupted sees what an uninterrupted one sees.
+that was interrupted sees what an uninterrupted one sees, and takes the very steps that one takes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def balance(model: Trainable, step_size: float) -> None:
 
 
 def save(out: Path, model: Trainable, optimiser: Optimiser, step: int) -> None:
-    """Weights in float32 and moments in BF16, as separate files of bounded size."""
+    """Weights and moments in float32, as separate files of bounded size."""
     out.mkdir(parents=True, exist_ok=True)
     names = sorted(name for name, _ in model.weights.named_parameters())
     parts: dict[str, dict[str, Tensor]] = {
@@ -132,7 +132,7 @@ def save(out: Path, model: Trainable, optimiser: Optimiser, step: int) -> None:
         "weights_1": {n: model.weights[n].detach() for n in names[len(names) // 2 :]},
     }
     for kind, kept in optimiser.state().items():
-        parts[kind] = {name: value.to(torch.bfloat16) for name, value in kept.items()}
+        parts[kind] = dict(kept)
     for stem, tensors in parts.items():
         held = {name: value.cpu().contiguous() for name, value in tensors.items()}
         save_file(held, out / f"{stem}.safetensors", metadata={"step": str(step)})

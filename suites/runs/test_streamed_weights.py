@@ -14,10 +14,13 @@ import torch
 from degarble.harness.anatomy.layouts import LAYOUTS
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.errors import UnreadableFile
+from degarble.harness.errors import DegarbleError, UnreadableFile
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.weight import Weight
 from degarble.harness.runs import streamed_weights
 from degarble.harness.runs.model import open_model
-from degarble.harness.runs.streamed_weights import StreamedWeights
+from degarble.harness.runs.streamed_weights import StreamedWeight, StreamedWeights
 from degarble.references.state import Sequence
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 
@@ -31,6 +34,26 @@ V4_LAYOUTS = [
     for family, name in LAYOUTS
     if family == CONFIG.family
 ]
+
+
+@pytest.mark.parametrize("name", ["FP8_128X128_UE8M0", "FP8_128X128_F32"])
+@pytest.mark.parametrize("shape", [(1, 128), (129, 256), (1300, 128), (128, 200)])
+def test_fp8_panels_are_decoded_as_the_definition_does(
+    name: str, shape: tuple[int, int], seed: int
+) -> None:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    plain = Weight.of(quantise(drawn, BLOCK_FORMATS[name]))
+    assert plain.codes is not None
+    every = torch.arange(plain.codes.numel()).to(torch.uint8).view_as(plain.codes)
+    plain.codes = every.view(plain.codes.dtype)  # all 256 codes, NaN as well
+    found = StreamedWeight.of_weight(plain).values(torch.float32)
+    wanted = plain.values(torch.float32)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert plain.block_scale is not None
+    plain.block_scale = plain.block_scale[:0]
+    with pytest.raises(DegarbleError):  # instead of reading beyond the end
+        StreamedWeight.of_weight(plain).values(torch.float32)
 
 
 @pytest.mark.parametrize("layout", V4_LAYOUTS)
