@@ -30,13 +30,12 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.latent_words import registers_of, vectors, words_at
+from degarble.kernels.common.latent_words import registers_of, root_of, vectors, words_at
 from degarble.kernels.common.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
 from degarble.kernels.common.nvfp4_words import (
     emit,
     numbers_of,
     rounded_words,
-    square_root,
     store,
 )
 from degarble.kernels.common.operands import pointer, require_device, require_tensor
@@ -85,7 +84,7 @@ def reciprocal(number: Any) -> Any:
     return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
 
 
-PROCESSOR = facts.Primitives(exponential, reciprocal, square_root)
+PROCESSOR = facts.Primitives(exponential, reciprocal, root_of)
 
 
 def loaded_numbers(tensor: Any, index: Any) -> list[Any]:

@@ -23,7 +23,6 @@ from degarble.kernels.common.nvfp4_words import (
     native_word,
     numbers_of,
     rounded_words,
-    square_root,
 )
 from degarble.kernels.common.targets import TARGETS
 
@@ -65,11 +64,16 @@ def warp_folded(number: Any) -> Any:
     return number
 
 
+def root_of(number: Any) -> Any:
+    """Return the square root of a float32, rounded once to nearest even."""
+    return emit("sqrt.rn.f32 {$w0}, {$r0};", Float32, number)
+
+
 def factor_of_row(registers: Any, epsilon: Any) -> Any:
     """Return what the row that a warp holds is multiplied by."""
     halves = [numbers_of(words_at(registers, slot)) for slot in range(rows.SLOTS)]
     total = warp_folded(rows.lane_sum(halves))
-    return rows.row_factor([total], epsilon, square_root)
+    return rows.row_factor([total], epsilon, root_of)
 
 
 def load_turn(table: Any, registers: Any, place: tuple[Any, Any]) -> None:
