@@ -102,14 +102,14 @@ def stored_numbers(tensor: Any, index: Any, numbers: list[Any]) -> None:
     cute.autovec_copy(registers, tensor[None, index])
 
 
-def factor_at(tensors: Mixing, token: Any, told: tuple[Any, ...]) -> Any:
+def factor_at(tensors: Any, token: Any, told: tuple[Any, ...]) -> Any:
     """Return a token's norm factor."""
     width, _, norm_epsilon, _ = told
     count = Float32(width * STREAMS)
     return facts.norm_factor(tensors.squares[token], count, norm_epsilon, PROCESSOR)
 
 
-def logits_at(tensors: Mixing, place: tuple[Any, int], factor: Any, products: int) -> list[Any]:
+def logits_at(tensors: Any, place: tuple[Any, int], factor: Any, products: int) -> list[Any]:
     """Return the four logits of group 0 (pre), 1 (post), 2 to 5 (rows of mix) of a token."""
     token, group = place
     found = loaded_numbers(tensors.products, token * (products // STREAMS) + group)
@@ -118,7 +118,7 @@ def logits_at(tensors: Mixing, place: tuple[Any, int], factor: Any, products: in
     return [facts.logit(m, factor, scale, b) for m, b in zip(found, base, strict=True)]
 
 
-def gates_at(tensors: Mixing, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
+def gates_at(tensors: Any, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
     """Return what the streams of a token are weighted by."""
     factor = factor_at(tensors, token, told)
     logits = logits_at(tensors, (token, 0), factor, products)
@@ -127,7 +127,7 @@ def gates_at(tensors: Mixing, token: Any, told: tuple[Any, ...], products: int) 
 
 @cute.jit
 def put_coefficients(
-    tensors: Mixing, token: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: Any, token: Any, told: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Make post and mix of a token, and pre where the parts come one after the other."""
     _, iterations, _, epsilon = told
@@ -157,7 +157,7 @@ def put_coefficients(
         stored_numbers(tensors.mix, token * STREAMS + row, line)
 
 
-def read_streams(tensors: Mixing, first: Any, chunks: Any) -> list[list[Any]]:
+def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
     """Read a chunk of each stream; `first` is that of stream 0."""
     rWords = registers_of(WORDS, STREAMS)
     for stream in range(STREAMS):
@@ -172,7 +172,7 @@ def collapsed(words: list[list[Any]], gates: list[Any]) -> list[Any]:
     return rounded_words([facts.weighted(gates, list(each)) for each in zip(*numbers, strict=True)])
 
 
-def spread_out(tensors: Mixing, place: tuple[Any, Any], chunk: Any, chunks: Any) -> None:
+def spread_out(tensors: Any, place: tuple[Any, Any], chunk: Any, chunks: Any) -> None:
     """Write a chunk of every new stream of a token; place is (token, chunk of stream 0)."""
     token, first = place
     words = read_streams(tensors, first, chunks)
@@ -190,7 +190,7 @@ def spread_out(tensors: Mixing, place: tuple[Any, Any], chunk: Any, chunks: Any)
 
 @cute.kernel
 def mhc_kernel(
-    tensors: Mixing,
+    tensors: Any,
     extents: tuple[Any, ...],
     told: tuple[Any, ...],
     form: cutlass.Constexpr,

@@ -132,9 +132,11 @@ def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
         write, read = WriteProblem(tokens, pages, POSITIONS), ReadProblem(tokens, pages)
         made.append((f"kv_write {entry}", write.bytes_moved, partial(write_launch, write, turns)))
         made.append((f"kv_read {entry}", read.bytes_moved, partial(read_launch, read)))
-    problems = [HeadsProblem(tokens, heads, POSITIONS) for heads in HEADS]
-    backs = [BackProblem(tokens, HEADS[0], POSITIONS, in_place) for in_place in (False, True)]
-    for heads in (*problems, *backs):
+    problems: list[HeadsProblem | BackProblem] = [
+        *(HeadsProblem(tokens, heads, POSITIONS) for heads in HEADS),
+        *(BackProblem(tokens, HEADS[0], POSITIONS, in_place) for in_place in (False, True)),
+    ]
+    for heads in problems:
         name = "qnorm_rope"
         if isinstance(heads, BackProblem):
             name = "inverse_rope" + " in place" * heads.in_place

@@ -18,6 +18,7 @@ from degarble.kernels.common.machine_code import (
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, Target
 from degarble.suites.kernels import head_checks as checks
+from degarble.suites.kernels import latent_checks as plain
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -100,7 +101,7 @@ def test_turning_back_undoes_turning() -> None:
     case = checks.Case("back", 60, 16)
     turned = checks.on_device(checks.Case("norm", 60, 16))
     x, positions = turned, checks.Case("norm", 60, 16).positions.cuda()
-    turns = checks.plain.table_of_turns(checks.POSITIONS).cuda()
+    turns = plain.table_of_turns(checks.POSITIONS).cuda()
     back = checks.run(case, (x, turns, positions), torch.empty_like(x)).float().cpu()
-    want = checks.plain.normed_rows(case.values.reshape(-1, 512), None, 1e-6).view_as(back)
+    want = plain.normed_rows(case.values.reshape(-1, 512), None, 1e-6).view_as(back)
     assert float((back - want).abs().max()) <= 2.0**-6 * float(want.abs().max())

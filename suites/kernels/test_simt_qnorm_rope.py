@@ -23,6 +23,7 @@ from degarble.kernels.common.qnorm_rope_problem import HeadsForm, HeadsProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, Target
 from degarble.suites.kernels import head_checks as checks
+from degarble.suites.kernels import latent_checks as plain
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -97,7 +98,7 @@ def test_two_runs_are_equal_and_the_result_may_lie_where_the_heads_were() -> Non
         first = checks.on_device(case)
         assert torch.equal(first.view(torch.int16), checks.on_device(case).view(torch.int16))
         x, positions = case.values.cuda(), case.positions.cuda()
-        turns = checks.plain.table_of_turns(checks.POSITIONS).cuda()
+        turns = plain.table_of_turns(checks.POSITIONS).cuda()
         checks.run(case, (x, turns, positions), x)
         assert torch.equal(x.view(torch.int16), first.view(torch.int16))
 

@@ -21,13 +21,20 @@ def test_bytes_count_everything_once() -> None:
     assert HeadsProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
 
 
-def test_refuses_by_name() -> None:
-    for wrong, error, name in (
-        (lambda: HeadsProblem(-1, 8, 1), ShapeMismatch, "tokens"),
-        (lambda: HeadsProblem(1, 0, 1), ShapeMismatch, "query heads"),
-        (lambda: HeadsProblem(1, 129, 1), ShapeMismatch, "query heads"),
-        (lambda: HeadsProblem(1, 8, 0), ShapeMismatch, "positions"),
-        (lambda: HeadsProblem(1, 8, 1, epsilon=-1.0), InvalidArgument, "epsilon"),
-    ):
-        with pytest.raises(error, match=name):
-            wrong()
+@pytest.mark.parametrize(
+    ("extents", "name"),
+    [
+        ((-1, 8, 1), "tokens"),
+        ((1, 0, 1), "query heads"),
+        ((1, 129, 1), "query heads"),
+        ((1, 8, 0), "positions"),
+    ],
+)
+def test_refuses_by_name(extents: tuple[int, int, int], name: str) -> None:
+    with pytest.raises(ShapeMismatch, match=name):
+        HeadsProblem(*extents)
+
+
+def test_refuses_an_epsilon_that_no_norm_has() -> None:
+    with pytest.raises(InvalidArgument, match="epsilon"):
+        HeadsProblem(1, 8, 1, epsilon=-1.0)
