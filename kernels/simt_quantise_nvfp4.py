@@ -44,6 +44,7 @@ from degarble.kernels.common.nvfp4_words import (
     swiglu_words,
 )
 from degarble.kernels.common.operands import (
+    DRIVERS_CHOICE,
     pointer,
     processors_of,
     require_device,
@@ -185,7 +186,11 @@ def launch_quantise(
     """Launch a form on extents that are known now: rows, blocks, experts, grid along x and y."""
     rows, blocks, experts, walkers, tile_columns = extents
     quantise_kernel(tensors_of(pointers), rows, blocks, experts, form).launch(
-        grid=[walkers, tile_columns, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[walkers, tile_columns, 1],
+        block=[facts.THREADS, 1, 1],
+        min_blocks_per_mp=facts.bound_blocks(form),
+        preferred_smem_carveout=DRIVERS_CHOICE if facts.bound_blocks(form) else None,
+        stream=stream,
     )
 
 

@@ -53,6 +53,24 @@ def native_word(numbers: list[Any]) -> Any:
     return emit(text, Uint32, *numbers)
 
 
+def words_of(registers: Any) -> list[Any]:
+    """Return the words that registers hold."""
+    # Trap: an element of a Uint32 tensor arrives as a signed Int32.
+    return [Uint32(registers[word]) for word in range(cute.size(registers))]
+
+
+def warp_folded(number: Any) -> Any:
+    """Fold a number over the lanes of a warp; every lane has the result."""
+    for distance in (16, 8, 4, 2, 1):
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    return number
+
+
+def square_root(number: Any) -> Any:
+    """Return the square root of a float32, rounded once to nearest even."""
+    return emit("sqrt.rn.f32 {$w0}, {$r0};", Float32, number)
+
+
 def block_amax(words: list[Any]) -> Any:
     """Return the largest magnitude of eight words of two BF16; a NaN is left out."""
     largest = words[0]
@@ -111,27 +129,36 @@ def _clamped(bound: str, word: Any, limit: float) -> Any:
 
 def code_words(words: list[Any], factor: Any, target: str) -> list[Any]:
     """Return the two words of codes of a block."""
+    # Scaling all values first, not half by half, is what needs fewer registers on sm_100a.
     scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
-    halves = (scaled[:NUMBERS], scaled[NUMBERS:])
+    return [_encoded(half, target) for half in (scaled[:NUMBERS], scaled[NUMBERS:])]
+
+
+def _encoded(scaled: list[Any], target: str) -> Any:
+    """Return the word of codes of eight scaled numbers."""
     if TARGETS[target].converts_e2m1:
-        return [native_word(half) for half in halves]
-    return [e2m1_word(half, INSTRUCTIONS) for half in halves]
+        return native_word(scaled)
+    return e2m1_word(scaled, INSTRUCTIONS)
 
 
 def loaded(tensor: Any, index: Any) -> list[Any]:
     """Read the words of one block."""
     registers = cute.make_rmem_tensor(WORDS, Uint32)
     cute.autovec_copy(tensor[None, index], registers)
-    # Trap: an element of a Uint32 tensor arrives as a signed Int32.
-    return [Uint32(registers[i]) for i in range(WORDS)]
+    return words_of(registers)
 
 
 def store(tensor: Any, index: Any, words: list[Any]) -> None:
     """Write words of one block."""
     registers = cute.make_rmem_tensor(len(words), Uint32)
+    fill(registers, words)
+    cute.autovec_copy(registers, tensor[None, index])
+
+
+def fill(registers: Any, words: list[Any]) -> None:
+    """Put words into registers."""
     for place, word in enumerate(words):
         registers[place] = word
-    cute.autovec_copy(registers, tensor[None, index])
 
 
 class Scaling(NamedTuple):

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# CUDA driver API 13.0, CU_SHAREDMEM_CARVEOUT_DEFAULT. Trap: where a launch bounds registers and
+# names no carveout, the DSL asks a GPU for its shared memory, and compiling needs no GPU.
+DRIVERS_CHOICE = -1
+
 
 def require_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int

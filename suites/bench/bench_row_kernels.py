@@ -1,0 +1,264 @@
+"""RMSNorm, fused or not, embedding, product of few rows and router against copies, on a GPU.
+
+    python -m degarble.suites.bench.bench_row_kernels [--only PART ...] [--rounds N]
+
+Owns the arms; how they are timed is bench_quantise_kernel's business: graphs over several buffer
+sets, by turns, beside a copy of as many bytes in the same rounds. torch's own functions stand
+beside ours where there are some. Refuses to measure without a GPU that kernels exist for; bits are
+compared by suites/kernels, not here.
+Kept honest by suites/bench/test_bench_row_kernels.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.errors import DegarbleError
+from degarble.kernels.common import (
+    embed_problem,
+    gemv_problem,
+    rmsnorm_problem,
+    router_problem,
+)
+from degarble.kernels.common.embed_problem import EmbedProblem
+from degarble.kernels.common.gemv_problem import GemvProblem
+from degarble.kernels.common.quantise_problem import LAYOUTS, QuantiseProblem
+from degarble.kernels.common.rmsnorm_problem import NormProblem, Tactic
+from degarble.kernels.common.router_problem import RouterProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import target_of_device
+from degarble.suites.bench.bench_quantise_kernel import (
+    Arm,
+    captured,
+    copy_arm,
+    kernel_arm,
+    sets_for,
+    table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+SETTINGS = CompileSettings()
+HEAD = (129_280, 7_168)  # rows and columns of V4-Pro's embedding and head
+WANTED_NORM = 0.85
+WANTED_FUSED = 1.1
+WANTED_GEMV = 0.80
+WALKERS = (0, 2, 3, 4, 6, 8, 16)
+
+
+def norm_arm(name: str, problem: NormProblem, tactic: Tactic | None = None) -> Arm:
+    """Norm random rows, one buffer set after the other."""
+    from degarble.kernels import simt_rmsnorm as kernels  # noqa: PLC0415  needs the DSL
+
+    form = rmsnorm_problem.choose_form(problem, target_of_device().name)
+    kernel = kernels.compile_form(form, SETTINGS)
+    chosen = tactic or rmsnorm_problem.choose_tactic(problem)
+    launches = []
+    for _ in range(sets_for(problem.bytes_moved)):
+        x_MK = _random(problem.rows, problem.columns)
+        weight = _random(problem.columns).to(kernels.TORCH_WEIGHTS[problem.weight])
+        scale = torch.tensor([5 / 2688], device="cuda") if problem.layout else None
+        tensors = (x_MK, weight, scale, *kernels.empty_outputs(problem, x_MK.device))
+        launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors, chosen))
+    return captured(name, problem.bytes_moved, launches)
+
+
+def torch_norm_arm(problem: NormProblem) -> Arm:
+    """Norm by torch's own function."""
+    launches = []
+    for _ in range(sets_for(problem.bytes_moved)):
+        pair = _random(problem.rows, problem.columns), _random(problem.columns)
+        launches.append(
+            lambda pair=pair: torch.nn.functional.rms_norm(pair[0], pair[1].shape, pair[1], 1e-6)
+        )
+    return captured("torch rms_norm", problem.bytes_moved, launches)
+
+
+def gemv_arms(rows: int) -> list[Arm]:
+    """The head for a few rows: ours, and torch's matrix product."""
+    from degarble.kernels import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
+
+    problem = GemvProblem(rows, *HEAD)
+    form = gemv_problem.choose_form(problem, target_of_device().name)
+    kernel = kernels.compile_form(form, SETTINGS)
+    ours: list[Callable[[], object]] = []
+    theirs: list[Callable[[], object]] = []
+    for weight_NK in WEIGHTS:
+        x_MK = _random(rows, HEAD[1])
+        out = torch.empty(rows, HEAD[0], device="cuda")
+        tensors = (x_MK, weight_NK, out)
+        ours.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
+        theirs.append(lambda tensors=tensors: torch.mm(tensors[0], tensors[1].T))
+    bytes_moved = problem.bytes_moved
+    return [
+        captured(f"head, M = {rows}", bytes_moved, ours),
+        captured(f"cuBLAS BF16, M = {rows}", bytes_moved - 2 * rows * HEAD[0], theirs),
+    ]
+
+
+WEIGHTS: list[Tensor] = []  # of the head: 1.85 GB each, so all arms share them
+
+
+def embed_arms(tokens: int) -> list[Arm]:
+    """Look random ids up in the whole table: ours, and torch's embedding."""
+    from degarble.kernels import simt_embed as kernels  # noqa: PLC0415  needs the DSL
+
+    problem = EmbedProblem(tokens, *HEAD)
+    form = embed_problem.choose_form(problem, target_of_device().name)
+    kernel = kernels.compile_form(form, SETTINGS)
+    ours: list[Callable[[], object]] = []
+    theirs: list[Callable[[], object]] = []
+    for number in range(sets_for(problem.bytes_moved)):
+        id_T = torch.randperm(HEAD[0], device="cuda")[:tokens]
+        out = torch.empty(tokens, HEAD[1], device="cuda", dtype=torch.bfloat16)
+        tensors = (id_T, WEIGHTS[number % len(WEIGHTS)], out)
+        ours.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
+        theirs.append(lambda tensors=tensors: torch.nn.functional.embedding(*tensors[:2]))
+    return [
+        captured(f"embed, {tokens} tokens", problem.bytes_moved, ours),
+        captured(f"torch embedding, {tokens} tokens", problem.bytes_moved, theirs),
+    ]
+
+
+def router_arm(name: str, problem: RouterProblem) -> Arm:
+    """Choose experts of random logits."""
+    from degarble.kernels import simt_router as kernels  # noqa: PLC0415  needs the DSL
+
+    form = router_problem.choose_form(problem, target_of_device().name)
+    kernel = kernels.compile_form(form, SETTINGS)
+    bytes_moved = problem.tokens * (4 * problem.experts + 8 * problem.chosen)
+    launches = []
+    for _ in range(sets_for(bytes_moved)):
+        logit_TE = torch.randn(problem.tokens, problem.experts, device="cuda")
+        source: tuple[Tensor | None, ...] = (
+            torch.randn(problem.experts, device="cuda"),
+            None,
+            None,
+        )
+        if problem.vocabulary:
+            id_T = torch.randint(problem.vocabulary, (problem.tokens,), device="cuda")
+            shape = (problem.vocabulary, problem.chosen)
+            source = (None, id_T, torch.randint(problem.experts, shape, device="cuda"))
+        tensors = (logit_TE, *source, *kernels.empty_outputs(problem, logit_TE.device))
+        launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
+    return captured(name, bytes_moved, launches)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def walks(rounds: int) -> list[str]:
+    """Compare ways to walk down the rows."""
+    for layout in (None, "128x4"):
+        problem = NormProblem(8192, 7168, layout=layout)
+        arms = [copy_arm(problem.bytes_moved)]
+        for walkers in WALKERS:
+            tactic = Tactic(walkers)
+            arms.append(norm_arm(f"{walkers or 'all'} a processor", problem, tactic))
+        table(f"Walks of {'RMSNorm' if layout is None else 'RMSNorm + quantise'}", arms, rounds)
+    return []
+
+
+def norms(rounds: int) -> list[str]:
+    """Norms and the quantiser at prefill sizes and small ones; the two targets."""
+    missed: list[str] = []
+    for rows, columns in ((8192, 7168), (8192, 4096), (8192, 1536), (1024, 7168), (16, 7168)):
+        arms = [copy_arm(NormProblem(rows, columns).bytes_moved)]
+        arms += [
+            norm_arm(f"RMSNorm, {weight} weight", NormProblem(rows, columns, weight=weight))
+            for weight in rmsnorm_problem.WEIGHTS
+        ]
+        arms.append(torch_norm_arm(NormProblem(rows, columns)))
+        for layout in LAYOUTS:
+            arms.append(kernel_arm(f"quantise, {layout}", QuantiseProblem(rows, columns, layout)))
+            fused = NormProblem(rows, columns, layout=layout)
+            arms.append(norm_arm(f"RMSNorm + quantise, {layout}", fused))
+        keeps = NormProblem(rows, columns, layout="128x4", keeps_values=True)
+        arms.append(norm_arm("RMSNorm + quantise, 128x4, values kept", keeps))
+        figures = {f.arm.name: f for f in table(f"{rows} x {columns}", arms, rounds)}
+        if (rows, columns) == (8192, 7168):
+            copy = figures[arms[0].name]
+            share = figures["RMSNorm, bf16 weight"].share_of(copy)
+            missed += _judged("RMSNorm, share of copy", share, WANTED_NORM)
+            for layout in LAYOUTS:
+                plain = figures[f"quantise, {layout}"].share_of(copy)
+                fused_share = figures[f"RMSNorm + quantise, {layout}"].share_of(copy)
+                what = f"RMSNorm + quantise over quantise, {layout}, a byte"
+                missed += _judged(what, plain / fused_share, WANTED_FUSED, at_least=False)
+    return missed
+
+
+def heads(rounds: int) -> list[str]:
+    """The head of decode, and the embedding; the target of the head."""
+    WEIGHTS.extend(_random(*HEAD) for _ in range(2))
+    missed: list[str] = []
+    problem = GemvProblem(1, *HEAD)
+    arms = [copy_arm(problem.bytes_moved)]
+    for rows in gemv_problem.ROWS:
+        arms += gemv_arms(rows)
+    figures = {f.arm.name: f for f in table(f"Head, {HEAD[0]} x {HEAD[1]}", arms, rounds)}
+    for rows in gemv_problem.ROWS:
+        share = figures[f"head, M = {rows}"].share_of(figures[arms[0].name])
+        missed += _judged(f"head, M = {rows}, share of copy", share, WANTED_GEMV)
+    for tokens in (8192, 16):
+        arms = [copy_arm(EmbedProblem(tokens, *HEAD).bytes_moved), *embed_arms(tokens)]
+        table(f"Embedding, {tokens} tokens", arms, rounds)
+    WEIGHTS.clear()
+    return missed
+
+
+def routers(rounds: int) -> list[str]:
+    """Routers of the three models."""
+    for tokens in (8192, 16):
+        v32 = RouterProblem(tokens, 256, 8, "sigmoid", 2.5, groups=8, groups_kept=4)
+        arms = [
+            copy_arm(tokens * 384 * 4),
+            router_arm("V4-Pro, 384 experts, top 6", RouterProblem(tokens, 384, 6, scale=2.5)),
+            router_arm("V4-Flash, 256 experts, top 6", RouterProblem(tokens, 256, 6, scale=1.5)),
+            router_arm("V3.2, 256 experts in 8 groups, top 8", v32),
+            router_arm(
+                "V4-Pro, by table", RouterProblem(tokens, 384, 6, vocabulary=HEAD[0], scale=2.5)
+            ),
+        ]
+        table(f"Router, {tokens} tokens", arms, rounds)
+    return []
+
+
+PARTS = {"walks": walks, "norms": norms, "heads": heads, "routers": routers}
+
+
+def _judged(what: str, measured: float, wanted: float, *, at_least: bool = True) -> list[str]:
+    """Print a target; return its name where it is missed."""
+    print(f"{what}: {measured:.3f}, wanted {'at least' if at_least else 'at most'} {wanted}")  # noqa: T201
+    met = measured >= wanted if at_least else measured <= wanted
+    return [] if met else [what]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; status 1 where a target is missed, 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=30)
+    settings = parser.parse_args(arguments)
+    try:
+        target = target_of_device()
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    print(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")  # noqa: T201
+    missed = [name for part in settings.only for name in PARTS[part](settings.rounds)]
+    for name in missed:
+        print(f"missed: {name}")  # noqa: T201  a script
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
