@@ -5,6 +5,7 @@
 #   TORCH_INDEX_URL  package index to take torch from, where the default one would bring CUDA packages
 #   EXTRAS           extras to install; default: dev, and gpu on Linux
 #   JOBS             processes of `make test`; default 2
+#   CHECKPOINT ...   what a night judges: .ci/nightly tells its variables
 #   ARGS             further arguments of the command, as in: make test ARGS="-k layouts"
 
 PYTHON ?=
@@ -23,7 +24,8 @@ help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
 	@echo "make test     lint, types and all suites that this machine can run"
 	@echo "make figures  measure what docs/figures.md states"
-	@echo "also: setup lint types suites docs wheel clean nightly"
+	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
+	@echo "also: setup lint types suites docs wheel clean"
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" EXTRAS="$(EXTRAS)" sh .ci/setup
@@ -56,9 +58,8 @@ wheel: setup
 	@rm -rf build build-wheel.log
 	@ls dist/*.whl
 
-nightly:
-	@echo "make nightly: not built yet; the CPU part of a night is make test" >&2
-	@exit 2
+nightly: setup
+	@sh .ci/nightly
 
 # The environment stays: delete .venv to have it built anew.
 clean:

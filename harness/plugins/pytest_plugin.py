@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from degarble.harness.errors import MissingDevice, Refused, UnknownName, UnreadableFile
+from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
 from degarble.harness.plugins.presence import DEVICES, missing_device, missing_requirement
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 HOUSE = Path(__file__).resolve().parents[2]
 
-OPT_IN = ("slow", "faults", "serve")
+OPT_IN = ("slow", "faults", "serve", "night")
 
 MARKERS = (
     "b200: runs on an sm_100 device only",
@@ -38,6 +39,7 @@ MARKERS = (
     "slow: takes minutes; runs only when -m asks for it",
     "faults: replays the museum of faults; runs only when -m asks for it",
     "serve: starts a server on the loopback address; runs only when -m asks for it",
+    "night: a whole night on the CPU; runs only when -m asks for it",
     "strict: may not be left out: where it is skipped or cannot run, it fails",
     "needs(*names): a system program, an optional package, or an option such as --checkpoint",
 )
@@ -59,6 +61,7 @@ class RunOptions:
     backend: str
     report_dir: Path | None
     ci: bool
+    night: NightOptions = field(default_factory=NightOptions)
 
     def given(self, option: str) -> bool:
         """Tell whether `option`, such as --checkpoint, was given."""
@@ -91,6 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(option, metavar="DIR", default=None, help=text)
     group.addoption("--backend", metavar="NAME", default="torch", help="torch, cutedsl, vllm, ...")
     group.addoption("--report-dir", metavar="DIR", default=None, help="where reports are written")
+    add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
         backend=config.getoption("--backend"),
         report_dir=_path(config, "--report-dir"),
         ci=os.environ.get("CI", "").lower() not in ("", "0", "false"),
+        night=_night(config),
     )
 
 
@@ -112,7 +117,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """End at once, with status 2, when what was asked for is not there."""
     if hasattr(session.config, "workerinput"):
         return
-    for option in PATH_OPTIONS:
+    for option in (*PATH_OPTIONS, "--prompts", "--ledger"):
         path = _path(session.config, option)
         if path and not path.exists():
             _refuse(UnreadableFile(option, str(path), "an existing path", "Check the spelling."))
@@ -276,6 +281,13 @@ def _ours(item: pytest.Item) -> bool:
 def _path(config: pytest.Config, option: str) -> Path | None:
     value = config.getoption(option)
     return Path(value).absolute() if value else None
+
+
+def _night(config: pytest.Config) -> NightOptions:
+    try:
+        return night_options(config)
+    except Refused as error:
+        _refuse(error)
 
 
 def _refuse(error: Refused) -> NoReturn:

@@ -138,9 +138,3 @@ def test_a_failed_set_up_is_repeated(checkout: Path) -> None:
     assert make(checkout, *arguments, "EXTRAS=server").returncode == 2
     python.write_text(text)
     assert "packages" in make(checkout, *arguments).stdout
-
-
-def test_nights_refuse_until_they_are_built(checkout: Path) -> None:
-    done = make(checkout, target="nightly")
-    assert done.returncode == 2
-    assert done.stderr.startswith("make nightly: not built yet")

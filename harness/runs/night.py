@@ -1,0 +1,185 @@
+"""A night: an ordered list of steps over one checkpoint, journalled, settled against the ledger.
+
+Owns the order (a step runs behind those that it needs), the continuing of an interrupted night, and
+when a night is red: a step DIFFERS, is UNSTABLE, was REFUSED, or is UNDECIDED although it was asked
+for, and the ledger does not know it. The steps are in the table of night_table; a step is a
+function of what was asked and of what the steps before it said.
+
+Refuses torchrun with more than one process, by name, and a ledger that cannot be read, before
+anything runs. Kept honest by suites/runs/test_night.py, with small steps, and by suites/nights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING
+
+from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.history.ledger import Failure, Ledger, read_ledger
+from degarble.harness.record.files import require_folder
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.machine import machine, provenance
+from degarble.harness.runs.night_record import (
+    CAPTURES,
+    Asked,
+    Journal,
+    StepResult,
+    digest_of,
+    files_told,
+    refused,
+    to_plain,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    StepRun = Callable[[Asked, Mapping[str, StepResult]], StepResult]
+
+# From what may be passed over to what may not.
+SEVERITY = (
+    Verdict.AGREES,
+    Verdict.UNDECIDED,
+    Verdict.REFUSED,
+    Verdict.UNSTABLE,
+    Verdict.DIFFERS,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `needs` are the steps whose results it is given; `all_before` gives it all."""
+
+    name: str
+    run: StepRun
+    needs: tuple[str, ...] = ()
+    all_before: bool = False
+
+
+class Night:
+    """One night over one checkpoint."""
+
+    def __init__(self, asked: Asked, steps: Sequence[Step]) -> None:
+        self.ledger = _ledger_of(asked)
+        require_folder("--report-dir", asked.folder)
+        self._steps = {step.name: step for step in steps}
+        self._order = [step.name for step in steps]
+        self.journal = Journal(asked.work)
+        self.asked = replace(asked, started=self.journal.started)
+        self._key = _key_of(asked)
+        self.results: dict[str, StepResult] = {}
+        self.continued: list[str] = []  # answered from the journal
+
+    def result(self, name: str) -> StepResult:
+        """Run a step, behind those that it needs, or take it from the journal."""
+        if name in self.results:
+            return self.results[name]
+        step = self._steps[name]
+        before = self._order[: self._order.index(name)] if step.all_before else step.needs
+        given = {each: self.result(each) for each in before}
+        told = {each: to_plain(result) for each, result in given.items()}
+        key = digest_of(name, self._key, told)
+        found = self.journal.read(name, key)
+        if found is not None and found.verdict is not Verdict.REFUSED:
+            self.continued.append(name)
+        else:
+            try:
+                found = step.run(self.asked, given)
+            except DegarbleError as error:
+                found = refused(error)
+            self.journal.write(name, key, found)
+        self.results[name] = found
+        return found
+
+    def run(self) -> Verdict:
+        """Run every step; return what the night says."""
+        for name in self._order:
+            self.result(name)
+        return self.verdict
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step has said something."""
+        return len(self.results) == len(self._order)
+
+    def red(self, name: str) -> bool:
+        """Whether a step fails the night: it is red, and the ledger does not know why."""
+        result = self.results[name]
+        return result.red and not excused(self.asked, self.ledger, name, result)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of what is red; green is AGREES."""
+        found = [self.results[name].verdict for name in self.results if self.red(name)]
+        return max(found, key=SEVERITY.index, default=Verdict.AGREES)
+
+    @property
+    def sentence(self) -> str:
+        """What the night says, in one sentence."""
+        red = [name for name in self._order if name in self.results and self.red(name)]
+        if red:
+            first = self.results[red[0]].sentence.removesuffix(".")
+            more = f" Red as well: {', '.join(red[1:])}." if red[1:] else ""
+            return f"{red[0]}: {first}.{more}"
+        ran = [name for name, each in self.results.items() if each.verdict is not Verdict.UNDECIDED]
+        left = [name for name in self.results if name not in ran]
+        known = [n for n in ran if self.results[n].red]
+        told = f"{len(ran)} of {len(self._order)} steps ran, none of them red"
+        told += f"; known by the ledger: {', '.join(known)}" if known else ""
+        return f"{told}; not run: {', '.join(left)}." if left else f"{told}."
+
+    def close(self) -> None:
+        """End the night: a complete one is never continued, a green one leaves no captures."""
+        if not self.complete:
+            return
+        self.journal.finish()
+        if self.verdict is Verdict.AGREES:
+            shutil.rmtree(self.asked.work / CAPTURES, ignore_errors=True)
+
+
+def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:
+    """What a red step found wrong; a step that names no component is one itself."""
+    if not result.red:
+        return ()
+    whole = Failure(f"night.{name}", result.verdict, None, result.sentence)
+    return result.failures or (whole,)
+
+
+def excused(asked: Asked, ledger: Ledger | None, name: str, result: StepResult) -> bool:
+    """Whether the ledger knows all that is wrong with a step."""
+    failures = failures_of_step(name, result)
+    return ledger is not None and all(
+        any(entry.covers(each, asked.name) for entry in ledger.entries) for each in failures
+    )
+
+
+def require_alone(environment: Mapping[str, str]) -> None:
+    """Refuse to run as one of several processes."""
+    world, worker = environment.get("WORLD_SIZE", "1"), environment.get("PYTEST_XDIST_WORKER")
+    if world != "1" or worker:
+        raise InvalidArgument(
+            "WORLD_SIZE" if world != "1" else "PYTEST_XDIST_WORKER", worker or world,
+            "a night in one process: this version does not spread one over torchrun or xdist",
+            "Start pytest itself; a sharded checkpoint is audited with "
+            "`degarble audit CKPT --loader vllm:tp=8`.",
+        )  # fmt: skip
+
+
+def today() -> str:
+    """The night's date, UTC."""
+    return str(datetime.now(UTC).date())
+
+
+def _ledger_of(asked: Asked) -> Ledger | None:
+    if asked.ledger is None:
+        return None
+    return read_ledger(asked.ledger, date.fromisoformat(asked.night))
+
+
+def _key_of(asked: Asked) -> str:
+    """A digest of what every step depends on."""
+    places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
+    told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
+    where = (machine(), provenance("").versions, asked.commit, asked.name)
+    return digest_of(told, where, [(str(each), files_told(each)) for each in places])

@@ -1,0 +1,315 @@
+"""Steps of a night that judge: environment, audit, codecs, captures, repeats, check.
+
+Owns what each of them runs (what the command of the same name runs) and what of it becomes numbers
+of the history and failures of the ledger. Pages and JUnit go into the folder of the night.
+Captures are made by processes of their own, because a fault may be random by launch and constant
+within one process; those that the user brings are taken as they are.
+Refuses as the commands do. Kept honest by suites/runs/test_night_steps.py and suites/nights.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.checkpoint.rules import Level
+from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.history.documents import failures_of, values_of
+from degarble.harness.history.ledger import Failure
+from degarble.harness.record.capture_types import MANIFEST
+from degarble.harness.record.files import usable_folder, write_text
+from degarble.harness.record.page import Subject
+from degarble.harness.record.verdict import SCHEMA, Verdict
+from degarble.harness.runs import audit as auditing
+from degarble.harness.runs import check as checking
+from degarble.harness.runs.audit_page import audit_page
+from degarble.harness.runs.check_document import (
+    as_page,
+    check_document,
+    found_of,
+    junit,
+    sentence_of,
+)
+from degarble.harness.runs.check_look import Looker
+from degarble.harness.runs.check_page import placed, write_check_page
+from degarble.harness.runs.check_texts import texts_of
+from degarble.harness.runs.compare_runs import compare_runs
+from degarble.harness.runs.history_page import MANIFEST as IDENTITY
+from degarble.harness.runs.machine import machine, provenance
+from degarble.harness.runs.night_codecs import count, wrong_codecs
+from degarble.harness.runs.night_record import CAPTURES, Asked, StepResult
+from degarble.harness.runs.report_folder import write_page
+from degarble.harness.runs.workers import usable_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    Results = Mapping[str, StepResult]
+
+NEW_TOKENS = 4
+_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+# Where the user names no prompts: short texts that differ in length.
+PROMPTS = (
+    "The capital of France is",
+    "Write down the numbers from one to ten: 1, 2, 3,",
+    "def add(a, b):\n    return",
+    "Water boils at one hundred degrees, and it freezes at",
+    "Once upon a time a fox and a crow met at the edge of the forest, and the fox said:",
+    "2 + 2 =",
+)
+_FEW = 5
+
+
+def environment(asked: Asked, _: Results) -> StepResult:
+    """Tell where this is: machine, GPU with driver and clocks, versions, backend."""
+    facts = {"machine": machine(), "system": platform.release(), "backend": asked.backend}
+    facts |= dict(provenance("").versions)
+    if asked.commit:
+        facts["commit"] = asked.commit
+    gpus = _gpus()
+    for number, told in enumerate(gpus):
+        facts |= {f"GPU {number} {name}": value for name, value in told.items()}
+    if asked.gpu and not gpus:
+        return StepResult(
+            Verdict.UNDECIDED, "nvidia-smi does not tell driver and clocks.", facts=facts
+        )
+    what = ", ".join(dict.fromkeys(each["name"] for each in gpus)) or "no GPU"
+    return StepResult(Verdict.AGREES, f"{facts['machine']}; {what}.", facts=facts)
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, driver and clocks of each GPU, as nvidia-smi has them; nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    line = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603  ours
+    rows = [row.split(", ") for row in done.stdout.splitlines()] if not done.returncode else []
+    names = _QUERY.split(",")
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def audit(asked: Asked, _: Results) -> StepResult:
+    """Audit the files of the checkpoint, beside the reference where that is another."""
+    apart = asked.checkpoint.resolve() != asked.reference.resolve()
+    wanted = auditing.Wanted(asked.checkpoint, against=asked.reference if apart else None)
+    found = auditing.audit(wanted, usable_workers())
+    words = f"degarble audit {asked.name}"
+    words += f" --against {asked.reference.resolve().name}" if apart else ""
+    write_page(asked.folder, audit_page(found, provenance(words)))
+    errors = [each for each in found.findings if each.level is Level.ERROR]
+    failures = [
+        Failure(
+            f"audit.{each.tensor or each.module or 'checkpoint'}",
+            Verdict.DIFFERS,
+            each.rule,
+            each.message,
+        )
+        for each in errors
+    ]
+    gathered = auditing.by_rule(errors)
+    lines = [
+        f"{each.first.tensor or each.first.module or 'checkpoint'}: {each.first.rule}"
+        f"{f', {each.extent}' if each.extent else ''}: {each.first.message}"
+        for each in gathered
+    ]
+    facts = {IDENTITY: found.subject.identity, "layout": found.subject.layout}
+    return StepResult(
+        found.verdict,
+        found.sentence,
+        failures=tuple(failures),
+        facts=facts,
+        lines=tuple(lines),
+        rows=tuple((part.name, "judged", part.told) for part in found.judged),
+    )
+
+
+def codecs(_: Asked, __: Results) -> StepResult:
+    """Compute the known answers of the number formats."""
+    wrong = wrong_codecs()
+    if not wrong:
+        return StepResult(Verdict.AGREES, f"{count()} known answers of the formats are met.")
+    sentence = f"{len(wrong)} of {count()} known answers of the formats differ: {wrong[0]}."
+    return StepResult(Verdict.DIFFERS, sentence, lines=tuple(wrong))
+
+
+def captures(asked: Asked, _: Results) -> StepResult:
+    """Capture the same prompts in processes of their own, or take the user's captures."""
+    if asked.captures is not None:
+        found = _given(asked.captures)
+        return _captured(found, f"{len(found)} captures of the user's are taken as they are.")
+    folder = usable_folder("captures", asked.work / CAPTURES)
+    prompts = prompts_file(asked)
+    made = []
+    for number in range(asked.repeats):
+        out = folder / f"run-{number + 1}"
+        if out.exists():
+            shutil.rmtree(out)  # of a process that was interrupted, or of another night
+        _capture(asked, prompts, out)
+        made.append(out)
+    processes = f"{len(made)} {'process' if len(made) == 1 else 'processes'}"
+    return _captured(made, f"The same prompts were captured in {processes}.")
+
+
+def _captured(found: list[Path], sentence: str) -> StepResult:
+    rows = tuple((each.name, "captured", str(each)) for each in found)
+    return StepResult(Verdict.AGREES, sentence, rows=rows)
+
+
+def _given(folder: Path) -> list[Path]:
+    if (folder / MANIFEST).exists():
+        return [folder]
+    found = sorted(each for each in folder.iterdir() if (each / MANIFEST).exists())
+    if not found:
+        raise UnreadableFile(
+            "--captures", folder.name, "a capture, or a folder of captures",
+            "Name what `degarble capture --out` wrote.",
+        )  # fmt: skip
+    return found
+
+
+def prompts_file(asked: Asked) -> Path:
+    """The prompts of this night as a file."""
+    if asked.prompts is not None:
+        return asked.prompts
+    path = usable_folder("captures", asked.work) / "prompts.jsonl"
+    write_text(path, "".join(f"{_quoted(each)}\n" for each in PROMPTS))
+    return path
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _capture(asked: Asked, prompts: Path, out: Path) -> None:
+    line = [sys.executable, "-m", "degarble.harness.cli.main", "--quiet", "capture"]
+    line += [str(asked.checkpoint), "--out", str(out), "--prompts", str(prompts)]
+    line += ["--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603  ours
+    if done.returncode:
+        told = " ".join(done.stderr.split())[-400:] or f"exit status {done.returncode}"
+        raise InvalidArgument(
+            f"degarble capture of {asked.name}", told, "a run that ends well",
+            "Run that command by itself.",
+        )  # fmt: skip
+
+
+def folders_of(results: Results) -> list[Path]:
+    """The captures that the step of that name told."""
+    from pathlib import Path  # noqa: PLC0415  a name for types above
+
+    return [Path(place) for _, _, place in results["captures"].rows]
+
+
+def _require_captures(results: Results) -> StepResult | None:
+    if results["captures"].verdict is Verdict.AGREES:
+        return None
+    return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
+
+
+def repeats(asked: Asked, results: Results) -> StepResult:
+    """Compare the captures bit by bit; name the component that gave two answers."""
+    missing = _require_captures(results)
+    if missing is not None:
+        return missing
+    folders = folders_of(results)
+    if len(folders) == 1:
+        return StepResult(
+            Verdict.UNDECIDED, "One run alone shows nothing: give two captures, or more.",
+            asked=asked.captures is None,
+        )  # fmt: skip
+    failures: dict[str, Failure] = {}
+    verdicts, rows, sentence = [], [], ""
+    for first, second in pairwise(folders):
+        found = compare_runs(first, second)
+        pair = f"{first.name}, {second.name}"
+        rows.append((pair, str(found.verdict), found.sentence))
+        verdicts.append(found.verdict)
+        for line in found.origins:
+            told = Failure(line.component, Verdict.UNSTABLE, None, f"{pair}: {found.sentence}")
+            failures.setdefault(line.component, told)
+        if found.verdict is not Verdict.AGREES:
+            sentence = sentence or found.sentence
+    apart = [each for each in verdicts if each is not Verdict.AGREES]
+    if not apart:
+        words = f"{len(folders)} runs in processes of their own are equal to the bit."
+        return StepResult(Verdict.AGREES, words, rows=tuple(rows))
+    names = tuple(f"{name} gave two answers on equal inputs" for name in failures)
+    return StepResult(
+        apart[0], sentence, failures=tuple(failures.values()), rows=tuple(rows), lines=names
+    )
+
+
+def check(asked: Asked, results: Results) -> StepResult:
+    """Judge each capture over all of its layers; a capture equal to one judged needs no second."""
+    missing = _require_captures(results)
+    if missing is not None:
+        return missing
+    folders = folders_of(results)
+    if results["repeats"].verdict is Verdict.AGREES:
+        folders = folders[:1]
+    said = [_checked(asked, folder) for folder in folders]
+    worst = max(said, key=lambda each: (each.verdict is not Verdict.AGREES, each.sentence))
+    values: dict[str, dict[str, float]] = {}
+    for each in said:
+        for measure, places in each.values.items():
+            kept = values.setdefault(measure, {})
+            for place, value in places.items():
+                kept[place] = max(kept.get(place, value), value)
+    failures = {(f.component, f.verdict, f.fault): f for each in said for f in each.failures}
+    return replace(
+        worst,
+        values=values,
+        failures=tuple(failures.values()),
+        judged=tuple(dict.fromkeys(name for each in said for name in each.judged)),
+        rows=tuple((folder.name, str(each.verdict), each.sentence)
+                   for folder, each in zip(folders, said, strict=True)),
+    )  # fmt: skip
+
+
+def _checked(asked: Asked, capture: Path) -> StepResult:
+    device = "cuda" if asked.gpu else "cpu"
+    wanted = checking.Wanted(capture, asked.reference, asked.checkpoint, device=device)
+    with checking.CheckRun(wanted) as opened:
+        looker = Looker(opened.model.config)
+        cases = asked.folder / "reproducers" / f"{asked.name}-{capture.name}"
+        found = opened.judge(looker, cases=cases)
+        sentence = sentence_of(found)
+        document = check_document(found, sentence)
+        identity = auditing.identity_of(opened.model.checkpoint)
+        subject = Subject(found.name, "Checkpoint", identity)
+        words = f"degarble check {capture.name} --reference {asked.reference.resolve().name}"
+        told = as_page(found, subject, provenance(words), looker)
+        write_check_page(asked.folder, replace(told, texts=texts_of(opened.capture, opened.model)))
+        write_text(asked.folder / f"{subject.key}-junit.xml", junit(found, sentence))
+    plain = _plain(document)
+    return StepResult(
+        found.verdict,
+        sentence,
+        values=values_of(plain),
+        failures=failures_of(plain),
+        judged=tuple(dict.fromkeys(str(line["name"]) for line in plain["cosines"])),
+        facts=_facts(found.facts) | {IDENTITY: identity},
+        lines=tuple(f"{placed(each.trouble)}: {each.cause}. {each.remedy}"
+                    for each in found_of(found)),
+    )  # fmt: skip
+
+
+def _facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """What may explain a change; a capture has another hash every night."""
+    return {name: value for name, value in facts.items() if name != "capture"}
+
+
+def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document as its readers know it: origins are mappings there."""
+    from dataclasses import asdict  # noqa: PLC0415  used here alone
+
+    origins = [asdict(each) for each in document["origins"]]
+    return {**document, "schema": SCHEMA, "origins": origins}

@@ -1,0 +1,204 @@
+"""Text gates of a night: perplexity, KL to the reference, output length, known-answer echo.
+
+Owns what is measured on each prompt, for the candidate, its twin and the BF16 reference: surprise
+at the prompt in nats a token, KL divergence from the reference at each position, how many tokens an
+answer has, and the share of a prompt that is known when it comes a second time (its own words are
+the answers, so any prompt file will do). Where the checkpoint runs here the candidate computes in
+the arithmetic of engines; captures of another program give what they hold: the logits behind each
+prompt and each new token. Whether a drift is one, night_statistics says.
+
+Refuses nothing of its own; fewer prompts than a gate needs are Undecided.
+Kept honest by suites/runs/test_night_texts.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.seen import forward_again
+from degarble.harness.history.ledger import Failure
+from degarble.harness.history.records import TEXT
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.backends import use_backend
+from degarble.harness.runs.check_texts import spoken_in
+from degarble.harness.runs.model import open_model
+from degarble.harness.runs.night_metamorphic import prompts_of
+from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.runs.night_statistics import Gate, gate
+from degarble.harness.runs.night_steps import folders_of
+from degarble.harness.talk.generation import Generation, Limits, Speech
+from degarble.harness.talk.speaker import Speaker
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.runs.model import OpenModel
+
+NEW_TOKENS = 24
+PROMPTS = 32
+UNITS = {
+    "perplexity": "nats",
+    "divergence": "nats",
+    "length": "tokens",
+    "echo": "of the tokens",
+}
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What one model is on each prompt; None where it was not measured."""
+
+    perplexity: list[float]
+    divergence: list[float]
+    length: list[float] | None = None
+    echo: list[float] | None = None
+
+
+def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
+    """Measure the three voices, and hold each statistic against what is healthy."""
+    if asked.captures is not None:
+        if results["captures"].verdict is not Verdict.AGREES:
+            return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
+        voices = _captured(asked, Capture.open(folders_of(results)[0]))
+    else:
+        voices = _spoken(asked)
+    gates = []
+    for name, unit in UNITS.items():
+        three = [getattr(voice, name) for voice in voices]
+        if all(each is not None for each in three):
+            gates.append(gate(name, unit, *three))
+    return told(gates)
+
+
+def told(gates: list[Gate]) -> StepResult:
+    """Say what the gates say; the numbers go into the history."""
+    red = [each for each in gates if each.verdict is not Verdict.AGREES]
+    values = {f"{g.name}.{who}": value for g in gates
+              for who, value in (("candidate", g.candidate), ("drift", g.drift),
+                                 ("twin.reference", g.twin - g.reference))
+              if value == value}  # fmt: skip  # noqa: PLR0124
+    left = [name for name in UNITS if name not in {each.name for each in gates}]
+    more = f" Not measured: {', '.join(left)}." if left else ""
+    sentence = (
+        " ".join(each.sentence for each in red)
+        or f"No text statistic drifts beyond what is healthy. {gates[0].sentence}"
+    )
+    return StepResult(
+        Verdict.DIFFERS if red else Verdict.AGREES,
+        sentence + more,
+        values={TEXT.name: values},
+        failures=tuple(
+            Failure(f"text.{each.name}", Verdict.DIFFERS, None, each.sentence) for each in red
+        ),
+        judged=tuple(f"text.{each.name}" for each in gates),
+        rows=tuple((each.name, str(each.verdict), each.sentence) for each in gates),
+    )
+
+
+def _spoken(asked: Asked) -> tuple[Voice, Voice, Voice]:
+    """Run candidate, twin and reference over the prompts."""
+    with open_model(asked.reference, "bf16") as reference:
+        with open_model(asked.checkpoint) as twin:
+            prompts = [ids for ids in prompts_of(twin, asked)[:PROMPTS] if len(ids) > 1]
+            meant = _rows(reference.speaker, prompts)
+            twins = _voice(twin, prompts, meant)
+        with open_model(asked.checkpoint) as candidate:
+            _as_engines(candidate)
+            use_backend(candidate.speaker.bound, asked.backend)
+            mine = _voice(candidate, prompts, meant)
+        return mine, twins, _voice(reference, prompts, meant)
+
+
+def _as_engines(model: OpenModel) -> None:
+    """Let products be summed in float32, as engines do."""
+    if model.streamed is None and model.arithmetic == "twin":
+        weights = model.speaker.bound.weights
+        numerics = Numerics.twin(products=torch.float32)
+        model.speaker = Speaker(Bound(model.config, numerics, weights, model.recipe))
+
+
+def _rows(speaker: Speaker, prompts: list[list[int]]) -> list[Tensor]:
+    """Logarithms of the probabilities behind every token of each prompt."""
+    sequences = [Sequence() for _ in prompts]
+    hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
+    parts = hidden.split([len(ids) for ids in prompts])
+    return [speaker.logits(part).double().log_softmax(-1) for part in parts]
+
+
+def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> Voice:
+    speaker = model.speaker
+    rows = _rows(speaker, prompts)
+    twice = [[*ids, *ids[1:]] for ids in prompts]
+    again = _rows(speaker, twice)
+    length = None
+    if model.streamed is None:  # a token would cost a pass over the disk
+        speeches = [Speech(list(ids)) for ids in prompts]
+        Generation(speaker, None, None, Limits(NEW_TOKENS)).run(speeches)
+        length = [float(len(each.ids)) for each in speeches]
+    return Voice(
+        [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
+        [_divergence(row, mean) for row, mean in zip(rows, meant, strict=True)],
+        length,
+        [_known(row, ids) for row, ids in zip(again, prompts, strict=True)],
+    )
+
+
+def _surprise(row: Tensor, targets: list[int]) -> float:
+    """Nats a token."""
+    return -float(row.gather(1, torch.tensor(targets)[:, None]).mean())
+
+
+def _divergence(row: Tensor, meant: Tensor) -> float:
+    """Mean Kullback-Leibler divergence from the reference, in nats a position."""
+    return float((meant.exp() * (meant - row)).sum(-1).mean())
+
+
+def _known(row: Tensor, ids: list[int]) -> float:
+    """The share of a prompt's second copy that is foretold; its first word has no forerunner."""
+    again = torch.tensor(ids[2:] or ids[1:])
+    begin = len(row) - 1 - len(again)
+    return float((row[begin : begin + len(again)].argmax(-1) == again).double().mean())
+
+
+def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
+    """Three voices on the steps of a capture: behind each prompt and each new token."""
+    head = {call.step: call for call in run.calls if call.component == "head"}
+    steps = [step for step in run.steps if step.number in head]
+    mine = [run.outputs(head[step.number])["out"].double() for step in steps]
+    owners = [list(dict.fromkeys(step.sequences)) for step in steps]
+    with open_model(asked.reference, "bf16") as model:
+        meant = forward_again(model.speaker.bound, run.steps)
+    with open_model(asked.checkpoint) as model:
+        twin = forward_again(model.speaker.bound, run.steps)
+    place = {step.number: number for number, step in enumerate(run.steps)}
+    at = [place[step.number] for step in steps]
+    new = {number: ids for number, (_, ids) in enumerate(spoken_in(run))}
+    sides = [mine, [twin[n].double() for n in at], [meant[n].double() for n in at]]
+    rows = [_by_owner(side, owners) for side in sides]
+    known = [owner for owner in rows[0] if new.get(owner)]
+    voices = [
+        Voice(
+            [_surprise(side[o][: len(new[o])], new[o][: len(side[o])]) for o in known],
+            [_divergence(side[o], rows[2][o]) for o in known],
+        )
+        for side in rows
+    ]
+    return voices[0], voices[1], voices[2]
+
+
+def _by_owner(side: list[Tensor], owners: list[list[int]]) -> dict[int, Tensor]:
+    """The logits of each sequence, step after step, as logarithms of probabilities."""
+    found: dict[int, list[Tensor]] = {}
+    for logits, who in zip(side, owners, strict=True):
+        for owner, row in zip(who, logits, strict=True):
+            found.setdefault(owner, []).append(row)
+    return {owner: torch.stack(each).log_softmax(-1) for owner, each in found.items()}

@@ -1,0 +1,141 @@
+"""Workflows call scripts and targets that exist, with pinned actions and the least permissions."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from degarble.harness.plugins.night_options import OPTIONS
+from degarble.suites.house.repository import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FOLDER = ROOT / ".github" / "workflows"
+_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
+# In `make` a word with = is a variable of the script, and has to stand there.
+_VARIABLE = re.compile(r"^#   ([A-Z]+)  ", re.MULTILINE)
+_CALL = re.compile(r"\$\{([A-Z]+)")
+
+
+def workflows() -> list[Path]:
+    return sorted(FOLDER.glob("*.yml"))
+
+
+def targets() -> set[str]:
+    return set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+
+
+def variables() -> set[str]:
+    text = (ROOT / ".ci" / "nightly").read_text(encoding="utf-8")
+    return set(_VARIABLE.findall(text)) | {"COMMIT"}
+
+
+def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for job in workflow["jobs"].values():
+        yield from job["steps"]
+
+
+def faults(workflow: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a workflow."""
+    if workflow.get("permissions") != {"contents": "read"}:
+        yield f"permissions {workflow.get('permissions')}"
+    for name, job in workflow["jobs"].items():
+        if not isinstance(job.get("timeout-minutes"), int):
+            yield f"{name}: no time limit"
+        if "permissions" in job:
+            yield f"{name}: permissions of its own"
+    for step in steps(workflow):
+        if "uses" in step and not re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]):
+            yield f"action {step['uses']} is not one of GitHub's own, pinned by version"
+        keeps_token = step.get("with", {}).get("persist-credentials") is not False
+        if step.get("uses", "").startswith("actions/checkout") and keeps_token:
+            yield "checkout leaves its token behind"
+        if "run" in step:
+            yield from _wrong_command(step["run"])
+
+
+def _wrong_command(command: str) -> Iterator[str]:
+    words = shlex.split(command)
+    if words[0] == "make":
+        for word in words[1:]:
+            name, is_variable, _ = word.partition("=")
+            known = variables() if is_variable else targets()
+            if name not in known:
+                yield f"make knows no {name}"
+        return
+    script = ROOT / words[0]
+    if not (script.is_file() and os.access(script, os.X_OK)):
+        yield f"{words[0]} is no script of this repository"
+
+
+@pytest.mark.parametrize("path", workflows(), ids=lambda path: path.name)
+def test_a_workflow_calls_what_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert list(faults(yaml.safe_load(text))) == []
+    assert "secrets." not in text
+
+
+def test_there_are_the_two_that_docs_name() -> None:
+    assert {path.name for path in workflows()} == {"ci.yml", "nightly.yml"}
+    nightly = yaml.safe_load((FOLDER / "nightly.yml").read_text(encoding="utf-8"))
+    assert nightly["jobs"]["night"]["runs-on"] == ["self-hosted", "blackwell"]
+    # What a workflow sets, the script reads.
+    read = variables() | {"TORCH_INDEX_URL"}
+    assert set(nightly["jobs"]["night"]["env"]) <= read
+
+
+def test_the_night_keeps_its_artefacts_even_when_red() -> None:
+    for path in workflows():
+        for step in steps(yaml.safe_load(path.read_text(encoding="utf-8"))):
+            if step.get("uses", "").startswith("actions/upload-artifact"):
+                assert step["if"] == "always()"
+                kinds = {line.rpartition(".")[2] for line in step["with"]["path"].split()}
+                assert {"html", "xml", "json", "md"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("run: .ci/run", "run: .ci/walk", ".ci/walk is no script of this repository"),
+        ("make nightly", "make daily", "make knows no daily"),
+        ("SUMMARY=", "RESUME=", "make knows no RESUME"),
+        ("checkout@v4", "checkout@main", "action actions/checkout@main is not one of GitHub's"),
+        ("contents: read", "contents: write", "permissions {'contents': 'write'}"),
+        ("timeout-minutes: 20", "name: x", "test: no time limit"),
+        ("persist-credentials: false", "fetch-depth: 1", "checkout leaves its token behind"),
+    ],
+)
+def test_a_planted_fault_in_a_workflow_is_found(old: str, new: str, expected: str) -> None:
+    text = (FOLDER / "ci.yml").read_text(encoding="utf-8")
+    assert old in text
+    found = list(faults(yaml.safe_load(text.replace(old, new))))
+    assert any(line.startswith(expected) for line in found), found
+
+
+def test_the_script_reads_what_it_tells_and_passes_options_that_exist() -> None:
+    path = ROOT / ".ci" / "nightly"
+    text = path.read_text(encoding="utf-8")
+    told = set(_VARIABLE.findall(text))
+    assert told <= set(_CALL.findall(text)), "told, and not read"
+    passed = set(re.findall(r"(--[a-z]+)[ \n]", text.partition("night() {")[2].partition("}\n")[0]))
+    own = {"--checkpoint", "--reference", "--captures", "--backend", "--junitxml"}
+    assert passed - own - {"--no"} <= set(OPTIONS)
+    assert subprocess.run(["sh", "-n", path], check=False).returncode == 0
+
+
+def test_a_checkpoint_without_reference_is_refused(tmp_path: Path) -> None:
+    environment = {**os.environ, "CHECKPOINT": str(tmp_path), "OUT": str(tmp_path / "out")}
+    environment.pop("REFERENCE", None)
+    done = subprocess.run(
+        [ROOT / ".ci" / "nightly"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "nightly: CHECKPOINT needs REFERENCE as well\n"

@@ -1,0 +1,86 @@
+"""The night, one test a step: `pytest -m b200 --checkpoint CKPT --reference CKPT` (docs/nights.md).
+
+Without a device the same steps run under `-m night`. The last tests add the night to the history
+and hold it against the ledger; then page, document and summary are written.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.plugins.presence import DEVICES
+from degarble.harness.runs.night import Night, require_alone, today
+from degarble.harness.runs.night_pages import write_night
+from degarble.harness.runs.night_record import Asked
+from degarble.harness.runs.night_table import STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.plugins.night_options import NightOptions
+    from degarble.harness.plugins.pytest_plugin import RunOptions
+
+FOLDER = Path("out") / "nights"
+MARKS = ("b200", "h200", "night")
+PLACES = [
+    pytest.param(mark, step.name, marks=getattr(pytest.mark, mark), id=f"{mark}-{step.name}")
+    for mark in MARKS
+    for step in STEPS
+]
+
+
+def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> Asked:
+    assert run.checkpoint is not None, "the test needs it"
+    assert run.reference is not None, "the test needs it"
+    return Asked(
+        checkpoint=run.checkpoint,
+        reference=run.reference,
+        folder=run.report_dir or FOLDER.absolute(),
+        night=today(),
+        captures=run.captures,
+        prompts=said.prompts,
+        backend=run.backend,
+        gpu=gpu,
+        repeats=said.repeats,
+        museum=said.museum,
+        store=said.store,
+        ledger=said.ledger,
+        commit=said.commit,
+        subject=said.subject,
+    )
+
+
+@pytest.fixture(scope="module")
+def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
+    """The night on this machine's device, or on the CPU; written when its steps are done."""
+    require_alone(os.environ)
+    begun: dict[bool, Night] = {}
+    yield begun
+    for night in begun.values():
+        written = write_night(night)
+        night.close()
+        summary = run_options.night.summary
+        if summary is not None:
+            with summary.open("a", encoding="utf-8") as file:
+                file.write(written.summary.read_text(encoding="utf-8"))
+
+
+@pytest.mark.needs("--checkpoint", "--reference")
+@pytest.mark.parametrize(("mark", "step"), PLACES)
+def test_night(mark: str, step: str, run_options: RunOptions, nights: dict[bool, Night]) -> None:
+    gpu = mark in DEVICES
+    if gpu not in nights:
+        nights[gpu] = Night(asked_of(run_options, run_options.night, gpu=gpu), STEPS)
+    night = nights[gpu]
+    result = night.result(step)
+    told = "\n".join([f"{result.verdict}: {result.sentence}", *result.lines])
+    if night.red(step):
+        pytest.fail(told, pytrace=False)
+    if result.red:
+        pytest.xfail(f"known: {told}")
+    if not result.asked and result.verdict.exit_status:
+        pytest.skip(result.sentence)
