@@ -170,7 +170,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     # Of two turns, so that one barrier a turn is enough; absent warps stay 0.
     sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
     sFactors = allocator.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
-    scaling = None
+    scaling: Any = None
     if cutlass.const_expr(not form.narrow):  # noqa: SIM102  the first is settled when traced
         if thread < 2 * MOST_WARPS:
             sSums[thread] = Float32(0.0)

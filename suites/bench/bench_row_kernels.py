@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,8 +95,8 @@ def gemv_arms(rows: int) -> list[Arm]:
         x_MK = _random(rows, HEAD[1])
         out = torch.empty(rows, HEAD[0], device="cuda")
         tensors = (x_MK, weight_NK, out)
-        ours.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
-        theirs.append(lambda tensors=tensors: torch.mm(tensors[0], tensors[1].T))
+        ours.append(partial(kernels.launch, kernel, problem, tensors))
+        theirs.append(partial(torch.mm, tensors[0], tensors[1].T))
     bytes_moved = problem.bytes_moved
     return [
         captured(f"head, M = {rows}", bytes_moved, ours),
@@ -119,8 +120,8 @@ def embed_arms(tokens: int) -> list[Arm]:
         id_T = torch.randperm(HEAD[0], device="cuda")[:tokens]
         out = torch.empty(tokens, HEAD[1], device="cuda", dtype=torch.bfloat16)
         tensors = (id_T, WEIGHTS[number % len(WEIGHTS)], out)
-        ours.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
-        theirs.append(lambda tensors=tensors: torch.nn.functional.embedding(*tensors[:2]))
+        ours.append(partial(kernels.launch, kernel, problem, tensors))
+        theirs.append(partial(torch.nn.functional.embedding, *tensors[:2]))
     return [
         captured(f"embed, {tokens} tokens", problem.bytes_moved, ours),
         captured(f"torch embedding, {tokens} tokens", problem.bytes_moved, theirs),

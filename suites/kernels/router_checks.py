@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 SETTINGS = CompileSettings()
 SPREADS = ("ordinary", "wide", "ties", "special", "equal")
-V4_PRO = {"experts": 384, "chosen": 6, "scale": 2.5}
-V4_FLASH = {"experts": 256, "chosen": 6, "scale": 1.5}
-V32 = {
+V4_PRO: dict[str, Any] = {"experts": 384, "chosen": 6, "scale": 2.5}
+V4_FLASH: dict[str, Any] = {"experts": 256, "chosen": 6, "scale": 1.5}
+V32: dict[str, Any] = {
     "experts": 256,
     "chosen": 8,
     "scoring": "sigmoid",
@@ -201,5 +201,5 @@ def fuzzed(seed: int, count: int) -> list[RouterCase]:
     return made
 
 
-def _without_experts(of_model: dict[str, object]) -> dict[str, object]:
+def _without_experts(of_model: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in of_model.items() if name != "experts"}

@@ -112,7 +112,7 @@ def normed_by_definition(values_MK: Tensor, weight_K: Tensor, epsilon: float) ->
     total = total[:, 0] if narrow else folded(torch.nn.functional.pad(total, (0, missing)))
     # Trap: torch on a GPU multiplies by the inverse of a number; a tensor it divides by.
     factor = rmsnorm_problem.factor_of(total, torch.full_like(total, columns), epsilon, torch.sqrt)
-    made = rmsnorm_problem.normed(x_MK, weight_K.float(), factor[:, None])
+    made: Tensor = rmsnorm_problem.normed(x_MK, weight_K.float(), factor[:, None])
     return made.bfloat16()
 
 
@@ -197,9 +197,9 @@ def norm_cases() -> list[NormCase]:
             problem = NormProblem(133, columns, layout=layout, keeps_values=layout == "128x4")
             made.append(NormCase(problem, "ordinary", columns))
     for kind in SPREADS:
-        for layout in (None, *LAYOUTS):
-            made.append(NormCase(NormProblem(70, 2064, layout=layout), kind, 3))
-            made.append(NormCase(NormProblem(70, 272, 1e-20, layout=layout), kind, 4))
+        for named in (None, *LAYOUTS):
+            made.append(NormCase(NormProblem(70, 2064, layout=named), kind, 3))
+            made.append(NormCase(NormProblem(70, 272, 1e-20, layout=named), kind, 4))
     made.append(NormCase(NormProblem(77, 80), "rows"))
     made.append(NormCase(NormProblem(3000, 7168, layout="128x4", weight="fp32"), "rows"))
     return made
@@ -283,8 +283,8 @@ def product_on_device(case: GemvCase) -> Tensor:
 def product_mismatch(case: GemvCase) -> str:
     """Say how a case differs from its definition on the GPU; empty where it does not."""
     got = product_on_device(case)
-    operands = (part.to(got.device) for part in case.operands)
-    return bits_differ(case.name, got, product_by_definition(*operands, case.problem.out))
+    x_MK, weight_NK = (part.to(got.device) for part in case.operands)
+    return bits_differ(case.name, got, product_by_definition(x_MK, weight_NK, case.problem.out))
 
 
 def gemv_cases() -> list[GemvCase]:

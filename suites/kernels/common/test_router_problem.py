@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def by_reference(case: checks.RouterCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("model", [checks.V4_PRO, checks.V4_FLASH, checks.V32])
 @pytest.mark.parametrize("kind", ["ordinary", "wide", "ties", "equal"])
-def test_chooses_as_the_references_do(model: dict[str, object], kind: str) -> None:
+def test_chooses_as_the_references_do(model: dict[str, Any], kind: str) -> None:
     case = checks.RouterCase(RouterProblem(2000, **model), kind, 11)
     experts, weights = checks.by_definition(case, "cpu")
     want, of_want = by_reference(case)
