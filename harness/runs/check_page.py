@@ -289,7 +289,7 @@ def _names(key: str) -> tuple[str, ...]:
 def tables(key: str, record: ReplayRecord) -> dict[str, str]:
     """The files beside the page, by name."""
     # Half a second, and only where a report is written.
-    import pandas as pd  # type: ignore[import-untyped]  # noqa: PLC0415
+    import pandas as pd  # noqa: PLC0415
 
     plain = [_plain_row(each) for each in record.outputs]
     columns = list(_plain_row(_NOTHING))

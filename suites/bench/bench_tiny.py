@@ -246,7 +246,8 @@ def _of(name: str) -> tuple[tuple[Table, Table], list[Target]]:
 def run(settings: Settings) -> Section:
     """Judge every small model."""
     del settings
-    tables, targets = [], []
+    tables: list[Table] = []
+    targets: list[Target] = []
     for folder in sorted(path.parent for path in FOLDER.glob("*/config.json")):
         made, wanted = _of(folder.name)
         tables += made

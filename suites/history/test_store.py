@@ -154,7 +154,7 @@ def test_a_run_that_cannot_be_added_leaves_nothing(
     with Store(url, create=True) as store:
         store.add(run(0))
         broken = run(1)
-        monkeypatch.setitem(broken.values["budgets"], "head", "no number")  # type: ignore[arg-type]
+        monkeypatch.setitem(broken.values["budgets"], "head", "no number")
         with pytest.raises(ValueError, match="could not convert"):
             store.add(broken)
         assert [each.id for each in store.runs()] == [run(0).id]
