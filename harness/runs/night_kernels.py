@@ -118,7 +118,7 @@ def _seconds(launches: list[Callable[[], object]]) -> float:
     """Seconds of one launch: the median over rounds of events around all of them."""
     for launch in launches:
         launch()
-    found = []
+    found: list[float] = []
     for _ in range(_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -126,5 +126,5 @@ def _seconds(launches: list[Callable[[], object]]) -> float:
             launch()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / len(launches))
+        found.append(float(begin.elapsed_time(end)) / 1e3 / len(launches))
     return statistics.median(found)

@@ -8,7 +8,7 @@ sums may be made in another order, but each output must stay within its budget; 
 named.
 
 Refuses nothing: captures of another program cannot be run again, and that is said.
-Kept honest by suites/runs/test_night_metamorphic.py.
+Kept honest by suites/runs/test_night_steps.py.
 """
 
 from __future__ import annotations

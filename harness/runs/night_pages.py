@@ -77,8 +77,9 @@ def page_of(night: Night) -> Page:
     for panel in (_kernels(night), _history(night), _texts(night, page)):
         if panel is not None:
             page = page.with_panel(panel)
-    told = {"verdict": night.verdict, "sentence": night.sentence}
-    return replace(page, provenance=provenance(COMMAND), **told)
+    return replace(
+        page, provenance=provenance(COMMAND), verdict=night.verdict, sentence=night.sentence
+    )
 
 
 def _identity(night: Night) -> str:

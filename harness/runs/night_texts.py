@@ -8,7 +8,7 @@ the arithmetic of engines; captures of another program give what they hold: the 
 prompt and each new token. Whether a drift is one, night_statistics says.
 
 Refuses nothing of its own; fewer prompts than a gate needs are Undecided.
-Kept honest by suites/runs/test_night_texts.py.
+Kept honest by suites/runs/test_night_steps.py.
 """
 
 from __future__ import annotations

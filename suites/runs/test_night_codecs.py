@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.formats.codec import encode
 from degarble.harness.runs import night_codecs
 from degarble.harness.runs.night_codecs import count, wrong_codecs
 
@@ -19,7 +20,6 @@ def test_the_formats_meet_what_is_known() -> None:
 
 
 def test_a_spoilt_codec_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = night_codecs.encode
     monkeypatch.setattr(night_codecs, "encode", lambda v, f: encode(v * 1.1, f))
     assert any(line.startswith("E2M1: 0.25 is 0x0, 0x1") for line in wrong_codecs())
 

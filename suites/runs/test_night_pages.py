@@ -53,15 +53,15 @@ LEDGER = """
 """
 
 
-def night_in(folder: Path, name: str = "tiny_[v4]", **more: object) -> Night:
-    checkpoint = folder / name
+def night_in(folder: Path) -> Night:
+    checkpoint = folder / "tiny_[v4]"
     checkpoint.mkdir()
     (folder / "known.yaml").write_text(LEDGER)
     asked = Asked(
         checkpoint, checkpoint, folder / "out", "2026-11-22", commit="4" * 40,
-        store=str(folder / "history.sqlite"), ledger=folder / "known.yaml", **more,
-    )  # type: ignore[arg-type]  # fmt: skip
-    steps = [Step(name, lambda *_, each=each: each) for name, each in RESULTS.items()]  # type: ignore[misc]
+        store=str(folder / "history.sqlite"), ledger=folder / "known.yaml",
+    )  # fmt: skip
+    steps = [Step(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
     closing = [Step("history", history, all_before=True), Step("ledger", ledger, all_before=True)]
     night = Night(asked, [*steps, *closing])
     night.run()

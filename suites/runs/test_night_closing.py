@@ -1,0 +1,95 @@
+"""A night in the history: what moved is told, a speed that fell is red; the museum's misses too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date, timedelta
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.history.records import BUDGETS, SPEED
+from degarble.harness.history.store import Store
+from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import museum as museum_run
+from degarble.harness.runs import night_closing as closing
+from degarble.harness.runs.museum import Museum
+from degarble.harness.runs.museum_scores import Healthy
+from degarble.harness.runs.night_record import Asked, StepResult
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+KERNEL = "kernels.quantise_nvfp4"
+
+
+def asked(folder: Path, night: int = 0, **more: object) -> Asked:
+    day = str(date(2026, 1, 1) + timedelta(days=night))
+    made = Asked(
+        folder, folder, folder, day, store=str(folder / "history.sqlite"),
+        commit=f"{night:040x}", started=day, subject="tiny",
+    )  # fmt: skip
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def measured(speed: float, budget: float) -> dict[str, StepResult]:
+    values = {SPEED.name: {KERNEL: speed}, BUDGETS.name: {"head": budget}}
+    return {"check": StepResult(Verdict.AGREES, "well", values=values)}
+
+
+def nights(folder: Path, speed: float, budget: float) -> StepResult:
+    """32 nights that are alike, then two that are not."""
+    for night in range(32):
+        quiet = closing.history(asked(folder, night), measured(0.9 + night % 3 / 1000, 0.5))
+        assert quiet.verdict is Verdict.AGREES
+        assert quiet.lines == ()
+    for night in (32, 33):
+        found = closing.history(asked(folder, night), measured(speed, budget))
+    return found
+
+
+def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
+    found = nights(tmp_path, 0.7, 0.5)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.failures[0].component == f"speed.{KERNEL}"
+    assert "in the night 2026-02-02" in found.sentence
+    assert f"commits {31:040x}"[:20] in found.sentence
+    with Store(str(tmp_path / "history.sqlite")) as store:
+        assert len(store.runs()) == 34
+
+
+def test_what_moved_otherwise_is_told_and_not_red(tmp_path: Path) -> None:
+    found = nights(tmp_path, 1.0, 0.8)
+    assert found.verdict is Verdict.AGREES
+    assert {line.partition(":")[0] for line in found.lines} == {"speed", "budgets"}
+
+
+def test_a_night_is_kept_with_its_verdict_facts_and_worst(tmp_path: Path) -> None:
+    results = measured(0.9, 0.5) | {
+        "audit": StepResult(Verdict.DIFFERS, "wrong", facts={"manifest": "sha256:1"}),
+        "text": StepResult(Verdict.UNDECIDED, "not asked", asked=False),
+    }
+    run = closing.run_of(asked(tmp_path), results)
+    assert run is not None
+    assert run.verdict is Verdict.DIFFERS
+    assert run.facts == {"manifest": "sha256:1"}
+    assert closing.run_of(asked(tmp_path), {"audit": results["audit"]}) is None
+    assert closing.history(asked(tmp_path), {"audit": results["audit"]}).red
+    assert not closing.history(asked(tmp_path, store=None), results).red
+
+
+def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepResult:
+    made = Museum(outcomes=(), without_effect=(), **({"healthy": ()} | more))
+    monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
+    return closing.museum(asked(folder), {})
+
+
+def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert museum(monkeypatch, tmp_path).verdict is Verdict.AGREES
+    found = museum(monkeypatch, tmp_path, healthy=(Healthy("v4 long", ("head: wrong",)),))
+    assert found.verdict is Verdict.DIFFERS
+    assert [each.component for each in found.failures] == ["museum.v4 long"]
+
+
+def test_the_faults_of_a_short_night_exist() -> None:
+    assert set(closing.PLANTED) <= set(museum_run.chosen(()))
