@@ -8,6 +8,7 @@ What keeps it honest: suites/cli/test_crash.py raises one on purpose.
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import sys
 import traceback
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.cli.terminal import Environment
 
+_SIGNED_IN = re.compile(r"://\S*@")  # user and password of an address
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h: outside the contract's 0, 1 and 2
 
 
@@ -35,8 +37,8 @@ def crash_text(error: Exception, arguments: Sequence[str]) -> str:
     """Say what happened, where, and what to send."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-    message = "".join(c if c.isprintable() else "?" for c in str(error))[:300]
-    command = shlex.join(["degarble", *arguments])
+    message = _bare("".join(c if c.isprintable() else "?" for c in str(error)))[:300]
+    command = _bare(shlex.join(["degarble", *arguments]))
     return (
         f"degarble: this is a mistake of degarble, not of yours\n"
         f"  what     {type(error).__name__}: {message}\n"
@@ -46,3 +48,8 @@ def crash_text(error: Exception, arguments: Sequence[str]) -> str:
         f"  remedy   Report these lines as an issue (CONTRIBUTING.md says where); "
         f"DEGARBLE_TRACEBACK=1 adds the traceback.\n"
     )
+
+
+def _bare(text: str) -> str:
+    """Leave out who signs in at an address: these lines are made to be sent."""
+    return _SIGNED_IN.sub("://...@", text)

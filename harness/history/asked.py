@@ -16,7 +16,7 @@ from degarble.harness.history.panel import History, history_of, sentence_of
 from degarble.harness.history.records import measure_named
 from degarble.harness.history.told import apart, counted
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.record.wording import number
+from degarble.harness.record.wording import number, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,7 @@ def changes_lines(found: Sequence[History]) -> list[str]:
     for history in found:
         lines.append(sentence_of(history))
         lines += [f"  {each.measure}  {each.sentence}" for each in history.moves]
-    return lines
+    return [visible(line) for line in lines]
 
 
 def changes_document(found: Sequence[History]) -> dict[str, Any]:
@@ -174,6 +174,7 @@ def compared(store: Store, first: str, second: str) -> tuple[list[str], dict[str
     ]
     rest = len(found) - same - len(moved)
     lines += [f"  {rest:,} more that moved less; --json has them"] if rest else []
+    lines = [visible(line) for line in lines]
     document = {
         "verdict": Verdict.AGREES if same == len(found) else Verdict.DIFFERS,
         "runs": [_run(run) for run in runs],
@@ -210,8 +211,10 @@ def _run(run: Told) -> dict[str, Any]:
 def runs_lines(runs: Sequence[Told]) -> list[str]:
     """One line a run."""
     return [
-        f"{run.id}  {run.night}  {run.verdict!s:<9}  {run.commit[:12] or '-':<12}  "
-        f"{run.subject} on {run.machine}"
+        visible(
+            f"{run.id}  {run.night}  {run.verdict!s:<9}  {run.commit[:12] or '-':<12}  "
+            f"{run.subject} on {run.machine}"
+        )
         for run in runs
     ]
 

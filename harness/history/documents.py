@@ -8,6 +8,7 @@ Kept honest by suites/history/test_documents.py, and by the night, which adds re
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, UnreadableFile
@@ -24,7 +25,7 @@ def read_check(path: Path) -> dict[str, Any]:
     """Read what `degarble check --json` wrote."""
     remedy = "Give a file that `degarble check --json FILE` wrote."
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableFile(path.name, str(error), "a JSON document", remedy) from error
     lines = document.get("cosines") if isinstance(document, dict) else None
@@ -32,12 +33,30 @@ def read_check(path: Path) -> dict[str, Any]:
         raise UnreadableFile(path.name, "no cosines", "the document of a check", remedy)
     if document.get("schema") != SCHEMA:
         raise UnreadableFile(f"schema of {path.name}", document.get("schema"), str(SCHEMA), remedy)
-    if document.get("verdict") not in set(Verdict):
+    facts, name = document.get("facts"), document.get("checkpoint", "")
+    if not isinstance(facts, dict | None) or not isinstance(name, str):
+        raise UnreadableFile(path.name, "facts, checkpoint", "an object and a name", remedy)
+    if document.get("verdict") not in list(Verdict):
         raise UnreadableFile(
             f"verdict of {path.name}", document.get("verdict"), "a verdict", remedy
         )
     found: dict[str, Any] = document
     return found
+
+
+def _refused(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _number(value: object) -> float | None:
+    """A finite number, or None where nothing was measured."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -46,11 +65,12 @@ def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     distances: dict[str, float] = {}
     for line in document["cosines"]:
         name = component_of(line)
-        ratio, cosine = line.get("budgets"), line.get("candidate_reference")
-        if isinstance(ratio, (int, float)):
-            budgets[name] = max(budgets.get(name, 0.0), float(ratio))
-        if isinstance(cosine, (int, float)):
-            distances[name] = max(distances.get(name, 0.0), 1.0 - float(cosine))
+        ratio = _number(line.get("budgets"))
+        cosine = _number(line.get("candidate_reference"))
+        if ratio is not None:
+            budgets[name] = max(budgets.get(name, 0.0), ratio)
+        if cosine is not None:
+            distances[name] = max(distances.get(name, 0.0), 1.0 - cosine)
     if not budgets:
         raise InvalidArgument(
             "judged outputs of the check", 0, "one at least", "Check a capture that holds tensors."

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from degarble.harness.record.verdict import Verdict
 
-_NIGHT = re.compile(r"\d{4}-\d{2}-\d{2}")
 _TEXT = 500  # characters of a fact, a place or a name
 
 
@@ -75,15 +74,18 @@ class Run:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not _NIGHT.fullmatch(self.night):
+        if not _is_date(self.night):
             raise InvalidArgument(
                 "night", self.night, "a date such as 2026-11-22", "Give the night's first day."
             )
         named = {"subject": self.subject, "machine": self.machine}
         for name, text in named.items():
-            if not text.strip() or len(text) > _TEXT:
+            if not _is_name(text):
                 raise InvalidArgument(
-                    name, text, f"1 to {_TEXT} characters", "Name what was measured, and where."
+                    name,
+                    text,
+                    f"1 to {_TEXT} printable characters",
+                    "Name what was measured, and where.",
                 )
         if not any(self.values.values()):
             raise InvalidArgument(
@@ -117,7 +119,22 @@ def _require_numbers(measure: str, values: Mapping[str, float]) -> None:
                 f"{measure} at {place}", value, "a finite number",
                 "Leave a place out where nothing was measured.",
             )  # fmt: skip
-        if not place or len(place) > _TEXT:
+        if not _is_name(place):
             raise InvalidArgument(
-                f"place of {measure}", place, f"1 to {_TEXT} characters", "Name the component."
+                f"place of {measure}",
+                place,
+                f"1 to {_TEXT} printable characters",
+                "Name the component.",
             )
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _is_name(text: str) -> bool:
+    """Tell whether a text may stand in tables and on terminals: no controls, no half characters."""
+    return bool(text.strip()) and len(text) <= _TEXT and text.isprintable()

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 STORE_SCHEMA = 1
 _WAIT = 30  # seconds that one writer waits for another
 _DOUBLES = np.dtype("<f8")
+_LOCK = 0x6465_6761  # of all writers of one database: any number that nobody else takes
+_WRITES = "degarble_writes"  # what a connection is asked for
 _FEWEST = 4  # characters by which a run may be named
 
 _tables = sql.MetaData()
@@ -124,40 +126,54 @@ class Store:
         self._create = create
 
     def __enter__(self) -> Self:
-        with self._asked():
-            known = sql.inspect(self._engine).has_table(_about.name)
-            if not known and not self._create:
-                raise UnreadableFile(
-                    "history store", self.name, "a store of runs",
-                    "Name another store, or add a first run to this one.",
-                )  # fmt: skip
-            if not known:
-                self._make()
-            with self._engine.connect() as connection:
-                schema = connection.execute(
-                    sql.select(_about.c.value).where(_about.c.key == "schema")
-                ).scalar()
-        if schema != str(STORE_SCHEMA):
+        try:
+            with self._asked():
+                self._open()
+        except BaseException:
             self._engine.dispose()
+            raise
+        return self
+
+    def _open(self) -> None:
+        known = sql.inspect(self._engine).has_table(_about.name)
+        if not known and not self._create:
+            raise UnreadableFile(
+                "history store", self.name, "a store of runs",
+                "Name another store, or add a first run to this one.",
+            )  # fmt: skip
+        if not known:
+            self._make()
+        with self._engine.connect() as connection:
+            schema = connection.execute(
+                sql.select(_about.c.value).where(_about.c.key == "schema")
+            ).scalar()
+        if schema != str(STORE_SCHEMA):
             raise UnreadableFile(
                 f"schema of {self.name}", schema, str(STORE_SCHEMA),
                 "Open it with the version of degarble that wrote it.",
             )  # fmt: skip
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._engine.dispose()
 
     def _make(self) -> None:
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             _tables.create_all(connection)
             row = connection.execute(sql.select(_about.c.value)).first()
             if row is None:
                 connection.execute(_about.insert().values(key="schema", value=str(STORE_SCHEMA)))
 
+    @contextmanager
+    def _writing(self) -> Iterator[sql.Connection]:
+        """One transaction of the only writer."""
+        with self._engine.execution_options(**{_WRITES: True}).begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
+            yield connection
+
     def add(self, run: Run) -> bool:
         """Add a run, whole or not at all; False where the store has it already."""
-        with self._asked(writes=True), self._engine.begin() as connection:
+        with self._asked(writes=True), self._writing() as connection:
             if connection.execute(sql.select(_runs.c.id).where(_runs.c.id == run.id)).first():
                 return False
             connection.execute(
@@ -289,15 +305,21 @@ def _engine_of(url: str, *, create: bool) -> tuple[str, sql.Engine]:
                 "--store", url, "a file in a folder that exists", f"Make {path.parent}."
             )
         address = sql.URL.create("sqlite", database=str(path))
-        return path.name, sql.create_engine(address, connect_args={"timeout": _WAIT})
+        engine = sql.create_engine(address, connect_args={"timeout": _WAIT})
+        sql.event.listen(engine, "connect", _by_hand)
+        sql.event.listen(engine, "begin", _begin)
+        return path.name, engine
     try:
         address = sql.make_url(url)
-    except SQLAlchemyError:
+    except (SQLAlchemyError, ValueError):
         raise _no_url(url.partition("://")[0]) from None
-    if "[" in (address.host or ""):
+    # Trap: of a password with a bare @, a part would be read as the host, and be told.
+    if set("[@") & set(address.host or ""):
         raise _no_url(address.drivername)
     if address.get_backend_name() not in {"postgresql", "sqlite"}:
         raise _no_url(address.drivername)
+    if address.get_backend_name() == "sqlite":
+        return _engine_of(address.database or "", create=create)
     if address.get_backend_name() == "postgresql":
         address = address.set(drivername="postgresql+psycopg")
     try:
@@ -307,6 +329,17 @@ def _engine_of(url: str, *, create: bool) -> tuple[str, sql.Engine]:
             "psycopg", str(error), "the driver of PostgreSQL",
             'Install it with: pip install "degarble[postgres]"',
         ) from error  # fmt: skip
+
+
+def _by_hand(connection: Any, _record: Any) -> None:
+    """Let nobody but `_begin` begin a transaction: Python's driver leaves tables out of one."""
+    connection.isolation_level = None
+
+
+def _begin(connection: sql.Connection) -> None:
+    """Begin as a writer at once where one will write: two of them wait and never meet halfway."""
+    writes = connection.get_execution_options().get(_WRITES)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def _named(address: sql.URL) -> str:

@@ -3,7 +3,8 @@
 Owns the search. Every tested commit gets a work tree of its own, so the user's is never touched;
 the command runs there, and the JSON of a check that it writes tells the component's difference. A
 commit belongs to the end whose number is nearer; without a component the command's status decides
-(0 good, 1 bad). A commit at which nothing can be measured is passed over for its neighbours.
+(0 good, 1 bad). A commit at which nothing can be measured, or whose command ends with any other
+status, is passed over for its neighbours.
 
 Refuses: a folder without git, revisions that it does not know, an end that is no ancestor of the
 other, a command that cannot be run; UNDECIDED where both ends measure the same, and where only
@@ -19,7 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import InvalidArgument, Undecided, UnreadableFile
+from degarble.harness.errors import (
+    EXIT_AGREES,
+    EXIT_DIFFERS,
+    InvalidArgument,
+    Undecided,
+    UnreadableFile,
+)
 from degarble.harness.history.asked import Question, histories
 from degarble.harness.history.documents import read_check, values_of
 from degarble.harness.history.records import BUDGETS
@@ -82,6 +89,11 @@ class Found:
 
 def bisected(search: Search, told: Callable[[str], None] = lambda _line: None) -> Found:
     """Find the first commit on the bad side."""
+    inside = Path(search.result)
+    if inside.is_absolute() or ".." in inside.parts or not inside.name:
+        raise InvalidArgument(
+            "--result", search.result, "a file inside of the work tree", "Name it as CMD sees it."
+        )
     good, bad = _ends(search)
     commits = _between(search.repository, good, bad)
     work = _Work(search, told)
@@ -155,6 +167,8 @@ class _Work:
 
     def _run_in(self, tree: Path, commit: str) -> float | None:
         environment = {**os.environ, "DEGARBLE_COMMIT": commit}
+        # Trap: a result that is part of a commit would speak for a command that wrote none.
+        (tree / self.search.result).unlink(missing_ok=True)
         try:
             done = subprocess.run(  # noqa: S603  the user's own command
                 self.search.command, cwd=tree, env=environment, check=False, capture_output=True
@@ -164,8 +178,10 @@ class _Work:
                 "CMD", " ".join(self.search.command), "a command that can be run",
                 f"It says: {error.strerror}. Give it after --, as in a shell.",
             ) from error  # fmt: skip
+        if done.returncode not in (EXIT_AGREES, EXIT_DIFFERS):
+            return None
         if self.search.component is None:
-            return float(done.returncode) if done.returncode in (0, 1) else None
+            return float(done.returncode)
         try:
             values = values_of(read_check(tree / self.search.result))
         except (UnreadableFile, InvalidArgument):

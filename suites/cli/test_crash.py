@@ -41,3 +41,12 @@ def test_the_traceback_is_there_for_those_who_ask(
     _break(monkeypatch)
     monkeypatch.setenv("DEGARBLE_TRACEBACK", "1")
     assert "Traceback (most recent call last)" in call(capsys, "demo").err
+
+
+def test_who_signs_in_at_an_address_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _break(monkeypatch)
+    result = call(capsys, "history", "runs", "--store", "postgresql://me:se@cret@host/db")
+    assert "cret" not in result.err
+    assert "--store postgresql://...@host/db" in result.err

@@ -86,9 +86,10 @@ def test_a_reader_that_went_away_is_no_error_of_ours() -> None:
 
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from degarble.harness.cli import usage\n"
         "from degarble.harness.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # none in the background
         "def slow(*_): print('on', flush=True); [time.sleep(0.05) for _ in range(600)]\n"
         "usage.dispatch = slow\n"
         "sys.exit(main([]))\n"

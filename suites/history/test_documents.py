@@ -10,7 +10,7 @@ from degarble.harness.errors import Refused
 from degarble.harness.history.documents import failures_of, read_check, values_of
 from degarble.harness.record.verdict import Verdict
 
-LINES = [
+LINES: list[dict[str, Any]] = [
     {"layer": 3, "component": "attn.wq_a", "output": "a", "budgets": 0.2,
      "candidate_reference": 0.99},
     {"layer": 3, "component": "attn.wq_a", "output": "b", "budgets": 0.4,
@@ -49,6 +49,10 @@ def test_origins_and_unstable_components_are_failures() -> None:
         json.dumps({**DOCUMENT, "verdict": "FINE"}),
         json.dumps({**DOCUMENT, "cosines": [1]}),
         "[" * 100_000,
+        json.dumps({**DOCUMENT, "facts": [1]}),
+        json.dumps({**DOCUMENT, "verdict": []}),
+        json.dumps({**DOCUMENT, "checkpoint": 7}),
+        json.dumps({**DOCUMENT, "cosines": [{**LINES[0], "budgets": float("nan")}]}),
     ],
 )
 def test_what_is_no_check_is_refused(text: str, tmp_path: Path) -> None:
@@ -56,6 +60,11 @@ def test_what_is_no_check_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(Refused):
         read_check(path)
+
+
+def test_numbers_beyond_every_float_are_no_values() -> None:
+    lines = [{**LINES[0], "budgets": 10**400}, LINES[3]]
+    assert values_of({**DOCUMENT, "cosines": lines})["budgets"] == {"mtp.0.attn.norm": 0.1}
 
 
 def test_a_check_without_a_judged_output_is_refused() -> None:

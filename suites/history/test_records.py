@@ -21,6 +21,10 @@ def test_a_run_has_one_id_whoever_adds_it() -> None:
     [
         ({"night": "last"}, "night"),
         ({"night": "2026-1-1"}, "night"),
+        ({"night": "2026-99-99"}, "night"),
+        ({"night": "20261122"}, "night"),
+        ({"subject": "a\x1b[31m"}, "subject"),
+        ({"subject": "a\ud800"}, "subject"),
         ({"subject": " "}, "subject"),
         ({"subject": "x" * 501}, "subject"),
         ({"machine": ""}, "machine"),

@@ -148,6 +148,27 @@ def test_writers_wait_for_each_other(url: str) -> None:
         assert len(store.runs()) == 21
 
 
+def test_first_writers_wait_for_each_other(url: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: _add(url, number), range(4)))
+    with Store(url) as store:
+        assert len(store.runs()) == 40
+
+
+def test_a_store_is_there_whole_or_not_at_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed:
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    # Between the tables and the row that names their schema.
+    monkeypatch.setattr("degarble.harness.history.store.STORE_SCHEMA", Killed())
+    with pytest.raises(KeyboardInterrupt), Store(url, create=True):
+        pass
+    monkeypatch.undo()
+    with Store(url, create=True) as store:
+        assert store.add(run(0))
+
+
 def test_a_run_that_cannot_be_added_leaves_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +209,9 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
         ("what://ever", InvalidArgument),
         ("postgresql://me:secret@127.0.0.1:9/db?connect_timeout=2", UnreadableFile),
         ("postgresql://me:secret@[bad/db", InvalidArgument),
+        ("postgresql://me:secret@host:abc/db", InvalidArgument),
+        ("postgresql://me:se@secret@host/db", InvalidArgument),
+        ("sqlite:///missing.sqlite", UnreadableFile),
     ],
 )
 def test_an_address_without_a_store_is_refused_without_its_password(

@@ -77,6 +77,20 @@ def test_commits_that_cannot_be_measured_are_passed_over(tmp_path: Path) -> None
         bisected(search)
 
 
+def test_a_result_that_a_commit_brings_along_counts_for_nothing(tmp_path: Path) -> None:
+    search, _ = repository(tmp_path / "r", ["0.1", "2", "2"])
+    old = tmp_path / "r" / "check.json"
+    old.write_text('{"schema": 1, "verdict": "AGREES", "cosines": []}')
+    git(tmp_path / "r", "add", "-A")
+    git(tmp_path / "r", "commit", "-q", "-m", "tracked")
+    broken = replace(search, command=(sys.executable, "-c", ""), bad="HEAD")
+    with pytest.raises(Undecided, match="both ends"):
+        bisected(broken)
+    written = SCRIPT.replace("sys.exit(float(value) > 1)", "sys.exit(4)")
+    with pytest.raises(Undecided, match="both ends"):
+        bisected(replace(search, command=(sys.executable, "-c", written)))
+
+
 def test_ends_that_measure_the_same_are_undecided(tmp_path: Path) -> None:
     search, _ = repository(tmp_path / "r", ["0.5", "9", "0.5"])
     with pytest.raises(Undecided, match="nothing moved"):
@@ -100,6 +114,8 @@ def test_the_store_gives_the_two_commits(tmp_path: Path) -> None:
     ("changed", "name"),
     [
         ({"good": None}, "--good and --bad"),
+        ({"result": "/tmp/check.json"}, "--result"),
+        ({"result": "../check.json"}, "--result"),
         ({"good": "nowhere"}, "git rev-parse"),
         ({"good": "--help"}, "git rev-parse"),
         ({"command": ("no-such-program-at-all",)}, "CMD"),
