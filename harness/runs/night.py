@@ -2,8 +2,9 @@
 
 Owns the order (a step runs behind those that it needs), the continuing of an interrupted night, and
 when a night is red: a step DIFFERS, is UNSTABLE, was REFUSED, or is UNDECIDED although it was asked
-for, and the ledger does not know it. The steps are in the table of night_table; a step is a
-function of what was asked and of what the steps before it said.
+for, and the ledger does not know it; or a step crashed or did not finish: that is UNDECIDED.
+What the step `ledger` itself finds no entry excuses. The steps are in the table of night_table; a
+step is a function of what was asked and of what the steps before it said.
 
 Refuses torchrun with more than one process, by name, and a ledger that cannot be read, before
 anything runs. Kept honest by suites/runs/test_night.py, with small steps, and by suites/nights.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     StepRun = Callable[[Asked, Mapping[str, StepResult]], StepResult]
 
+LEDGER = "ledger"  # the step that no entry excuses
 # From what may be passed over to what may not.
 SEVERITY = (
     Verdict.AGREES,
@@ -70,6 +72,7 @@ class Night:
         self._key = _key_of(asked)
         self.results: dict[str, StepResult] = {}
         self.continued: list[str] = []  # answered from the journal
+        self.crashed: list[str] = []  # ended by an error that is none of ours
 
     def result(self, name: str) -> StepResult:
         """Run a step, behind those that it needs, or take it from the journal."""
@@ -88,6 +91,10 @@ class Night:
                 found = step.run(self.asked, given)
             except DegarbleError as error:
                 found = refused(error)
+            except Exception as error:
+                self.crashed.append(name)  # and not in the journal: it is tried again
+                self.results[name] = _crash(error)
+                raise
             self.journal.write(name, key, found)
         self.results[name] = found
         return found
@@ -100,34 +107,45 @@ class Night:
 
     @property
     def complete(self) -> bool:
-        """Whether every step has said something."""
-        return len(self.results) == len(self._order)
+        """Whether every step has said something, and none crashed."""
+        return not self.missing and not self.crashed
+
+    @property
+    def missing(self) -> list[str]:
+        """Steps that said nothing: not reached, interrupted, or left out."""
+        return [name for name in self._order if name not in self.results]
 
     def red(self, name: str) -> bool:
         """Whether a step fails the night: it is red, and the ledger does not know why."""
         result = self.results[name]
-        return result.red and not excused(self.asked, self.ledger, name, result)
+        known = name not in (*self.crashed, LEDGER) and excused(
+            self.asked, self.ledger, name, result
+        )
+        return result.red and not known
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of what is red; green is AGREES."""
+        """The worst of what is red; green is AGREES, of a whole night."""
         found = [self.results[name].verdict for name in self.results if self.red(name)]
+        found += [Verdict.UNDECIDED] * bool(self.missing)
         return max(found, key=SEVERITY.index, default=Verdict.AGREES)
 
     @property
     def sentence(self) -> str:
         """What the night says, in one sentence."""
         red = [name for name in self._order if name in self.results and self.red(name)]
+        unfinished = f" Not finished: {', '.join(self.missing)}." if self.missing else ""
         if red:
             first = self.results[red[0]].sentence.removesuffix(".")
             more = f" Red as well: {', '.join(red[1:])}." if red[1:] else ""
-            return f"{red[0]}: {first}.{more}"
+            return f"{red[0]}: {first}.{more}{unfinished}"
         ran = [name for name, each in self.results.items() if each.verdict is not Verdict.UNDECIDED]
         left = [name for name in self.results if name not in ran]
         known = [n for n in ran if self.results[n].red]
         told = f"{len(ran)} of {len(self._order)} steps ran, none of them red"
         told += f"; known by the ledger: {', '.join(known)}" if known else ""
-        return f"{told}; not run: {', '.join(left)}." if left else f"{told}."
+        told += f"; not run: {', '.join(left)}" if left else ""
+        return f"{told}.{unfinished}"
 
     def close(self) -> None:
         """End the night: a complete one is never continued, a green one leaves no captures."""
@@ -136,6 +154,11 @@ class Night:
         self.journal.finish()
         if self.verdict is Verdict.AGREES:
             shutil.rmtree(self.asked.work / CAPTURES, ignore_errors=True)
+
+
+def _crash(error: Exception) -> StepResult:
+    said = " ".join(str(error).split())[:400]
+    return StepResult(Verdict.UNDECIDED, f"The step crashed: {type(error).__name__}: {said}")
 
 
 def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:

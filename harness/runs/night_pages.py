@@ -156,6 +156,8 @@ def document_of(night: Night) -> dict[str, object]:
         "commit": asked.commit or None,
         "complete": night.complete,
         "continued": night.continued,
+        "missing": night.missing,
+        "crashed": night.crashed,
         "red": [name for name in night.results if night.red(name)],
         "steps": {name: to_plain(each) for name, each in night.results.items()},
     }

@@ -80,6 +80,13 @@ def gate(
     count = len(candidate)
     if count < FEWEST:
         raise Undecided("prompts of a text gate", count, f"{FEWEST} at least", "Give more prompts.")
+    for voice, numbers in (("twin", twin), ("reference", reference)):
+        wild = sum(not math.isfinite(each) for each in numbers)
+        if wild:
+            raise Undecided(
+                f"{name} of the {voice}", f"not finite on {wild} of {count} prompts", "numbers",
+                "The text gates need a twin and a reference that can be measured: check these.",
+            )  # fmt: skip
     if not all(map(math.isfinite, candidate)):
         unknown = math.nan
         means = (math.nan, fmean(twin), fmean(reference))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.night import Night, Step, require_alone
 from degarble.harness.runs.night_closing import ledger
+from degarble.harness.runs.night_pages import markdown, write_night
 from degarble.harness.runs.night_record import Asked, StepResult
 
 if TYPE_CHECKING:
@@ -44,12 +46,12 @@ def asked(folder: Path, **more: object) -> Asked:
     return Asked(model, model, folder / "out", NIGHT, **more)  # type: ignore[arg-type]
 
 
-def steps(ran: list[str], **results: StepResult | Exception) -> list[Step]:
-    def step(name: str, result: StepResult | Exception) -> Callable[..., StepResult]:
+def steps(ran: list[str], **results: StepResult | BaseException) -> list[Step]:
+    def step(name: str, result: StepResult | BaseException) -> Callable[..., StepResult]:
         def run(_: Asked, given: object) -> StepResult:
             assert isinstance(given, dict)
             ran.append(f"{name}({','.join(given)})")
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 raise result
             return result
 
@@ -206,6 +208,35 @@ def test_a_healed_or_expired_entry_turns_the_night_red(tmp_path: Path) -> None:
     old = Night(with_ledger(tmp_path, "2026-11-21"), [*steps([], check=RED), SETTLE])
     assert old.run() is Verdict.DIFFERS
     assert "0 new, 1 expired, 0 healed." in old.sentence
+
+
+def test_no_entry_excuses_the_ledger_itself(tmp_path: Path) -> None:
+    text = ENTRY.replace("layers.3.ffn", "'*.ffn").replace("experts.*", "experts.*'")
+    night = Night(with_ledger(tmp_path, "2026-11-21", text), [*steps([], check=RED), SETTLE])
+    assert night.run() is Verdict.DIFFERS
+    assert night.results["ledger"].failures[0].component == "ledger.*.ffn.experts.*"
+    assert night.red("ledger")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_night_that_did_not_finish_is_never_green(tmp_path: Path, error: BaseException) -> None:
+    night = Night(asked(tmp_path), steps([], first=GREEN, second=error, third=GREEN))
+    with pytest.raises(type(error)):
+        night.run()
+    assert night.verdict is Verdict.UNDECIDED
+    assert not night.complete
+    assert night.missing == ["second", "third"][isinstance(error, Exception) :]
+    assert f"Not finished: {', '.join(night.missing)}." in night.sentence
+    document = json.loads(write_night(night).document.read_text())
+    assert (document["verdict"], document["missing"]) == ("UNDECIDED", night.missing)
+    assert "UNDECIDED" in markdown(night).splitlines()[0]
+    if isinstance(error, Exception):
+        assert night.red("second")
+        assert night.sentence.startswith("second: The step crashed: RuntimeError: out of memory.")
+    night.close()
+    again = Night(asked(tmp_path), steps([], first=GREEN, second=GREEN, third=GREEN))
+    assert again.run() is Verdict.AGREES
+    assert again.continued == ["first"]
 
 
 def test_a_new_failure_is_red_beside_a_known_one(tmp_path: Path) -> None:

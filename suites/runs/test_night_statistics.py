@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -44,6 +45,15 @@ def test_a_drift_of_the_stated_size_is_seen_with_the_stated_power() -> None:
     assert found.count(Verdict.DIFFERS) / len(found) >= 0.75
     assert all(drawn(seed, 0.3).verdict is Verdict.DIFFERS for seed in range(50))
     assert all(drawn(seed, -0.3).verdict is Verdict.DIFFERS for seed in range(50))
+
+
+@pytest.mark.parametrize("voice", ["twin", "reference"])
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_a_twin_that_is_not_finite_is_undecided(voice: str, wild: float) -> None:
+    said = {"candidate": [3.0] * 6, "twin": [3.0] * 6, "reference": [3.0] * 6}
+    said[voice][2] = wild
+    with pytest.raises(Undecided, match=f"perplexity of the {voice}"):
+        gate("perplexity", "nats", **said)
 
 
 def test_one_wild_prompt_is_no_drift() -> None:
