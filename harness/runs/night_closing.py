@@ -47,16 +47,22 @@ def museum(asked: Asked, _: Results) -> StepResult:
     scores = [each for each in found.scores if each.total]
     rows = tuple((each.claim.strip(), str(each.share), percent(each)) for each in scores)
     wrong = [*found.missed, *(each.case for each in found.alarms)]
+    looked = [each.fault for each in found.outcomes]
+    looked += [each.fault for each in found.repeats if each.fault]
+    looked += [each.case for each in found.healthy]
+    judged = tuple(f"museum.{each}" for each in dict.fromkeys(looked))
     counts = f"{len(faults)} faults planted {len(found.outcomes)} times, {len(found.healthy)} "
     counts += "healthy runs"
     if not wrong and found.verdict is Verdict.AGREES:
-        return StepResult(Verdict.AGREES, f"{counts}: all that was said is true.", rows=rows)
+        return StepResult(
+            Verdict.AGREES, f"{counts}: all that was said is true.", judged=judged, rows=rows
+        )
     failures = tuple(
         Failure(f"museum.{each}", Verdict.DIFFERS, None, "missed, or a false alarm")
         for each in wrong
     )
     sentence = f"{counts}: the engine missed or mistook {', '.join(wrong) or 'a repeated run'}."
-    return StepResult(Verdict.DIFFERS, sentence, failures=failures, rows=rows)
+    return StepResult(Verdict.DIFFERS, sentence, failures=failures, judged=judged, rows=rows)
 
 
 def history(asked: Asked, results: Results) -> StepResult:
@@ -134,8 +140,8 @@ def ledger(asked: Asked, results: Results) -> StepResult:
     ran = {name for name, each in results.items() if each.verdict not in _UNRUN}
     judged += [f"night.{name}" for name in ran]
     # An audit looks at all tensors: whatever an entry names there was looked at.
-    spaces = tuple(f"{name}." for name in ("audit", "museum", "kernels") if _space(name) & ran)
-    judged += [e.component for e in known.entries if e.component.startswith(spaces)]
+    if "audit" in ran:
+        judged += [e.component for e in known.entries if e.component.startswith("audit.")]
     settled = known.settle(failures, asked.name, today, judged)
     lines = tuple(settled.lines())
     if not settled.red:
@@ -153,7 +159,3 @@ def ledger(asked: Asked, results: Results) -> StepResult:
 
 
 _UNRUN = (Verdict.UNDECIDED, Verdict.REFUSED)
-
-
-def _space(name: str) -> set[str]:
-    return {name, "figures"} if name == "kernels" else {name}

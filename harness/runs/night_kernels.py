@@ -49,12 +49,14 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
         count = mismatches(problem, values_of(rows, columns), scale, _on_device)
         if count:
             wrong.append(f"{rows} x {columns}, {layout}, scale {scale}: {count:,} bytes differ")
+    judged = (f"kernels.{NAME}",)
     if not wrong:
         sentence = f"{NAME} gives every byte of the formats in {len(cases)} cases."
-        return StepResult(Verdict.AGREES, sentence, judged=(f"kernels.{NAME}",))
+        return StepResult(Verdict.AGREES, sentence, judged=judged)
     told = Failure(f"kernels.{NAME}", Verdict.DIFFERS, None, wrong[0])
     sentence = f"{NAME} differs from the formats in {len(wrong)} of {len(cases)} cases: {wrong[0]}."
-    return StepResult(Verdict.DIFFERS, sentence, failures=(told,), lines=tuple(wrong))
+    lines = tuple(wrong)
+    return StepResult(Verdict.DIFFERS, sentence, failures=(told,), judged=judged, lines=lines)
 
 
 def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:

@@ -97,7 +97,12 @@ def _kernels(night: Night) -> Panel | None:
     found = {name: night.results[name] for name in KERNEL_STEPS if name in night.results}
     if not found:
         return None
-    judged = [each.verdict for each in found.values() if each.verdict is not Verdict.UNDECIDED]
+    # Formats that are met say nothing of kernels that did not run.
+    judged = [
+        each.verdict
+        for name, each in found.items()
+        if name == "kernels" or each.verdict is not Verdict.UNDECIDED
+    ] + [Verdict.UNDECIDED] * ("kernels" not in found)
     worst = max(judged, key=SEVERITY.index, default=Verdict.UNDECIDED)
     columns = (Column("step"), Column("verdict", ColumnKind.VERDICT), Column("what it says"))
     rows = tuple((name, each.verdict, each.sentence) for name, each in found.items())

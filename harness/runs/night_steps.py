@@ -41,6 +41,7 @@ from degarble.harness.runs.check_texts import texts_of
 from degarble.harness.runs.compare_runs import compare_runs
 from degarble.harness.runs.history_page import MANIFEST as IDENTITY
 from degarble.harness.runs.machine import machine, provenance
+from degarble.harness.runs.night import SEVERITY
 from degarble.harness.runs.night_codecs import count, wrong_codecs
 from degarble.harness.runs.night_record import CAPTURES, Asked, StepResult
 from degarble.harness.runs.report_folder import write_page
@@ -225,26 +226,26 @@ def repeats(asked: Asked, results: Results) -> StepResult:
             Verdict.UNDECIDED, "One run alone shows nothing: give two captures, or more.",
             asked=asked.captures is None,
         )  # fmt: skip
-    failures: dict[str, Failure] = {}
-    verdicts, rows, sentence = [], [], ""
+    failures: dict[tuple[str, Verdict], Failure] = {}
+    apart, rows = [], []
     for first, second in pairwise(folders):
         found = compare_runs(first, second)
         pair = f"{first.name}, {second.name}"
         rows.append((pair, str(found.verdict), found.sentence))
-        verdicts.append(found.verdict)
-        for line in found.origins:
-            told = Failure(line.component, Verdict.UNSTABLE, None, f"{pair}: {found.sentence}")
-            failures.setdefault(line.component, told)
-        if found.verdict is not Verdict.AGREES:
-            sentence = sentence or found.sentence
-    apart = [each for each in verdicts if each is not Verdict.AGREES]
+        if found.verdict is Verdict.AGREES:
+            continue
+        apart.append(found)
+        for name in [line.component for line in found.origins] or ["night.repeats"]:
+            failure = Failure(name, found.verdict, None, f"{pair}: {found.sentence}")
+            failures.setdefault((name, found.verdict), failure)
     if not apart:
         words = f"{len(folders)} runs in processes of their own are equal to the bit."
         return StepResult(Verdict.AGREES, words, rows=tuple(rows))
-    names = tuple(f"{name} gave two answers on equal inputs" for name in failures)
-    return StepResult(
-        apart[0], sentence, failures=tuple(failures.values()), rows=tuple(rows), lines=names
-    )
+    worst = max(apart, key=lambda each: SEVERITY.index(each.verdict))
+    origins = dict.fromkeys(name for name, _ in failures if name != "night.repeats")
+    names = tuple(f"{name} gave two answers on equal inputs" for name in origins)
+    told = tuple(failures.values())
+    return StepResult(worst.verdict, worst.sentence, failures=told, rows=tuple(rows), lines=names)
 
 
 def check(asked: Asked, results: Results) -> StepResult:
@@ -256,7 +257,7 @@ def check(asked: Asked, results: Results) -> StepResult:
     if results["repeats"].verdict is Verdict.AGREES:
         folders = folders[:1]
     said = [_checked(asked, folder) for folder in folders]
-    worst = max(said, key=lambda each: (each.verdict is not Verdict.AGREES, each.sentence))
+    worst = max(said, key=lambda each: SEVERITY.index(each.verdict))
     values: dict[str, dict[str, float]] = {}
     for each in said:
         for measure, places in each.values.items():
@@ -290,11 +291,14 @@ def _checked(asked: Asked, capture: Path) -> StepResult:
         write_check_page(asked.folder, replace(told, texts=texts_of(opened.capture, opened.model)))
         write_text(asked.folder / f"{subject.key}-junit.xml", junit(found, sentence))
     plain = _plain(document)
+    failures = failures_of(plain)
+    if found.verdict is not Verdict.AGREES and not failures:  # no other origin stands for this
+        failures = (Failure("night.check", found.verdict, None, f"{capture.name}: {sentence}"),)
     return StepResult(
         found.verdict,
         sentence,
         values=values_of(plain),
-        failures=failures_of(plain),
+        failures=failures,
         judged=tuple(dict.fromkeys(str(line["name"]) for line in plain["cosines"])),
         facts=_facts(found.facts) | {IDENTITY: identity},
         lines=tuple(f"{placed(each.trouble)}: {each.cause}. {each.remedy}"

@@ -12,6 +12,7 @@ from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import museum as museum_run
 from degarble.harness.runs import night_closing as closing
 from degarble.harness.runs.museum import Museum
+from degarble.harness.runs.museum_plants import Cause, Outcome, Place
 from degarble.harness.runs.museum_scores import Healthy
 from degarble.harness.runs.night_record import Asked, StepResult
 
@@ -89,6 +90,40 @@ def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = museum(monkeypatch, tmp_path, healthy=(Healthy("v4 long", ("head: wrong",)),))
     assert found.verdict is Verdict.DIFFERS
     assert [each.component for each in found.failures] == ["museum.v4 long"]
+
+
+MUSEUM_LEDGER = """
+- component: museum.M01.inverse
+  verdict: DIFFERS
+  issue: https://example.org/12
+  until: 2026-01-02
+  why: being mended
+- component: museum.M26.weights
+  verdict: DIFFERS
+  issue: https://example.org/13
+  until: 2026-01-02
+  why: being mended
+- component: kernels.another
+  verdict: DIFFERS
+  issue: https://example.org/14
+  until: 2026-01-02
+  why: being mended
+"""
+
+
+def test_only_what_was_planted_and_ran_can_heal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted = Outcome("M01.inverse", "head", "", "v4 long", 2.0, Place.EXACT, Cause.FIRST)
+    made = Museum((planted,), (Healthy("v4 short"),), ())
+    monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
+    found = closing.museum(asked(tmp_path), {})
+    assert found.judged == ("museum.M01.inverse", "museum.v4 short")
+    (tmp_path / "known.yaml").write_text(MUSEUM_LEDGER)
+    kernels = StepResult(Verdict.AGREES, "well", judged=(KERNEL,))
+    given = asked(tmp_path, ledger=tmp_path / "known.yaml")
+    settled = closing.ledger(given, {"museum": found, "kernels": kernels, "figures": kernels})
+    assert [each.component for each in settled.failures] == ["ledger.museum.M01.inverse"]
 
 
 def test_the_faults_of_a_short_night_exist() -> None:

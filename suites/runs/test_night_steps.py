@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.history.ledger import Failure
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import capture as capturing
 from degarble.harness.runs import night_steps
+from degarble.harness.runs.check import CheckRun
 from degarble.harness.runs.model import open_model
 from degarble.harness.runs.museum_models import ModelKey, prepare
 from degarble.harness.runs.night import Night, Step
@@ -99,6 +103,66 @@ def test_a_capture_that_differs_is_unstable_and_judged_as_well(model: Path, tmp_
     assert [row[:2] for row in check.rows] == [("a", "AGREES"), ("b", "DIFFERS")]
     assert [each.component for each in check.failures] == [NAME]
     assert check.values["budgets"][NAME] > 1
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_worst_capture_speaks_and_one_without_origin_has_a_failure_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: int
+) -> None:
+    origin = Failure(NAME, Verdict.DIFFERS)
+    open_one = Failure("night.check", Verdict.UNDECIDED)
+    said = [
+        StepResult(Verdict.DIFFERS, "A norm differs.", failures=(origin,)),
+        StepResult(Verdict.UNDECIDED, "Nothing could be judged.", failures=(open_one,)),
+    ]
+    each = iter(said[::-1] if order else said)
+    monkeypatch.setattr(night_steps, "_checked", lambda *_: next(each))
+    rows = tuple((name, "captured", name) for name in "ab")
+    given = {
+        "captures": StepResult(Verdict.AGREES, "", rows=rows),
+        "repeats": StepResult(Verdict.UNSTABLE, ""),
+    }
+    found = night_steps.check(asked(tmp_path, tmp_path), given)
+    assert (found.verdict, found.sentence) == (Verdict.DIFFERS, "A norm differs.")
+    assert {told.component for told in found.failures} == {NAME, "night.check"}
+
+
+def test_the_worst_pair_speaks_and_one_without_origin_has_a_failure_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = SimpleNamespace(component=NAME)
+    said = iter([
+        SimpleNamespace(verdict=Verdict.UNSTABLE, origins=[line], sentence="Two answers."),
+        SimpleNamespace(verdict=Verdict.DIFFERS, origins=[], sentence="None on equal inputs."),
+    ])  # fmt: skip
+    monkeypatch.setattr(night_steps, "compare_runs", lambda *_: next(said))
+    rows = tuple((name, "captured", name) for name in "abc")
+    given = {"captures": StepResult(Verdict.AGREES, "", rows=rows)}
+    found = night_steps.repeats(asked(tmp_path, tmp_path), given)
+    assert (found.verdict, found.sentence) == (Verdict.DIFFERS, "None on equal inputs.")
+    assert [(told.component, told.verdict) for told in found.failures] == [
+        (NAME, Verdict.UNSTABLE), ("night.repeats", Verdict.DIFFERS),
+    ]  # fmt: skip
+    assert found.lines == (f"{NAME} gave two answers on equal inputs",)
+
+
+def test_a_capture_that_cannot_be_judged_says_so_as_a_failure(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    capture = captured(model, tmp_path / "a")
+    judge = CheckRun.judge
+
+    def undecided(self: CheckRun, *args: Any, **named: Any) -> Any:
+        found = judge(self, *args, **named)
+        return replace(found, localised=replace(found.localised, verdict=Verdict.UNDECIDED))
+
+    monkeypatch.setattr(CheckRun, "judge", undecided)
+    found = judging(asked(model, tmp_path, captures=capture))
+    found.run()
+    told = found.results["check"].failures
+    assert [(each.component, each.verdict) for each in told] == [
+        ("night.check", Verdict.UNDECIDED)
+    ]  # fmt: skip
 
 
 def test_a_single_capture_of_the_users_is_judged_and_not_compared(
