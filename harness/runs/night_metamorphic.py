@@ -21,11 +21,13 @@ import torch
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.history.ledger import Failure
+from degarble.harness.record.capture_types import Phase, Step
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import number
 from degarble.harness.runs.backends import use_backend
 from degarble.harness.runs.generate import Manner, Talker, prompts_from
 from degarble.harness.runs.model import open_model
+from degarble.harness.runs.night import SEVERITY
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.night_steps import prompts_file
 from degarble.references.state import Sequence
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 
 PROMPTS = 4  # that are run in every way
 LENGTH = 512  # tokens of a prompt at most
+_WORDS = {
+    Verdict.AGREES: "each component within its budget",
+    Verdict.UNDECIDED: "the run could not be judged",
+}
 _PADDING = 5  # tokens behind a prompt
 
 
@@ -84,17 +90,24 @@ def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResu
             rows.append((name, str(Verdict.AGREES), "equal to the bit"))
             continue
         worst = max(worst, *apart)
-        found = _origins(model, asked, fed)
+        found, verdict = _origins(model, asked, fed, pieces)
         failures += found
         said = f"largest relative difference {number(max(apart), 3)}"
-        verdict = Verdict.DIFFERS if found else Verdict.AGREES
-        within = "beyond a budget" if found else "each component within its budget"
+        within = _WORDS.get(verdict, "beyond a budget")
         rows.append((name, str(verdict), f"{said}; {within}"))
     what = ", ".join(name for name, _, _ in rows)
+    unjudged = [name for name, verdict, _ in rows if verdict == Verdict.UNDECIDED]
     if failures:
-        wrong = [name for name, verdict, _ in rows if verdict != Verdict.AGREES]
+        passed = (Verdict.AGREES, Verdict.UNDECIDED)
+        wrong = [name for name, verdict, _ in rows if verdict not in passed]
         sentence = f"{', '.join(wrong)} moves {failures[0].component} beyond its budget."
-        return StepResult(Verdict.DIFFERS, sentence, failures=tuple(failures), rows=tuple(rows))
+        if unjudged:  # an entry for the others does not excuse it
+            failures.append(Failure("night.metamorphic", Verdict.UNDECIDED))
+        verdict = max((each.verdict for each in failures), key=SEVERITY.index)
+        return StepResult(verdict, sentence, failures=tuple(failures), rows=tuple(rows))
+    if unjudged:
+        sentence = f"{', '.join(unjudged)}: bits differ, and no component could be judged."
+        return StepResult(Verdict.UNDECIDED, sentence, rows=tuple(rows))
     bits = "to the bit" if not worst else f"within budgets, at most {number(worst, 3)} apart"
     sentence = f"{len(few)} prompts say the same alone, {what}: {bits}."
     return StepResult(Verdict.AGREES, sentence, rows=tuple(rows))
@@ -144,9 +157,34 @@ def _apart(mine: Said, theirs: Said) -> float:
     return found
 
 
-def _origins(model: OpenModel, asked: Asked, fed: list[list[int]]) -> list[Failure]:
-    """Judge a run of what was fed against the twin; components beyond their budgets."""
-    run = InMemoryRun.of(model.speaker.bound, fed, 1)
+def _origins(
+    model: OpenModel, asked: Asked, fed: list[list[int]], pieces: list[list[int]]
+) -> tuple[list[Failure], Verdict]:
+    """Judge the run, in the same pieces, against the twin; components beyond their budgets."""
+    run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))
     with open_model(asked.checkpoint, model.arithmetic) as twin:
         found = localise(twin.speaker.bound, twin.recipe, run)
-    return [Failure(each.component, Verdict.DIFFERS, None, each.sentence) for each in found.origins]
+    failures = [
+        Failure(each.component, Verdict.DIFFERS, None, each.sentence) for each in found.origins
+    ]
+    failures += [
+        Failure(each, Verdict.UNSTABLE, None, "two answers on equal inputs")
+        for each in found.unstable
+    ]
+    return failures, found.verdict
+
+
+def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[Step]:
+    """The forward passes in which the sequences are fed, as `_run` feeds them."""
+    made, at = [], [0 for _ in fed]
+    for turn in range(max(map(len, pieces))):
+        ids, positions, owners = list[int](), list[int](), list[int]()
+        for owner, each in enumerate(pieces):
+            if turn < len(each):
+                begin, end = at[owner], at[owner] + each[turn]
+                ids += fed[owner][begin:end]
+                positions += range(begin, end)
+                owners += [owner] * (end - begin)
+                at[owner] = end
+        made.append(Step(turn, Phase.PREFILL, tuple(ids), tuple(positions), tuple(owners)))
+    return made

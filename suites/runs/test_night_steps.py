@@ -16,7 +16,7 @@ from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.history.ledger import Failure
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import capture as capturing
-from degarble.harness.runs import night_steps
+from degarble.harness.runs import night_metamorphic, night_steps
 from degarble.harness.runs.check import CheckRun
 from degarble.harness.runs.model import open_model
 from degarble.harness.runs.museum_models import ModelKey, prepare
@@ -61,6 +61,11 @@ def gain(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
 def in_company(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
     """A kernel that is wrong where more than six rows come together."""
     return gain(inner, inputs, weights) if len(inputs["x"]) > 6 else inner(inputs, weights)
+
+
+def in_pieces(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
+    """A kernel that is wrong at the extents that only halves of the prompts have."""
+    return gain(inner, inputs, weights) if len(inputs["x"]) in (2, 5) else inner(inputs, weights)
 
 
 def captured(model: Path, folder: Path, faulty: str = "") -> Path:
@@ -207,6 +212,23 @@ def test_prompts_in_other_company_say_the_same(model: Path, tmp_path: Path) -> N
     assert found.verdict is Verdict.DIFFERS
     assert {each.component for each in found.failures} == {NAME}
     assert [row[1] for row in found.rows] == ["DIFFERS", "DIFFERS", "AGREES"]
+
+
+def test_what_is_wrong_in_pieces_alone_is_judged_in_these_pieces(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ids = [[0, 7, 8, 9]]
+    with open_model(model) as opened:
+        calls = opened.speaker.bound.calls
+        calls[NAME] = partial(in_pieces, calls[NAME])
+        found = related(opened, ids, asked(model, tmp_path))
+        assert found.verdict is Verdict.DIFFERS, found
+        assert {each.component for each in found.failures} == {NAME}
+        assert [row[1] for row in found.rows] == ["AGREES", "AGREES", "DIFFERS"]
+        monkeypatch.setattr(night_metamorphic, "_origins", lambda *_: ([], Verdict.UNDECIDED))
+        found = related(opened, ids, asked(model, tmp_path))
+    assert (found.verdict, found.red) == (Verdict.UNDECIDED, True)
+    assert found.rows[-1][1] == "UNDECIDED"
 
 
 def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) -> None:
