@@ -8,8 +8,12 @@ Refuses what the store refuses. Kept honest by suites/runs/test_night_closing.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
@@ -20,12 +24,14 @@ from degarble.harness.record.files import usable_folder
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import museum as museum_run
 from degarble.harness.runs.museum_text import percent
-from degarble.harness.runs.night import SEVERITY, excused, failures_of_step
+from degarble.harness.runs.night import LEDGER, SEVERITY, excused, failures_of_step
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from degarble.harness.history.told import Moved
 
     Results = Mapping[str, StepResult]
 
@@ -73,9 +79,35 @@ def history(asked: Asked, results: Results) -> StepResult:
     if run is None:
         return StepResult(Verdict.UNDECIDED, "Nothing was measured, so nothing is kept.")
     with Store(asked.store, create=True) as store:
-        store.add(run)
-        found = history_in(store, run)
-    red = [each for each in found.fresh if each.red]
+        found = _with(store, run)
+        told = _moved(found)
+        # The store keeps the verdict of the whole night, with these reds and the ledger's.
+        whole = {**results, "history": told}
+        closed = run_of(asked, {**whole, "ledger": ledger(asked, whole)})
+        assert closed is not None, "it measured what `run` did"
+        store.add(closed)
+    return replace(told, facts={"run": closed.id})
+
+
+def _with(store: Store, run: Run) -> History:
+    """The history as it will be with a run that is not added yet."""
+    with TemporaryDirectory() as folder, Store(f"{folder}/trial.sqlite", create=True) as trial:
+        for each in store.runs():
+            if (each.subject, each.machine) == (run.subject, run.machine):
+                trial.add(replace(
+                    run, night=each.night, verdict=each.verdict, values=store.numbers(each),
+                    commit=each.commit, started=each.started, facts=each.facts,
+                ))  # fmt: skip
+        trial.add(run)
+        return history_in(trial, run)
+
+
+def _moved(found: History) -> StepResult:
+    """Red while the latest move of a series is a red one that stands; others are told once."""
+    latest: dict[tuple[str, str], Moved] = {}
+    for each in found.moves:  # the latest first
+        latest.setdefault((each.measure, each.place), each)
+    red = [each for each in latest.values() if each.red and _stands(each, found)]
     failures = tuple(
         Failure(f"{each.measure}.{each.place}", Verdict.DIFFERS, None, each.sentence)
         for each in red
@@ -84,9 +116,17 @@ def history(asked: Asked, results: Results) -> StepResult:
         Verdict.DIFFERS if red else Verdict.AGREES,
         f"{red[0].sentence}." if red else history_sentence(found),
         failures=failures,
-        facts={"run": run.id},
+        judged=tuple(f"{m}.{place}" for (m, place), each in latest.items() if each not in red),
         lines=tuple(f"{each.measure}: {each.sentence}" for each in found.fresh),
     )
+
+
+def _stands(move: Moved, found: History) -> bool:
+    """Whether one of the last two nights is still worse than its measure allows."""
+    measure, nights = next(each for each in found.measured if each[0].name == move.measure)
+    values = nights.values[:, nights.places.index(move.place)]
+    away = (values[np.isfinite(values)][-2:] - move.before) * measure.worse
+    return bool((away > measure.red * abs(move.before)).any())
 
 
 def history_in(store: Store, run: Run) -> History:
@@ -108,13 +148,13 @@ def run_of(asked: Asked, results: Results) -> Run | None:
             values.setdefault(measure, {}).update(places)
     if not any(values.values()):
         return None
-    ledger = None
+    known = None
     if asked.ledger is not None:
-        ledger = read_ledger(asked.ledger, date.fromisoformat(asked.night))
+        known = read_ledger(asked.ledger, date.fromisoformat(asked.night))
     red = [
         each.verdict
         for name, each in results.items()
-        if each.red and not excused(asked, ledger, name, each)
+        if each.red and (name == LEDGER or not excused(asked, known, name, each))
     ]
     gpus = [value for name, value in facts.items() if name == "GPU 0 name"]
     return Run(

@@ -120,6 +120,7 @@ def _history(night: Night) -> Panel | None:
         panel = history_panel(history_in(store, run))
     settled = night.results.get("ledger")
     lines = settled.lines if settled is not None else ()
+    panel = replace(panel, verdict=result.verdict, sentence=result.sentence)
     return replace(panel, blocks=(*panel.blocks, *(Sentence(f"Ledger: {each}") for each in lines)))
 
 

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 KERNEL = "kernels.quantise_nvfp4"
 
 
+SPEED_LEDGER = """
+- component: speed.kernels.*
+  verdict: DIFFERS
+  issue: https://example.org/12
+  until: 2026-02-10
+  why: being mended
+"""
+
+
 def asked(folder: Path, night: int = 0, **more: object) -> Asked:
     day = str(date(2026, 1, 1) + timedelta(days=night))
     made = Asked(
@@ -57,6 +66,20 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
     assert f"commits {31:040x}"[:20] in found.sentence
     with Store(str(tmp_path / "history.sqlite")) as store:
         assert len(store.runs()) == 34
+        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
+    # It stays red until the speed is back for two nights, or the ledger knows it.
+    stays = closing.history(asked(tmp_path, 34), measured(0.7, 0.5))
+    assert stays.verdict is Verdict.DIFFERS
+    (tmp_path / "known.yaml").write_text(SPEED_LEDGER)
+    known = asked(tmp_path, 35, ledger=tmp_path / "known.yaml")
+    assert closing.history(known, measured(0.7, 0.5)).failures == stays.failures
+    with Store(str(tmp_path / "history.sqlite")) as store:
+        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
+    once = closing.history(asked(tmp_path, 36), measured(0.9, 0.5))
+    assert once.verdict is Verdict.DIFFERS
+    healed = closing.history(asked(tmp_path, 37), measured(0.9, 0.5))
+    assert healed.verdict is Verdict.AGREES
+    assert healed.judged == (f"speed.{KERNEL}",)
 
 
 def test_what_moved_otherwise_is_told_and_not_red(tmp_path: Path) -> None:
