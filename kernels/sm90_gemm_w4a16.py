@@ -20,12 +20,10 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from degarble.harness.errors import (
     DtypeMismatch,
-    InvalidArgument,
     LayoutMismatch,
     ShapeMismatch,
 )
@@ -43,6 +41,7 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.e2m1_pairs import PAIRS
+from degarble.kernels.common.operands import pointer, require_device
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 from degarble.kernels.common.w4a16_problem import W4A16Form, W4A16Problem
@@ -510,7 +509,7 @@ def gemm_w4a16(
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=activations_MK.device)
     _require("output", out, torch.bfloat16, shape, ALIGNMENTS[4])
-    device = _require_device((*tensors, out))
+    device = require_device((*tensors, out))
     if problem.rows:
         tactic = facts.choose_tactic(problem)
         form = facts.choose_form(problem, tactic, target_of_device(device).name)
@@ -584,17 +583,5 @@ def _require(
         )
 
 
-def _require_device(tensors: tuple[Tensor, ...]) -> int:
-    devices = {tensor.device for tensor in tensors}
-    device = next(iter(devices))
-    if len(devices) > 1 or device.type != "cuda":
-        names = sorted(str(device) for device in devices)
-        raise InvalidArgument("devices of the tensors", names, "one CUDA device", "Move them.")
-    return device.index or 0
-
-
 def _pointer(place: int, tensor: Tensor | None) -> Any:
-    """Return a device pointer; without a tensor one to compile with, which nothing reads."""
-    alignment = ALIGNMENTS[place]
-    address = alignment if tensor is None else tensor.data_ptr()
-    return make_ptr(ELEMENTS[place], address, cute.AddressSpace.gmem, assumed_align=alignment)
+    return pointer(ELEMENTS[place], tensor, ALIGNMENTS[place])

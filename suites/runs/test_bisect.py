@@ -114,7 +114,7 @@ def test_the_store_gives_the_two_commits(tmp_path: Path) -> None:
     ("changed", "name"),
     [
         ({"good": None}, "--good and --bad"),
-        ({"result": "/tmp/check.json"}, "--result"),
+        ({"result": "/check.json"}, "--result"),
         ({"result": "../check.json"}, "--result"),
         ({"good": "nowhere"}, "git rev-parse"),
         ({"good": "--help"}, "git rev-parse"),
