@@ -42,6 +42,17 @@ def test_a_changed_tensor_is_another_snapshot() -> None:
     assert first.codes.view(torch.float32)[3] == 3
 
 
+def test_the_last_byte_and_another_size_are_seen() -> None:
+    snapshots, x = Snapshots(), torch.arange(1 << 16, dtype=torch.uint8)
+    first = snapshots.take(x)
+    x[-1] += 1
+    assert not same(first, x)
+    x[-1] -= 1
+    assert same(first, x)
+    assert not same(first, x[:-1])
+    assert same(snapshots.take(x[:0]), x[:0])
+
+
 def test_nan_and_the_sign_of_zero_are_bytes() -> None:
     snapshots, x = Snapshots(), torch.tensor([math.nan, 0.0])
     first = snapshots.take(x)
