@@ -1,13 +1,13 @@
 """Turn the last 64 values of attention's heads back, with one rounding to BF16.
 
-Owns two forms for sm_90a and sm_100a: into other memory, where the other 448 values are copied, and
+Owns two forms for sm_90a and sm_100a: into other memory, where the other values are copied, and
 in place, where they are neither read nor written. A thread has chunks of 16 bytes. A position
 outside of the table of turns makes the turned values NaN: seen, not hidden.
 
 The wrapper checks and launches, allocates no more than what it returns, and never waits for the
 GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
 Kept honest by suites/kernels/test_simt_inverse_rope.py: compiled for every target, and on an H200
-equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width (512), P positions.
+equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width, P positions.
 """
 
 from collections.abc import Sequence
@@ -69,24 +69,25 @@ def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     heads, positions = extents
     position = Int64(tensors.positions[token])
     inside = (position >= 0) & (position < Int64(positions))
-    chunks = heads * facts.chunks_of_head(in_place=form.in_place)
-    first = Int64(token) * Int64(heads) * facts.CHUNKS
+    chunks = heads * facts.chunks_of_head(form.width, in_place=form.in_place)
+    first = Int64(token) * Int64(heads) * rows.GEOMETRIES[form.width].chunks
     rWords = registers_of(WORDS, facts.AT_ONCE)
     begin = Int32(group) * (facts.AT_ONCE * facts.THREADS) + Int32(thread)
     for turn in cutlass.range_constexpr(facts.AT_ONCE):
         chunk = begin + turn * facts.THREADS
         if chunk < chunks:
-            place, _ = facts.place_of(chunk, in_place=form.in_place)
+            place, _ = facts.place_of(chunk, form.width, in_place=form.in_place)
             cute.autovec_copy(tensors.heads[None, first + Int64(place)], rWords[None, turn])
     for turn in cutlass.range_constexpr(facts.AT_ONCE):
         chunk = begin + turn * facts.THREADS
         if chunk < chunks:
-            place, within = facts.place_of(chunk, in_place=form.in_place)
-            if within >= facts.FIRST_TURNED:
+            place, within = facts.place_of(chunk, form.width, in_place=form.in_place)
+            group = within - facts.first_turned(form.width)
+            if group >= 0:
                 rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
                 rTurn.fill(NAN)
                 if inside:
-                    load_turn(tensors.turns, rTurn, (position, within - facts.FIRST_TURNED))
+                    load_turn(tensors.turns, rTurn, (position, group))
                 numbers = numbers_of(words_at(rWords, turn))
                 put(rWords, turn, turned_words(numbers, rTurn, back=True))
             store(tensors.out, first + Int64(place), words_at(rWords, turn))
@@ -137,7 +138,7 @@ def inverse_rope(
     tensors = (heads_THL, turns_P, positions_T, out)
     device = require_device(tensors)
     if problem.tokens:
-        form = BackForm(problem.in_place, target_of_device(device).name)
+        form = BackForm(problem.in_place, target_of_device(device).name, problem.width)
         launch(compile_form(form, settings), problem, tensors)
     return out
 
@@ -152,7 +153,7 @@ def require_operands(
     problem: BackProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
 ) -> None:
     """Refuse tensors that the kernel would misread."""
-    shape = (problem.tokens, problem.heads, rows.WIDTH)
+    shape = (problem.tokens, problem.heads, problem.width)
     of_turns = (problem.positions, rows.TABLE_WIDTH)
     require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
     require_tensor("turns", turns_P, torch.float32, of_turns, ALIGNMENTS[1])

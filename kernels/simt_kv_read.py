@@ -29,10 +29,11 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.kv_problem import ENTRIES, ReadForm, ReadProblem
+from degarble.kernels.common.kv_problem import ReadForm, ReadProblem
 from degarble.kernels.common.latent_words import (
     WORDS,
     fp8_values,
+    high_product,
     nvfp4_values,
     put,
     registers_of,
@@ -64,14 +65,14 @@ class Tensors(NamedTuple):
 
 
 def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadForm) -> list[Any]:
-    """Return the words of a half whose codes begin with the entry at byte `start`."""
-    entry = ENTRIES[form.entry]
+    """Return the words of a half of an entry that begins with piece `start`."""
+    entry = form.format
     code = Uint32(tensors.cache_1[scales + Int64(place // (entry.block // rows.HALF))]) & 0xFF
     if entry.code_bits == 8:
         rCodes = registers_of(2, 1)
-        cute.autovec_copy(tensors.cache_8[None, start // 8 + Int64(place)], rCodes[None, 0])
+        cute.autovec_copy(tensors.cache_8[None, start * 2 + Int64(place)], rCodes[None, 0])
         return fp8_values(words_at(rCodes, 0), code)
-    return nvfp4_values(Uint32(tensors.cache_4[start // 4 + Int64(place)]), code)
+    return nvfp4_values(Uint32(tensors.cache_4[start * 4 + Int64(place)]), code)
 
 
 @cute.kernel
@@ -79,36 +80,40 @@ def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     """Give each index a warp: read an entry, decode, store a row."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    count, entries, stride, capacity = extents
+    count, capacity, entries, pieces, multiplier, shift = extents
     lane = Int32(thread) % rows.LANES
     row = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
-    entry = ENTRIES[form.entry]
-    codes_end = entry.quantised // rows.HALF
+    entry = form.format
+    codes_end, held = entry.quantised // rows.HALF, rows.GEOMETRIES[form.width]
     if row < count:
         index = Int32(tensors.indices[row])
-        rWords = registers_of(WORDS, rows.SLOTS)
+        rWords = registers_of(WORDS, held.slots)
         rWords.fill(0)
         if index >= capacity:
             rWords.fill(NAN_PAIR)
         if (index >= 0) & (index < capacity):
-            page = Uint32(index) // Uint32(entries)
-            within = Int64(Uint32(index) % Uint32(entries))
-            start = facts.value_offset(Int64(page), within, Int64(stride), entry)
-            scales = facts.scale_offset((Int64(page), within), Int64(stride), Int64(entries), entry)
-            for half in cutlass.range_constexpr(rows.SLOTS):
+            magic = (multiplier, shift)
+            of_slot = facts.place_of(Uint32(index), magic, Uint32(entries), high_product)
+            start = Int64(facts.value_piece(of_slot, Uint32(pieces), entry))
+            scales = Int64(of_slot[0] * Uint32(pieces)) * facts.VECTOR
+            scales += Int64(facts.scale_within(of_slot[1], Uint32(entries), entry))
+            for half in cutlass.range_constexpr(held.slots):
                 place = half * rows.LANES + lane
                 if cutlass.const_expr(facts.coded_only(entry, half)):
                     put(rWords, half, decoded(tensors, place, start, scales, form))
                 else:
-                    if place >= codes_end:
-                        at = start + entry.code_bytes + Int64(place - codes_end) * 16
-                        cute.autovec_copy(tensors.cache_16[None, at // 16], rWords[None, half])
+                    if (place >= codes_end) & (lane < held.lanes):
+                        rest = place + (entry.code_bytes // facts.VECTOR - codes_end)
+                        cute.autovec_copy(
+                            tensors.cache_16[None, start + Int64(rest)], rWords[None, half]
+                        )
                     if cutlass.const_expr(facts.coded_at_all(entry, half)):  # noqa: SIM102  traced
                         if place < codes_end:
                             put(rWords, half, decoded(tensors, place, start, scales, form))
-        for half in cutlass.range_constexpr(rows.SLOTS):
-            place = Int64(row) * (rows.SLOTS * rows.LANES) + half * rows.LANES
-            store(tensors.out, place + Int64(lane), words_at(rWords, half))
+        if lane < held.lanes:
+            for half in cutlass.range_constexpr(held.slots):
+                place = Int64(row) * held.chunks + half * rows.LANES
+                store(tensors.out, place + Int64(lane), words_at(rWords, half))
 
 
 @cute.jit
@@ -118,12 +123,12 @@ def launch_read(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: rows, entries of a page, bytes of a page, slots, thread blocks."""
-    count, entries, stride, capacity, blocks = extents
+    """Launch a form: rows, slots, four numbers of a page, thread blocks."""
+    *told, blocks = extents
     shapes = (0, WORDS, 4, 2, 0, 0)
     views = zip(pointers, shapes, strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
-    read_kernel(tensors, (count, entries, stride, capacity), form).launch(
+    read_kernel(tensors, tuple(told), form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -148,7 +153,7 @@ def kv_read(
 ) -> Tensor:
     """Return BF16 rows [R, L] of the entries that int32 indices name, on their GPU."""
     if out is None:
-        shape = (problem.count, rows.WIDTH)
+        shape = (problem.count, problem.pages.width)
         out = torch.empty(shape, dtype=torch.bfloat16, device=indices_R.device)
     require_operands(problem, indices_R, out, cache_NB)
     tensors = (indices_R, out, cache_NB)
@@ -171,17 +176,19 @@ def require_operands(
     """Refuse tensors that the kernel would misread."""
     pages = problem.pages
     require_tensor("indices", indices_R, torch.int32, (problem.count,), ALIGNMENTS[0])
-    require_tensor("rows", out, torch.bfloat16, (problem.count, rows.WIDTH), ALIGNMENTS[1])
+    require_tensor("rows", out, torch.bfloat16, (problem.count, problem.pages.width), ALIGNMENTS[1])
     require_tensor("cache", cache_NB, torch.uint8, (pages.count, pages.stride), ALIGNMENTS[2])
 
 
-def _extents(problem: ReadProblem | None) -> tuple[Int32, ...]:
+def _extents(problem: ReadProblem | None) -> tuple[Any, ...]:
     """Return what a launch is told; without a problem numbers to compile with."""
+    kinds = (Int32, Int32, Int32, Int32, Uint32, Uint32, Int32)
     if problem is None:
-        return tuple(Int32(1) for _ in range(5))
+        return tuple(kind(1) for kind in kinds)
     pages = problem.pages
-    numbers = (problem.count, pages.entries, pages.stride, pages.slots, facts.grid(problem.count))
-    return tuple(Int32(number) for number in numbers)
+    of_page = (pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries))
+    numbers = (problem.count, pages.slots, *of_page, facts.grid(problem.count))
+    return tuple(kind(number) for kind, number in zip(kinds, numbers, strict=True))
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 Owns the writing forms of kv_problem: latents (RMSNorm rounded to BF16, then RoPE rounded to BF16,
 as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries. A
-warp has a token, and its row stays in registers from the load to the store.
+warp has a token; its row stays in registers from the load to the store.
 
 A slot below 0 or beyond the cache is skipped; whatever no token names is left as it was. A position
 outside of the table of turns makes the turned values NaN: seen, not hidden. Two tokens of a launch
@@ -12,7 +12,8 @@ are none. The wrapper checks and launches, and never waits for the GPU, so it ma
 
 Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
 suites/kernels/test_simt_kv_write.py: compiled for every target, and on an H200 byte for byte.
-Shape letters: T tokens, L latent width (512), P positions, N pages, B bytes of a page, S slots.
+Shape letters: T tokens, L latent width (512 or 128), P positions, N pages, B bytes of a page, S
+slots.
 """
 
 from collections.abc import Sequence
@@ -35,13 +36,16 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.kv_problem import ENTRIES, NO_CLAIM, WriteForm, WriteProblem
+from degarble.kernels.common.kv_problem import NO_CLAIM, WriteForm, WriteProblem
 from degarble.kernels.common.latent_words import (
     NAN,
     WORDS,
     amax_bits,
+    ask_for_turn,
     factor_of_row,
     fp8_words,
+    high_product,
+    load_row,
     load_turn,
     nvfp4_scale_code,
     nvfp4_word,
@@ -58,6 +62,8 @@ from degarble.kernels.common.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
+# CUDA driver API 13.0, CU_SHAREDMEM_CARVEOUT_DEFAULT; without it a bound on registers asks a GPU.
+DRIVERS_CHOICE = -1
 ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
 ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
 TORCH_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,6 +98,22 @@ class Tensors(NamedTuple):
     cache_1: Any
 
 
+class Row(NamedTuple):
+    """What a warp holds of its row: three sets of registers, factor, position, is it inside."""
+
+    words: Any
+    weight: Any
+    turn: Any
+    factor: Any
+    position: Any
+    inside: Any
+
+
+def weight_registers(tensors: Tensors, row: rows.Geometry) -> Any:
+    """Make registers for a lane's weights."""
+    return registers_of(tensors.weight.shape[0], row.slots)
+
+
 def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> Tensors:
     """View the pointers; extents are checked by token and slot, not by these layouts."""
     of_weight = rows.HALF if form.weight == "fp32" else WORDS
@@ -100,18 +122,17 @@ def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> Tensors:
     return Tensors(*(vectors(address, words) for address, words in views))
 
 
-def normed_words(rWords: Any, rWeight: Any, slot: int, factor: Any, form: WriteForm) -> list[Any]:
-    """Return the normed values of a slot, rounded to BF16."""
-    weights = words_at(rWeight, slot)
+def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteForm) -> list[Any]:
+    """Return the normed values of a half, rounded to BF16."""
     fp32 = form.weight == "fp32"
     numbers = [ops.number_of(word) for word in weights] if fp32 else numbers_of(weights)
-    pairs = zip(numbers_of(words_at(rWords, slot)), numbers, strict=True)
+    pairs = zip(numbers_of(words), numbers, strict=True)
     return rounded_words([rows.normed(number, weight, factor) for number, weight in pairs])
 
 
 def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
     """Return the code of the block's scale and the words of a lane's codes."""
-    entry = ENTRIES[form.entry]
+    entry = form.format
     bits = amax_bits(words, entry.block // rows.HALF)
     if entry.code_bits == 8:
         code = facts.fp8_scale_code(bits)
@@ -133,90 +154,107 @@ def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> Non
 
 
 @cute.jit
-def norm_and_turn(
-    tensors: Tensors,
-    rWords: Any,
-    place: tuple[Any, Any, Any],
-    epsilon: Float32,
-    form: cutlass.Constexpr,
+def load_weight(
+    tensors: Tensors, rWeight: Any, half: cutlass.Constexpr, lane: Any, held: cutlass.Constexpr
 ) -> None:
-    """Norm the latent of (token, lane, positions) and turn its tail, in registers."""
-    token, lane, positions = place
-    position = Int64(tensors.positions[token])
-    rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
-    rTurn.fill(NAN)
-    turns = lane >= rows.FIRST_TURNED_LANE
-    if turns & (position >= 0) & (position < Int64(positions)):
-        load_turn(tensors.turns, rTurn, (position, lane - rows.FIRST_TURNED_LANE))
-    rWeight = registers_of(tensors.weight.shape[0], rows.SLOTS)
-    for half in cutlass.range_constexpr(rows.SLOTS):
-        chunk = half * rows.LANES + lane
-        cute.autovec_copy(tensors.weight[None, chunk], rWeight[None, half])
-    factor = factor_of_row(rWords, epsilon)
-    for half in cutlass.range_constexpr(rows.SLOTS):
-        put(rWords, half, normed_words(rWords, rWeight, half, factor, form))
-    last = rows.SLOTS - 1
-    if turns:
-        numbers = numbers_of(words_at(rWords, last))
-        put(rWords, last, turned_words(numbers, rTurn, back=False))
+    """Read a lane's weights of a half."""
+    if lane < held.lanes:
+        cute.autovec_copy(tensors.weight[None, half * rows.LANES + lane], rWeight[None, half])
 
 
 @cute.jit
-def put_entry(
+def norm_half(
+    tensors: Tensors, row: Row, half: cutlass.Constexpr, lane: Any, form: cutlass.Constexpr
+) -> None:
+    """Norm a half of the latent, and turn its tail, in registers."""
+    held = rows.GEOMETRIES[form.width]
+    last = half == held.slots - 1
+    if cutlass.const_expr(not form.few):
+        load_weight(tensors, row.weight, half, lane, held)
+    weights, found = words_at(row.weight, half), words_at(row.words, half)
+    put(row.words, half, normed_words(found, weights, row.factor, form))
+    if cutlass.const_expr(last):  # noqa: SIM102  one is known in tracing
+        if (lane >= held.first_turned_lane) & (lane < held.lanes):
+            if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
+                if row.inside:
+                    group = lane - held.first_turned_lane
+                    load_turn(tensors.turns, row.turn, (row.position, group))
+            numbers = numbers_of(words_at(row.words, half))
+            put(row.words, half, turned_words(numbers, row.turn, back=False))
+
+
+@cute.jit
+def put_half(
     tensors: Tensors,
-    rWords: Any,
-    place: tuple[Any, Any],
-    pages: tuple[Any, Any],
+    words: list[Any],
+    half: cutlass.Constexpr,
+    place: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Quantise the row and store it into (slot, lane) of pages of (entries, bytes)."""
-    slot, lane = place
-    entries, stride = pages
-    entry = ENTRIES[form.entry]
+    """Quantise a half and store it; place is the entry's first piece, its scales, and the lane."""
+    start, scales, lane = place
+    entry = form.format
     codes_end = entry.quantised // rows.HALF
-    page = Uint32(slot) // Uint32(entries)
-    within = Int64(Uint32(slot) % Uint32(entries))
-    start = facts.value_offset(Int64(page), within, Int64(stride), entry)
-    scales = facts.scale_offset((Int64(page), within), Int64(stride), Int64(entries), entry)
-    for half in cutlass.range_constexpr(rows.SLOTS):
-        chunk = half * rows.LANES + lane
-        words = words_at(rWords, half)
-        plain = chunk >= codes_end
-        if cutlass.const_expr(not facts.coded_only(entry, half)):  # noqa: SIM102  as below
-            if plain:
-                at = start + entry.code_bytes + Int64(chunk - codes_end) * 16
-                store(tensors.cache_16, at // 16, words)
-        if cutlass.const_expr(facts.coded_at_all(entry, half)):
-            code, codes = coded(words, form)
-            if cutlass.const_expr(facts.coded_only(entry, half)):
-                plain = False
-            if not plain:
-                if cutlass.const_expr(entry.code_bits == 8):
-                    store(tensors.cache_8, start // 8 + Int64(chunk), codes)
-                else:
-                    tensors.cache_4[start // 4 + Int64(chunk)] = codes[0]
-            lanes = entry.block // rows.HALF
-            if chunk % lanes == 0:
-                code = ops.select(plain, Uint32(0), code)
-                tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
+    chunk = half * rows.LANES + lane
+    plain = chunk >= codes_end
+    if cutlass.const_expr(not facts.coded_only(entry, half)):  # noqa: SIM102  known in tracing
+        if plain & (lane < rows.GEOMETRIES[form.width].lanes):
+            rest = chunk + (entry.code_bytes // facts.VECTOR - codes_end)
+            store(tensors.cache_16, start + Int64(rest), words)
+    if cutlass.const_expr(facts.coded_at_all(entry, half)):
+        code, codes = coded(words, form)
+        if cutlass.const_expr(facts.coded_only(entry, half)):
+            plain = False
+        if not plain:
+            if cutlass.const_expr(entry.code_bits == 8):
+                store(tensors.cache_8, start * 2 + Int64(chunk), codes)
+            else:
+                tensors.cache_4[start * 4 + Int64(chunk)] = codes[0]
+        lanes = entry.block // rows.HALF
+        if (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
+            code = ops.select(plain, Uint32(0), code)
+            tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
 
 
 @cute.kernel
 def write_kernel(
-    tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
+    tensors: Tensors,
+    extents: tuple[Any, ...],
+    pages: tuple[Any, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
 ) -> None:
     """Give each token a warp: read, norm, turn, quantise, store."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    tokens, positions, entries, stride, capacity = extents
+    tokens, positions, capacity = extents
+    entries, pieces, multiplier, shift = pages
     lane = Int32(thread) % rows.LANES
     token = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
+    held = rows.GEOMETRIES[form.width]
+    entry, latent = form.format, form.source == "latent"
     if token < tokens:
         slot = Int64(tensors.slots[token])
-        rWords = registers_of(WORDS, rows.SLOTS)
-        for half in cutlass.range_constexpr(rows.SLOTS):
-            first = Int64(token) * (rows.SLOTS * rows.LANES) + half * rows.LANES
-            cute.autovec_copy(tensors.values[None, first + Int64(lane)], rWords[None, half])
+        rWords = registers_of(WORDS, held.slots)
+        load_row(tensors.values, rWords, Int64(token) * held.chunks, lane, held)
+        row = Row(rWords, None, None, None, None, None)
+        if cutlass.const_expr(latent):
+            position = Int64(tensors.positions[token])
+            inside = (position >= 0) & (position < Int64(positions))
+            rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
+            rTurn.fill(NAN)
+            group = lane - held.first_turned_lane
+            if inside & (group >= 0) & (lane < held.lanes):
+                if cutlass.const_expr(form.few):
+                    load_turn(tensors.turns, rTurn, (position, group))
+                else:
+                    ask_for_turn(tensors.turns, (position, group))
+            if cutlass.const_expr(form.few):
+                rWeight.fill(0)
+                for half in cutlass.range_constexpr(held.slots):
+                    load_weight(tensors, rWeight, half, lane, held)
+            factor = factor_of_row(rWords, epsilon, form.width)
+            row = Row(rWords, rWeight, rTurn, factor, position, inside)
 
         live = (slot >= 0) & (slot < capacity)
         if cutlass.const_expr(form.duplicates == "last"):
@@ -225,10 +263,16 @@ def write_kernel(
                 claim = Int32(tensors.claims[slot])
             live = live & (claim == token)
         if live:
-            if cutlass.const_expr(form.source == "latent"):
-                norm_and_turn(tensors, rWords, (token, lane, positions), epsilon, form)
-            put_entry(tensors, rWords, (slot, lane), (entries, stride), form)
-            if cutlass.const_expr(form.duplicates == "last"):  # noqa: SIM102  one is known in tracing
+            magic = (multiplier, shift)
+            of_slot = facts.place_of(Uint32(slot), magic, Uint32(entries), high_product)
+            start = Int64(facts.value_piece(of_slot, Uint32(pieces), entry))
+            scales = Int64(of_slot[0] * Uint32(pieces)) * facts.VECTOR
+            scales += Int64(facts.scale_within(of_slot[1], Uint32(entries), entry))
+            for half in cutlass.range_constexpr(held.slots):
+                if cutlass.const_expr(latent):
+                    norm_half(tensors, row, half, lane, form)
+                put_half(tensors, words_at(rWords, half), half, (start, scales, lane), form)
+            if cutlass.const_expr(form.duplicates == "last"):  # noqa: SIM102  known in tracing
                 if lane == 0:
                     tensors.claims[slot] = Int32(NO_CLAIM)
 
@@ -241,16 +285,21 @@ def launch_write(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: tokens, positions, entries and bytes of a page, slots, thread blocks."""
+    """Launch a form: tokens, positions, slots, four numbers of a page, two of thread blocks."""
     tensors = tensors_of(pointers, form)
-    tokens, positions, entries, stride, capacity, blocks, claiming = extents
+    tokens, positions, capacity, entries, pieces, multiplier, shift, blocks, claiming = extents
     if cutlass.const_expr(form.duplicates == "last"):
         claim_kernel(tensors.slots, tensors.claims, tokens, Int64(capacity)).launch(
             grid=[claiming, 1, 1], block=[CLAIMING_THREADS, 1, 1], stream=stream
         )
-    within = (tokens, positions, entries, stride, Int64(capacity))
-    write_kernel(tensors, within, epsilon, form).launch(
-        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    pages = (entries, pieces, multiplier, shift)
+    bound = facts.bound_blocks(form)
+    write_kernel(tensors, (tokens, positions, Int64(capacity)), pages, epsilon, form).launch(
+        grid=[blocks, 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=bound,
+        preferred_smem_carveout=DRIVERS_CHOICE if bound else None,
+        stream=stream,
     )
 
 
@@ -300,9 +349,9 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
     """Refuse tensors that the kernel would misread."""
     latent, last = problem.source == "latent", problem.duplicates == "last"
     tokens, pages = (problem.tokens,), problem.pages
-    of_weight, of_turns = (rows.WIDTH,), (problem.positions, rows.TABLE_WIDTH)
+    of_weight, of_turns = (pages.width,), (problem.positions, rows.TABLE_WIDTH)
     wanted: tuple[tuple[bool, torch.dtype, tuple[int, ...]], ...] = (
-        (True, torch.bfloat16, (*tokens, rows.WIDTH)),
+        (True, torch.bfloat16, (*tokens, pages.width)),
         (latent, TORCH_WEIGHTS[problem.weight], of_weight),
         (latent, torch.float32, of_turns),
         (latent, torch.int64, tokens),
@@ -325,14 +374,19 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
             require_tensor(name, tensor, dtype, shape, alignment)
 
 
-def _extents(problem: WriteProblem | None) -> tuple[Int32, ...]:
+def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:
     """Return what a launch is told; without a problem numbers to compile with."""
+    kinds = (Int32, Int32, Int32, Int32, Int32, Uint32, Uint32, Int32, Int32)
     if problem is None:
-        return tuple(Int32(1) for _ in range(7))
+        return tuple(kind(1) for kind in kinds)
     pages = problem.pages
-    numbers = (problem.tokens, problem.positions, pages.entries, pages.stride, pages.slots)
-    claiming = -(-problem.tokens // CLAIMING_THREADS)
-    return tuple(Int32(number) for number in (*numbers, facts.grid(problem.tokens), claiming))
+    numbers = (
+        *(problem.tokens, problem.positions, pages.slots),
+        *(pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries)),
+        facts.grid(problem.tokens),
+        -(-problem.tokens // CLAIMING_THREADS),
+    )
+    return tuple(kind(number) for kind, number in zip(kinds, numbers, strict=True))
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """mHC without its projection: gates, Sinkhorn, collapse of four streams, and spreading out again.
 
-Owns the parts of mhc_problem in one source for sm_90a and sm_100a. Sinkhorn belongs to one thread a
-token, sixteen numbers in registers, no exchange. In the fused form the first thread blocks of a
-launch do that while the others collapse: these need the gates alone and make them themselves, so
+Owns the parts of mhc_problem in one source for sm_90a and sm_100a. Sinkhorn belongs to four lanes a
+token, each with a row; columns are summed across them. In the fused form the first thread blocks of
+a launch do that while the others collapse: these need the gates alone and make them themselves, so
 nobody waits, and what is written is bit for bit what the parts write one after the other.
 
 The wrapper checks and launches, allocates no more than what it returns, and never waits for the
@@ -30,7 +30,7 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.latent_words import registers_of, root_of, vectors, words_at
+from degarble.kernels.common.latent_words import registers_of, vectors, words_at
 from degarble.kernels.common.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
 from degarble.kernels.common.nvfp4_words import (
     emit,
@@ -84,7 +84,12 @@ def reciprocal(number: Any) -> Any:
     return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
 
 
-PROCESSOR = facts.Primitives(exponential, reciprocal, root_of)
+def inverse_root(number: Any) -> Any:
+    """Return the processor's inverse square root, good to two steps of float32."""
+    return emit("rsqrt.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
+
+
+PROCESSOR = facts.Primitives(exponential, reciprocal, inverse_root)
 
 
 def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
@@ -94,67 +99,77 @@ def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
     return [Float32(registers[i]) for i in range(tensor.shape[0])]
 
 
-def stored_numbers(tensor: Any, index: Any, numbers: list[Any]) -> None:
-    """Write a vector of float32."""
-    registers = cute.make_rmem_tensor(len(numbers), Float32)
-    for place, number in enumerate(numbers):
-        registers[place] = number
-    cute.autovec_copy(registers, tensor[None, index])
-
-
 def factor_at(tensors: Any, token: Any, told: tuple[Any, ...]) -> Any:
     """Return a token's norm factor."""
-    width, _, norm_epsilon, _ = told
-    count = Float32(width * STREAMS)
-    return facts.norm_factor(tensors.squares[token], count, norm_epsilon, PROCESSOR)
+    _, share, norm_epsilon, _ = told
+    return facts.norm_factor(tensors.squares[token], share, norm_epsilon, PROCESSOR)
 
 
-def logits_at(tensors: Any, place: tuple[Any, int], factor: Any, products: int) -> list[Any]:
-    """Return the four logits of group 0 (pre), 1 (post), 2 to 5 (rows of mix) of a token."""
+def logits_at(tensors: Any, place: tuple[Any, Any], scale: Any, products: int) -> list[Any]:
+    """Return four logits of a token: group 0 is pre, 1 is post, 2 to 5 are the rows of mix.
+
+    `scale` is the norm's factor and that of the group.
+    """
     token, group = place
     found = loaded_numbers(tensors.products, token * (products // STREAMS) + group)
-    scale = tensors.scale[min(group, 2)]
     base = loaded_numbers(tensors.base, group)
-    return [facts.logit(m, factor, scale, b) for m, b in zip(found, base, strict=True)]
+    factor, of_group = scale
+    return [facts.logit(m, factor, of_group, b) for m, b in zip(found, base, strict=True)]
 
 
 def gates_at(tensors: Any, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
     """Return what the streams of a token are weighted by."""
-    factor = factor_at(tensors, token, told)
-    logits = logits_at(tensors, (token, 0), factor, products)
+    scale = (factor_at(tensors, token, told), tensors.scale[0])
+    logits = logits_at(tensors, (token, 0), scale, products)
     return [ops.add_rn(facts.gate(number, PROCESSOR), told[3]) for number in logits]
+
+
+def own_logit(tensors: Any, place: tuple[Any, int, Any], factor: Any) -> Any:
+    """Return the logit of a lane's stream in group 0 or 1."""
+    token, group, stream = place
+    at = token * (facts.COEFFICIENTS // STREAMS) + group
+    product, base = Float32(tensors.products[stream, at]), Float32(tensors.base[stream, group])
+    return facts.logit(product, factor, tensors.scale[group], base)
+
+
+def over_lanes(number: Any) -> Any:
+    """Sum a number over the four lanes of a token, in the order of `total`."""
+    for distance in (1, 2):
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    return number
 
 
 @cute.jit
 def put_coefficients(
-    tensors: Any, token: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: Any,
+    place: tuple[Any, Any, Any],
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
 ) -> None:
-    """Make post and mix of a token, and pre where the parts come one after the other."""
-    _, iterations, _, epsilon = told
+    """Make a stream's post and its row of mix, and pre where the parts come one after the other."""
+    wanted_token, tokens, stream = place
+    iterations, _, _, epsilon = told
+    token = ops.minimum(wanted_token, tokens - 1)  # lanes without a token take part in shuffles
     factor = factor_at(tensors, token, told)
-    if cutlass.const_expr(form.part == "coefficients"):
-        pre = gates_at(tensors, token, told, facts.COEFFICIENTS)
-        stored_numbers(tensors.pre, token, pre)
-    logits = logits_at(tensors, (token, 1), factor, facts.COEFFICIENTS)
-    post = [ops.multiply_rn(facts.gate(number, PROCESSOR), 2.0) for number in logits]
-    stored_numbers(tensors.post, token, post)
-    found: list[Any] = []
-    for row in cutlass.range_constexpr(STREAMS):
-        found += logits_at(tensors, (token, 2 + row), factor, facts.COEFFICIENTS)
-    rMix = cute.make_rmem_tensor(STREAMS * STREAMS, Float32)
-    mix = facts.softmax_rows(found, epsilon, PROCESSOR)
-    mix = facts.normalised(mix, epsilon, PROCESSOR, columns=True)
-    for entry in cutlass.range_constexpr(STREAMS * STREAMS):
-        rMix[entry] = mix[entry]
+    post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
+    logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
+    mix = facts.softmax_row(logits, epsilon, PROCESSOR)
+    mix = facts.columns_divided(mix, [over_lanes(each) for each in mix], epsilon, PROCESSOR)
+    rMix = cute.make_rmem_tensor(STREAMS, Float32)
+    for column in cutlass.range_constexpr(STREAMS):
+        rMix[column] = mix[column]
     for _ in cutlass.range(1, iterations, unroll=1):
-        walked = [Float32(rMix[entry]) for entry in range(STREAMS * STREAMS)]
-        walked = facts.normalised(walked, epsilon, PROCESSOR, columns=False)
-        walked = facts.normalised(walked, epsilon, PROCESSOR, columns=True)
-        for entry in cutlass.range_constexpr(STREAMS * STREAMS):
-            rMix[entry] = walked[entry]
-    for row in cutlass.range_constexpr(STREAMS):
-        line = [Float32(rMix[row * STREAMS + column]) for column in range(STREAMS)]
-        stored_numbers(tensors.mix, token * STREAMS + row, line)
+        row = [Float32(rMix[column]) for column in range(STREAMS)]
+        row = facts.row_divided(row, epsilon, PROCESSOR)
+        row = facts.columns_divided(row, [over_lanes(each) for each in row], epsilon, PROCESSOR)
+        for column in cutlass.range_constexpr(STREAMS):
+            rMix[column] = row[column]
+    if wanted_token < tokens:
+        tensors.post[stream, token] = ops.multiply_rn(post, 2.0)
+        cute.autovec_copy(rMix, tensors.mix[None, token * STREAMS + stream])
+        if cutlass.const_expr(form.part == "coefficients"):
+            gate = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
+            tensors.pre[stream, token] = ops.add_rn(gate, epsilon)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
@@ -200,10 +215,11 @@ def mhc_kernel(
     block, _, _ = cute.arch.block_idx()
     thread, block = Int32(thread), Int32(block)
     tokens, leading, groups, chunks = extents
-    if cutlass.const_expr(form.makes_coefficients):
-        token = block * facts.THREADS + thread
-        if (block < leading) & (token < tokens):
-            put_coefficients(tensors, token, told, form)
+    if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
+        if block < leading:
+            lane = block * facts.THREADS + thread
+            place = (lane // STREAMS, tokens, lane % STREAMS)
+            put_coefficients(tensors, place, told, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)
         of_token = Int32(turn // Uint32(groups))
@@ -227,16 +243,16 @@ def mhc_kernel(
 def launch_mhc(
     pointers: tuple[cute.Pointer, ...],
     extents: tuple[Any, ...],
-    epsilons: tuple[Any, ...],
+    numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a part: tokens, blocks of coefficients, groups, chunks, width, iterations, blocks."""
+    """Launch a part: tokens, blocks of coefficients, groups, chunks, iterations, thread blocks."""
     sizes = (WORDS, STREAMS, 0, STREAMS, 0, STREAMS, STREAMS, STREAMS, WORDS, WORDS)
     views = zip(pointers, sizes, strict=True)
     tensors = Mixing(*(vectors(address, words) for address, words in views))
-    tokens, leading, groups, chunks, width, iterations, blocks = extents
-    told = (width, iterations, *epsilons)
+    tokens, leading, groups, chunks, iterations, blocks = extents
+    told = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
         grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
     )
@@ -248,9 +264,9 @@ def launch_mhc(
 @cache
 def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a part; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(7))
-    epsilons = (Float32(1e-6), Float32(1e-6))
-    arguments = (_pointers(Mixing()), extents, epsilons, form, any_stream())
+    extents = tuple(Int32(1) for _ in range(6))
+    numbers = tuple(Float32(1e-6) for _ in range(3))
+    arguments = (_pointers(Mixing()), extents, numbers, form, any_stream())
     return compile_kernel(launch_mhc, arguments, TARGETS[form.target], settings)
 
 
@@ -276,13 +292,12 @@ def launch(kernel: CompiledKernel, problem: MixProblem, tensors: Mixing) -> None
         facts.leading_blocks(problem),
         facts.groups_of_chunks(problem),
         problem.width // CHUNK,
-        problem.width,
         problem.iterations,
         facts.grid(problem),
     )
-    epsilons = (Float32(problem.norm_epsilon), Float32(problem.epsilon))
-    numbers = tuple(Int32(extent) for extent in extents)
-    kernel(_pointers(tensors), numbers, epsilons, current_stream(device))
+    numbers = (1.0 / (STREAMS * problem.width), problem.norm_epsilon, problem.epsilon)
+    told = tuple(Int32(extent) for extent in extents), tuple(Float32(each) for each in numbers)
+    kernel(_pointers(tensors), *told, current_stream(device))
 
 
 def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -1,13 +1,13 @@
 """Norm query heads without a weight and turn their last 64 values, with one rounding to BF16.
 
-Owns one kernel source for sm_90a and sm_100a: a warp has a head of 512, whose values stay float32
-from the load to the store. The result may be written where the heads were read. A position outside
-of the table of turns makes the turned values NaN: seen, not hidden.
+Owns one kernel source for sm_90a and sm_100a: a warp has a head of 512 or 128, whose values stay
+float32 from the load to the store. The result may be written where the heads were read. A position
+outside of the table of turns makes the turned values NaN: seen, not hidden.
 
 The wrapper checks and launches, allocates no more than what it returns, and never waits for the
 GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
 Kept honest by suites/kernels/test_simt_qnorm_rope.py: compiled for every target, and on an H200
-equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width (512), P positions.
+equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width, P positions.
 """
 
 from collections.abc import Sequence
@@ -33,6 +33,7 @@ from degarble.kernels.common.latent_words import (
     NAN,
     WORDS,
     factor_of_row,
+    load_row,
     load_turn,
     put,
     registers_of,
@@ -47,7 +48,6 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
-HALVES = rows.SLOTS * rows.LANES
 ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, normed heads
 ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 
@@ -69,33 +69,35 @@ def heads_kernel(
     tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Give each head a warp: read, norm, turn, store."""
-    del form
+    held = rows.GEOMETRIES[form.width]
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
     heads, positions = extents
     lane = Int32(thread) % rows.LANES
     head = Int32(group) * facts.WARPS + Int32(thread) // rows.LANES
     if head < heads:
-        first = (Int64(token) * Int64(heads) + Int64(head)) * HALVES + Int64(lane)
-        rWords = registers_of(WORDS, rows.SLOTS)
-        for half in cutlass.range_constexpr(rows.SLOTS):
-            cute.autovec_copy(tensors.heads[None, first + half * rows.LANES], rWords[None, half])
+        first = (Int64(token) * Int64(heads) + Int64(head)) * held.chunks
+        rWords = registers_of(WORDS, held.slots)
+        load_row(tensors.heads, rWords, first, lane, held)
         position = Int64(tensors.positions[token])
         rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
         rTurn.fill(NAN)
-        turns = lane >= rows.FIRST_TURNED_LANE
+        group = lane - held.first_turned_lane
+        turns = (group >= 0) & (lane < held.lanes)
         if turns & (position >= 0) & (position < Int64(positions)):
-            load_turn(tensors.turns, rTurn, (position, lane - rows.FIRST_TURNED_LANE))
+            load_turn(tensors.turns, rTurn, (position, group))
 
-        factor = factor_of_row(rWords, epsilon)
-        for half in cutlass.range_constexpr(rows.SLOTS):
+        factor = factor_of_row(rWords, epsilon, form.width)
+        for half in cutlass.range_constexpr(held.slots):
             found = numbers_of(words_at(rWords, half))
             numbers = [ops.multiply_rn(number, factor) for number in found]
             put(rWords, half, rounded_words(numbers))
-            if cutlass.const_expr(half == rows.SLOTS - 1):  # noqa: SIM102  one is known in tracing
+            if cutlass.const_expr(half == held.slots - 1):  # noqa: SIM102  one is known in tracing
                 if turns:
                     put(rWords, half, turned_words(numbers, rTurn, back=False))
-            store(tensors.out, first + half * rows.LANES, words_at(rWords, half))
+            if lane < held.lanes:
+                place = first + Int64(lane) + half * rows.LANES
+                store(tensors.out, place, words_at(rWords, half))
 
 
 @cute.jit
@@ -144,7 +146,7 @@ def qnorm_rope(
     tensors = (heads_THL, turns_P, positions_T, out)
     device = require_device(tensors)
     if problem.tokens:
-        form = HeadsForm(target_of_device(device).name)
+        form = HeadsForm(target_of_device(device).name, problem.width)
         launch(compile_form(form, settings), problem, tensors)
     return out
 
@@ -159,7 +161,7 @@ def require_operands(
     problem: HeadsProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
 ) -> None:
     """Refuse tensors that the kernel would misread."""
-    shape = (problem.tokens, problem.heads, rows.WIDTH)
+    shape = (problem.tokens, problem.heads, problem.width)
     of_turns = (problem.positions, rows.TABLE_WIDTH)
     require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
     require_tensor("turns", turns_P, torch.float32, of_turns, ALIGNMENTS[1])

@@ -1,11 +1,12 @@
-"""Rows of 512 values as attention has them: which lane holds what, and the turn of the last 64.
+"""Rows of 512 or 128 values as attention has them: which lane holds what, the turn of the last 64.
 
 Owns the geometry that kernels of latent rows and query heads share. A warp has a row; a lane holds
 two halves of a block, values 8 lane to 8 lane + 7 and the same 256 further on, so that loads of 16
 bytes lie side by side, both halves of a 16-wide block are neighbours, and pairs that turn together
 are in one lane. The last 64 values are what lanes 24 to 31 hold second. The sum of squares has one
 order: a lane sums each half from its first value on by fma, then both; lanes are folded by distance
-16, 8, 4, 2, 1. So the bits of a row depend on nothing but the row.
+16, 8, 4, 2, 1. So the bits of a row depend on nothing but the row. A row of 128, the small models'
+and the indexer's, has one half in each of 16 lanes; the others hold zeros.
 
 A table of turns is float32 [positions, 64]: 32 cosines, then 32 sines, as vLLM keeps it. Pure host
 arithmetic, no GPU and no DSL. Refuses heads, tokens and tables that do not fit. Kept honest by
@@ -14,6 +15,8 @@ suites/kernels/common/test_attention_rows.py, against the references.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
@@ -21,7 +24,7 @@ from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 WIDTH = 512  # values of a row; DeepSeek-V4 config.json, head_dim
 ROTATED = 64  # of them turned, the last ones; qk_rope_head_dim
@@ -51,6 +54,55 @@ def require_epsilon(epsilon: float) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """How a warp holds a row of so many values."""
+
+    width: int
+
+    @property
+    def plain(self) -> int:
+        """Values that are not turned, the leading ones."""
+        return self.width - ROTATED
+
+    @property
+    def chunks(self) -> int:
+        """Loads of 16 bytes of a row."""
+        return self.width // HALF
+
+    @property
+    def slots(self) -> int:
+        """Halves that a lane holds."""
+        return max(1, self.chunks // LANES)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that hold values."""
+        return min(self.chunks, LANES)
+
+    @property
+    def first_turned_lane(self) -> int:
+        """Lane that holds the first turned values, in the last slot."""
+        return self.lanes - ROTATED // HALF
+
+
+GEOMETRIES: Mapping[int, Geometry] = MappingProxyType(
+    {width: Geometry(width) for width in (128, WIDTH)}
+)
+
+
+def geometry(width: int) -> Geometry:
+    """Return how a row is held; a width without a kernel is refused."""
+    if width not in GEOMETRIES:
+        raise ShapeMismatch(
+            "width of a row",
+            width,
+            " or ".join(map(str, GEOMETRIES)),
+            "Heads, latents and index keys of the known models have these.",
+        )
+    return GEOMETRIES[width]
+
+
 def folded(numbers: Sequence[Any]) -> Any:
     """Add number i and number i + n / 2 until one is left; n is a power of two."""
     while len(numbers) > 1:
@@ -71,9 +123,11 @@ def lane_sum(halves: Sequence[Sequence[Any]]) -> Any:
     return folded(sums)
 
 
-def row_factor(lanes: Sequence[Any], epsilon: Any, root: Callable[[Any], Any]) -> Any:
+def row_factor(
+    lanes: Sequence[Any], epsilon: Any, root: Callable[[Any], Any], width: int = WIDTH
+) -> Any:
     """Return what a row is multiplied by, from the sums of its lanes; each step is rounded once."""
-    mean = ops.multiply_rn(folded(lanes), 1.0 / WIDTH)
+    mean = ops.multiply_rn(folded(lanes), 1.0 / width)
     return ops.divide_rn(1.0, root(ops.add_rn(mean, epsilon)))
 
 

@@ -1,8 +1,8 @@
 """What turning attention's outputs back is asked for, and what follows from it.
 
-Owns the problem (T tokens of H heads of 512), two forms (into other memory, where all values move,
-or in place, where the last 64 do and the others stay as they are), the chunk that a thread has, and
-the grid. Pure host arithmetic; the arithmetic of a pair is that of attention_rows.
+Owns the problem (T tokens of H heads of 512 or 128), two forms (into other memory, where all values
+move, or in place, where the last 64 do and the others stay as they are), the chunk that a thread
+has, and the grid. Pure host arithmetic; the arithmetic of a pair is that of attention_rows.
 Refuses extents that do not fit. Kept honest by suites/kernels/common/test_inverse_rope_problem.py.
 """
 
@@ -17,9 +17,7 @@ from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.qnorm_rope_problem import FEWEST_HEADS, MOST_HEADS
 
 THREADS = 256
-CHUNKS = rows.WIDTH // rows.HALF  # of a head, 16 bytes each
-TURNED_CHUNKS = rows.ROTATED // rows.HALF
-FIRST_TURNED = CHUNKS - TURNED_CHUNKS
+TURNED_CHUNKS = rows.ROTATED // rows.HALF  # of a head, 16 bytes each
 AT_ONCE = 2  # chunks of a thread, a thread block's width apart
 
 
@@ -31,22 +29,24 @@ class BackProblem:
     heads: int
     positions: int
     in_place: bool = False
+    width: int = rows.WIDTH  # of a head
 
     def __post_init__(self) -> None:
         rows.require_extent("tokens", self.tokens)
+        rows.geometry(self.width)
         rows.require_extent("positions of the table of turns", self.positions, 1)
         if not FEWEST_HEADS <= self.heads <= MOST_HEADS:
             raise ShapeMismatch(
                 "heads of attention's output",
                 self.heads,
-                f"{FEWEST_HEADS} to {MOST_HEADS} heads of {rows.WIDTH}",
+                f"{FEWEST_HEADS} to {MOST_HEADS} heads of {self.width}",
                 "Give each rank its own heads.",
             )
 
     @property
     def chunks(self) -> int:
         """Chunks of a token that the launch moves."""
-        return self.heads * chunks_of_head(in_place=self.in_place)
+        return self.heads * chunks_of_head(self.width, in_place=self.in_place)
 
     @property
     def bytes_moved(self) -> int:
@@ -60,22 +60,29 @@ class BackForm:
 
     in_place: bool
     target: str
+    width: int = rows.WIDTH
 
 
-def chunks_of_head(*, in_place: bool) -> int:
+def chunks_of_head(width: int, *, in_place: bool) -> int:
     """Chunks of a head that a form moves."""
-    return TURNED_CHUNKS if in_place else CHUNKS
+    return TURNED_CHUNKS if in_place else rows.geometry(width).chunks
 
 
-def place_of(chunk: Any, *, in_place: bool) -> tuple[Any, Any]:
+def first_turned(width: int) -> int:
+    """Return the first chunk of a head that is turned."""
+    return rows.geometry(width).chunks - TURNED_CHUNKS
+
+
+def place_of(chunk: Any, width: int, *, in_place: bool) -> tuple[Any, Any]:
     """Return a token's chunk, counted over whole heads, and which chunk of its head that is.
 
     Runs on ints and inside the kernel.
     """
+    of_head = rows.geometry(width).chunks
     if not in_place:
-        return chunk, chunk % CHUNKS
-    within = FIRST_TURNED + chunk % TURNED_CHUNKS
-    return chunk // TURNED_CHUNKS * CHUNKS + within, within
+        return chunk, chunk % of_head
+    within = first_turned(width) + chunk % TURNED_CHUNKS
+    return chunk // TURNED_CHUNKS * of_head + within, within
 
 
 def grid(problem: BackProblem) -> tuple[int, int]:

@@ -15,7 +15,8 @@ suites/kernels/common/test_kv_problem.py: rules equal to references.rounding for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 WARPS = 4  # entries that a thread block works on, one a warp
+FEW_TOKENS = 2_112  # up to here latency counts: 16 warps for each of an H200's processors
 VECTOR = 16  # bytes of the widest store; a page starts at a multiple of it
 NAN_BF16 = 0x7F80  # a magnitude above it
 FP8_SMALLEST_AMAX = 1e-4  # DeepSeek-V4 inference/kernel.py, act_quant
@@ -43,9 +45,10 @@ DUPLICATES = ("absent", "last")  # of slots: promised not to occur, or the last 
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How one row of 512 values is kept."""
+    """How one row is kept."""
 
     name: str
+    width: int
     quantised: int  # values, the leading ones; the others stay BF16
     block: int  # quantised values that share a scale
     code_bits: int
@@ -60,7 +63,7 @@ class EntryFormat:
     @property
     def value_bytes(self) -> int:
         """Bytes of codes and BF16 values of an entry, which lie together."""
-        return self.code_bytes + 2 * (rows.WIDTH - self.quantised)
+        return self.code_bytes + 2 * (self.width - self.quantised)
 
     @property
     def entry_bytes(self) -> int:
@@ -78,13 +81,30 @@ class EntryFormat:
         return size
 
 
-FP8 = EntryFormat("fp8", rows.PLAIN, 64, 8, scale_bytes=8, page_step=576)
-NVFP4 = EntryFormat("nvfp4", rows.PLAIN, 16, 4, scale_bytes=32, page_step=VECTOR)
-NVFP4_V41 = EntryFormat("nvfp4-v41", rows.WIDTH, 16, 4, scale_bytes=32, page_step=VECTOR)
-BF16 = EntryFormat("bf16", 0, 0, 0, scale_bytes=0, page_step=VECTOR)
-ENTRIES: Mapping[str, EntryFormat] = MappingProxyType(
-    {entry.name: entry for entry in (FP8, NVFP4, NVFP4_V41, BF16)}
-)
+# Leading values that are quantised (0: the turned ones too), block, bits of a code.
+_KINDS = {
+    "fp8": (rows.ROTATED, 64, 8),
+    "nvfp4": (rows.ROTATED, 16, 4),
+    "nvfp4-v41": (0, 16, 4),
+    "bf16": (None, 0, 0),
+}
+
+
+@cache
+def entry_format(name: str, width: int = rows.WIDTH) -> EntryFormat:
+    """Return how an entry of a row of 512 or 128 is kept; unknown names are refused."""
+    if name not in _KINDS:
+        raise UnknownName.among("cache entry format", name, _KINDS)
+    plain, block, bits = _KINDS[name]
+    quantised = 0 if plain is None else rows.geometry(width).width - plain
+    scales = width // block if block else 0  # those of values that stay BF16 are padding
+    made = EntryFormat(name, width, quantised, block, bits, scales, VECTOR)
+    # FlashMLA pads a page to a multiple of an entry's values.
+    return replace(made, page_step=made.value_bytes) if name == "fp8" else made
+
+
+FP8, NVFP4, NVFP4_V41, BF16 = (entry_format(name) for name in _KINDS)
+ENTRIES: Mapping[str, EntryFormat] = MappingProxyType({name: entry_format(name) for name in _KINDS})
 
 
 @dataclass(frozen=True)
@@ -95,10 +115,10 @@ class Pages:
     entries: int  # of a page
     count: int
     page_bytes: int = 0  # 0: what the format needs; else a larger stride, as pools have it
+    width: int = rows.WIDTH  # of a row
 
     def __post_init__(self) -> None:
-        if self.entry not in ENTRIES:
-            raise UnknownName.among("cache entry format", self.entry, ENTRIES)
+        entry_format(self.entry, self.width)
         rows.require_extent("entries of a page", self.entries, 1)
         rows.require_extent("slots of a cache", self.entries * self.count)
         needed = self.format.page_bytes(self.entries)
@@ -110,11 +130,12 @@ class Pages:
                 "Leave it out for the format's own size.",
             )
         rows.require_extent("bytes of a page", self.stride)
+        rows.require_extent(f"{VECTOR}-byte pieces of a cache", self.count * self.stride // VECTOR)
 
     @property
     def format(self) -> EntryFormat:
         """The record of the entry's format."""
-        return ENTRIES[self.entry]
+        return entry_format(self.entry, self.width)
 
     @property
     def slots(self) -> int:
@@ -162,7 +183,7 @@ class WriteProblem:
     def bytes_moved(self) -> int:
         """The fewest bytes that have to be read and written: every input and output once."""
         entry = self.pages.format
-        read = 2 * rows.WIDTH + 8
+        read = 2 * self.pages.width + 8
         if self.source == "latent":
             read += 8 + 4 * rows.TABLE_WIDTH
         return self.tokens * (read + entry.value_bytes + entry.scale_bytes)
@@ -182,7 +203,7 @@ class ReadProblem:
     def bytes_moved(self) -> int:
         """The fewest bytes that have to be read and written."""
         entry = self.pages.format
-        return self.count * (4 + entry.value_bytes + entry.scale_bytes + 2 * rows.WIDTH)
+        return self.count * (4 + entry.value_bytes + entry.scale_bytes + 2 * self.pages.width)
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,14 @@ class WriteForm:
     source: str
     weight: str
     duplicates: str
+    few: bool  # everything is read at once, with registers for it
     target: str
+    width: int = rows.WIDTH
+
+    @property
+    def format(self) -> EntryFormat:
+        """The record of the entry's format."""
+        return entry_format(self.entry, self.width)
 
 
 @dataclass(frozen=True)
@@ -202,17 +230,26 @@ class ReadForm:
 
     entry: str
     target: str
+    width: int = rows.WIDTH
+
+    @property
+    def format(self) -> EntryFormat:
+        """The record of the entry's format."""
+        return entry_format(self.entry, self.width)
 
 
 def choose_write_form(problem: WriteProblem, target: str) -> WriteForm:
-    """Return the form that answers a problem: extents are no part of it."""
+    """Return the form that answers a problem: few and many tokens differ, other extents do not."""
     weight = problem.weight if problem.source == "latent" else rows.WEIGHTS[0]
-    return WriteForm(problem.pages.entry, problem.source, weight, problem.duplicates, target)
+    pages, few = problem.pages, problem.tokens <= FEW_TOKENS
+    return WriteForm(
+        pages.entry, problem.source, weight, problem.duplicates, few, target, pages.width
+    )
 
 
 def choose_read_form(problem: ReadProblem, target: str) -> ReadForm:
     """Return the form that answers a problem."""
-    return ReadForm(problem.pages.entry, target)
+    return ReadForm(problem.pages.entry, target, problem.pages.width)
 
 
 def coded_at_all(entry: EntryFormat, slot: int) -> bool:
@@ -231,18 +268,42 @@ def grid(count: int) -> int:
     return blocks
 
 
+def bound_blocks(form: WriteForm) -> int:
+    """Thread blocks a processor by which ptxas bounds registers: 32 a thread, or 0 for no bound.
+
+    All threads that a processor can hold then have a token: 8,448 of them on an H200 at once.
+    """
+    return 0 if form.few else 16
+
+
 # ---- addresses: ints, tensors, kernels -----------------------------------------------------------
 
 
-def value_offset(page: Any, within: Any, stride: Any, entry: EntryFormat) -> Any:
-    """Return the byte at which the values of an entry begin."""
-    return page * stride + within * entry.value_bytes
+def page_magic(entries: int) -> tuple[int, int]:
+    """Return multiplier and shift by which a slot is divided by the entries of a page.
+
+    With s = ceil(log2(entries)) the multiplier is 2**(31 + s) / entries, rounded up: below 2**32,
+    and off by less than 2**s, which 31-bit slots do not notice.
+    """
+    shift = (entries - 1).bit_length()
+    return ceil_div(1 << (31 + shift), entries), shift
 
 
-def scale_offset(place: tuple[Any, Any], stride: Any, entries: Any, entry: EntryFormat) -> Any:
-    """Return the byte at which the scales of an entry, (page, within), begin."""
+def place_of(slot: Any, magic: tuple[Any, Any], entries: Any, high: Any) -> tuple[Any, Any]:
+    """Return page and entry of a slot; `high` multiplies and keeps the upper 32 bits."""
+    page = ops.shift_right(high(slot + slot, magic[0]), magic[1])
+    return page, slot - page * entries
+
+
+def value_piece(place: tuple[Any, Any], pieces: Any, entry: EntryFormat) -> Any:
+    """Return which 16-byte piece of a cache an entry's values begin with; a page has `pieces`."""
     page, within = place
-    return page * stride + entries * entry.value_bytes + within * entry.scale_bytes
+    return page * pieces + within * (entry.value_bytes // VECTOR)
+
+
+def scale_within(within: Any, entries: Any, entry: EntryFormat) -> Any:
+    """Return the byte of its page at which the scales of an entry begin."""
+    return entries * entry.value_bytes + within * entry.scale_bytes
 
 
 # ---- rules: ints and float32, tensors, kernels ---------------------------------------------------
@@ -251,8 +312,8 @@ def scale_offset(place: tuple[Any, Any], stride: Any, entries: Any, entry: Entry
 def fp8_scale_code(amax_bits: Any) -> Any:
     """Return the UE8M0 code of a block whose largest magnitude has these BF16 bits."""
     amax = ops.maximum(codecs.bf16_decode(amax_bits), FP8_SMALLEST_AMAX)
-    code = codecs.ue8m0_encode(ops.multiply_rn(amax, LARGEST_E4M3_INVERSE))
-    return ops.select(amax_bits >= NAN_BF16, 255, code)
+    bits = ops.bits_of(ops.multiply_rn(amax, LARGEST_E4M3_INVERSE))  # positive and normal
+    return ops.select(amax_bits >= NAN_BF16, 255, ops.shift_right(bits + 0x7F_FFFF, 23))
 
 
 def fp8_factor(scale_code: Any) -> Any:

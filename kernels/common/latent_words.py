@@ -8,8 +8,10 @@ rows and heads, which on an H200 compare bytes with the stated rules and the ref
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, cute
 
 from degarble.harness.formats import scalar_codecs as codecs
@@ -29,8 +31,7 @@ from degarble.kernels.common.targets import TARGETS
 WORDS = rows.HALF // 2  # of two BF16 in a half
 FLAT = 1 << 30
 NAN = 0x7FC0_0000
-MAGNITUDES = 0x7FFF_7FFF
-LARGEST_PAIR = int(codecs.bf16_encode(facts.NVFP4_LARGEST)) * 0x1_0001
+BOUNDED = replace(INSTRUCTIONS, limited=lambda number: number)
 
 
 def vectors(address: Any, words: int) -> Any:
@@ -69,19 +70,45 @@ def root_of(number: Any) -> Any:
     return emit("sqrt.rn.f32 {$w0}, {$r0};", Float32, number)
 
 
-def factor_of_row(registers: Any, epsilon: Any) -> Any:
+def factor_of_row(registers: Any, epsilon: Any, width: int = rows.WIDTH) -> Any:
     """Return what the row that a warp holds is multiplied by."""
-    halves = [numbers_of(words_at(registers, slot)) for slot in range(rows.SLOTS)]
+    halves = [numbers_of(words_at(registers, slot)) for slot in range(rows.GEOMETRIES[width].slots)]
     total = warp_folded(rows.lane_sum(halves))
-    return rows.row_factor([total], epsilon, root_of)
+    return rows.row_factor([total], epsilon, root_of, width)
+
+
+@cute.jit
+def load_row(vectors: Any, registers: Any, first: Any, lane: Any, row: cutlass.Constexpr) -> None:
+    """Read a row that begins with vector `first`, lane by lane; lanes without values have zeros."""
+    if cutlass.const_expr(row.lanes < rows.LANES):
+        registers.fill(0)
+        if lane < row.lanes:
+            cute.autovec_copy(vectors[None, first + Int64(lane)], registers[None, 0])
+    else:
+        for slot in cutlass.range_constexpr(row.slots):
+            place = first + Int64(slot * rows.LANES) + Int64(lane)
+            cute.autovec_copy(vectors[None, place], registers[None, slot])
 
 
 def load_turn(table: Any, registers: Any, place: tuple[Any, Any]) -> None:
     """Read cosines and sines of a lane's pairs; place is (position, which of eight lanes)."""
-    position, lane = place
-    group = Int64(position) * (rows.TABLE_WIDTH // 4) + Int64(lane)
+    group = turn_group(place)
     cute.autovec_copy(table[None, group], registers[None, 0])
     cute.autovec_copy(table[None, group + rows.TABLE_WIDTH // 8], registers[None, 1])
+
+
+def ask_for_turn(table: Any, place: tuple[Any, Any]) -> None:
+    """Have the cache fetch what load_turn will read."""
+    for part in (0, rows.TABLE_WIDTH // 8):
+        address = table[None, turn_group(place) + part].iterator
+        text = "prefetch.global.L2 [{$r0}];"
+        cute.arch.inline_ptx(text, read_only_args=[address.toint()])
+
+
+def turn_group(place: tuple[Any, Any]) -> Any:
+    """Return which four numbers of the table begin a lane's cosines."""
+    position, lane = place
+    return Int64(position) * (rows.TABLE_WIDTH // 4) + Int64(lane)
 
 
 def turned_words(numbers: list[Any], registers: Any, *, back: bool) -> list[Any]:
@@ -93,13 +120,18 @@ def turned_words(numbers: list[Any], registers: Any, *, back: bool) -> list[Any]
 # ---- blocks of a cache entry ---------------------------------------------------------------------
 
 
+def high_product(left: Any, right: Any) -> Any:
+    """Return the upper 32 bits of a product of unsigned numbers."""
+    return emit("mul.hi.u32 {$w0}, {$r0}, {$r1};", Uint32, left, right)
+
+
 def amax_bits(words: list[Any], lanes: int) -> Any:
     """Return the BF16 bits of the largest magnitude in a block of so many lanes; NaN is largest."""
-    largest = words[0] & Uint32(MAGNITUDES)
+    largest = words[0]
+    text = "max.NaN.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
     for word in words[1:]:
-        magnitudes = word & Uint32(MAGNITUDES)
-        largest = emit("max.u16x2 {$w0}, {$r0}, {$r1};", Uint32, largest, magnitudes)
-    bits = ops.maximum(largest & 0xFFFF, ops.shift_right(largest, 16))
+        largest = emit(text, Uint32, largest, word)
+    bits = ops.maximum(largest & 0x7FFF, ops.shift_right(largest, 16) & 0x7FFF)
     distance = 1
     while distance < lanes:
         bits = ops.maximum(bits, Uint32(cute.arch.shuffle_sync_bfly(bits, offset=distance)))
@@ -107,37 +139,60 @@ def amax_bits(words: list[Any], lanes: int) -> Any:
     return bits
 
 
+def pair_of(number: Any) -> Any:
+    """Return a float32 that BF16 holds exactly as a word of two."""
+    bits = ops.bits_of(number)
+    return emit("prmt.b32 {$w0}, {$r0}, {$r0}, 0x3232;", Uint32, bits)
+
+
 def fp8_words(words: list[Any], factor: Any) -> list[Any]:
-    """Return the codes of a half, four a word."""
-    scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
-    made = []
-    for start in (0, 4):
-        pairs = [_e4m3_pair(scaled[start + i], scaled[start + i + 1]) for i in (0, 2)]
-        made.append(Uint32(pairs[0]) + ops.shift_left(Uint32(pairs[1]), 16))
-    return made
-
-
-def _e4m3_pair(low: Any, high: Any) -> Any:
-    return emit("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", Uint16, low, high)
+    """Return the codes of a half, four a word; a product with a power of two is exact."""
+    pair = pair_of(factor)
+    product = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
+    scaled = numbers_of([emit(product, Uint32, word, pair) for word in words])
+    text = """{
+        .reg .b16 p0, p1;
+        cvt.rn.satfinite.e4m3x2.f32 p0, {$r1}, {$r0};
+        cvt.rn.satfinite.e4m3x2.f32 p1, {$r3}, {$r2};
+        mov.b32 {$w0}, {p0, p1};
+    }"""
+    return [emit(text, Uint32, *scaled[start : start + 4]) for start in (0, 4)]
 
 
 def nvfp4_scale_code(bits: Any) -> Any:
     """Return the E4M3 code of a block's scale; a block that holds a NaN has the NaN's."""
-    code = Uint32(_e4m3_pair(facts.nvfp4_scale_number(bits), Float32(0.0)))
+    number = facts.nvfp4_scale_number(bits)
+    text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
+    code = Uint32(emit(text, Uint16, number, Float32(0.0)))
     return ops.select(bits > facts.NAN_BF16, 0x7F, code)
 
 
+def e4m3_number(code: Any) -> Any:
+    """Return the number of an E4M3 code by the processor's own conversion."""
+    text = """{
+        .reg .b16 c, h0, h1; .reg .b32 d;
+        cvt.u16.u32 c, {$r0};
+        cvt.rn.f16x2.e4m3x2 d, c;
+        mov.b32 {h0, h1}, d;
+        cvt.f32.f16 {$w0}, h0;
+    }"""
+    return emit(text, Float32, code)
+
+
 def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
-    """Return the codes of a half; none where the scale is NaN."""
-    scale = codecs.e4m3_decode(scale_code)
+    """Return the codes of a half; none where the scale is NaN.
+
+    Values are bounded by six scales first, two at once, so that no quotient has to be.
+    """
+    scale = e4m3_number(scale_code)
     estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)
     inverse = facts.nvfp4_inverse(scale, estimate)
-    text = f"{{ .reg .b32 at; mov.b32 at, {LARGEST_PAIR}; "
-    text += "min.xorsign.abs.bf16x2 {$w0}, {$r0}, at; }"
-    bounded = [emit(text, Uint32, word) for word in words]
+    most = pair_of(ops.multiply_rn(scale, codecs.E2M1_MAX))
+    text = "min.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
+    bounded = [emit(text, Uint32, word, most) for word in words]
     scaled = [facts.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
     native = TARGETS[target].converts_e2m1
-    word = native_word(scaled) if native else e2m1_word(scaled, INSTRUCTIONS)
+    word = native_word(scaled) if native else e2m1_word(scaled, BOUNDED)
     return ops.select(scale_code == 0x7F, Uint32(0), word)
 
 
@@ -165,4 +220,4 @@ def fp8_values(words: list[Any], scale_code: Any) -> list[Any]:
 
 def nvfp4_values(word: Any, scale_code: Any) -> list[Any]:
     """Return the BF16 words of a half of codes and its E4M3 scale."""
-    return rounded_words(facts.e2m1_numbers(word, codecs.e4m3_decode(scale_code)))
+    return rounded_words(facts.e2m1_numbers(word, e4m3_number(scale_code)))

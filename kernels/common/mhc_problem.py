@@ -3,7 +3,7 @@
 Owns the parts around the projection: gates and Sinkhorn, the collapse, both in one launch, the
 collapse at the model's end, and the spreading of a sublayer's output; the grid of each; and the
 arithmetic of a token, written once for scalars, tensors and kernels. Exponential, reciprocal and
-root come in as primitives, because a processor has its own. Pure host arithmetic, no GPU, no DSL.
+inverse root come in as primitives: a processor has its own. Pure host arithmetic, no GPU, no DSL.
 
 What the projection gives is read as it is: products `fn . x` [T, 24] before the norm's factor, and
 the sum of squares [T]; one pass over the streams has both. Sums over streams begin with stream 0.
@@ -46,7 +46,7 @@ class MixProblem:
     norm_epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        rows.require_extent("tokens", self.tokens)
+        rows.require_extent("lanes of all tokens", self.tokens * STREAMS)
         rows.require_epsilon(self.epsilon)
         rows.require_epsilon(self.norm_epsilon)
         if self.part not in PARTS:
@@ -112,8 +112,8 @@ def groups_of_chunks(problem: MixProblem) -> int:
 
 
 def leading_blocks(problem: MixProblem) -> int:
-    """Thread blocks that make coefficients, a thread a token; they come first in a launch."""
-    blocks: int = ceil_div(problem.tokens, THREADS)
+    """Thread blocks that make coefficients, four lanes a token; they come first in a launch."""
+    blocks: int = ceil_div(problem.tokens * STREAMS, THREADS)
     return blocks if MixForm(problem.part, "").makes_coefficients else 0
 
 
@@ -135,13 +135,12 @@ class Primitives:
 
     exponential: Callable[[Any], Any]
     reciprocal: Callable[[Any], Any]
-    square_root: Callable[[Any], Any]
+    inverse_root: Callable[[Any], Any]
 
 
-def norm_factor(squares: Any, count: Any, epsilon: Any, primitives: Primitives) -> Any:
-    """Return what products are multiplied by, from the sum of so many squares."""
-    mean = ops.divide_rn(squares, count)
-    return ops.divide_rn(1.0, primitives.square_root(ops.add_rn(mean, epsilon)))
+def norm_factor(squares: Any, share: Any, epsilon: Any, primitives: Primitives) -> Any:
+    """Return what products are multiplied by, from a sum of squares and one over their number."""
+    return primitives.inverse_root(ops.add_rn(ops.multiply_rn(squares, share), epsilon))
 
 
 def logit(product: Any, factor: Any, scale: Any, base: Any) -> Any:
@@ -152,7 +151,7 @@ def logit(product: Any, factor: Any, scale: Any, base: Any) -> Any:
 def gate(number: Any, primitives: Primitives) -> Any:
     """Return the logistic function."""
     power = primitives.exponential(ops.multiply_rn(number, -1.0))
-    return ops.divide_rn(1.0, ops.add_rn(power, 1.0))
+    return primitives.reciprocal(ops.add_rn(power, 1.0))
 
 
 def total(numbers: Sequence[Any]) -> Any:
@@ -161,31 +160,40 @@ def total(numbers: Sequence[Any]) -> Any:
     return ops.add_rn(ops.add_rn(first, second), ops.add_rn(third, fourth))
 
 
-def softmax_rows(logits: Sequence[Any], epsilon: Any, primitives: Primitives) -> list[Any]:
-    """Return the softmax of each row of sixteen numbers, plus epsilon."""
-    made: list[Any] = []
-    for start in range(0, STREAMS * STREAMS, STREAMS):
-        row = logits[start : start + STREAMS]
-        peak = ops.maximum(ops.maximum(row[0], row[1]), ops.maximum(row[2], row[3]))
-        powers = [primitives.exponential(ops.subtract_rn(number, peak)) for number in row]
-        share = primitives.reciprocal(total(powers))
-        made += [ops.add_rn(ops.multiply_rn(power, share), epsilon) for power in powers]
-    return made
+def softmax_row(row: Sequence[Any], epsilon: Any, primitives: Primitives) -> list[Any]:
+    """Return the softmax of four numbers, plus epsilon."""
+    peak = ops.maximum(ops.maximum(row[0], row[1]), ops.maximum(row[2], row[3]))
+    powers = [primitives.exponential(ops.subtract_rn(number, peak)) for number in row]
+    share = primitives.reciprocal(total(powers))
+    return [ops.add_rn(ops.multiply_rn(power, share), epsilon) for power in powers]
 
 
-def normalised(
-    mix: Sequence[Any], epsilon: Any, primitives: Primitives, *, columns: bool
+def row_divided(row: Sequence[Any], epsilon: Any, primitives: Primitives) -> list[Any]:
+    """Return four numbers divided by their sum plus epsilon."""
+    share = primitives.reciprocal(ops.add_rn(total(row), epsilon))
+    return [ops.multiply_rn(number, share) for number in row]
+
+
+def columns_divided(
+    row: Sequence[Any], sums: Sequence[Any], epsilon: Any, primitives: Primitives
 ) -> list[Any]:
-    """Return sixteen numbers divided by the sums of their rows or columns, plus epsilon."""
-    apart, along = (STREAMS, 1) if columns else (1, STREAMS)
-    made = list(mix)
-    for line in range(STREAMS):
-        places = [line * along + step * apart for step in range(STREAMS)]
-        sums = ops.add_rn(total([mix[place] for place in places]), epsilon)
-        share = primitives.reciprocal(sums)
-        for place in places:
-            made[place] = ops.multiply_rn(mix[place], share)
-    return made
+    """Return a row, each number divided by the sum of its column plus epsilon."""
+    shares = [primitives.reciprocal(ops.add_rn(each, epsilon)) for each in sums]
+    return [ops.multiply_rn(number, share) for number, share in zip(row, shares, strict=True)]
+
+
+def sinkhorn(
+    logits: Sequence[Any], iterations: int, epsilon: Any, primitives: Primitives
+) -> list[list[Any]]:
+    """Return the rows of the mix; the kernel has a lane for each, and sums columns over lanes."""
+    starts = range(0, STREAMS * STREAMS, STREAMS)
+    mix = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
+    for turn in range(iterations):
+        if turn:
+            mix = [row_divided(row, epsilon, primitives) for row in mix]
+        sums = [total(column) for column in zip(*mix, strict=True)]
+        mix = [columns_divided(row, sums, epsilon, primitives) for row in mix]
+    return mix
 
 
 def weighted(weights: Sequence[Any], numbers: Sequence[Any]) -> Any:

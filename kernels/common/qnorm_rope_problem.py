@@ -1,6 +1,6 @@
 """What norming and turning query heads is asked for, and what follows from it.
 
-Owns the problem (T tokens of H heads of 512, 8 to 128 of them), the form and the grid: a warp has a
+Owns the problem (T tokens of 1 to 128 heads of 512, or of 128), the form and the grid: a warp has a
 head, a thread block eight heads of one token, so that they share the table's lines. Pure host
 arithmetic; the arithmetic of a row is that of attention_rows.
 Refuses extents that do not fit. Kept honest by suites/kernels/common/test_qnorm_rope_problem.py.
@@ -26,23 +26,25 @@ class HeadsProblem:
     heads: int
     positions: int
     epsilon: float = 1e-6
+    width: int = rows.WIDTH
 
     def __post_init__(self) -> None:
         rows.require_extent("tokens", self.tokens)
         rows.require_extent("positions of the table of turns", self.positions, 1)
         rows.require_epsilon(self.epsilon)
+        rows.geometry(self.width)
         if not FEWEST_HEADS <= self.heads <= MOST_HEADS:
             raise ShapeMismatch(
                 "query heads",
                 self.heads,
-                f"{FEWEST_HEADS} to {MOST_HEADS} heads of {rows.WIDTH}",
+                f"{FEWEST_HEADS} to {MOST_HEADS} heads of {self.width}",
                 "Give each rank its own heads.",
             )
 
     @property
     def bytes_moved(self) -> int:
         """The fewest bytes that have to be read and written: every input and output once."""
-        return self.tokens * (4 * rows.WIDTH * self.heads + 8 + 4 * rows.TABLE_WIDTH)
+        return self.tokens * (4 * self.width * self.heads + 8 + 4 * rows.TABLE_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class HeadsForm:
     """What a kernel is compiled for; the extents come with the launch."""
 
     target: str
+    width: int = rows.WIDTH
 
 
 def grid(problem: HeadsProblem) -> tuple[int, int]:

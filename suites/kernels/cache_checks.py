@@ -7,7 +7,7 @@ references.rounding, which know nothing of kernels; addresses are counted entry 
 
 Kept honest by suites/kernels/test_simt_kv_write.py, which plants errors in what came back, and by
 test_kv_problem.py: what is decoded is what the references make of the row.
-Shape letters: T tokens, L width (512), N pages, B bytes of a page.
+Shape letters: T tokens, L width (512 or 128), N pages, B bytes of a page.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.kv_problem import (
     ENTRIES,
     SOURCES,
+    EntryFormat,
     Pages,
     ReadProblem,
     WriteProblem,
@@ -55,13 +56,13 @@ class Case:
     def name(self) -> str:
         """One line that finds the case again."""
         p, c = self.problem, self.problem.pages
-        what = f"{c.entry} {c.count}x{c.entries} stride={c.stride} {p.source} {p.weight}"
+        what = f"{c.entry} {c.width} {c.count}x{c.entries} stride={c.stride} {p.source} {p.weight}"
         return f"{what} T={p.tokens} {self.spread} {self.slots_are} seed={self.seed}"
 
     @cached_property
     def values(self) -> Tensor:
         """Draw rows."""
-        return plain.drawn(self.spread, (self.problem.tokens, rows.WIDTH), self.seed)
+        return plain.drawn(self.spread, (self.problem.tokens, self.problem.pages.width), self.seed)
 
     @cached_property
     def weight(self) -> Tensor | None:
@@ -69,7 +70,7 @@ class Case:
         if self.problem.source != "latent":
             return None
         generator = torch.Generator().manual_seed(self.seed + 1)
-        drawn = 1 + torch.randn(rows.WIDTH, generator=generator) / 4
+        drawn = 1 + torch.randn(self.problem.pages.width, generator=generator) / 4
         return drawn.to({"bf16": torch.bfloat16, "fp32": torch.float32}[self.problem.weight])
 
     @cached_property
@@ -119,9 +120,8 @@ class Case:
         return torch.full((pages.count, pages.stride), POISON, dtype=torch.uint8)
 
 
-def coded(rows_TL: Tensor, entry_name: str) -> tuple[Tensor, Tensor]:
+def coded(rows_TL: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
     """Return the bytes of codes and BF16 values, and of scales, of each row."""
-    entry = ENTRIES[entry_name]
     tokens = rows_TL.shape[0]
     rest = rows_TL[:, entry.quantised :].contiguous().view(torch.uint8).reshape(tokens, -1)
     if not entry.quantised:
@@ -153,9 +153,8 @@ def _nvfp4(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales.masked_fill(lost, 0x7F)
 
 
-def decoded(values_T: Tensor, scales_T: Tensor, entry_name: str) -> Tensor:
+def decoded(values_T: Tensor, scales_T: Tensor, entry: EntryFormat) -> Tensor:
     """Return the BF16 rows of the bytes of entries."""
-    entry = ENTRIES[entry_name]
     rest = values_T[:, entry.code_bytes :].contiguous().view(torch.bfloat16)
     if not entry.quantised:
         return rest
@@ -184,7 +183,7 @@ def places(pages: Pages, slot: int) -> tuple[slice, slice]:
 def by_definition(case: Case) -> Tensor:
     """Return the cache that a launch has to leave: tokens in order, the last one stays."""
     pages, cache_NB = case.problem.pages, case.cache()
-    values, scales = coded(case.rows(), pages.entry)
+    values, scales = coded(case.rows(), pages.format)
     for token, slot in enumerate(case.slots.tolist()):
         if 0 <= slot < pages.slots:
             of_values, of_scales = places(pages, slot)
@@ -196,14 +195,14 @@ def by_definition(case: Case) -> Tensor:
 def read_by_definition(cache_NB: Tensor, indices_R: Tensor, pages: Pages) -> Tensor:
     """Return the rows of indices: zeros below 0, NaN beyond the cache."""
     nan = torch.tensor([0x7FC0], dtype=torch.int16).view(torch.bfloat16)
-    out_RL = torch.zeros(len(indices_R), rows.WIDTH, dtype=torch.bfloat16)
+    out_RL = torch.zeros(len(indices_R), pages.width, dtype=torch.bfloat16)
     for row, slot in enumerate(indices_R.tolist()):
         if slot >= pages.slots:
             out_RL[row] = nan
         elif slot >= 0:
             page = cache_NB[slot // pages.entries]
             of_values, of_scales = places(pages, slot)
-            out_RL[row] = decoded(page[None, of_values], page[None, of_scales], pages.entry)[0]
+            out_RL[row] = decoded(page[None, of_values], page[None, of_scales], pages.format)[0]
     return out_RL
 
 
@@ -233,7 +232,7 @@ def read_on_device(cache_NB: Tensor, indices_R: Tensor, problem: ReadProblem) ->
     """Gather on the GPU; rows come back."""
     from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
 
-    shape = (problem.count, rows.WIDTH)
+    shape = (problem.count, problem.pages.width)
     out = torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
     kernels.kv_read(indices_R.cuda(), cache_NB.cuda(), problem, SETTINGS, out=out)
     return out.cpu()
@@ -261,7 +260,7 @@ def write_problem(entry: str, tokens: int, entries: int = 64, **more: object) ->
     source = more.pop("source", "latent")
     stride = int(str(more.pop("stride", 0)))
     positions = 300 if source == "latent" else 0
-    pages = Pages(entry, entries, count, stride)
+    pages = Pages(entry, entries, count, stride, int(str(more.pop("width", rows.WIDTH))))
     return WriteProblem(tokens, pages, positions, source=source, **more)  # type: ignore[arg-type]
 
 
@@ -279,7 +278,10 @@ def cases() -> list[Case]:
         last = write_problem(entry, 700, duplicates="last")
         made += [Case(last, "wide", kind) for kind in SLOT_KINDS]
         made.append(Case(write_problem(entry, 9, 3, stride=1024 * 9), "wide"))
-        made.append(Case(write_problem(entry, 8192, 256), "wide"))
+        small = [write_problem(entry, 130, 64, source=source, width=128) for source in SOURCES]
+        made += [Case(problem, spread) for problem in small for spread in plain.SPREADS]
+        made.append(Case(write_problem(entry, 4097, 64, width=128), "wide"))
+        made.append(Case(write_problem(entry, 8191, 256), "wide"))  # the last warp has one token
     return made
 
 
@@ -296,6 +298,7 @@ def fuzzed(seed: int, count: int) -> list[Case]:
             source=drawn.choice(("latent", "latent", "row")),
             weight=drawn.choice(("bf16", "fp32")),
             duplicates=duplicates,
+            width=drawn.choice((512, 512, 128)),
         )
         kinds = SLOT_KINDS if duplicates == "last" else SLOT_KINDS[:2]
         spread, kind = drawn.choice(plain.SPREADS), drawn.choice(kinds)

@@ -3,13 +3,13 @@
 Owns the cases (tokens, heads, spreads, positions inside and outside of the table) and what each has
 to give, bit for bit; outputs are poisoned before. latent_checks has the arithmetic, and its suite
 holds that to the references. Kept honest by test_simt_qnorm_rope.py and test_simt_inverse_rope.py,
-which plant errors in what came back. Shape letters: T tokens, H heads, L width (512).
+which plant errors in what came back. Shape letters: T tokens, H heads, L width.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -40,16 +40,17 @@ class Case:
     heads: int
     spread: str = "ordinary"
     seed: int = 0
+    width: int = rows.WIDTH
 
     @property
     def name(self) -> str:
         """One line that finds the case again."""
-        return f"{self.kind} {self.tokens}x{self.heads} {self.spread} seed={self.seed}"
+        return f"{self.kind} {self.tokens}x{self.heads}x{self.width} {self.spread} seed={self.seed}"
 
     @cached_property
     def values(self) -> Tensor:
         """Draw heads."""
-        return plain.drawn(self.spread, (self.tokens, self.heads, rows.WIDTH), self.seed)
+        return plain.drawn(self.spread, (self.tokens, self.heads, self.width), self.seed)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -68,7 +69,7 @@ class Case:
 
 def by_definition(case: Case, device: str = "cpu") -> Tensor:
     """Return what a launch has to give; torch rounds every step alike wherever it computes."""
-    x_RL = case.values.to(device).reshape(-1, rows.WIDTH)
+    x_RL = case.values.to(device).reshape(-1, case.width)
     table_P = plain.table_of_turns(POSITIONS).to(device)
     turns_TP = plain.turns_at(table_P, case.positions.to(device))
     turns_RP = turns_TP.repeat_interleave(case.heads, 0)
@@ -76,7 +77,8 @@ def by_definition(case: Case, device: str = "cpu") -> Tensor:
         made = plain.turned_tail(plain.normed_rows(x_RL, None, 1e-6), turns_RP)
         return plain.with_the_machines_nan(made).view(case.values.shape)
     made = plain.with_the_machines_nan(plain.turned_tail(x_RL.float(), turns_RP, back=True))
-    made[:, : rows.PLAIN] = x_RL[:, : rows.PLAIN]  # moved, not computed: a NaN keeps its bits
+    plain_width = case.width - rows.ROTATED
+    made[:, :plain_width] = x_RL[:, :plain_width]  # moved, not computed: a NaN keeps its bits
     return made.view(case.values.shape)
 
 
@@ -97,11 +99,11 @@ def run(case: Case, operands: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Ten
     if case.kind == "norm":
         from degarble.kernels import simt_qnorm_rope  # noqa: PLC0415  needs the DSL
 
-        heads = HeadsProblem(case.tokens, case.heads, POSITIONS)
+        heads = HeadsProblem(case.tokens, case.heads, POSITIONS, width=case.width)
         return simt_qnorm_rope.qnorm_rope(*operands, heads, SETTINGS, out=out)
     from degarble.kernels import simt_inverse_rope  # noqa: PLC0415  needs the DSL
 
-    back = BackProblem(case.tokens, case.heads, POSITIONS, case.in_place)
+    back = BackProblem(case.tokens, case.heads, POSITIONS, case.in_place, case.width)
     return simt_inverse_rope.inverse_rope(*operands, back, SETTINGS, out=out)
 
 
@@ -125,7 +127,7 @@ def replay_mismatch(case: Case, seeds: range) -> str:
         run(case, operands, out)
     found = []
     for seed in seeds:
-        other = Case(case.kind, case.tokens, case.heads, case.spread, seed)
+        other = replace(case, seed=seed)
         operands[0].copy_(other.values)
         operands[2].copy_(other.positions)
         if not case.in_place:
@@ -142,6 +144,8 @@ def cases(kind: str) -> list[Case]:
     made = [Case(kind, tokens, 64, "wide", tokens) for tokens in LENGTHS]
     made += [Case(kind, 130, heads, "wide", heads) for heads in (1, 7, 8, 9, 16, 128)]
     made += [Case(kind, 110, 16, spread) for spread in plain.SPREADS]
+    made += [Case(kind, 129, heads, "wide", heads, width=128) for heads in (1, 8, 33)]
+    made += [Case(kind, 5, 8, spread, width=128) for spread in plain.SPREADS]
     return made
 
 
@@ -155,6 +159,7 @@ def fuzzed(kind: str, seed: int, count: int) -> list[Case]:
             drawn.choice((8, 16, 64, 128, drawn.randint(1, 40))),
             drawn.choice(plain.SPREADS),
             drawn.randrange(1 << 30),
+            drawn.choice((512, 512, 128)),
         )
         for _ in range(count)
     ]

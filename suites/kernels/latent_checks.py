@@ -3,7 +3,7 @@
 Owns the factor of a row in the order of attention_rows, the turn of its tail with every product and
 sum rounded, spreads of values, and the table of turns. Kept honest by
 suites/kernels/common/test_attention_rows.py: at most one BF16 step from the references, everywhere.
-Shape letters: T tokens, R rows, L width (512), P positions.
+Shape letters: T tokens, R rows, L width (512 or 128), P positions.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ def table_of_turns(positions: int, first: int = 0) -> Tensor:
 
 def factor(x_RL: Tensor, epsilon: float) -> Tensor:
     """Return each row's factor [R], summed in the order in which a warp does."""
-    x = x_RL.float().reshape(-1, rows.SLOTS, rows.LANES, rows.HALF)
-    halves = [[x[:, slot, :, i] for i in range(rows.HALF)] for slot in range(rows.SLOTS)]
+    width = x_RL.shape[1]
+    held = rows.geometry(width)
+    idle = held.slots * rows.LANES * rows.HALF - width  # lanes without values hold zeros
+    x = torch.nn.functional.pad(x_RL.float(), (0, idle))
+    x = x.reshape(-1, held.slots, rows.LANES, rows.HALF)
+    halves = [[x[:, slot, :, i] for i in range(rows.HALF)] for slot in range(held.slots)]
     sums = rows.lane_sum(halves)
     lanes = [sums[:, lane] for lane in range(rows.LANES)]
-    made: Tensor = rows.row_factor(lanes, epsilon, torch.sqrt)
+    made: Tensor = rows.row_factor(lanes, epsilon, torch.sqrt, width)
     return made
 
 
@@ -74,12 +78,12 @@ def normed_rows(x_RL: Tensor, weight_L: Tensor | None, epsilon: float) -> Tensor
 
 def turned_tail(x_RL: Tensor, turns_RP: Tensor, *, back: bool = False) -> Tensor:
     """Turn the last 64 of float32 rows, round everything to BF16 once; [R, 64] has the angles."""
-    pairs = rows.ROTATED // 2
+    pairs, plain = rows.ROTATED // 2, x_RL.shape[1] - rows.ROTATED
     cos, sin = turns_RP[:, :pairs], turns_RP[:, pairs:] * (-1.0 if back else 1.0)
-    even, odd = x_RL[:, rows.PLAIN :: 2], x_RL[:, rows.PLAIN + 1 :: 2]
+    even, odd = x_RL[:, plain::2], x_RL[:, plain + 1 :: 2]
     out = x_RL.clone()
-    out[:, rows.PLAIN :: 2] = even * cos - odd * sin
-    out[:, rows.PLAIN + 1 :: 2] = even * sin + odd * cos
+    out[:, plain::2] = even * cos - odd * sin
+    out[:, plain + 1 :: 2] = even * sin + odd * cos
     return out.bfloat16()
 
 

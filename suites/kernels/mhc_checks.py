@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 BUDGET = 4e-6
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 257)  # threads of a thread block, and their neighbours
-ON_CPU = facts.Primitives(torch.exp, torch.reciprocal, torch.sqrt)
+ON_CPU = facts.Primitives(torch.exp, torch.reciprocal, torch.rsqrt)
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,8 @@ def by_stated_order(case: Case, primitives: facts.Primitives = ON_CPU) -> dict[s
         return {"out": _collapsed(case, list(inputs["pre"].unbind(-1)))}
     if p.part == "post":
         return {"out": _spread_out(case, inputs)}
-    factor = facts.norm_factor(
-        inputs["squares"], float(STREAMS * p.width), p.norm_epsilon, primitives
-    )
+    share = 1.0 / (STREAMS * p.width)
+    factor = facts.norm_factor(inputs["squares"], share, p.norm_epsilon, primitives)
     scale = inputs["scale"].tolist()
     logits = [
         facts.logit(product, factor, scale[min(row // STREAMS, 2)], float(inputs["base"][row]))
@@ -165,11 +164,9 @@ def by_stated_order(case: Case, primitives: facts.Primitives = ON_CPU) -> dict[s
     if p.part == "head":
         return {"out": _collapsed(case, pre)}
     post = [2 * facts.gate(number, primitives) for number in logits[STREAMS : 2 * STREAMS]]
-    mix = facts.softmax_rows(logits[2 * STREAMS :], p.epsilon, primitives)
-    for half in range(2 * p.iterations - 1):
-        mix = facts.normalised(mix, p.epsilon, primitives, columns=half % 2 == 0)
+    mix = facts.sinkhorn(logits[2 * STREAMS :], p.iterations, p.epsilon, primitives)
     made = {"post": torch.stack(post, -1)}
-    made["mix"] = torch.stack(mix, -1).view(-1, STREAMS, STREAMS)
+    made["mix"] = torch.stack([torch.stack(row, -1) for row in mix], 1)
     rest = {"pre": torch.stack(pre, -1)} if p.part == "coefficients" else {}
     return made | (rest or {"out": _collapsed(case, pre)})
 

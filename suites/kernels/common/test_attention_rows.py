@@ -16,34 +16,43 @@ FINITE = [spread for spread in plain.SPREADS if spread not in {"special", "tiny"
 
 
 def values_of(lane: int, slot: int) -> range:
-    """The values that a lane holds, as the kernels compute it."""
+    """Return the values that a lane holds, as the kernels compute it."""
     first = rows.HALF * (slot * rows.LANES + lane)
     return range(first, first + rows.HALF)
 
 
-def test_every_value_has_one_lane_and_turned_ones_are_the_last() -> None:
-    places = [(lane, slot) for lane in range(rows.LANES) for slot in range(rows.SLOTS)]
+@pytest.mark.parametrize("width", [128, 512])
+def test_every_value_has_one_lane_and_turned_ones_are_the_last(width: int) -> None:
+    row = rows.geometry(width)
+    places = [(lane, slot) for lane in range(row.lanes) for slot in range(row.slots)]
     held = [(value, *place) for place in places for value in values_of(*place)]
-    assert sorted(value for value, _, _ in held) == list(range(512))
-    turned = {value for value, lane, slot in held if slot == 1 and lane >= rows.FIRST_TURNED_LANE}
-    assert turned == set(range(rows.PLAIN, rows.WIDTH))
+    assert sorted(value for value, _, _ in held) == list(range(width))
+    last, first = row.slots - 1, row.first_turned_lane
+    turned = {value for value, lane, slot in held if slot == last and lane >= first}
+    assert turned == set(range(row.plain, width))
+
+
+def test_a_width_without_a_kernel_is_refused() -> None:
+    with pytest.raises(ShapeMismatch, match="width of a row"):
+        rows.geometry(256)
 
 
 @pytest.mark.parametrize("spread", FINITE)
-def test_latent_rows_are_those_of_the_references(spread: str) -> None:
-    x = plain.drawn(spread, (200, rows.WIDTH), 3)
-    weight = plain.drawn("ordinary", (rows.WIDTH,), 4)
+@pytest.mark.parametrize("width", [128, 512])
+def test_latent_rows_are_those_of_the_references(width: int, spread: str) -> None:
+    x = plain.drawn(spread, (200, width), 3)
+    weight = plain.drawn("ordinary", (width,), 4)
     positions = torch.arange(200) * 37
     numerics = Numerics.bf16()
     table = elementary.rotation_table(plain.ROPE, positions, numerics)
     want = attention.latent(x, weight, table, 1e-6, numerics)
     made = plain.normed_rows(x, weight, 1e-6).bfloat16()
     got = plain.turned_tail(made.float(), torch.cat((table.cos, table.sin), -1))
-    assert plain.steps_apart(got[:, : rows.PLAIN], want[:, : rows.PLAIN]) <= 1
+    assert plain.steps_apart(got[:, :-64], want[:, :-64]) <= 1
     exact = plain.turned_tail(
         want_before_the_turn(x, weight).float(), torch.cat((table.cos, table.sin), -1)
     )
-    assert near(exact[:, rows.PLAIN :], want[:, rows.PLAIN :])
+    assert near(exact[:, -64:], want[:, -64:])
 
 
 def want_before_the_turn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -71,8 +80,8 @@ def test_heads_are_those_of_the_references(spread: str, back: bool) -> None:
     else:
         want = attention.query_heads(x[:, None], table, 1e-6, numerics)[:, 0]
         got = plain.turned_tail(plain.normed_rows(x, None, 1e-6), turns)
-    assert plain.steps_apart(got[:, : rows.PLAIN], want[:, : rows.PLAIN]) <= (0 if back else 1)
-    assert near(got[:, rows.PLAIN :], want[:, rows.PLAIN :])
+    assert plain.steps_apart(got[:, :-64], want[:, :-64]) <= (0 if back else 1)
+    assert near(got[:, -64:], want[:, -64:])
 
 
 def test_the_turn_is_the_same_in_python_and_on_tensors() -> None:

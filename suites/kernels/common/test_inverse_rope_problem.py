@@ -11,8 +11,9 @@ from degarble.kernels.common.inverse_rope_problem import BackProblem
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("heads", [1, 7, 64, 128])
-def test_every_chunk_has_one_thread(heads: int, in_place: bool) -> None:
-    problem = BackProblem(2, heads, 1, in_place=in_place)
+@pytest.mark.parametrize("width", [128, 512])
+def test_every_chunk_has_one_thread(width: int, heads: int, in_place: bool) -> None:
+    problem = BackProblem(2, heads, 1, in_place, width)
     tokens, groups = facts.grid(problem)
     walked = [
         group * facts.AT_ONCE * facts.THREADS + turn * facts.THREADS + thread
@@ -20,11 +21,11 @@ def test_every_chunk_has_one_thread(heads: int, in_place: bool) -> None:
         for turn in range(facts.AT_ONCE)
         for thread in range(facts.THREADS)
     ]
-    places = [facts.place_of(c, in_place=in_place) for c in walked if c < problem.chunks]
+    places = [facts.place_of(c, width, in_place=in_place) for c in walked if c < problem.chunks]
     assert tokens == 2
-    first = facts.FIRST_TURNED if in_place else 0
-    of_head = range(first, facts.CHUNKS)
-    want = [(head * facts.CHUNKS + within, within) for head in range(heads) for within in of_head]
+    chunks = width // 8
+    of_head = range(chunks - 8 if in_place else 0, chunks)
+    want = [(head * chunks + within, within) for head in range(heads) for within in of_head]
     assert sorted(places) == want
 
 

@@ -23,6 +23,7 @@ from degarble.references import rounding
 from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain
 
+ALL = [facts.entry_format(name, width) for name in ENTRIES for width in (512, 128)]
 ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
 
 
@@ -38,18 +39,19 @@ def test_entries_have_the_bytes_that_others_read() -> None:
         256,
         0,
     )
+    assert [facts.entry_format(name, 128).entry_bytes for name in ENTRIES] == [194, 168, 72, 256]
     assert [entry.scales for entry in (FP8, NVFP4, NVFP4_V41, BF16)] == [7, 28, 32, 0]
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 @pytest.mark.parametrize("entries", [1, 2, 3, 64])
 def test_every_byte_of_a_page_belongs_to_one_entry(entry: facts.EntryFormat, entries: int) -> None:
     stride, page = entry.page_bytes(entries), 5
     owners = np.zeros(stride, dtype=int)
     for within in range(entries):
-        start = facts.value_offset(page, within, stride, entry) - page * stride
+        start = 16 * facts.value_piece((page, within), stride // 16, entry) - page * stride
         owners[start : start + entry.value_bytes] += 1
-        start = facts.scale_offset((page, within), stride, entries, entry) - page * stride
+        start = facts.scale_within(within, entries, entry)
         owners[start : start + entry.scale_bytes] += 1
     used = entries * entry.entry_bytes
     assert (owners[:used] == 1).all()
@@ -85,16 +87,30 @@ def test_every_quotient_rounds_as_the_true_one(off: int) -> None:
     code = torch.arange(1, 0x7F)[:, None]
     scale = codecs.e4m3_decode(code)
     estimate = ((1 / scale).view(torch.int32) + off).view(torch.float32)
-    bound = int(codecs.bf16_encode(facts.NVFP4_LARGEST))
-    magnitudes = torch.cat((ALL_BF16[:1], ALL_BF16[0x3A00 : bound + 1]))  # zero, and what is not
+    magnitudes = torch.cat((ALL_BF16[:1], ALL_BF16[0x3A00:0x4528]))  # others are 0, or bounded
     number = codecs.bf16_decode(torch.cat((magnitudes, magnitudes + 0x8000)))[None]
+    most = scale * codecs.E2M1_MAX
+    assert torch.equal(most, codecs.bf16_round(most))
+    bounded = torch.copysign(number.abs().minimum(most), number)
     inverse = facts.nvfp4_inverse(scale, estimate)
     assert (inverse[1] > 0).all()
-    got = codecs.e2m1_encode(facts.nvfp4_quotient(number, inverse))
-    assert torch.equal(got, codecs.e2m1_encode((number.double() / scale.double()).float()))
-    assert (got == 8).any()  # -0 among them
+    got = facts.nvfp4_quotient(bounded, inverse)
+    assert (got.abs() <= codecs.E2M1_MAX).all()
+    want = (number.double() / scale.double()).float()
+    assert torch.equal(codecs.e2m1_encode(got), codecs.e2m1_encode(want))
     product = codecs.e2m1_encode(number * estimate)
-    assert (product != got).any()  # hence the second term
+    assert (product != codecs.e2m1_encode(got)).any()  # hence the second term
+
+
+def test_slots_are_divided_by_any_page_size() -> None:
+    for entries in (1, 2, 3, 5, 7, 64, 100, 127, 256, 641, (1 << 20) + 1, (1 << 31) - 1):
+        magic = facts.page_magic(entries)
+        assert magic[0] < 1 << 32
+        edges = [n for k in (1, 2, (1 << 31) // entries) for n in (k * entries - 1, k * entries)]
+        for slot in (0, 1, *edges, (1 << 31) - 1):
+            if slot < 1 << 31:
+                place = facts.place_of(slot, magic, entries, lambda a, b: a * b >> 32)
+                assert place == divmod(slot, entries)
 
 
 def test_words_of_codes_decode_in_python_and_on_tensors() -> None:
@@ -110,14 +126,14 @@ def test_words_of_codes_decode_in_python_and_on_tensors() -> None:
 
 @pytest.mark.parametrize("spread", [s for s in plain.SPREADS if s != "special"])
 def test_entries_decode_to_what_the_references_read(spread: str) -> None:
-    x = plain.drawn(spread, (50, 512), 9)
-    for entry in ENTRIES.values():
+    for entry in ALL:
+        x = plain.drawn(spread, (50, entry.width), 9)
         width = entry.quantised
         through = {8: lambda v: rounding.through_fp8(v, 64), 4: rounding.through_nvfp4_row}
         want = x.clone()
         if width:
             want[:, :width] = through[entry.code_bits](x[:, :width]).bfloat16()
-        got = checks.decoded(*checks.coded(x, entry.name), entry.name)
+        got = checks.decoded(*checks.coded(x, entry), entry)
         assert torch.equal(plain.bits(got), plain.bits(want)), entry.name
 
 
@@ -125,8 +141,10 @@ def test_refuses_by_name() -> None:
     pages = Pages("fp8", 64, 4)
     for wrong, error, name in (
         (lambda: Pages("fp7", 64, 4), UnknownName, "cache entry format"),
+        (lambda: Pages("fp8", 64, 4, width=256), ShapeMismatch, "width of a row"),
         (lambda: Pages("fp8", 0, 4), ShapeMismatch, "entries of a page"),
         (lambda: Pages("fp8", 1 << 20, 1 << 12), ShapeMismatch, "slots of a cache"),
+        (lambda: Pages("fp8", 64, 1 << 20), ShapeMismatch, "pieces of a cache"),
         (lambda: Pages("fp8", 64, 4, 37_424), ShapeMismatch, "bytes of a page"),
         (lambda: Pages("fp8", 64, 4, 37_448), ShapeMismatch, "bytes of a page"),
         (lambda: WriteProblem(-1, pages, 1), ShapeMismatch, "tokens"),
@@ -148,3 +166,9 @@ def test_forms_know_no_extents_and_bytes_count_everything_once() -> None:
     assert problems[1].bytes_moved == 9 * (1024 + 8 + 8 + 256 + 584)
     assert ReadProblem(3, Pages("nvfp4", 64, 1)).bytes_moved == 3 * (4 + 384 + 1024)
     assert [facts.grid(count) for count in (1, 4, 5)] == [1, 1, 2]
+    forms = [
+        facts.choose_write_form(checks.write_problem("fp8", tokens), "sm_90a")
+        for tokens in (facts.FEW_TOKENS, facts.FEW_TOKENS + 1)
+    ]
+    assert [form.few for form in forms] == [True, False]
+    assert [facts.bound_blocks(form) for form in forms] == [0, 16]
