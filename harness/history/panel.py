@@ -62,6 +62,26 @@ class History:
         last = self.runs[-1].night
         return tuple(each for each in self.moves if each.found == last)
 
+    @property
+    def latest(self) -> tuple[Moved, ...]:
+        """The latest change of every series that has moved."""
+        found: dict[tuple[str, str], Moved] = {}
+        for each in self.moves:  # the latest first
+            found.setdefault((each.measure, each.place), each)
+        return tuple(found.values())
+
+    @property
+    def lost(self) -> tuple[Moved, ...]:
+        """The red changes that stand: until a series was back for two nights."""
+        return tuple(each for each in self.latest if each.red and self._stands(each))
+
+    def _stands(self, move: Moved) -> bool:
+        """Whether one of the last two nights is still worse than its measure allows."""
+        measure, nights = next(each for each in self.measured if each[0].name == move.measure)
+        values = nights.values[:, nights.places.index(move.place)]
+        away = (values[np.isfinite(values)][-2:] - move.before) * measure.worse
+        return bool((away > measure.red * abs(move.before)).any())
+
 
 def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> History:
     """Read a stream and find what moved."""
@@ -80,8 +100,7 @@ def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> Hi
 
 def history_panel(history: History) -> Panel:
     """Tell a history."""
-    red = [each for each in history.fresh if each.red]
-    verdict = Verdict.DIFFERS if red else Verdict.AGREES
+    verdict = Verdict.DIFFERS if history.lost else Verdict.AGREES
     blocks: list[Block] = [_changes(history), _green(history)]
     blocks += [
         trends_of(measure, nights, history.moves, last_green(history.runs, Verdict.AGREES))
@@ -95,6 +114,9 @@ def sentence_of(history: History) -> str:
     nights = len({run.night for run in history.runs})
     over = f"{counted(nights, 'night')} of {history.stream.subject} on {history.stream.machine}"
     fresh = history.fresh
+    if history.lost and not fresh:
+        lost = counted(len(history.lost), "series")
+        return f"{lost} not back, over {over}: {history.lost[0].sentence}."
     if not fresh:
         before = f"; {counted(len(history.moves), 'earlier change')}" if history.moves else ""
         return f"Nothing moved last night, over {over}{before}."

@@ -50,6 +50,16 @@ _MEANING = {
 }
 
 
+# From what may be passed over to what may not: the worst of several is the verdict of all.
+SEVERITY = (
+    Verdict.AGREES,
+    Verdict.UNDECIDED,
+    Verdict.REFUSED,
+    Verdict.UNSTABLE,
+    Verdict.DIFFERS,
+)
+
+
 @dataclass(frozen=True)
 class Origin:
     """The place that added a difference. The fields are the keys of `origins` in `--json`.

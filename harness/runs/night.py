@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.errors import DegarbleError, InvalidArgument
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
 from degarble.harness.record.files import require_folder
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.verdict import SEVERITY, Verdict
 from degarble.harness.runs.machine import machine, provenance
 from degarble.harness.runs.night_record import (
     CAPTURES,
@@ -39,14 +39,6 @@ if TYPE_CHECKING:
     StepRun = Callable[[Asked, Mapping[str, StepResult]], StepResult]
 
 LEDGER = "ledger"  # the step that no entry excuses
-# From what may be passed over to what may not.
-SEVERITY = (
-    Verdict.AGREES,
-    Verdict.UNDECIDED,
-    Verdict.REFUSED,
-    Verdict.UNSTABLE,
-    Verdict.DIFFERS,
-)
 
 
 @dataclass(frozen=True)

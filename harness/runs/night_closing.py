@@ -13,25 +13,21 @@ from datetime import date
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
 from degarble.harness.history.panel import sentence_of as history_sentence
 from degarble.harness.history.records import Run
 from degarble.harness.history.store import Store
 from degarble.harness.record.files import usable_folder
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.verdict import SEVERITY, Verdict
 from degarble.harness.runs import museum as museum_run
 from degarble.harness.runs.museum_text import percent
-from degarble.harness.runs.night import LEDGER, SEVERITY, excused, failures_of_step
+from degarble.harness.runs.night import LEDGER, excused, failures_of_step
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from degarble.harness.history.told import Moved
 
     Results = Mapping[str, StepResult]
 
@@ -104,10 +100,7 @@ def _with(store: Store, run: Run) -> History:
 
 def _moved(found: History) -> StepResult:
     """Red while the latest move of a series is a red one that stands; others are told once."""
-    latest: dict[tuple[str, str], Moved] = {}
-    for each in found.moves:  # the latest first
-        latest.setdefault((each.measure, each.place), each)
-    red = [each for each in latest.values() if each.red and _stands(each, found)]
+    red = found.lost
     failures = tuple(
         Failure(f"{each.measure}.{each.place}", Verdict.DIFFERS, None, each.sentence)
         for each in red
@@ -116,17 +109,9 @@ def _moved(found: History) -> StepResult:
         Verdict.DIFFERS if red else Verdict.AGREES,
         f"{red[0].sentence}." if red else history_sentence(found),
         failures=failures,
-        judged=tuple(f"{m}.{place}" for (m, place), each in latest.items() if each not in red),
+        judged=tuple(f"{e.measure}.{e.place}" for e in found.latest if e not in red),
         lines=tuple(f"{each.measure}: {each.sentence}" for each in found.fresh),
     )
-
-
-def _stands(move: Moved, found: History) -> bool:
-    """Whether one of the last two nights is still worse than its measure allows."""
-    measure, nights = next(each for each in found.measured if each[0].name == move.measure)
-    values = nights.values[:, nights.places.index(move.place)]
-    away = (values[np.isfinite(values)][-2:] - move.before) * measure.worse
-    return bool((away > measure.red * abs(move.before)).any())
 
 
 def history_in(store: Store, run: Run) -> History:

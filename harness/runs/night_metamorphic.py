@@ -22,12 +22,11 @@ from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.history.ledger import Failure
 from degarble.harness.record.capture_types import Phase, Step
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.verdict import SEVERITY, Verdict
 from degarble.harness.record.wording import number
 from degarble.harness.runs.backends import use_backend
 from degarble.harness.runs.generate import Manner, Talker, prompts_from
 from degarble.harness.runs.model import open_model
-from degarble.harness.runs.night import SEVERITY
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.night_steps import prompts_file
 from degarble.references.state import Sequence

@@ -20,11 +20,10 @@ from degarble.harness.record.blocks import Column, ColumnKind, Sentence, Table
 from degarble.harness.record.files import write_text
 from degarble.harness.record.page import Page, Panel, PanelKind, Subject
 from degarble.harness.record.page_json import page_from_json
-from degarble.harness.record.verdict import SCHEMA, Verdict
+from degarble.harness.record.verdict import SCHEMA, SEVERITY, Verdict
 from degarble.harness.record.wording import visible
 from degarble.harness.runs.history_page import MANIFEST
 from degarble.harness.runs.machine import provenance
-from degarble.harness.runs.night import SEVERITY
 from degarble.harness.runs.night_closing import history_in, run_of
 from degarble.harness.runs.night_record import to_plain
 from degarble.harness.runs.report_folder import write_page

@@ -24,7 +24,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.record.capture_types import MANIFEST
 from degarble.harness.record.files import usable_folder, write_text
 from degarble.harness.record.page import Subject
-from degarble.harness.record.verdict import SCHEMA, Verdict
+from degarble.harness.record.verdict import SCHEMA, SEVERITY, Verdict
 from degarble.harness.runs import audit as auditing
 from degarble.harness.runs import check as checking
 from degarble.harness.runs.audit_page import audit_page
@@ -41,7 +41,6 @@ from degarble.harness.runs.check_texts import texts_of
 from degarble.harness.runs.compare_runs import compare_runs
 from degarble.harness.runs.history_page import MANIFEST as IDENTITY
 from degarble.harness.runs.machine import machine, provenance
-from degarble.harness.runs.night import SEVERITY
 from degarble.harness.runs.night_codecs import count, wrong_codecs
 from degarble.harness.runs.night_record import CAPTURES, Asked, StepResult
 from degarble.harness.runs.report_folder import write_page

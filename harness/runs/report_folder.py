@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.errors import UnreadableFile
 from degarble.harness.record.files import usable_folder, write_text
 from degarble.harness.record.page_json import page_from_json, page_to_json
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.record.verdict import SEVERITY
 from degarble.reports.page_html import page_html
 
 if TYPE_CHECKING:
@@ -65,15 +65,5 @@ def with_earlier_panels(page: Page, record: Path) -> Page:
     return replace(page, verdict=worst.verdict, sentence=sentence, findings=findings)
 
 
-# From what may be passed over to what may not.
-_SEVERITY = (
-    Verdict.AGREES,
-    Verdict.REFUSED,
-    Verdict.UNDECIDED,
-    Verdict.UNSTABLE,
-    Verdict.DIFFERS,
-)
-
-
 def _severity(judged: Page | Panel) -> int:
-    return -1 if judged.verdict is None else _SEVERITY.index(judged.verdict)
+    return -1 if judged.verdict is None else SEVERITY.index(judged.verdict)

@@ -42,6 +42,22 @@ def test_a_slower_kernel_turns_the_panel_red(tmp_path: Path) -> None:
     assert panel.verdict is Verdict.DIFFERS
 
 
+@pytest.mark.parametrize(("back", "verdict"), [(1, Verdict.DIFFERS), (2, Verdict.AGREES)])
+def test_a_slower_kernel_stays_red_until_it_is_back_for_two_nights(
+    tmp_path: Path, back: int, verdict: Verdict
+) -> None:
+    speeds = [0.9] * 40 + [0.7] * 5
+    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+        for number, speed in enumerate(speeds):
+            store.add(run(number, values={"speed": {"gemm": speed}}))
+        panel = history_panel(history_of(store, store.streams()[0]))
+        assert panel.verdict is Verdict.DIFFERS
+        assert panel.sentence.startswith("1 series not back, over 45 nights of tiny")
+        for number in range(len(speeds), len(speeds) + back):
+            store.add(run(number, values={"speed": {"gemm": 0.9}}))
+        assert history_panel(history_of(store, store.streams()[0])).verdict is verdict
+
+
 def test_the_difference_to_the_last_green_run(tmp_path: Path) -> None:
     with Store(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(3):

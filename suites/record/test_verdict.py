@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from degarble.harness.record.verdict import Origin, Verdict
+from degarble.harness.record.verdict import SEVERITY, Origin, Verdict
 
 # The keys of `origins` in the contract of the command line.
 CONTRACT = (
@@ -23,6 +23,13 @@ def test_exit_statuses_are_those_of_the_contract() -> None:
         "UNDECIDED": 2,
         "REFUSED": 2,
     }
+
+
+def test_what_fails_weighs_more_than_what_could_not_run() -> None:
+    assert set(SEVERITY) == set(Verdict)
+    assert len(SEVERITY) == len(Verdict)
+    statuses = [each.exit_status for each in SEVERITY]
+    assert statuses == [0, 2, 2, 1, 1]
 
 
 def test_every_verdict_is_explained_once() -> None:
