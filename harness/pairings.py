@@ -25,20 +25,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.protocols import ComponentCall
+    from degarble.harness.record.kernel_table import KernelTable
     from degarble.references.binding import Bound
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Who computes what: components of the backend, and those that fell to torch."""
+    """Who computes what: components of the backend, and those that fell to torch.
+
+    A backend of our own keeps a table of its launches, with a reason for each that fell.
+    """
 
     backend: str = "torch"
     taken: tuple[str, ...] = ()
     fallen: tuple[str, ...] = ()
+    table: KernelTable | None = None
 
     def document(self) -> dict[str, Any]:
         """The machine's view of it."""
-        return {"name": self.backend, "components": list(self.taken), "torch": list(self.fallen)}
+        made: dict[str, Any] = {"name": self.backend, "components": list(self.taken)}
+        made["torch"] = list(self.fallen)
+        return made if self.table is None else made | {"kernels": self.table.document()}
 
     def lines(self) -> list[str]:
         """Tell it by role; nothing where torch computes all."""
@@ -48,7 +55,19 @@ class Paired:
         if self.fallen:
             roles = dict.fromkeys(_role(name) for name in self.fallen)
             told.append(f"{len(self.fallen)} fell to torch: {', '.join(roles)}")
-        return told
+        return told if self.table is None else told + self.table.lines()
+
+    def require_whole(self) -> None:
+        """Refuse a mixture of the backend's components and torch's."""
+        if self.fallen:
+            roles = dict.fromkeys(_role(name) for name in self.fallen)
+            reasons = {} if self.table is None else self.table.reasons
+            why = dict.fromkeys(f"{_role(n)}: {reason}" for n, reason in reasons.items())
+            raise InvalidArgument(
+                "--strict", f"{len(self.fallen)} components fall to torch: {', '.join(roles)}",
+                f"every component by backend {self.backend}",
+                f"Leave --strict out. {'; '.join(why)}".strip(),
+            )  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -22,6 +22,10 @@ Backend = Annotated[
     str,
     typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse where any component would fall to torch."),
+]
 Prompt = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")]
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file with one prompt a line.")

@@ -95,6 +95,14 @@ def within(name: str, value: float | None, low: float, high: float) -> None:
         )
 
 
+def strict(name: str, *, wanted: bool) -> None:
+    """Refuse --strict without a backend that could leave something to torch."""
+    if wanted and name == BACKENDS[0]:
+        raise InvalidArgument(
+            "--strict", f"--backend {name}", "a backend with kernels", "Name one, or leave it out."
+        )
+
+
 def backend(name: str, value: str | None) -> None:
     """Refuse what is no backend: built in, installed as an entry point, or `module:factory`."""
     if value is None or _FACTORY.fullmatch(value):

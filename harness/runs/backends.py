@@ -3,15 +3,16 @@
 Owns finding and making one. `module` is imported as Python imports it, or from the folder in which
 the command is given; `factory` is called without arguments and returns an object with `name` and
 `components()`, or a plain mapping of component names to callables. It executes code: it comes from
-the command line only. Refuses, by name, what cannot be imported, made or read as a backend, and the
-built-in ones that have no kernel yet. Kept honest by suites/runs/test_backends.py.
+the command line only. `cutedsl` is ours, and needs a GPU. Refuses, by name, what cannot be
+imported, made or read as a backend, a mixture with torch where none is wanted, and the built-in one
+that has no kernel yet. Kept honest by suites/runs/test_backends.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,15 +21,27 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.errors import InvalidArgument, MissingDependency, NotBuilt, UnknownName
 from degarble.harness.pairings import Paired, failed, pair
 from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
+from degarble.kernels.common.settings import CompileSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.protocols import ComponentCall
+    from degarble.harness.runs.cutedsl_kernels import Kernels
     from degarble.references.binding import Bound
 
-TORCH = "torch"
-_WITHOUT_KERNELS = ("cutedsl", "vllm")
+TORCH, CUTEDSL = "torch", "cutedsl"
+_WITHOUT_KERNELS = ("vllm",)
+
+
+@dataclass(frozen=True)
+class AskedBackend:
+    """What was asked of a backend. `strict`: a mixture with torch is refused."""
+
+    name: str = TORCH
+    strict: bool = False
+    settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +64,47 @@ def backend_named(value: str) -> Offered:
     return _offered(value, _made(value, _factory(value)))
 
 
-def use_backend(bound: Bound, value: str) -> Paired:
-    """Put a backend's kernels into a bound model; what it leaves out stays torch."""
-    offered = backend_named(value)
-    if value == TORCH:
-        return Paired()
-    return pair(bound, offered.name, offered.components)
+def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
+    """Put a backend's kernels into a bound model; what it leaves out stays torch.
+
+    The recipe says in which formats the weights are stored.
+    """
+    if asked.name == CUTEDSL:
+        from degarble.harness.runs.cutedsl import use_kernels  # noqa: PLC0415  only where asked for
+
+        paired = use_kernels(bound, recipe, kernels_of(asked))
+    else:
+        offered = backend_named(asked.name)
+        if asked.name == TORCH:
+            return Paired()
+        paired = pair(bound, offered.name, offered.components)
+    if asked.strict:
+        paired.require_whole()
+    return paired
+
+
+def kernels_of(asked: AskedBackend) -> Kernels:
+    """Our kernels on the GPU of this machine."""
+    from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu  # noqa: PLC0415  as above
+
+    return KernelsOnGpu(asked.settings)
+
+
+def require_backend(name: str) -> None:
+    """Refuse our own backend before anything is opened where there is no GPU for it."""
+    if name == CUTEDSL:
+        from degarble.harness.runs.cutedsl_kernels import require_gpu  # noqa: PLC0415  as above
+
+        require_gpu()
+
+
+def conventions_of(name: str) -> Mapping[str, Any]:
+    """What a backend's kernels do where sources disagree, as switches of the twin's arithmetic."""
+    if name != CUTEDSL:
+        return {}
+    from degarble.harness.runs.cutedsl import CONVENTIONS  # noqa: PLC0415  as above
+
+    return CONVENTIONS
 
 
 def _factory(value: str) -> Callable[[], Any]:
@@ -70,7 +118,8 @@ def _factory(value: str) -> Callable[[], Any]:
     else:
         points = {each.name: each for each in entry_points(group=BACKEND_ENTRY_POINT_GROUP)}
         if value not in points:
-            raise UnknownName.among("--backend", value, {TORCH, *_WITHOUT_KERNELS, *points})
+            known = {TORCH, CUTEDSL, *_WITHOUT_KERNELS, *points}
+            raise UnknownName.among("--backend", value, known)
         try:
             found = points[value].load()
         except (Exception, SystemExit) as error:

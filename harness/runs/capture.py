@@ -31,7 +31,13 @@ from degarble.harness.record.capture_types import Phase
 from degarble.harness.record.capture_writer import MEMORY_BYTES, CaptureWriter, require_free
 from degarble.harness.record.files import require_folder
 from degarble.harness.record.progress import size
-from degarble.harness.runs.backends import TORCH, use_backend
+from degarble.harness.runs.backends import (
+    TORCH,
+    AskedBackend,
+    conventions_of,
+    require_backend,
+    use_backend,
+)
 from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.capture_foreign import foreign_code
 from degarble.harness.runs.capture_recorder import Recorder
@@ -45,6 +51,7 @@ from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.speaker import Speaker
 from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.harness.version import VERSION
+from degarble.kernels.common.settings import CompileSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +83,15 @@ class How:
     memory_bytes: int = MEMORY_BYTES
     held_values: int = HELD_VALUES
     backend: str = TORCH
+    strict: bool = False  # refuses a mixture of the backend's components and torch's
+    settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     patch: Path | None = None  # a Python file: it is executed
     device: str = CPU
+
+    @property
+    def asked(self) -> AskedBackend:
+        """What is asked of the backend."""
+        return AskedBackend(self.backend, self.strict, self.settings)
 
     @property
     def foreign(self) -> list[str]:
@@ -155,9 +169,11 @@ def capture(
     `told` hears the estimate of bytes before anything is written.
     """
     how = how or How()
+    require_backend(how.backend)
     require_free(folder)
     require_folder("--out", folder)
-    with open_model(source, held_values=how.held_values) as model:
+    conventions = conventions_of(how.backend)
+    with open_model(source, held_values=how.held_values, switches=conventions) as model:
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)
         paired, patched = _changed(model, how)
@@ -175,7 +191,10 @@ def capture(
             recorder.wrap(bound)
             model.speaker = SteppingSpeaker(bound, recorder)
             spoken = talker.speak(prompts)
-            writer.finish(sequences=[_sequence(each) for each in spoken.speeches])
+            writer.finish(
+                sequences=[_sequence(each) for each in spoken.speeches],
+                **({} if paired.table is None else {"kernels": paired.table.document()}),
+            )
     return Captured(folder, Capture.open(folder), spoken, paired, patched)
 
 
@@ -215,7 +234,7 @@ def _talker(model: OpenModel, prompts: list[Any], how: How) -> Talker | _Repeate
 def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
     """Put a backend's kernels in, then let a patch change what it wants."""
     bound = model.speaker.bound
-    paired, patched = use_backend(bound, how.backend), None
+    paired, patched = use_backend(bound, how.asked, model.recipe), None
     if how.patch is not None:
         names = model.checkpoint.names
         assert names is not None, "an open model has all of its parameters"
@@ -227,6 +246,9 @@ def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
 def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
     found: dict[str, Any] = {"backend": paired.backend}
     if paired.backend != TORCH:
+        conventions = conventions_of(paired.backend)
+        if conventions:
+            found["conventions"] = {name: conventions[name] for name in sorted(conventions)}
         found |= {"by_backend": list(paired.taken), "fell_to_torch": list(paired.fallen)}
     return found if patched is None else found | {"patch": patched.document()}
 

@@ -26,6 +26,7 @@ from degarble.harness.engine.localise import Localised, localise
 from degarble.harness.engine.shrink import shrunk
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.record.capture_reader import Capture
+from degarble.harness.runs.conventions import conventions_in, conventions_line
 from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 
@@ -113,7 +114,10 @@ class CheckRun:
         self.source = source_of(self.capture, wanted.checkpoint)
         stated = self.capture.facts.get("arithmetic")
         arithmetic = stated if stated in ARITHMETICS else None
-        model = open_model(self.source, arithmetic, held_values=wanted.held_values)
+        conventions = conventions_in(self.capture.facts)
+        model = open_model(
+            self.source, arithmetic, held_values=wanted.held_values, switches=conventions
+        )
         self.model: OpenModel = self._open.enter_context(model)
         require_captured(self.capture, self.model, self.source)
         self.twin: Bound = self.model.speaker.bound
@@ -173,6 +177,7 @@ class CheckRun:
         told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
         told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
         told |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        told |= {"conventions": conventions_line(conventions_in(facts))}
         told |= _computed(facts, self._wanted.device)
         return {name: str(value) for name, value in told.items() if value}
 

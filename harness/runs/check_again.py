@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_types import Phase
+from degarble.harness.runs.backends import require_backend
 from degarble.harness.runs.capture import How, capture
 from degarble.harness.runs.capture_filter import Wanted as Filter
 from degarble.harness.runs.check import require_captured, source_of
@@ -30,16 +31,18 @@ from degarble.harness.runs.model import open_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from degarble.harness.runs.backends import AskedBackend
     from degarble.harness.runs.capture import Watch
     from degarble.harness.runs.check import Wanted
 
 
 @contextmanager
 def ran_again(
-    wanted: Wanted, backend: str, watch: Watch, told: Callable[..., None]
+    wanted: Wanted, asked: AskedBackend, watch: Watch, told: Callable[..., None]
 ) -> Iterator[Wanted]:
     """Run the prompts of `wanted.capture` on a backend; give what is to be checked instead."""
     require_device("--device", wanted.device)
+    require_backend(asked.name)
     seen = Capture.open(wanted.capture)
     source = source_of(seen, wanted.checkpoint)
     prompts, new_tokens = prompts_of(seen)
@@ -49,7 +52,9 @@ def ran_again(
         filter_of(seen),
         new_tokens,
         held_values=wanted.held_values,
-        backend=backend,
+        backend=asked.name,
+        strict=asked.strict,
+        settings=asked.settings,
         device=wanted.device,
     )
     with TemporaryDirectory(prefix="degarble-check-") as made:

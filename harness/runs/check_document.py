@@ -63,6 +63,7 @@ def check_document(checked: Checked, sentence: str) -> dict[str, Any]:
         "complete": checked.capture.complete,
         "steps": len(checked.capture.steps),
         "facts": checked.facts,
+        "kernels": checked.capture.facts.get("kernels"),
         "first_non_finite": None
         if first is None
         else {

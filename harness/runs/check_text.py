@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from degarble.harness.record.kernel_table import table_lines
 from degarble.harness.record.wording import number, visible
 from degarble.harness.runs.check_page import Found
 from degarble.reports.page_text import badge
@@ -71,6 +72,9 @@ def _lines(checked: Checked, sentence: str, width: int) -> Iterator[Text]:
         yield from _columns("flips", words, width)
     if found.first_non_finite is not None:
         yield from _columns("not finite", found.first_non_finite.sentence, width)
+    table = checked.capture.facts.get("kernels")
+    for line in table_lines(table) if isinstance(table, dict) else ():
+        yield Text(visible(line), "dim")
     for note in (*checked.notes, *found.notes)[:3]:
         yield from _columns("note", note, width)
     for place, each in enumerate(checked.origins[:SHOWN], 1):

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
+from degarble.harness.runs.backends import conventions_of, require_backend, use_backend
+from degarble.harness.runs.model import open_model
 from degarble.harness.talk import marks
 from degarble.harness.talk.chat import Chat, chat_of
 from degarble.harness.talk.generation import Finish, Generation, Limits, Pace, Speech
@@ -25,9 +28,11 @@ from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.harness.talk.turns import TOOLS, TOOLS_REMEDY, Style, is_tool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from degarble.harness.pairings import Paired
+    from degarble.harness.runs.backends import AskedBackend
     from degarble.harness.runs.model import OpenModel
 
 LARGEST_FILE = 256 << 20  # of prompts, or of a text
@@ -199,6 +204,17 @@ class Talker:
                 "--chat", "a tokenizer without the marks of a conversation", " and ".join(_MARKS),
                 "Leave --chat out: the model continues plain text.",
             )  # fmt: skip
+
+
+@contextmanager
+def speaking_model(
+    source: Path, arithmetic: str | None, asked: AskedBackend
+) -> Iterator[tuple[OpenModel, Paired]]:
+    """Open a model that speaks by a backend's kernels, or by the references alone."""
+    require_backend(asked.name)
+    conventions = conventions_of(asked.name)
+    with open_model(source, arithmetic, switches=conventions) as model:
+        yield model, use_backend(model.speaker.bound, asked, model.recipe)
 
 
 def strange_line(words: Mapping[str, int]) -> str:

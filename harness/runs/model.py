@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -112,10 +113,12 @@ def open_model(
     *,
     absorbed: bool = True,
     held_values: int = HELD_VALUES,
+    switches: Mapping[str, Any] = MappingProxyType({}),
 ) -> OpenModel:
     """Bind a checkpoint to its reference; more than `held_values` values are streamed.
 
     Without an arithmetic it is twin where the checkpoint quantises activations, else bf16.
+    `switches` says on which side of the sources' disagreements it computes, where not the official.
     """
     if arithmetic is not None and arithmetic not in ARITHMETICS:
         raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
@@ -131,7 +134,7 @@ def open_model(
         size = sum(prod(each.shape) for each in parameters(config))
         streamed = StreamedWeights(checkpoint, config) if size > held_values else None
         weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
-        numerics = numerics_of(arithmetic, held=streamed is None)
+        numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
         chosen = recipe if arithmetic == "twin" else None
         bound = Bound(config, numerics, weights, chosen, observer)
         if streamed is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.errors import DegarbleError, NotBuilt
 from degarble.harness.pairings import pair
 from degarble.harness.record.capture_reader import Capture
@@ -115,7 +116,7 @@ REFUSED = {
     "HERE:uncallable": "a callable of inputs and weights",
     "HERE:wrong": "a dict of out",
     "HERE:late": "ZeroDivisionError",
-    "cutedsl": "a backend with kernels",
+    "cutedsl": "an NVIDIA GPU of sm_90a or sm_100a",
     "vllm": "a backend with kernels",
 }
 
@@ -141,9 +142,10 @@ def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda: {"embed": lambda i, w: {"out": i["tokens"], **w}}
 
     monkeypatch.setattr(backends, "entry_points", lambda **_: [Point()])
-    paired = backends.use_backend(bound_v4(1), "installed")
+    asked, recipe = backends.AskedBackend("installed"), recipe_named("bf16", bound_v4(1).config)
+    paired = backends.use_backend(bound_v4(1), asked, recipe)
     assert paired.taken == ("embed",)
-    assert backends.use_backend(bound_v4(1), "torch").lines() == []
+    assert backends.use_backend(bound_v4(1), backends.AskedBackend(), recipe).lines() == []
     with pytest.raises(DegarbleError, match="instaled"):
         backends.backend_named("instaled")
     with pytest.raises(NotBuilt):

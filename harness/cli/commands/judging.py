@@ -11,6 +11,7 @@ import typer
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.imports import importing
+from degarble.harness.cli.kernels import settings_here
 from degarble.harness.cli.options import (
     Backend,
     CapturePath,
@@ -19,6 +20,7 @@ from degarble.harness.cli.options import (
     Prompt,
     Prompts,
     ReportFolder,
+    Strict,
 )
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES
@@ -35,6 +37,7 @@ class CaptureOptions:
     checkpoint: CheckpointPath
     out: Annotated[Path, typer.Option(metavar="CAPTURE", help="Where the capture is written.")]
     backend: Backend = "torch"
+    strict: Strict = False
     prompt: Prompt = None
     prompts: Prompts = None
     max_new_tokens: Annotated[
@@ -81,6 +84,7 @@ class CheckOptions:
         ),
     ] = None
     backend: Backend = "torch"
+    strict: Strict = False
     device: Annotated[
         str,
         typer.Option(
@@ -124,6 +128,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     foreign = options.backend if options.backend != "torch" else None
     values.at_most_one(amax_only=options.amax_only, patch=options.patch)
     values.at_most_one(amax_only=options.amax_only, backend=foreign)
+    values.strict(options.backend, wanted=options.strict)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
@@ -153,6 +158,8 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         options.max_new_tokens or run.NEW_TOKENS,
         statistics_only=options.statistics_only,
         backend=options.backend,
+        strict=options.strict,
+        settings=settings_here(),
         patch=options.patch,
     )
 
@@ -173,6 +180,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     values.existing("--reference", options.reference)
     values.existing("--checkpoint", options.checkpoint)
     values.backend("--backend", options.backend)
+    values.strict(options.backend, wanted=options.strict)
     values.one_of("--device", options.device, DEVICES)
     if options.report is not None:
         require_folder("--report", options.report)
@@ -191,7 +199,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     )
     with ExitStack() as stack:
         if options.backend != "torch":
-            wanted = stack.enter_context(_ran_again(wanted, options.backend, terminal))
+            wanted = stack.enter_context(_ran_again(wanted, options, terminal))
         opened = stack.enter_context(run.CheckRun(wanted))
         looker = None
         if options.report is not None:
@@ -211,12 +219,16 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     return checked.verdict.exit_status
 
 
-def _ran_again(wanted: Any, backend: str, terminal: Terminal) -> AbstractContextManager[Any]:
+def _ran_again(
+    wanted: Any, options: CheckOptions, terminal: Terminal
+) -> AbstractContextManager[Any]:
     """Run the prompts of a capture on a backend; what is to be checked is that run."""
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.backends import AskedBackend  # noqa: PLC0415  as above
     from degarble.harness.runs.check_again import ran_again  # noqa: PLC0415  as above
 
-    return ran_again(wanted, backend, partial(first_pass, terminal), terminal.say)
+    asked = AskedBackend(options.backend, options.strict, settings_here())
+    return ran_again(wanted, asked, partial(first_pass, terminal), terminal.say)
 
 
 def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:

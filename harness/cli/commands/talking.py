@@ -12,7 +12,8 @@ import typer
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.first_pass import first_pass
-from degarble.harness.cli.options import CheckpointPath, Prompt, Prompts
+from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.options import Backend, CheckpointPath, Prompt, Prompts, Strict
 from degarble.harness.cli.terminal import Terminal, tell_refusal
 from degarble.harness.errors import EXIT_AGREES, InvalidArgument, Refused
 from degarble.harness.record.wording import number, visible
@@ -27,6 +28,8 @@ class GenerateOptions:
     """Options of `degarble generate`."""
 
     checkpoint: CheckpointPath
+    backend: Backend = "torch"
+    strict: Strict = False
     prompt: Prompt = None
     prompts: Prompts = None
     interactive: Annotated[bool, typer.Option("--interactive", help="Talk turn by turn.")] = False
@@ -82,12 +85,14 @@ def add(app: typer.Typer) -> None:
 def generate(options: GenerateOptions, terminal: Terminal) -> int:
     """Let a checkpoint of any layout continue a prompt, answer in a chat, or judge a text.
 
-    Runs the references on the CPU. Weights that do not fit into memory are streamed.
+    Runs the references on the CPU, or the kernels of --backend. Weights that do not fit into memory
+    are streamed.
     """
     _require(options, terminal)
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs import generate as run  # noqa: PLC0415
-    from degarble.harness.runs.model import open_model  # noqa: PLC0415
+    from degarble.harness.runs.backends import AskedBackend  # noqa: PLC0415
+    from degarble.harness.runs.generate import speaking_model  # noqa: PLC0415
 
     prompts: list[Any] = [options.prompt]
     if options.prompts is not None:
@@ -96,7 +101,8 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     text = None
     if options.perplexity is not None:
         text = run.text_from("--perplexity", options.perplexity)
-    with open_model(options.checkpoint, options.numerics) as model:
+    asked = AskedBackend(options.backend, options.strict, settings_here())
+    with speaking_model(options.checkpoint, options.numerics, asked) as (model, paired):
         talker = run.Talker(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
         if options.interactive:
@@ -110,7 +116,10 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
             terminal.emit(said | document)
         else:
             done = _speak(talker, prompts, terminal)
-            terminal.emit(said | done.document())
+            terminal.emit(said | done.document() | {"backend": paired.document()})
+        if not (terminal.json_wanted or terminal.quiet):
+            for line in paired.lines():
+                terminal.err().print(line, markup=False, soft_wrap=True)
     return EXIT_AGREES
 
 
@@ -123,6 +132,8 @@ def _require(options: GenerateOptions, terminal: Terminal) -> None:
         interactive=options.interactive,
         perplexity=options.perplexity,
     )
+    values.backend("--backend", options.backend)
+    values.strict(options.backend, wanted=options.strict)
     values.existing("--prompts", options.prompts)
     values.existing("--perplexity", options.perplexity)
     values.existing("--tools", options.tools)

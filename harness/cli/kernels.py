@@ -1,0 +1,16 @@
+"""What the environment says about compiling kernels, read here, at the edge, for all commands."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from degarble.kernels.common.settings import CompileSettings
+
+
+def settings_here() -> CompileSettings:
+    """Read the settings of this process."""
+    from degarble.kernels.common.settings import read_settings  # noqa: PLC0415  only where used
+
+    return read_settings(os.environ)

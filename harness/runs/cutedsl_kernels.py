@@ -1,0 +1,205 @@
+"""Our kernels by name: what a launch is told, where it runs, and what is noted of it.
+
+Owns the one door to the kernels: `run(kernel, problem, **tensors)` launches the torch entry point
+of kernels/<kernel>.py on tensors that lie on the GPU, and notes kernel and tactic. A launch without
+rows is noted as such and not made. The modules are imported when they are first launched: they need
+the CuTe DSL, and naming a backend does not.
+
+Refuses machines without a GPU that a kernel was written for. What a tensor must be is refused by
+the entry points. Kept honest by suites/runs/test_cutedsl.py, where a stand-in of the same names
+computes on the CPU, and by suites/runs/test_cutedsl_h200.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import MissingDevice
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.record.kernel_table import Launch
+from degarble.kernels.common import gemm_problem, gemv_problem, w4a16_problem
+from degarble.kernels.common.targets import TARGETS, target_of_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.kernels.common.settings import CompileSettings
+
+    Given = Mapping[str, Tensor | None]
+    Made = tuple[Tensor, ...]
+
+NOTHING = "no rows, not launched"
+
+
+class Kernels(ABC):
+    """Kernels under their names, on one device."""
+
+    def __init__(self, target: str, device: torch.device) -> None:
+        self.target, self.device = target, device
+        self._noted: list[Launch] = []
+
+    def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
+        """Launch a kernel; its outputs in the order in which its entry point returns them."""
+        made = self._run(kernel, problem, tensors)
+        idle = any(each.numel() == 0 for each in made)
+        tactic = NOTHING if idle else tactic_of(kernel, problem, self.target)
+        self._noted.append(Launch(kernel, tactic))
+        return made
+
+    def taken(self) -> list[Launch]:
+        """What was launched since this was last asked."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    @abstractmethod
+    def _run(self, kernel: str, problem: Any, tensors: Given) -> Made: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a kernel's entry point is called: on its module, a problem, settings and tensors."""
+
+    call: Callable[[Any, Any, CompileSettings, Given], Any]
+    tactic: Callable[[Any, str], str] = lambda _problem, _target: ""
+
+
+def _gemm_tactic(problem: Any, target: str) -> str:
+    chosen = gemm_problem.choose_form(problem, target).tactic
+    cluster = chosen.cluster_rows * chosen.cluster_columns
+    tile = f"{chosen.rows}x{chosen.columns}x{chosen.inner}"
+    return tile + (f", cluster of {cluster}" if cluster > 1 else "")
+
+
+def _w4a16_tactic(problem: Any, target: str) -> str:
+    tactic = w4a16_problem.choose_tactic(problem)
+    form = w4a16_problem.choose_form(problem, tactic, target)
+    return f"{form.groups} groups of {form.parts} warps, {form.ranks} ranks"
+
+
+def _gemm_nvfp4(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    sides = (
+        module.Nvfp4Operand(*(t[f"{side}{part}"] for part in ("", "_scales", "_decode_scale")))
+        for side in "ab"
+    )
+    return module.gemm_nvfp4(*sides, problem, settings)
+
+
+def _gemm_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    given = module.Fp8Operands(t["a"], t["a_scales"], t["b"], t["b_scales"])
+    return module.gemm_fp8_block(given, problem, settings)
+
+
+def _w4a16(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    weights = QuantisedTensor(
+        codes=_there(t["codes"]),
+        block_scale=_there(t["scales"]),
+        tensor_scale=_there(t["decode_scale"]).reshape(()),
+        format=NVFP4,
+        dialect=CANONICAL,
+        layout=LINEAR,
+        direction=ScaleDirection.DECODE,
+        nibble_order=NibbleOrder.LOW_EVEN,
+        shape=(problem.outputs, problem.columns),
+    )
+    return module.gemm_w4a16(t["x"], weights, settings)
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "the pairing hands over every operand"
+    return tensor
+
+
+def _quantise(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    made = module.quantise_nvfp4(
+        t["values"], t["decode_scale"], problem, settings, offsets_E=t.get("offsets")
+    )
+    return made.codes, made.scales, *([] if made.values is None else [made.values])
+
+
+def _rmsnorm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    return module.rmsnorm(t["values"], t["weight"], problem, settings).values
+
+
+def _kv_write(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    names = ("values", "weight", "turns", "positions", "slots")
+    operands = module.Operands(*(t.get(name) for name in names))
+    return module.kv_write(operands, t["cache"], problem, settings)
+
+
+def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    made = module.mhc(module.Mixing(**t), problem, settings)
+    names = {"all": ("out", "post", "mix"), "coefficients": ("pre", "post", "mix")}
+    return tuple(getattr(made, name) for name in names.get(problem.part, ("out",)))
+
+
+ENTRIES: Mapping[str, Entry] = {
+    "simt_embed": Entry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
+    "simt_rmsnorm": Entry(_rmsnorm),
+    "simt_gemv_bf16": Entry(
+        lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
+        lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",
+    ),
+    "sm90_gemm_bf16": Entry(lambda m, p, s, t: m.gemm_bf16(t["a"], t["b"], p, s), _gemm_tactic),
+    "sm90_gemm_nvfp4": Entry(_gemm_nvfp4, _gemm_tactic),
+    "sm90_gemm_fp8_block": Entry(_gemm_fp8, _gemm_tactic),
+    "sm90_gemm_w4a16": Entry(_w4a16, _w4a16_tactic),
+    "simt_quantise_nvfp4": Entry(
+        _quantise, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
+    ),
+    "simt_qnorm_rope": Entry(
+        lambda m, p, s, t: m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, s)
+    ),
+    "simt_inverse_rope": Entry(
+        lambda m, p, s, t: m.inverse_rope(t["heads"], t["turns"], t["positions"], p, s)
+    ),
+    "simt_kv_write": Entry(_kv_write, lambda p, _: f"{p.source} to {p.pages.entry}"),
+    "simt_kv_read": Entry(
+        lambda m, p, s, t: m.kv_read(t["indices"], t["cache"], p, s), lambda p, _: p.pages.entry
+    ),
+    "simt_router": Entry(
+        lambda m, p, s, t: m.route(t["logits"], t["source"], p, s, id_T=t.get("ids")),
+        lambda p, _: "by table" if p.vocabulary else p.scoring,
+    ),
+    "simt_mhc": Entry(_mhc, lambda p, _: str(p.part)),
+}
+
+
+def tactic_of(kernel: str, problem: Any, target: str) -> str:
+    """Tell which tactic or form answers a problem."""
+    return ENTRIES[kernel].tactic(problem, target)
+
+
+class KernelsOnGpu(Kernels):
+    """The kernels themselves."""
+
+    def __init__(self, settings: CompileSettings) -> None:
+        require_gpu()
+        super().__init__(target_of_device().name, torch.device("cuda", 0))
+        self._settings = settings
+
+    def _run(self, kernel: str, problem: Any, tensors: Given) -> Made:
+        module = import_module(f"degarble.kernels.{kernel}")
+        made = ENTRIES[kernel].call(module, problem, self._settings, tensors)
+        return made if isinstance(made, tuple) else (made,)
+
+
+def require_gpu() -> None:
+    """Refuse machines without a GPU that kernels were written for."""
+    if not torch.cuda.is_available():
+        raise MissingDevice(
+            "--backend", "cutedsl",
+            f"an NVIDIA GPU of {' or '.join(TARGETS)} that torch can use",
+            "Run it on a machine with one, or leave --backend out: references run on the CPU.",
+        )  # fmt: skip
+    target_of_device()

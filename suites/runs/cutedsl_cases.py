@@ -1,0 +1,82 @@
+"""Small models that our kernels run, with true heads and rows, and one way to judge a run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.runs import cutedsl_kernels
+from degarble.harness.runs.capture import How, capture
+from degarble.harness.runs.capture_filter import Wanted
+from degarble.harness.runs.check import CheckRun
+from degarble.harness.runs.check import Wanted as WantedCheck
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
+from degarble.suites.runs.talking_cases import write_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.runs.capture import Captured
+    from degarble.harness.runs.check import Checked
+    from degarble.harness.runs.cutedsl_kernels import Kernels
+
+# Every kind of layer once: hashed and dense choices, both compressions, the indexer, scored routes.
+CONFIG_V4 = replace(TINY_V4, num_hidden_layers=3, compress_ratios=(0, 4, 128), vocab_size=64)
+CONFIGS: dict[str, Config] = {
+    "v4": CONFIG_V4,
+    "v32": replace(TINY_V32, vocab_size=64),
+}
+CASES = (
+    ("v4", "nvfp4-full"), ("v4", "nvfp4-experts"), ("v4", "bf16"),
+    ("v32", "nvfp4-full"), ("v32", "nvfp4-experts"),
+)  # fmt: skip
+PROMPTS = (tuple(range(6, 26)), (9, 40, 9))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint as a recipe has it, and the BF16 one that it came from."""
+
+    checkpoint: Path
+    reference: Path
+
+
+def write_model(
+    folder: Path, family: str, layout: str, seed: int = 3, config: Config | None = None
+) -> Model:
+    """Write both; their values are the same."""
+    chosen = config or CONFIGS[family]
+    made = Model(folder / f"{family}-{layout}-{seed}", folder / f"{family}-bf16-{seed}")
+    for path, kind in ((made.checkpoint, layout), (made.reference, "bf16")):
+        if not path.exists():
+            write_checkpoint(path, Synthetic(chosen, kind, seed=seed))
+            write_tokenizer(path)
+    return made
+
+
+def capture_by(
+    kernels: Kernels | None,
+    source: Path,
+    out: Path,
+    prompts: tuple[Any, ...] = PROMPTS,
+    **more: Any,
+) -> Captured:
+    """Capture a run by these kernels in place of the GPU's own."""
+    wanted = Wanted.of(None, more.pop("components", None), None)
+    how = How(wanted, more.pop("new_tokens", 3), backend="cutedsl", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernels is not None:
+            patch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: kernels)
+            patch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
+        return capture(source, list(prompts), out, lambda _streamed: nullcontext(), how)
+
+
+def checked(capture_folder: Path, model: Model) -> Checked:
+    """Judge a capture by the twin of its checkpoint."""
+    with CheckRun(WantedCheck(capture_folder, model.reference)) as run:
+        return run.judge()
