@@ -1,0 +1,230 @@
+"""What sparse attention is asked for, and what follows: tiles, splits, shared memory, grids.
+
+Owns the problem (T tokens of H heads of 512; one list of cache slots each from a window's pages and
+from pages of compressed entries), the form, the division of lists into tiles of 64 keys and of
+tiles into splits, and the budget of shared memory. Pure host arithmetic, no GPU and no DSL; what a
+kernel shares (`tiles_of_split`) uses nothing but + - * // and the extremes of scalar_ops.
+
+Which keys a split has depends on the widths of the lists alone, never on how many tokens there are
+or how long their lists really are: so the bits of a token's output are its own. Tiles behind both
+lengths are passed over; they would change nothing.
+
+Refuses extents, widths of entries and numbers of splits that do not fit. Kept honest by
+suites/kernels/common/test_sparse_attention_problem.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import attention_rows as rows
+
+if TYPE_CHECKING:
+    from degarble.kernels.common.kv_problem import Pages
+
+TILE = 64  # keys that are looked at together
+HEADS = 64  # of a thread block: the rows of a wgmma
+STAGES = 2  # tiles in shared memory
+WARPGROUP = 128  # threads
+CONSUMERS = 2  # warpgroups, each with half of a tile's keys and half of the output's columns
+KEYS = TILE // CONSUMERS  # of a warpgroup's products
+COLUMNS = rows.WIDTH // CONSUMERS  # of a warpgroup's output
+THREADS = (CONSUMERS + 1) * WARPGROUP
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
+REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0
+ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
+MOST_HEADS = 128
+MOST_SPLITS = 32
+TILES_OF_SPLIT = 10  # 640 keys: 1024 + 128 of them in two splits, so that 64 tokens fill an H200
+MODES = ("prefill", "decode")
+COUNTS_BYTES = 4 * TILE * CONSUMERS  # of peaks or sums of 64 heads, a float32 each
+BARRIER_BYTES = 8 * 2 * STAGES
+MASK_BYTES = 4 * 2 * STAGES * (WARPGROUP // rows.LANES)
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """Slots that each token attends to: so many numbers a token, of entries of these pages."""
+
+    width: int
+    pages: Pages
+
+    def __post_init__(self) -> None:
+        rows.require_extent("width of a list of slots", self.width)
+        if self.pages.width != rows.WIDTH:
+            raise ShapeMismatch(
+                "width of cache entries",
+                self.pages.width,
+                f"{rows.WIDTH} values",
+                "Narrower rows have no tensor-core form.",
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the list; the last one may be ragged."""
+        made: int = ceil_div(self.width, TILE)
+        return made
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """T tokens of H heads attend to one or two lists of keys; splits 0: as the mode has it."""
+
+    tokens: int
+    heads: int
+    window: KeyList
+    entries: KeyList | None = None
+    mode: str = "prefill"
+    lengths: bool = False  # how many slots of each list count is given for each token
+    splits: int = 0
+    scale: float = rows.WIDTH**-0.5
+
+    def __post_init__(self) -> None:
+        rows.require_extent("tokens", self.tokens)
+        if not 1 <= self.heads <= MOST_HEADS:
+            raise ShapeMismatch(
+                "query heads", self.heads, f"1 to {MOST_HEADS}", "Give each rank its own heads."
+            )
+        if self.mode not in MODES:
+            raise InvalidArgument(
+                "mode of attention", self.mode, " or ".join(MODES), "It decides the splits."
+            )
+        if not 0 <= self.splits <= MOST_SPLITS:
+            raise InvalidArgument(
+                "splits of the keys", self.splits, f"0 to {MOST_SPLITS}", "0 follows the mode."
+            )
+        formats = {each.pages.entry for each in self.lists}
+        if len(formats) > 1:
+            raise InvalidArgument(
+                "entry formats of the two caches",
+                sorted(formats),
+                "the same one in both",
+                "Convert one of the caches.",
+            )
+        if not 0 < self.scale < float("inf"):
+            raise InvalidArgument(
+                "softmax scale", self.scale, "a positive number", "Models have 512**-0.5."
+            )
+
+    @property
+    def lists(self) -> tuple[KeyList, ...]:
+        """The lists that there are, the window's first."""
+        return (self.window,) if self.entries is None else (self.window, self.entries)
+
+    @property
+    def keys(self) -> int:
+        """Slots that a token names at most."""
+        return sum(each.width for each in self.lists)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all lists: none has keys of both."""
+        return sum(each.tiles for each in self.lists)
+
+    @property
+    def head_groups(self) -> int:
+        """Thread blocks that share a token's keys."""
+        made: int = ceil_div(self.heads, HEADS)
+        return made
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of both products, for keys that all count."""
+        return 4 * self.tokens * self.heads * self.keys * rows.WIDTH
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the entries that are named, each as often as it is named."""
+        return sum(self.tokens * each.width * each.pages.format.entry_bytes for each in self.lists)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What a kernel is compiled for; extents come with the launch."""
+
+    entry: str
+    lengths: bool
+    partial: bool  # sums go to the merging kernel, else the output is written
+    target: str
+
+
+@dataclass(frozen=True)
+class MergeForm:
+    """What the merging kernel is compiled for: any number of splits."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes of one thread block."""
+
+    queries: int
+    keys: int
+    shares: int
+    others: int
+
+    @property
+    def total(self) -> int:
+        """All of it, with what alignment may cost."""
+        return self.queries + self.keys + self.shares + self.others + ALIGNMENT
+
+
+def shared_memory() -> SharedMemory:
+    """Return what a thread block keeps: queries, tiles of keys, shares, peaks and barriers."""
+    return SharedMemory(
+        queries=2 * HEADS * rows.WIDTH,
+        keys=2 * TILE * rows.WIDTH * STAGES,
+        shares=2 * HEADS * TILE,
+        others=COUNTS_BYTES + BARRIER_BYTES + MASK_BYTES,
+    )
+
+
+def tiles_each(problem: AttentionProblem) -> int:
+    """Return how many tiles a split has; prefill has thread blocks enough without splits."""
+    each: int = problem.tiles
+    if problem.splits:
+        each = ceil_div(problem.tiles, problem.splits)
+    elif problem.mode == "decode":
+        each = max(TILES_OF_SPLIT, ceil_div(problem.tiles, MOST_SPLITS))
+    return max(1, each)
+
+
+def choose_splits(problem: AttentionProblem) -> int:
+    """Return into how many splits the keys go; the last ones may be empty."""
+    made: int = problem.splits or max(1, ceil_div(problem.tiles, tiles_each(problem)))
+    return made
+
+
+def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
+    """Return the form that answers a problem."""
+    entry = problem.window.pages.entry
+    return AttentionForm(entry, problem.lengths, choose_splits(problem) > 1, target)
+
+
+def grid(problem: AttentionProblem) -> int:
+    """Thread blocks: tokens, splits and groups of heads, the last one fastest."""
+    return problem.tokens * choose_splits(problem) * problem.head_groups
+
+
+# ---- ints and kernels ----------------------------------------------------------------------------
+
+
+def tiles_of_split(
+    split: Any, each: Any, widths: tuple[Any, Any], lengths: tuple[Any, Any]
+) -> tuple[Any, Any, Any]:
+    """Return the first tile and the number of tiles of the window's list in a split, and of all.
+
+    `widths` are the tiles that lists have, `lengths` those that hold slots that count. After the
+    window's tiles come those from max(first, widths[0]) on.
+    """
+    first = split * each
+    end = first + each
+    near = ops.maximum(ops.minimum(end, lengths[0]) - first, 0)
+    begin = ops.maximum(first, widths[0])
+    far = ops.maximum(ops.minimum(end, widths[0] + lengths[1]) - begin, 0)
+    return first, near, near + far

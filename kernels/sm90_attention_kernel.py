@@ -1,0 +1,453 @@
+"""The kernel of sparse attention on Hopper: what its three warpgroups do.
+
+Owns a thread block's work: a token, 64 heads, a split of the keys. The last warpgroup brings tiles
+of 64 keys (sm90_attention_gather); the other two multiply by wgmma, each with half of a tile's keys
+for the logits, then all 64 shares with half of the output's columns: keys and values are the same
+numbers in shared memory, taken once along rows and once along columns. Operands are BF16, sums
+float32; shares are rounded to BF16 beside a running peak, their sum is of what was not rounded.
+
+Barriers: a stage is full when the 128 threads that bring it, and their copies, have arrived, and
+empty when the eight warps that multiply have. Whoever sees a full stage fences, because wgmma reads
+by another proxy than threads write. Two named barriers a tile let both warpgroups see the other's
+peaks, then its shares. Refuses nothing: a kernel cannot. Kept honest by
+suites/kernels/test_sm90_sparse_attention.py.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels import simt_attention_merge as merging
+from degarble.kernels import sm90_attention_gather as gather
+from degarble.kernels import sm90_attention_instructions as ptx
+from degarble.kernels import sm90_w4a16_instructions as shared
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common import sparse_attention_problem as facts
+from degarble.kernels.common import wgmma
+from degarble.kernels.common.sparse_attention_problem import AttentionForm
+
+NAN = float("nan")
+QUADS = 4  # lanes that share a row
+BLOCKS = facts.KEYS // 8  # of eight columns in a warpgroup's products
+EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups that multiply
+CONSUMER_THREADS = facts.CONSUMERS * facts.WARPGROUP
+MASK_WORDS = 2
+CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
+
+
+class Addresses(NamedTuple):
+    """Global memory, as 64-bit numbers."""
+
+    q: Any
+    sink: Any
+    near: Any
+    near_lengths: Any
+    near_cache: Any
+    far: Any
+    far_lengths: Any
+    far_cache: Any
+    out: Any
+    lse: Any
+    sums: Any
+    stats: Any
+
+
+class Place(NamedTuple):
+    """Which token, split and heads a thread block has; extents T, H and the splits."""
+
+    token: Any
+    split: Any
+    head: Any  # the first
+    tokens: Any
+    heads: Any
+    splits: Any
+
+
+class Lane(NamedTuple):
+    """Where a thread of a multiplying warpgroup stands."""
+
+    half: Any  # the warpgroup
+    row: Any  # of the fragment, the first of two that are eight apart
+    quad: Any
+    warp: Any  # of the warpgroup
+    lane: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: tensors that wgmma reads, and addresses."""
+
+    queries: Any
+    keys: Any
+    shares: Any
+    queries_at: Any
+    shares_at: Any
+    counts_at: Any
+    places: gather.Places
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def attention_kernel(
+    addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
+) -> None:
+    """Take a role by warpgroup: two multiply, the last one brings keys."""
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = shared_memory()
+    if thread == 0:
+        for stage in range(facts.STAGES):
+            shared.begin_barrier(memory.places.full + stage * 8, 2 * facts.WARPGROUP)
+            empty = memory.places.full + (facts.STAGES + stage) * 8
+            shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    place = place_of(extents)
+    lists, widths, walk = lists_of(addresses, extents, place, form)
+    if group == facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
+        gather.produce(lists, widths, walk, memory.places, form)
+    else:
+        cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)
+        lane = Lane(
+            group,
+            thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
+            thread % QUADS,
+            thread % facts.WARPGROUP // rows.LANES,
+            thread % rows.LANES,
+        )
+        load_queries(addresses.q, place, memory.queries_at)
+        output = wgmma_of_output()
+        sums = wgmma.sums_of(output, facts.COLUMNS)
+        sums.fill(0.0)
+        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        peaks.fill(-float("inf"))
+        totals.fill(0.0)
+        consume(memory, lane, walk[2], (sums, peaks, totals), scale)
+        share_totals(memory, lane, totals)
+        if cutlass.const_expr(form.partial):
+            store_partial(addresses, place, lane, (sums, peaks, totals))
+        else:
+            store_output(addresses, place, lane, (sums, peaks, totals), memory)
+
+
+def shared_memory() -> Memory:
+    """Divide the shared memory of a thread block."""
+    allocator = cutlass.memory.SmemAllocator()
+    swizzle = wgmma.Swizzle.K_SW128
+    layouts = (
+        wgmma.staged_layout(BFloat16, facts.HEADS, rows.WIDTH, 1, swizzle),
+        wgmma.staged_layout(BFloat16, facts.TILE, rows.WIDTH, facts.STAGES, swizzle),
+        wgmma.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
+    )
+    pointers = [
+        allocator.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
+        for layout in layouts
+    ]
+    tensors = [
+        cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
+        for at, layout in zip(pointers, layouts, strict=True)
+    ]
+    warps = facts.WARPGROUP // rows.LANES
+    counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES)
+    masks = allocator.allocate_array(Uint32, MASK_WORDS * warps * facts.STAGES)
+    queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
+    places = gather.Places(keys_at, Uint32(barriers.toint()), Uint32(masks.toint()))
+    queries, keys, shares = tensors
+    counts_at = Uint32(counts.toint())
+    return Memory(queries, keys, shares, queries_at, shares_at, counts_at, places)
+
+
+def place_of(extents: tuple[Any, ...]) -> Place:
+    """Return what this thread block has: groups of heads count fastest, then splits."""
+    block, _, _ = cute.arch.block_idx()
+    tokens, heads, splits, *_ = extents
+    groups = (heads + facts.HEADS - 1) // facts.HEADS
+    token, rest = block // (groups * splits), block % (groups * splits)
+    return Place(token, rest // groups, rest % groups * facts.HEADS, tokens, heads, splits)
+
+
+def lists_of(
+    addresses: Addresses, extents: tuple[Any, ...], place: Place, form: AttentionForm
+) -> tuple[Any, Any, Any]:
+    """Return the token's lists, the tiles that they have, and the walk of this split."""
+    *_, each, near_width, near_entries, near_stride, near_capacity = extents[:8]
+    far_width, far_entries, far_stride, far_capacity = extents[8:]
+    kept = near_width, far_width
+    if form.lengths:
+        at = addresses.near_lengths, addresses.far_lengths
+        lengths = (Int32(ptx.word_at(start + Int64(place.token) * 4)) for start in at)
+        kept = tuple(
+            ops.maximum(ops.minimum(length, width), 0)
+            for length, width in zip(lengths, kept, strict=True)
+        )
+    token = Int64(place.token) * 4
+    near = gather.List(
+        addresses.near + token * Int64(near_width),
+        kept[0],
+        addresses.near_cache,
+        near_entries,
+        near_stride,
+        near_capacity,
+    )
+    far = gather.List(
+        addresses.far + token * Int64(far_width),
+        kept[1],
+        addresses.far_cache,
+        far_entries,
+        far_stride,
+        far_capacity,
+    )
+    tiles = [(count + facts.TILE - 1) // facts.TILE for count in (near_width, far_width, *kept)]
+    widths = tiles[0], tiles[1]
+    walk = facts.tiles_of_split(place.split, each, widths, (tiles[2], tiles[3]))
+    return (near, far), widths, walk
+
+
+def wgmma_of_output() -> Any:
+    """Return the instruction for 64 rows of shares and 256 columns of keys, taken as values."""
+    operation = warpgroup.MmaF16BF16Op(
+        BFloat16,
+        Float32,
+        (facts.HEADS, facts.COLUMNS, 16),
+        warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(operation))
+
+
+def load_queries(q: Any, place: Place, queries_at: Any) -> None:
+    """Bring 64 heads of the token to shared memory; rows without a head are zeros."""
+    thread, _, _ = cute.arch.thread_idx()
+    first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    for turn in range(facts.HEADS * gather.CHUNKS // CONSUMER_THREADS):
+        item = Uint32(thread) + turn * CONSUMER_THREADS
+        row, chunk = item // gather.CHUNKS, item % gather.CHUNKS
+        exists = place.head + Int32(row) < place.heads
+        kept = ops.select(exists, row, Uint32(0))
+        source = q + ((first + Int64(kept)) * gather.CHUNKS + Int64(chunk)) * gather.CHUNK
+        size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
+        ptx.copy_16(queries_at + gather.address_in_tile(row, chunk), source, size)
+    ptx.end_of_copies()
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
+
+
+@cute.jit
+def consume(
+    memory: Memory, lane: Lane, steps: Any, state: tuple[Any, Any, Any], scale: Any
+) -> None:
+    """Multiply, weigh and add up every tile of a split."""
+    sums, peaks, totals = state
+    products = wgmma.mma_of(BFloat16, facts.KEYS)
+    output = wgmma_of_output()
+    logits = wgmma.sums_of(products, facts.KEYS)
+    a = products.make_fragment_A(products.get_slice(0).partition_A(memory.queries))
+    own = cute.local_tile(memory.keys, (facts.KEYS, rows.WIDTH, facts.STAGES), (lane.half, 0, 0))
+    b = products.make_fragment_B(products.get_slice(0).partition_B(own))
+    turned = cute.make_tensor(memory.keys.iterator, cute.select(memory.keys.layout, [1, 0, 2]))
+    columns = cute.local_tile(turned, (facts.COLUMNS, facts.TILE, facts.STAGES), (lane.half, 0, 0))
+    values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
+    shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
+    to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    stage, phase = Uint32(0), Uint32(0)
+    for _ in cutlass.range(Int32(0), steps, unroll=1):
+        shared.await_phase(memory.places.full + stage * 8, phase)
+        cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
+        wgmma.multiply_stage(
+            products, logits, a[None, None, None, 0], b[None, None, None, stage], begins=True
+        )
+        present, beyond = masks_of(memory.places.masks, stage, lane)
+        warpgroup.wait_group(0)
+        hide(logits, present, beyond, lane)
+        weigh(memory, lane, logits, (sums, peaks, totals), to_powers)
+        wgmma.multiply_stage(
+            output, sums, shares[None, None, None, 0], values[None, None, None, stage], begins=False
+        )
+        warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
+        stage, phase = gather.shared_next(stage, phase)
+
+
+def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
+    """Return which of the 32 keys of a warpgroup are present, and which beyond the cache."""
+    warps = facts.WARPGROUP // rows.LANES
+    at = masks + (stage * warps + Uint32(lane.half) * (warps // 2)) * 8
+    low, beyond_low, high, beyond_high = shared.shared_words(at, 4)
+    return low | ops.shift_left(high, 16), beyond_low | ops.shift_left(beyond_high, 16)
+
+
+@cute.jit
+def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
+    """Make logits of absent keys -inf, and those of keys beyond the cache NaN."""
+    if present != 0xFFFF_FFFF:
+        for block in cutlass.range_constexpr(BLOCKS):
+            for i in cutlass.range_constexpr(4):
+                key = Uint32(lane.quad) * 2 + (block * 8 + i % 2)
+                absent = ops.select(
+                    gather.bit(beyond, key) == 1, Float32(NAN), Float32(-float("inf"))
+                )
+                here = gather.bit(present, key) == 1
+                logits[block * 4 + i] = ops.select(here, logits[block * 4 + i], absent)
+
+
+@cute.jit
+def weigh(
+    memory: Memory, lane: Lane, logits: Any, state: tuple[Any, Any, Any], to_powers: Any
+) -> None:
+    """Turn logits into shares in shared memory, beside the peak of both warpgroups' keys."""
+    sums, peaks, totals = state
+    tops = []
+    for row in cutlass.range_constexpr(2):
+        top = logits[2 * row]
+        for i in cutlass.range_constexpr(1, 2 * BLOCKS):
+            top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
+        for distance in (1, 2):
+            top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+        tops.append(top)
+        if lane.quad == 0:
+            ptx.store_number(counts_at(memory, lane, lane.half, row), top)
+    cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
+    factors = []
+    for row in cutlass.range_constexpr(2):
+        other = ptx.number_at(counts_at(memory, lane, 1 - lane.half, row))
+        top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
+        peak = ptx.larger(peaks[row], top)
+        against = merging.finite(peak)
+        factor = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        peaks[row] = peak
+        total = Float32(0.0)
+        for block in cutlass.range_constexpr(BLOCKS):
+            at = block * 4 + 2 * row
+            pair = [
+                ptx.power_of_two(ops.fma_rn(logits[at + i], to_powers, -against)) for i in range(2)
+            ]
+            total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
+            chunk = Uint32(lane.half) * (facts.KEYS // rows.HALF) + block
+            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, chunk)
+            word = ptx.pair_rounded(pair[0], pair[1])
+            ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
+        totals[row] = ops.fma_rn(totals[row], factor, total)
+        factors.append(factor)
+    rescale(sums, factors)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
+
+
+def rescale(sums: Any, factors: list[Any]) -> None:
+    """Bring what was added up to the new peak."""
+    for i in range(cute.size(sums)):
+        sums[i] = ops.multiply_rn(sums[i], factors[i // 2 % 2])
+
+
+def counts_at(memory: Memory, lane: Lane, half: Any, row: int) -> Any:
+    """Return where a warpgroup's number of a row lies."""
+    return memory.counts_at + (Uint32(half) * facts.HEADS + Uint32(lane.row) + 8 * row) * 4
+
+
+@cute.jit
+def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
+    """Add up the sums of shares, over lanes and over both warpgroups in one order."""
+    cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
+    for row in cutlass.range_constexpr(2):
+        total = totals[row]
+        for distance in (1, 2):
+            total = ops.add_rn(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
+        if lane.quad == 0:
+            ptx.store_number(counts_at(memory, lane, lane.half, row), total)
+    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
+    for row in cutlass.range_constexpr(2):
+        both = [ptx.number_at(counts_at(memory, lane, half, row)) for half in range(2)]
+        totals[row] = ops.add_rn(both[0], both[1])
+
+
+@cute.jit
+def store_partial(
+    addresses: Addresses, place: Place, lane: Lane, state: tuple[Any, Any, Any]
+) -> None:
+    """Leave sums, peak and sum of shares of a split for the merging kernel."""
+    sums, peaks, totals = state
+    for row in cutlass.range_constexpr(2):
+        head = place.head + lane.row + 8 * row
+        if head < place.heads:
+            of_token = Int64(place.token) * Int64(place.splits) + Int64(place.split)
+            number = of_token * Int64(place.heads) + Int64(head)
+            if (lane.quad == 0) & (lane.half == 0):
+                ptx.store_pair(addresses.stats + number * 8, peaks[row], totals[row])
+            start = addresses.sums + (number * rows.WIDTH + lane.half * facts.COLUMNS) * 4
+            for block in cutlass.range_constexpr(facts.COLUMNS // 8):
+                at = block * 4 + 2 * row
+                to = start + Int64(lane.quad) * 8 + block * 32
+                ptx.store_pair(to, sums[at], sums[at + 1])
+
+
+@cute.jit
+def store_output(
+    addresses: Addresses,
+    place: Place,
+    lane: Lane,
+    state: tuple[Any, Any, Any],
+    memory: Memory,
+) -> None:
+    """Divide by the sum with the sink, round once, and write rows by way of shared memory."""
+    sums, peaks, totals = state
+    inverses = []
+    for row in cutlass.range_constexpr(2):
+        head = place.head + lane.row + 8 * row
+        sink = Float32(0.0)
+        if head < place.heads:
+            sink = ptx.single_at(addresses.sink + Int64(head) * 4)
+            if (lane.quad == 0) & (lane.half == 0):
+                number = Int64(place.token) * Int64(place.heads) + Int64(head)
+                ptx.store_single(
+                    addresses.lse + number * 4, merging.lse_of(totals[row], peaks[row])
+                )
+        inverses.append(merging.inverse_total(totals[row], peaks[row], sink))
+    # Half of a tile's columns, 64 rows of them, is as much as this warpgroup writes; nobody else
+    # reads or writes them any more.
+    first = Uint32(lane.half) * CHUNKS_OF_HALF
+    for row in cutlass.range_constexpr(2):
+        for block in cutlass.range_constexpr(facts.COLUMNS // 8):
+            at = block * 4 + 2 * row
+            pair = [ops.multiply_rn(sums[at + i], inverses[row]) for i in range(2)]
+            to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
+            word = ptx.pair_rounded(pair[0], pair[1])
+            ptx.store_word(memory.places.tiles + to + Uint32(lane.quad) * 4, word)
+    cute.arch.sync_warp()
+    for turn in cutlass.range_constexpr(16):
+        within = lane.warp * 16 + turn
+        head = place.head + within
+        if head < place.heads:
+            from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
+            words = shared.shared_words(memory.places.tiles + from_, 4)
+            number = Int64(place.token) * Int64(place.heads) + Int64(head)
+            chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
+            ptx.store_16(addresses.out + chunk * gather.CHUNK, words)
+
+
+@cute.jit
+def launch_attention(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    scale: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; the last one is the thread blocks."""
+    *inner, blocks = extents
+    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    attention_kernel(addresses, tuple(inner), scale, form).launch(
+        grid=[blocks, 1, 1],
+        block=[facts.THREADS, 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )

@@ -1,0 +1,305 @@
+"""Compare sparse attention on a GPU with the formula in float64, over rows that a cache decodes to.
+
+Owns the cases (tokens, heads, widths of lists, pages, entry formats, gaps, lengths, sinks, spreads)
+and the gates, the strictest public ones for this kernel (FlashMLA, tests): each number within 1e-3
+or 2.01/128 of itself, a cosine distance of 5e-6 over the whole; LSE within 1e-6 or 8.01/65536 of
+itself; infinities and NaN where the formula has them. Unused slots, padding of pages, results and
+workspace hold NaN before, and list places behind a length hold numbers of poisoned slots.
+
+Entries are coded and decoded by cache_checks, which knows no kernel. Kept honest by
+suites/kernels/test_sm90_sparse_attention.py, which plants errors in what came back, and by
+test_sm90_sparse_attention_faults.py, which plants them in the kernel.
+Shape letters: T tokens, H heads, L width (512), K keys of a token, S slots of a cache.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.kv_problem import ENTRIES, Pages
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.suites.kernels import cache_checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SETTINGS = CompileSettings()
+ABSOLUTE, RELATIVE, COSINE = 1e-3, 2.01 / 128, 5e-6  # FlashMLA, tests: sparse decode
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
+SPREADS = {"flat": 1.0, "peaked": 30.0}  # of queries: logits vary by 0.1 and by 3
+ROW_SIZE = 0.1  # of entries, as public tests have them
+SINKS = ("drawn", "none", "all")
+POISONED = 7  # slots of every cache that no list names but behind its length
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch; everything follows from these facts."""
+
+    tokens: int = 2
+    heads: int = 64
+    near: int = 128  # width of the window's list
+    far: int | None = 512  # of the list of entries; None: there is none
+    entry: str = "fp8"
+    pages: tuple[int, int] = (64, 2)  # entries of a page, of both caches
+    page_bytes: int = 0  # added to the stride
+    gaps: float = 0.1  # share of -1
+    lengths: bool = False
+    mode: str = "decode"
+    splits: int = 0
+    spread: str = "peaked"
+    sinks: str = "drawn"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        what = f"{self.entry} T{self.tokens} H{self.heads} W{self.near} K{self.far} {self.mode}"
+        more = f"{self.splits} {self.pages} gaps={self.gaps} {self.spread} {self.sinks}"
+        return f"{what} {more}{' lengths' * self.lengths} seed={self.seed}"
+
+    def keys_of(self, width: int, entries: int) -> KeyList:
+        """Return a list with a cache of more slots than the widest list names."""
+        count = -(-(width + POISONED + 5) // entries) + 1
+        plain = Pages(self.entry, entries, count)
+        return KeyList(width, Pages(self.entry, entries, count, plain.stride + self.page_bytes))
+
+    @cached_property
+    def problem(self) -> AttentionProblem:
+        """Return what the launch is asked for."""
+        far = None if self.far is None else self.keys_of(self.far, self.pages[1])
+        near = self.keys_of(self.near, self.pages[0])
+        return AttentionProblem(
+            self.tokens, self.heads, near, far, self.mode, self.lengths, self.splits
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Operands of a case, and the rows [S, L] that each cache decodes to, poison and all."""
+
+    q: Tensor
+    sink: Tensor
+    slots: tuple[Tensor, ...]
+    caches: tuple[Tensor, ...]
+    lengths: tuple[Tensor, ...] | None
+    decoded: tuple[Tensor, ...]
+
+
+def drawn(case: Case, device: str = "cuda") -> Drawn:
+    """Draw operands on a device."""
+    generator = torch.Generator(device).manual_seed(case.seed + 17)
+    problem = case.problem
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q = (normal(case.tokens, case.heads, rows.WIDTH) * SPREADS[case.spread]).bfloat16()
+    sink = normal(case.heads) * 2
+    if case.sinks != "drawn":
+        sink = torch.full_like(sink, -torch.inf if case.sinks == "none" else torch.inf)
+        sink[::3] = 1.0
+    made = [_cache(each, normal, generator, device) for each in problem.lists]
+    lists = [
+        _list(case, each, order, generator)
+        for each, (_, _, order) in zip(problem.lists, made, strict=True)
+    ]
+    return Drawn(
+        q,
+        sink,
+        tuple(slots for slots, _ in lists),
+        tuple(cache for cache, _, _ in made),
+        tuple(lengths for _, lengths in lists) if case.lengths else None,
+        tuple(decoded for _, decoded, _ in made),
+    )
+
+
+def _cache(of: KeyList, normal: Any, generator: Any, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return poisoned pages with entries in all slots but the last ones of an order; that order."""
+    pages, entry = of.pages, of.pages.format
+    cache = torch.full((pages.count, pages.stride), 0xFF, dtype=torch.uint8, device=device)
+    order = torch.randperm(pages.slots, generator=generator, device=device)
+    used = order[:-POISONED]
+    rows_SL = (normal(len(used), rows.WIDTH) * ROW_SIZE).bfloat16().cpu()
+    values, scales = cache_checks.coded(rows_SL, entry)
+    numbers = cache_checks.decoded(values, scales, entry).to(device)
+    values, scales = values.to(device), scales.to(device)
+    page, within = used // pages.entries, used % pages.entries
+    by_entry = torch.arange(entry.value_bytes, device=device)
+    cache[page[:, None], within[:, None] * entry.value_bytes + by_entry] = values
+    of_scales = torch.arange(entry.scale_bytes, device=device)
+    start = pages.entries * entry.value_bytes
+    cache[page[:, None], start + within[:, None] * entry.scale_bytes + of_scales] = scales
+    decoded = torch.full((pages.slots, rows.WIDTH), torch.nan, device=device, dtype=torch.float64)
+    decoded[used] = numbers.double()
+    return cache, decoded, order
+
+
+def _list(case: Case, of: KeyList, order: Tensor, generator: Any) -> tuple[Tensor, Tensor]:
+    """Return slots [T, width] and lengths [T]; poisoned slots and nonsense lie behind lengths."""
+    shape, device = (case.tokens, of.width), order.device
+    drawn_at = torch.rand(
+        case.tokens, max(1, len(order) - POISONED), generator=generator, device=device
+    )
+    chosen = order[drawn_at.argsort(-1)[:, : of.width]].int()
+    gap = torch.rand(shape, generator=generator, device=device) < case.gaps
+    slots = chosen.masked_fill(gap, -1)
+    lengths = torch.full((case.tokens,), of.width, dtype=torch.int32, device=device)
+    if case.lengths:
+        draw = torch.rand(case.tokens, generator=generator, device=device)
+        lengths = (draw * (of.width + 1)).int()
+        lengths[0] = 0
+        behind = torch.arange(of.width, device=device) >= lengths[:, None]
+        poison = order[-1:].int().expand(shape).clone()
+        poison[:, ::2] = 1 << 30
+        slots = torch.where(behind, poison, slots)
+    return slots.contiguous(), lengths
+
+
+def formula(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
+    """Return output [T, H, L] and LSE [T, H] in float64; a token at a time."""
+    outs, lses = [], []
+    for token in range(case.tokens):
+        parts = []
+        for i, slots in enumerate(given.slots):
+            kept = (
+                slots[token] if given.lengths is None else slots[token, : given.lengths[i][token]]
+            )
+            kept = kept[kept >= 0].long()
+            decoded = given.decoded[i]
+            exists = kept < len(decoded)
+            found = decoded[torch.where(exists, kept, 0)]
+            parts.append(found.masked_fill(~exists[:, None], torch.nan))
+        keys = torch.cat(parts)
+        logits = given.q[token].double() @ keys.T * case.problem.scale
+        lse = torch.logsumexp(logits, -1)
+        peak = logits.amax(-1) if len(keys) else torch.zeros_like(lse)
+        share = torch.exp(logits - peak[:, None])
+        total = share.sum(-1) + torch.exp(given.sink.double() - peak)
+        made = torch.where(total[:, None] == 0, 0.0, share / total[:, None]) @ keys
+        outs.append(made)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def memory_for(case: Case, device: Any) -> tuple[Any, Any]:
+    """Return results and a workspace full of NaN."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    results = kernels.empty_results(case.problem, device)
+    workspace = kernels.empty_workspace(case.problem, device)
+    for tensor in (*results, *(workspace or ())):
+        tensor.fill_(torch.nan)
+    return results, workspace
+
+
+def on_device(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
+    """Run the kernel."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    results, workspace = memory_for(case, given.q.device)
+    kernels.sparse_attention(
+        operands_of(given), case.problem, SETTINGS, results=results, workspace=workspace
+    )
+    return results.out, results.lse
+
+
+def operands_of(given: Drawn) -> Any:
+    """Return the operands as the kernel takes them."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    lengths = given.lengths or (None,) * len(given.slots)
+    keys = [kernels.Keys(*each) for each in zip(given.slots, given.caches, lengths, strict=True)]
+    return kernels.Operands(given.q, given.sink, *keys)
+
+
+def complaint(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> str:
+    """Say what is beyond the gates; empty where nothing is."""
+    said = [
+        _beyond("output", got[0], wanted[0], (ABSOLUTE, RELATIVE)),
+        _beyond("LSE", got[1], wanted[1], (LSE_ABSOLUTE, LSE_RELATIVE)),
+    ]
+    finite = wanted[0].isfinite()
+    a, b = (torch.where(finite, each.double(), 0.0) for each in (got[0], wanted[0]))
+    squares = (a * a).sum() + (b * b).sum()
+    distance = 1 - float(2 * (a * b).sum() / squares) if squares > 0 else 0.0
+    if not distance <= COSINE:
+        said.append(f"cosine distance {distance:.2e}, at most {COSINE}")
+    return "; ".join(filter(None, said))
+
+
+def _beyond(name: str, got: Tensor, wanted: Tensor, gates: tuple[float, float]) -> str:
+    got = got.double()
+    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    away = (got - wanted).abs()
+    near = (away <= gates[0]) | (away <= gates[1] * wanted.abs())
+    wrong = ~(same | (near & wanted.isfinite()))
+    if not wrong.any():
+        return ""
+    first = tuple(wrong.nonzero()[0].tolist())
+    worst = torch.where(wrong & away.isfinite(), away, 0.0).max()
+    return (
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} beyond the gates, first {first}: "
+        f"{float(got[first])!r} for {float(wanted[first])!r}, worst {float(worst):.3g} away"
+    )
+
+
+def mismatch(case: Case) -> str:
+    """Run a case; say what is wrong with it."""
+    given = drawn(case)
+    why = complaint(on_device(case, given), formula(case, given))
+    return f"{case.name}: {why}" if why else ""
+
+
+def cases() -> list[Case]:
+    """Return shapes of models, lengths around every constant, and whatever else is special."""
+    made = [
+        Case(heads=heads, far=far, mode=mode, seed=heads + far)
+        for heads, far in ((128, 1024), (64, 512), (8, 32))  # V4-Pro, V4-Flash, the tiny model
+        for mode in ("decode", "prefill")
+    ]
+    lengths = (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 192, 193, 511, 512, 513, 640, 641)
+    made += [Case(far=far, heads=16, seed=far, near=128) for far in lengths]
+    made += [Case(near=near, far=65, heads=8, seed=near) for near in (0, 1, 63, 64, 65, 127, 129)]
+    made += [Case(near=near, far=None, heads=8) for near in (0, 1, 128, 700)]
+    for entry in ENTRIES:
+        made += [
+            Case(entry=entry, pages=pages, page_bytes=extra, lengths=lengths, mode=mode, seed=extra)
+            for pages, extra, lengths in (((64, 64), 0, False), ((1, 3), 48, True))
+            for mode in ("decode", "prefill")
+        ]
+    made += [Case(heads=heads, far=100) for heads in (1, 7, 9, 63, 65, 127)]
+    made += [Case(sinks=sinks, gaps=gaps, far=70) for sinks in SINKS for gaps in (0.0, 0.98, 1.0)]
+    made += [Case(splits=splits, far=400, seed=splits, lengths=True) for splits in (1, 2, 3, 9, 32)]
+    made += [Case(spread="flat", far=1024, mode=mode) for mode in ("decode", "prefill")]
+    made += [Case(tokens=9, lengths=True, far=1024, heads=64), Case(tokens=300, far=40, heads=24)]
+    return made
+
+
+def fuzzed(seed: int, count: int) -> list[Case]:
+    """Return random cases."""
+    draw = random.Random(seed)
+    return [
+        Case(
+            tokens=draw.randint(1, 5),
+            heads=draw.randint(1, 128),
+            near=draw.choice((draw.randint(0, 130), draw.randint(0, 300))),
+            far=draw.choice((None, draw.randint(0, 70), draw.randint(0, 1100))),
+            entry=draw.choice(sorted(ENTRIES)),
+            pages=(draw.randint(1, 130), draw.randint(1, 130)),
+            page_bytes=draw.choice((0, 16, 576)),
+            gaps=draw.choice((0.0, 0.1, 0.9)),
+            lengths=draw.random() < 0.5,
+            mode=draw.choice(("decode", "prefill")),
+            splits=draw.choice((0, 0, 0, draw.randint(1, 32))),
+            spread=draw.choice(sorted(SPREADS)),
+            sinks=draw.choice(SINKS),
+            seed=seed * count + i,
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,128 @@
+"""Faults planted in sparse attention: what it computes when one of its functions is another.
+
+Owns the faults by name, each a function replaced while a kernel is traced; nothing of this is in
+the kernels. None can stop a GPU: barriers and addresses of stages stay as they are. Kept honest by
+suites/kernels/test_sm90_sparse_attention_faults.py: on an H200 each is caught by the checks of
+attention_checks, and the whole kernels beside them are not.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from degarble.kernels.common import sparse_attention_problem as facts
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.sparse_attention_problem import MergeForm
+from degarble.kernels.common.targets import SM90A
+from degarble.suites.kernels import attention_checks as checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_GATHER = "degarble.kernels.sm90_attention_gather"
+_KERNEL = "degarble.kernels.sm90_attention_kernel"
+_MERGE = "degarble.kernels.simt_attention_merge"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, what stands in its place, and a case that tells."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    case: checks.Case = field(default_factory=checks.Case)
+
+
+def _without_sink(true: Any, total: Any, peak: Any, sink: Any) -> Any:
+    return true(total, peak, sink - float("inf"))
+
+
+def _nothing(_true: Any, *_given: Any) -> None:
+    return None
+
+
+def _first_only(_true: Any, *_given: Any) -> Any:
+    return import_module("cutlass").Float32(1.0)
+
+
+def _next_group(true: Any, *given: Any) -> Any:
+    return true(*given) + 1
+
+
+def _one_more(true: Any, key: Any, width: Any) -> Any:
+    return true(key, width + 1)
+
+
+def _one_less(true: Any, key: Any, width: Any) -> Any:
+    return true(key, width - 1)
+
+
+def _without_first(_true: Any, index: Any, capacity: Any) -> Any:
+    return (index > 0) & (index < capacity), index >= capacity
+
+
+def _unseen(true: Any, index: Any, capacity: Any) -> Any:
+    return true(index, capacity)[0], index > (1 << 30)
+
+
+def _never_far(true: Any, step: Any, walk: Any, widths: Any) -> Any:
+    return true(step * 0, walk, widths)
+
+
+_DECODE, _PREFILL = checks.Case(far=600, seed=3), checks.Case(far=600, mode="prefill", seed=3)
+_LENGTHS = checks.Case(tokens=4, far=600, lengths=True, seed=5)
+_FEW = checks.Case(tokens=64, near=9, far=4, gaps=0.0, heads=8, pages=(1, 1))
+_NVFP4 = checks.Case(far=200, entry="nvfp4", mode="prefill", seed=4)
+
+FAULTS = (
+    Fault("sink left out", _MERGE, "inverse_total", _without_sink, _PREFILL),
+    Fault("sink left out of the merge", _MERGE, "inverse_total", _without_sink, _DECODE),
+    Fault("merge without rescaling", _MERGE, "factor_of", _first_only, _DECODE),
+    Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _PREFILL),
+    Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _PREFILL),
+    Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _PREFILL),
+    Fault("scale of the next block of 16", _GATHER, "scale_of_chunk", _next_group, _NVFP4),
+    Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
+    Fault("list one too short", _GATHER, "within", _one_less, _PREFILL),
+    Fault("slot 0 taken for none", _GATHER, "counts", _without_first, _FEW),
+    Fault("first tile again and again", _GATHER, "tile_of_step", _never_far, _PREFILL),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while a kernel is traced."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+    setattr(module, fault.function, lambda *given: fault.instead(true, *given))
+    try:
+        yield
+    finally:
+        setattr(module, fault.function, true)
+
+
+def compiled(fault: Fault) -> tuple[Any, Any]:
+    """Compile both kernels of a fault's case with the fault, past every cache."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    merging = import_module(_MERGE)
+    form = facts.choose_form(fault.case.problem, SM90A.name)
+    with planted(fault):
+        kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
+        merge = None
+        if form.partial:
+            merge = merging.compile_form.__wrapped__(MergeForm(SM90A.name), CompileSettings())
+    return kernel, merge
+
+
+def verdict(fault: Fault, both: tuple[Any, Any]) -> str:
+    """Say what the checks find wrong; empty where they find nothing."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    case, given = fault.case, checks.drawn(fault.case)
+    memory = checks.memory_for(case, given.q.device)
+    kernels.launch(both, case.problem, checks.operands_of(given), *memory)
+    return checks.complaint(tuple(memory[0]), checks.formula(case, given))

@@ -1,0 +1,108 @@
+"""The arithmetic of sparse attention: every tile in one split, memory and registers that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from degarble.harness.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
+from degarble.kernels.common import sparse_attention_problem as facts
+from degarble.kernels.common.kv_problem import Pages
+from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.kernels.common.targets import SM90A
+
+PAGES = Pages("fp8", 64, 4)
+PROBLEM = AttentionProblem(3, 64, KeyList(128, PAGES), KeyList(1024, PAGES), "decode")
+
+
+def walked(problem: AttentionProblem, lengths: tuple[int, int]) -> list[list[int]]:
+    """Return the tiles that each split goes through, as a kernel counts them."""
+    widths = problem.window.tiles, problem.tiles - problem.window.tiles
+    found = []
+    for split in range(facts.choose_splits(problem)):
+        first, near, steps = facts.tiles_of_split(split, facts.tiles_each(problem), widths, lengths)
+        begin = max(first, widths[0])
+        found.append([first + i if i < near else begin + i - near for i in range(steps)])
+    return found
+
+
+@pytest.mark.parametrize("near", [0, 1, 64, 65, 128, 700])
+@pytest.mark.parametrize("far", [None, 0, 1, 63, 512, 1024, 1025, 25_000])
+@pytest.mark.parametrize(("mode", "splits"), [("decode", 0), ("prefill", 0), ("decode", 7)])
+def test_each_tile_that_counts_is_in_one_split(
+    near: int, far: int | None, mode: str, splits: int
+) -> None:
+    of_far = None if far is None else KeyList(far, PAGES)
+    problem = AttentionProblem(1, 8, KeyList(near, PAGES), of_far, mode, splits=splits)
+    tiles = problem.window.tiles, problem.tiles - problem.window.tiles
+    for share in (0.0, 0.3, 1.0):
+        counts = int(share * tiles[0]), int(share * tiles[1])
+        whole = [*range(counts[0]), *range(tiles[0], tiles[0] + counts[1])]
+        found = walked(problem, counts)
+        assert [tile for split in found for tile in split] == whole
+        assert all(len(split) <= facts.tiles_each(problem) for split in found)
+    assert 1 <= facts.choose_splits(problem) <= facts.MOST_SPLITS
+
+
+def test_a_walk_that_leaves_a_tile_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = facts.tiles_of_split
+
+    def shorter(split: Any, each: Any, widths: Any, lengths: Any) -> Any:
+        first, near, steps = true(split, each, widths, lengths)
+        return first, near, max(0, steps - split)
+
+    monkeypatch.setattr(facts, "tiles_of_split", shorter)
+    assert walked(PROBLEM, (2, 16)) != [[*range(10)], [*range(10, 18)]]
+
+
+def test_splits_are_those_of_the_widths_alone() -> None:
+    assert walked(PROBLEM, (2, 16)) == [[*range(10)], [*range(10, 18)]]
+    many = replace(PROBLEM, tokens=4096, heads=8, lengths=True)
+    assert facts.tiles_each(many) == facts.tiles_each(PROBLEM) == facts.TILES_OF_SPLIT
+    assert facts.choose_splits(replace(PROBLEM, mode="prefill")) == 1
+    assert facts.choose_form(PROBLEM, SM90A.name).partial
+    assert not facts.choose_form(replace(PROBLEM, mode="prefill"), SM90A.name).partial
+
+
+def test_a_thread_block_has_room() -> None:
+    held = facts.shared_memory()
+    assert held.queries == 64 * 1024
+    assert held.total <= SM90A.shared_memory_bytes
+    registers = facts.CONSUMERS * facts.CONSUMER_REGISTERS + facts.PRODUCER_REGISTERS
+    assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
+    # Half of a tile's columns is where a warpgroup's output goes.
+    assert 2 * facts.TILE * facts.COLUMNS == 2 * facts.HEADS * facts.COLUMNS
+    assert facts.REGISTER_FILE // facts.THREADS > facts.HEADS * facts.COLUMNS // facts.WARPGROUP
+
+
+def test_figures_follow() -> None:
+    assert PROBLEM.operations == 3 * 64 * 1152 * 512 * 4
+    assert PROBLEM.gathered_bytes == 3 * 1152 * 584
+    assert facts.grid(PROBLEM) == 3 * 2
+    assert facts.grid(replace(PROBLEM, heads=65)) == 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "make"),
+    [
+        (ShapeMismatch, "query heads", lambda: replace(PROBLEM, heads=129)),
+        (ShapeMismatch, "query heads", lambda: replace(PROBLEM, heads=0)),
+        (ShapeMismatch, "tokens", lambda: replace(PROBLEM, tokens=-1)),
+        (InvalidArgument, "mode of attention", lambda: replace(PROBLEM, mode="both")),
+        (InvalidArgument, "splits", lambda: replace(PROBLEM, splits=33)),
+        (InvalidArgument, "softmax scale", lambda: replace(PROBLEM, scale=0.0)),
+        (ShapeMismatch, "width of a list", lambda: KeyList(-1, PAGES)),
+        (ShapeMismatch, "width of cache entries", lambda: KeyList(1, Pages("bf16", 1, 1, 0, 128))),
+        (UnknownName, "cache entry format", lambda: KeyList(1, Pages("fp9", 1, 1))),
+        (
+            InvalidArgument,
+            "entry formats",
+            lambda: replace(PROBLEM, entries=KeyList(1, Pages("bf16", 1, 1))),
+        ),
+    ],
+)
+def test_refuses_by_name(error: type[DegarbleError], name: str, make: Any) -> None:
+    with pytest.raises(error, match=name):
+        make()
