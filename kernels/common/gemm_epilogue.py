@@ -15,7 +15,6 @@ Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_gemm_b
 
 from typing import Any, NamedTuple
 
-import cutlass
 from cutlass import BFloat16, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
@@ -96,6 +95,12 @@ def scaled(number: Any, scales: tuple[Any, ...]) -> Any:
     return number
 
 
+def round_into(registers: Any, numbers: Any, scales: tuple[Any, ...]) -> None:
+    """Scale float32 numbers and round them to BF16 registers."""
+    for i in range(cute.size(registers)):  # a plain loop: the DSL warns of long ones of its own
+        registers[i] = BFloat16(scaled(numbers[i], scales))
+
+
 @cute.jit
 def store_piece(
     outlet: Outlet, numbers: Any, place: tuple[Any, Any], count: Any, scales: tuple[Any, ...] = ()
@@ -106,8 +111,7 @@ def store_piece(
     that the group has stored, so that buffers take turns.
     """
     rounded = cute.make_rmem_tensor(outlet.shared[None, None, None, 0].shape, BFloat16)
-    for i in cutlass.range_constexpr(cute.size(rounded)):
-        rounded[i] = BFloat16(scaled(numbers[i], scales))
+    round_into(rounded, numbers, scales)
     at = count % facts.PIECES_AT_ONCE
     if outlet.stores:  # the store that read this buffer before has read it
         cute.arch.cp_async_bulk_wait_group(facts.PIECES_AT_ONCE - 1, read=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.kernels.common.targets import SM90A, SM100A, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,6 +142,7 @@ class GemmForm:
     scales: str
     target: str
     tactic: Tactic
+    parts: int = 1  # matrices of B that share a tile's columns: 2 for gate beside up
 
 
 ANY = float("inf")
@@ -160,6 +161,13 @@ TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
     (SM90A.name, FP8_BLOCK.name): (
         Tactic(64, rows=64, columns=64, inner=128),
         Tactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
+    ),
+    # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
+    (SM100A.name, NVFP4.name): (
+        Tactic(128, rows=128, columns=64, inner=256),
+        Tactic(512, rows=128, columns=128, inner=256),
+        Tactic(2048, rows=128, columns=192, inner=256),
+        Tactic(ANY, rows=128, columns=256, inner=256),
     ),
 }
 
@@ -195,14 +203,23 @@ class Load:
 def loads(form: GemmForm) -> tuple[Load, ...]:
     """Return the boxes of one stage, in the order in which they are issued."""
     kind, tactic = OPERANDS[form.operands], form.tactic
-    row_bytes = tactic.inner * kind.code_bits // 8
-    boxes = [Load("a", "a", tactic.rows, row_bytes), Load("b", "b", tactic.columns, row_bytes)]
+    row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
+    boxes = [Load("a", "a", tactic.rows, row_bytes)]
+    boxes += form.parts * [Load("b", "b", part, row_bytes)]
     if form.operands == NVFP4.name:
         # A stage of K holds so many tiles of four scales a row.
         tiles = tactic.inner // (4 * NVFP4.block) * SCALE_TILE_BYTES
-        for side, rows in (("a", tactic.rows), ("b", tactic.columns)):
-            boxes.append(Load(f"scales of {side}", side, ceil_div(rows, SCALE_TILE_ROWS), tiles))
+        for side, rows, count in (("a", tactic.rows, 1), ("b", part, form.parts)):
+            held = ceil_div(rows, SCALE_TILE_ROWS)
+            # Tiles of 192 begin within a pair of scale tiles: each of the two has a box.
+            each = held if rows % SCALE_TILE_ROWS == 0 else 1
+            boxes += count * held // each * [Load(f"scales of {side}", side, each, tiles)]
     return tuple(boxes)
+
+
+def bytes_of(form: GemmForm, name: str) -> int:
+    """Bytes that a stage holds of an operand or of its scales."""
+    return sum(load.bytes for load in loads(form) if load.name == name)
 
 
 def transaction_bytes(form: GemmForm) -> int:

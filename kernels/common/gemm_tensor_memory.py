@@ -1,0 +1,155 @@
+"""What follows from a GEMM form on sm_100a: tensor memory, shared memory, roles, instructions.
+
+Owns the derived facts of tcgen05 forms: columns of tensor memory that sums and scale factors take,
+and where they begin; matrix instructions and copies of scales a stage; warps by role; what shared
+memory holds. Built on gemm_problem (loads, transaction_bytes, stages_that_fit), which all
+architectures share. Pure host arithmetic: no GPU and no DSL.
+
+Kept honest by suites/kernels/common/test_gemm_tensor_memory.py, and by the machine code of each
+form in suites/kernels/test_sm100_gemm_nvfp4.py. Nothing of it was run: no sm_100a device is here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common.targets import TARGETS
+
+if TYPE_CHECKING:
+    from degarble.kernels.common.gemm_problem import GemmForm
+
+LANES = 128  # rows of tensor memory; PTX ISA 9.1, tensor memory addressing
+LEAST_COLUMNS = 32  # of an allocation, which is a power of two; PTX ISA 9.1, tcgen05.alloc
+INSTRUCTION_K = {"nvfp4": 64, "bf16": 16}  # of one tcgen05.mma; PTX ISA 9.1, tcgen05.mma shapes
+SCALES_OF_WORD = 4  # a column of 32 bits holds a row's four scales
+ROWS_OF_COLUMN = 32  # of scales: row i is lane i mod 32, column i div 32
+SWIZZLE_BYTES = 128  # a row of a stage of codes
+
+STORING_WARPS, MULTIPLYING_WARP, LOADING_WARP = 4, 4, 5
+WARPS = 6
+ACCUMULATORS = 2  # where two sums and the scales fit: stores overlap with the next tile
+ADDRESS_BYTES = 16  # where tcgen05.alloc leaves its address
+
+
+def threads() -> int:
+    """Threads of a thread block: four warps store, one multiplies, one loads."""
+    return WARPS * facts.WARP
+
+
+def threads_that_store() -> int:
+    """Threads of the warps that store: one a lane of tensor memory."""
+    return STORING_WARPS * facts.WARP
+
+
+# ---- tensor memory -------------------------------------------------------------------------------
+
+
+def scale_columns(form: GemmForm) -> tuple[int, int]:
+    """Columns that the scales of one stage of A and of B take; none where there are none."""
+    if form.operands != facts.NVFP4.name:
+        return 0, 0
+    words = form.tactic.inner // (facts.NVFP4.block * SCALES_OF_WORD)
+    a, b = (
+        ceil_div(rows, facts.SCALE_TILE_ROWS) * facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN * words
+        for rows in (form.tactic.rows, form.tactic.columns)
+    )
+    return a, b
+
+
+def accumulators(form: GemmForm) -> int:
+    """Sums of tiles that tensor memory holds at once."""
+    left = TARGETS[form.target].tensor_memory_columns - sum(scale_columns(form))
+    count: int = min(ACCUMULATORS, left // form.tactic.columns)
+    if count < 1:
+        raise InvalidArgument(
+            "columns of a tile", form.tactic.columns, "tensor memory that holds it", "Use fewer."
+        )
+    return count
+
+
+def columns_held(form: GemmForm) -> int:
+    """Columns that sums and scales take."""
+    return accumulators(form) * form.tactic.columns + sum(scale_columns(form))
+
+
+def columns_allocated(form: GemmForm) -> int:
+    """Columns that are allocated: a power of two."""
+    return max(LEAST_COLUMNS, 1 << (columns_held(form) - 1).bit_length())
+
+
+def first_columns(form: GemmForm) -> tuple[int, int]:
+    """Columns where the scales of A and of B begin, behind the sums."""
+    a = accumulators(form) * form.tactic.columns
+    return a, a + scale_columns(form)[0]
+
+
+# ---- which scales a tile takes: on host integers, and inside a kernel ----------------------------
+
+
+def tiles_of_boxes(tile: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
+    """Return which box each load brings of its matrix: codes of A and B, then tiles of scales."""
+    row, column = tile
+    first = {
+        "a": row * form.tactic.rows // facts.SCALE_TILE_ROWS,
+        "b": column * form.tactic.columns // facts.SCALE_TILE_ROWS,
+    }
+    boxes = [row, column]
+    for load in facts.loads(form)[2:]:
+        boxes.append(first[load.side] // load.rows)
+        first[load.side] = first[load.side] + load.rows
+    return tuple(boxes)
+
+
+def columns_skipped(column: Any, form: GemmForm) -> Any:
+    """Columns of B's scales in front of this tile's: it may begin in the middle of 128 rows."""
+    return column * form.tactic.columns % facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN
+
+
+def end_of_scales(blocks: Any, step: Any, form: GemmForm) -> tuple[Any, Any]:
+    """Return the word of this step that K ends within, and the blocks of it that are kept.
+
+    None are kept of none: K ends between words. `blocks` are those of all of K.
+    """
+    left = blocks - step * (form.tactic.inner // facts.NVFP4.block)
+    return left // SCALES_OF_WORD, left % SCALES_OF_WORD
+
+
+# ---- instructions of a stage ---------------------------------------------------------------------
+
+
+def instructions(form: GemmForm) -> int:
+    """Matrix instructions of one stage: each takes all rows and columns of the tile."""
+    return form.tactic.inner // INSTRUCTION_K[form.operands]
+
+
+def scale_copies(form: GemmForm) -> int:
+    """Copies of scales a stage: 32 lanes of four columns each, one scale tile."""
+    return sum(scale_columns(form)) // (facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN)
+
+
+# ---- shared memory -------------------------------------------------------------------------------
+
+
+def piece_bytes() -> int:
+    """Bytes of what is handed to one TMA store: all lanes, 64 columns, BF16."""
+    return LANES * facts.PIECE_COLUMNS * 2
+
+
+def footprint(form: GemmForm) -> facts.Footprint:
+    """Return what a thread block holds, with as many stages as fit."""
+    row_bytes = facts.loads(form)[0].row_bytes
+    if row_bytes != SWIZZLE_BYTES:
+        raise InvalidArgument(
+            "bytes of a row in a stage",
+            row_bytes,
+            f"{SWIZZLE_BYTES}",
+            "Take that much of K at once.",
+        )
+    output = facts.PIECES_AT_ONCE * piece_bytes()
+    stage = facts.transaction_bytes(form)
+    others = output + ADDRESS_BYTES + facts.ALIGNMENT
+    stages = facts.stages_that_fit(stage, others, form.target)
+    return facts.Footprint(stages, stage, 0, output, 2 * (stages + accumulators(form)))

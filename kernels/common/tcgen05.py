@@ -1,0 +1,255 @@
+"""What GEMM kernels of sm_100a share around tcgen05: instructions, rings, tensor memory, copies.
+
+Owns the making of these from a form. Six warps: four store, each from its 32 lanes of tensor
+memory; one copies scales to tensor memory and multiplies; one loads. One thread's copies and matrix
+instructions run in their order (PTX ISA 9.1, tcgen05 memory consistency, pipelined instructions;
+that the next stage's copy waits for this stage's products is what every published kernel builds
+on). Between threads there is a fence on either side of each barrier.
+
+Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm100_gemm_nvfp4.py. Compiled,
+never run: there was no sm_100a device.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.utils import blockscaled_layout
+
+from degarble.kernels.common import gemm_epilogue as epilogue
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_tensor_memory as memory_facts
+from degarble.kernels.common.gemm_problem import GemmForm
+
+BLOCK = facts.NVFP4.block
+BARRIER_OF_STORES = 2  # 0 and 1 belong to the thread block
+STORE_BITS = 128  # of one write of a thread to shared memory
+
+
+class Scales(NamedTuple):
+    """One operand's scales: where they lie in tensor memory, and the copy that brings a stage."""
+
+    tensor: Any
+    copy: Any
+    source: Any
+    target: Any
+
+
+def fence(side: str) -> None:
+    """Order tcgen05 operations with a barrier `before` or `after` it; PTX ISA 9.1."""
+    cute.arch.inline_ptx(f"tcgen05.fence::{side}_thread_sync;")
+
+
+# ---- instructions and layouts --------------------------------------------------------------------
+
+
+def nvfp4_mma(form: GemmForm) -> Any:
+    """Return the block-scaled instruction: one thread block, both operands in shared memory."""
+    shape = (form.tactic.rows, form.tactic.columns, memory_facts.INSTRUCTION_K["nvfp4"])
+    return cute.make_tiled_mma(
+        tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, shape, tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM)
+    )
+
+
+def tile_of(form: GemmForm) -> tuple[int, int, int]:
+    """Return M, N, K of what one stage multiplies."""
+    return form.tactic.rows, form.tactic.columns, form.tactic.inner
+
+
+def operand_layouts(mma: Any, form: GemmForm, stages: int, element: Any = Float4E2M1FN) -> Any:
+    """Return how A's and B's stages lie for the instruction: rows of 128 bytes, swizzled."""
+    rows, columns, inner = tile_of(form)
+    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, element)
+    shapes = (mma.partition_shape_A((rows, inner)), mma.partition_shape_B((columns, inner)))
+    return tuple(
+        tcgen05.tile_to_mma_shape(atom, cute.append(shape, stages), order=(1, 2, 3))
+        for shape in shapes
+    )
+
+
+def scale_layouts(mma: Any, form: GemmForm, stages: int) -> tuple[Any, ...]:
+    """Return how the scales of A's and B's stages lie: scale tiles of 512 bytes, K first."""
+    make = (blockscaled_layout.make_smem_layout_sfa, blockscaled_layout.make_smem_layout_sfb)
+    return tuple(each(mma, tile_of(form), BLOCK, stages) for each in make)
+
+
+# ---- rings ---------------------------------------------------------------------------------------
+
+
+def cluster_layout(form: GemmForm) -> Any:
+    """Return the thread blocks of a cluster: none multiply together, rows, columns."""
+    return cute.make_layout((1, form.tactic.cluster_rows, form.tactic.cluster_columns, 1))
+
+
+def ring_of_stages(memory: Any, form: GemmForm) -> Any:
+    """Make the ring that TMA fills; the instruction that read a stage last releases it."""
+    held, tactic = memory_facts.footprint(form), form.tactic
+    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
+    return pipeline.PipelineTmaUmma.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * held.stages),
+        num_stages=held.stages,
+        producer_group=group(agent),
+        consumer_group=group(agent, tactic.cluster_rows + tactic.cluster_columns - 1),
+        tx_count=facts.transaction_bytes(form),
+        cta_layout_vmnk=cluster_layout(form),
+        defer_sync=True,
+    )
+
+
+def ring_of_sums(memory: Any, form: GemmForm) -> Any:
+    """Make the ring of sums in tensor memory; every thread that read them releases them."""
+    count = memory_facts.accumulators(form)
+    group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
+    return pipeline.PipelineUmmaAsync.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * count),
+        num_stages=count,
+        producer_group=group(agent),
+        consumer_group=group(agent, memory_facts.threads_that_store()),
+        defer_sync=True,
+    )
+
+
+# ---- tensor memory -------------------------------------------------------------------------------
+
+
+@cute.jit
+def allocate(address: Any, form: cutlass.Constexpr) -> None:
+    """Let the first warp allocate tensor memory; all may read the address after a barrier."""
+    if cute.arch.warp_idx() == 0:
+        cute.arch.alloc_tmem(memory_facts.columns_allocated(form), address)
+        cute.arch.relinquish_tmem_alloc_permit()
+
+
+def base_of(address: Any) -> Any:
+    """Return where tensor memory begins; a step of the pointer is a column."""
+    fence("after")
+    return cute.arch.retrieve_tmem_ptr(Float32, 16, address)
+
+
+@cute.jit
+def give_back(base: Any, form: cutlass.Constexpr) -> None:
+    """Let the first warp free tensor memory, once all that store have read theirs."""
+    cute.arch.barrier(
+        barrier_id=BARRIER_OF_STORES, number_of_threads=memory_facts.threads_that_store()
+    )
+    if cute.arch.warp_idx() == 0:
+        cute.arch.dealloc_tmem(base, memory_facts.columns_allocated(form))
+
+
+def sums_of(mma: Any, base: Any, form: GemmForm) -> Any:
+    """Return the sums in tensor memory: (lanes and columns, 1, 1, accumulators)."""
+    shape = mma.partition_shape_C(tile_of(form)[:2])
+    layout = mma.make_fragment_C(cute.append(shape, memory_facts.accumulators(form))).layout
+    return cute.make_tensor(base, layout)
+
+
+def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[Scales, ...]:
+    """Return both operands' scales in tensor memory, behind the sums, and how they come there."""
+    make = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
+    made = []
+    for of_layout, source, first in zip(
+        make, shared, memory_facts.first_columns(form), strict=True
+    ):
+        one = cute.slice_(source.layout, (None, None, None, 0))
+        layout = of_layout(mma, tile_of(form), BLOCK, one)
+        pointer = cute.recast_ptr(base + first, dtype=Float8E4M3FN)
+        made.append(scales_at(cute.make_tensor(pointer, layout), source))
+    return tuple(made)
+
+
+def scales_at(tensor: Any, shared: Any) -> Scales:
+    """Cut the copy of an operand's scales: 32 lanes of 16 bytes, to all four groups of lanes."""
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E4M3FN)
+    target, source = cute.filter_zeros(tensor), cute.filter_zeros(shared)
+    copy = tcgen05.make_s2t_copy(atom, target)
+    part = copy.get_slice(0)
+    source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source))
+    return Scales(tensor, copy, source, part.partition_D(target))
+
+
+def shifted(tensor: Any, columns: Any) -> Any:
+    """Return a tensor of scales that begins some columns further."""
+    base = cute.recast_ptr(tensor.iterator, dtype=Float32)
+    return cute.make_tensor(cute.recast_ptr(base + columns, dtype=Float8E4M3FN), tensor.layout)
+
+
+# ---- multiply ------------------------------------------------------------------------------------
+
+
+def bring_scales(scales: Scales, stage: Any) -> None:
+    """Copy a stage of scales to tensor memory; ordered before the instructions that follow."""
+    cute.copy(scales.copy, scales.source[None, None, None, None, stage], scales.target)
+
+
+@cute.jit
+def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, begins: Any) -> None:
+    """Add the products of one stage; `begins`: the sums are new. A and B come with their scales.
+
+    Trap: setting a field changes the object, which would escape from a loop that is traced; so the
+    instruction is made anew.
+    """
+    mma = cute.make_tiled_mma(mma.op)
+    (a, a_scales), (b, b_scales) = a, b
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(tcgen05.Field.ACCUMULATE, cutlass.Boolean(True) if k else begins == 0)
+        at = (None, None, k)
+        cute.gemm(mma, sums, [a[at], a_scales[at]], [b[at], b_scales[at]], sums)
+
+
+# ---- stores --------------------------------------------------------------------------------------
+
+
+def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outlet:
+    """Return where the four storing warps leave pieces: a thread has a row of 64 columns."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=STORE_BITS)
+    copy = cute.make_tiled_copy_tv(
+        atom,
+        cute.make_layout((memory_facts.LANES, 1)),
+        cute.make_layout((1, STORE_BITS // BFloat16.width)),
+    )
+    return epilogue.outlet_of(store, shared, copy, thread, BARRIER_OF_STORES)
+
+
+class Reading(NamedTuple):
+    """How a thread reads sums: the copy, its part of all pieces, and the shape of its registers."""
+
+    copy: Any
+    source: Any
+    shape: Any
+
+
+def reading_of(sums: Any, thread: Any) -> Reading:
+    """Cut the sums into pieces of 64 columns; a thread reads one lane."""
+    repeat = tcgen05.Repetition(facts.PIECE_COLUMNS)
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), Float32)
+    pieces = cute.flat_divide(
+        sums[(None, None), 0, 0, None], (memory_facts.LANES, facts.PIECE_COLUMNS)
+    )
+    copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
+    own = copy.get_slice(thread)
+    piece = cute.make_identity_tensor((memory_facts.LANES, facts.PIECE_COLUMNS))
+    return Reading(copy, own.partition_S(pieces), own.partition_D(piece).shape)
+
+
+@cute.jit
+def store_tile(
+    outlet: Any, reading: Any, ring: Any, state: Any, work: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Store a tile piece by piece; the sums are given back once the last piece is in registers."""
+    (row, column), stored, scales = work
+    pieces = cute.size(reading.source, mode=[4])
+    ring.consumer_wait(state)
+    fence("after")
+    for i in cutlass.range_constexpr(pieces):
+        part = reading.source[None, None, None, 0, i, state.index]
+        registers = cute.make_rmem_tensor(reading.shape, Float32)
+        cute.copy(reading.copy, part, registers)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(i == pieces - 1):
+            fence("before")
+            ring.consumer_release(state)
+        numbers = [registers[j] for j in range(facts.PIECE_COLUMNS)]
+        epilogue.store_piece(outlet, numbers, (row, column + i), stored + i, scales)
+    state.advance()
+    return state, stored + Int32(pieces)

@@ -1,0 +1,347 @@
+"""D = (A sA)(B sB)^T on Blackwell, E2M1 codes with E4M3 scales a block of 16 in 128x4; BF16 out.
+
+Owns the sm_100a form of W4A4, on the walk, producer and epilogue of every form: tcgen05 takes the
+codes from shared memory as they came, and the scales from tensor memory, where a copy of each stage
+brings them. Sums stay in tensor memory; two tiles have a place there where they fit, so that one is
+stored while the next is multiplied. Both tensor scales meet the float32 sums in the epilogue.
+references.tensor_core.block_scaled_gemm says every bit of the sums, whatever the tactic.
+
+Scales beyond K are padding that may hold anything: where K ends within a word of four scales, the
+last stage's are cleared in shared memory. The wrapper checks and launches, allocates no more than
+D, never waits for the GPU. Refuses other dtypes, shapes, strides and alignments by name. Compiled,
+never run: kept honest by suites/kernels/test_sm100_gemm_nvfp4.py as far as that reaches.
+Shape letters: M rows of A, N rows of B, P = K / 2 bytes
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_epilogue as epilogue
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_producer as producer
+from degarble.kernels.common import gemm_schedule as schedule
+from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.common import operands, tcgen05, wgmma
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM100A, TARGETS
+from degarble.kernels.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
+
+CODES_OF_WORD = 8
+SCALE_UNIT = 8  # bytes that TMA counts scales in: a stage's row of a scale tile is 256 of them
+UNITS_OF_TILE = facts.SCALE_TILE_BYTES // SCALE_UNIT
+WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
+WORDS_OF_LANE = WORDS_OF_TILE // facts.WARP
+ELEMENTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, BFloat16)
+ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
+
+
+NAMES = ("a", "b", "scales of a", "scales of b")
+
+
+class Shared(NamedTuple):
+    """What stages hold: as TMA writes it, as the instruction reads it, as threads see scales."""
+
+    written: tuple[Any, ...]
+    codes: tuple[Any, Any]
+    scales: tuple[Any, Any]
+    words: tuple[Any, Any]
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    tensor_scales: tuple[Any, Any],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four store, one multiplies, one loads."""
+    tactic = form.tactic
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.memory.SmemAllocator()
+    mma = tcgen05.nvfp4_mma(form)
+    shared = shared_memory(memory, mma, form)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring = tcgen05.ring_of_stages(memory, form)
+    ring_of_sums = tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, 4)
+    tcgen05.allocate(address, form)
+    wgmma.begin(tactic)
+
+    base = tcgen05.base_of(address)
+    sums = tcgen05.sums_of(mma, base, form)
+    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    steps = ceil_div(extents[2], tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        load(ring, feedings_of(feeds, shared, form), walk, steps, form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        scales = tcgen05.scales_of(mma, base, shared.scales, form)
+        a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
+        work = (mma, sums, (a, scales[0]), (b, scales[1]), shared.words)
+        multiply((ring, ring_of_sums), work, walk, (steps, extents[2] // tcgen05.BLOCK), form)
+    else:
+        outlet = tcgen05.outlet_of(store, sD, thread)
+        reading = tcgen05.reading_of(sums, thread)
+        scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
+        state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            row, column = schedule.tile_at(walk, number)
+            place = (row, column * (tactic.columns // facts.PIECE_COLUMNS))
+            state, stored = tcgen05.store_tile(
+                outlet, reading, ring_of_sums, state, (place, stored, (scale,))
+            )
+        epilogue.drain(outlet)
+        tcgen05.give_back(base, form)
+
+
+@cute.jit
+def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Load all stages of all tiles."""
+    state = wgmma.producer_state(tensor_memory.footprint(form).stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tiles = tensor_memory.tiles_of_boxes(schedule.tile_at(walk, number), form)
+        state = producer.produce_tile(ring, state, feedings, tiles, steps)
+    ring.producer_tail(state)
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Constexpr) -> None:
+    """Sum up tile after tile."""
+    ring, ring_of_sums = rings
+    mma, sums, (a, a_scales), (b, b_scales), words = work
+    steps, blocks = extents
+    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        _, column = schedule.tile_at(walk, number)
+        skipped = tensor_memory.columns_skipped(column, form)
+        of_b = tcgen05.shifted(b_scales.tensor, skipped)
+        ring_of_sums.producer_acquire(target)
+        tcgen05.fence("after")
+        into = sums[None, None, None, target.index]
+        for step in cutlass.range(steps, unroll=1):
+            ring.consumer_wait(state)
+            tcgen05.fence("after")
+            end = tensor_memory.end_of_scales(blocks, step, form)
+            clear_beyond(words, state.index, end)
+            tcgen05.bring_scales(a_scales, state.index)
+            tcgen05.bring_scales(b_scales, state.index)
+            at = (None, None, None, state.index)
+            tcgen05.multiply_stage(mma, into, (a[at], a_scales.tensor), (b[at], of_b), step == 0)
+            ring.consumer_release(state)
+            state.advance()
+        ring_of_sums.producer_commit(target)
+        target.advance()
+    ring_of_sums.producer_tail(target)
+
+
+@cute.jit
+def clear_beyond(words: Any, stage: Any, end: tuple[Any, Any]) -> None:
+    """Clear scales beyond K in the one word that K ends within.
+
+    Whole words beyond K arrive as zeros. Blocks come in pairs: half a word is kept, or all of it.
+    """
+    at, kept = end
+    if (at < cute.size(words[0], mode=[2])) & (kept != 0):
+        lane = cute.arch.lane_idx()
+        for tiles in words:
+            for i in cutlass.range_constexpr(cute.size(tiles, mode=[3])):
+                part = tiles[None, lane, at, i, stage]
+                registers = cute.make_rmem_tensor(WORDS_OF_LANE, Uint32)
+                cute.autovec_copy(part, registers)
+                for j in cutlass.range_constexpr(WORDS_OF_LANE):
+                    registers[j] = registers[j] & Uint32(0xFFFF)
+                cute.autovec_copy(registers, part)
+        cute.arch.fence_proxy("async.shared", space="cta")  # the copy reads through another proxy
+        cute.arch.sync_warp()
+
+
+def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
+    """Cut every feed for this thread block."""
+    return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form)))
+
+
+def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
+    """Return the boxes of the feeds: codes in words, scales in units."""
+    units = (4, 4) + (SCALE_UNIT,) * (len(facts.loads(form)) - 2)
+    return tuple(
+        (load.rows, load.row_bytes // unit)
+        for load, unit in zip(facts.loads(form), units, strict=True)
+    )
+
+
+def layouts(form: GemmForm) -> tuple[Any, ...]:
+    """Return how boxes lie in the stages: codes swizzled, scales tile by tile."""
+    count = tensor_memory.footprint(form).stages
+    codes, scales = boxes_of(form)[:2], boxes_of(form)[2:]
+    swizzled = (wgmma.staged_layout(Uint32, *box, count, wgmma.Swizzle.K_SW128) for box in codes)
+    plain = (
+        cute.make_layout(
+            (*box, count), stride=(box[1], 1, facts.bytes_of(form, load.name) // SCALE_UNIT)
+        )
+        for box, load in zip(scales, facts.loads(form)[2:], strict=True)
+    )
+    return (*swizzled, *plain)
+
+
+def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
+    """Allocate stages; return all views of them."""
+    count = tensor_memory.footprint(form).stages
+    held = [facts.bytes_of(form, name) for name in NAMES]
+    pointers = [
+        memory.allocate_array(Uint32, size * count // 4, byte_alignment=facts.ALIGNMENT)
+        for size in held
+    ]
+    codes = tuple(
+        cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=Float4E2M1FN), layout.outer)
+        for pointer, layout in zip(
+            pointers, tcgen05.operand_layouts(mma, form, count), strict=False
+        )
+    )
+    scales = tuple(
+        cute.make_tensor(cute.recast_ptr(pointer, dtype=Float8E4M3FN), layout)
+        for pointer, layout in zip(
+            pointers[2:], tcgen05.scale_layouts(mma, form, count), strict=True
+        )
+    )
+    words = tuple(words_of(pointers[i], held[i], form) for i in (2, 3))
+    return Shared(written_as(pointers, form), codes, scales, words)
+
+
+def written_as(pointers: Any, form: GemmForm) -> tuple[Any, ...]:
+    """View the stages as TMA writes them, box by box."""
+    made, used = [], dict.fromkeys(NAMES, 0)
+    for load_, layout in zip(facts.loads(form), layouts(form), strict=True):
+        pointer = pointers[NAMES.index(load_.name)]
+        if isinstance(layout, cute.ComposedLayout):
+            swizzled = cute.recast_ptr(pointer, layout.inner, dtype=Uint32)
+            made.append(cute.make_tensor(swizzled, layout.outer))
+        else:
+            begins = pointer + used[load_.name] // 4
+            made.append(cute.make_tensor(cute.recast_ptr(begins, dtype=Int64), layout))
+        used[load_.name] += load_.bytes
+    return tuple(made)
+
+
+def words_of(pointer: Any, size: int, form: GemmForm) -> Any:
+    """View scales as threads see them: (words of a lane, lanes, words of K, tiles, stages)."""
+    count, inner = tensor_memory.footprint(form).stages, form.tactic.inner
+    along = inner // (tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD)
+    tiles = size // (along * facts.SCALE_TILE_BYTES)
+    layout = cute.make_layout(
+        (WORDS_OF_LANE, facts.WARP, along, tiles, count),
+        stride=(1, WORDS_OF_LANE, WORDS_OF_TILE, along * WORDS_OF_TILE, size // 4),
+    )
+    return cute.make_tensor(pointer, layout)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    m, n, k, clusters = extents
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * UNITS_OF_TILE
+    tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
+    a, a_scales, b, b_scales, scale_a, scale_b, d = pointers
+    shaped = {
+        "a": (a, m, words),
+        "b": (b, n, words),
+        "scales of a": (a_scales, tiles[0], units),
+        "scales of b": (b_scales, tiles[1], units),
+        "d": (d, m, n),
+    }
+    matrices = {
+        name: cute.make_tensor(
+            pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1))
+        )
+        for name, (pointer, rows, columns) in shaped.items()
+    }
+    feeds = tuple(
+        producer.feed_of(matrices[load_.name], layout, box)
+        for load_, layout, box in zip(facts.loads(form), layouts(form), boxes_of(form), strict=True)
+    )
+    tensor_scales = tuple(
+        cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
+    )
+    store = epilogue.store_of(matrices["d"], tensor_memory.LANES)
+    gemm_kernel(feeds, store, tensor_scales, (m, n, k), form).launch(
+        grid=[1, 1, clusters],
+        block=[tensor_memory.threads(), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = tuple(map(operands.pointer, ELEMENTS, (None,) * len(ELEMENTS), ALIGNMENTS))
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+
+
+def gemm_nvfp4(
+    a: Nvfp4Operand,
+    b: Nvfp4Operand,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds both operands.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a.codes.device) if out is None else out
+    require_operand("A", a, problem.rows, problem.inner)
+    require_operand("B", b, problem.columns, problem.inner)
+    contract.require_output(problem, out)
+    contract.require_place((*a, *b, out), SM100A)
+    if problem.rows:
+        form = form or facts.choose_form(problem, SM100A.name)
+        launch(compile_form(form, settings), form, problem, (*a, *b, out))
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
+    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
+    device = a.device.index or 0
+    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
+    extents = (problem.rows, problem.columns, problem.inner, clusters)
+    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
+    pointers = tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
+    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))

@@ -1,0 +1,122 @@
+"""What the PTX and cubin of an sm_100a GEMM have to show, against the derived facts of its form.
+
+Owns the readings, all of them numbers that stand in the text: bytes that barriers expect, boxes,
+matrix instructions and the words that they take, copies of scales, columns of tensor memory, places
+in shared memory, registers and spills. Words are compared with those that tcgen05_words makes. A
+reading that is missing fails. Kept honest by suites/kernels/test_sm100_gemm_nvfp4.py, which reads
+PTX with other numbers in it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
+from degarble.suites.kernels import tcgen05_words as words
+from degarble.suites.kernels.gemm_code import expected_bytes
+from degarble.suites.kernels.sm100_memories import CODE_BYTES
+from degarble.suites.kernels.sm100_model import CORE_STRIDE, SCALE_STRIDE, SWIZZLE
+
+if TYPE_CHECKING:
+    from degarble.kernels.common.compiling import CompiledKernel
+    from degarble.kernels.common.gemm_problem import GemmForm
+
+REGISTERS = 255  # of a thread; CUDA C++ Programming Guide 13.0
+KINDS = {
+    "nvfp4": "kind::mxf4nvf4.block_scale.block16",
+    "bf16": "kind::f16",
+}
+_BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\]")
+LEAST_WORD = 1 << 24  # of an instruction: its rows
+_COLUMNS = re.compile(r"mov\.b32 \s*(%r\d+), (\d+);\s*tcgen05\.alloc\S+ \s*\[%r\d+\], (%r\d+);")
+
+
+def barriers_of(ptx: str) -> list[int]:
+    """Return where barriers lie, counted from the beginning of shared memory."""
+    found = []
+    for register, offset in _BARRIER.findall(ptx):
+        written = re.findall(rf"add\.s32 \s*{register}, %r1, (\d+);", ptx)
+        found.append(int(offset or written[0]))
+    return found
+
+
+def columns_allocated(ptx: str) -> int:
+    """Return how many columns of tensor memory are asked for."""
+    ((moved, columns, used),) = _COLUMNS.findall(ptx)
+    assert moved == used
+    return int(columns)
+
+
+def immediates(ptx: str, pattern: str) -> list[int]:
+    """Return the constants of instructions, in ascending order."""
+    return sorted(map(int, re.findall(pattern + r", (\d+);", ptx)))
+
+
+def wanted_words(form: GemmForm) -> dict[str, list[int]]:
+    """Return what the text has to hold of descriptors and of addresses in tensor memory."""
+    count, tactic = tensor_memory.instructions(form), form.tactic
+    a, b = tensor_memory.first_columns(form)
+    of_b = tensor_memory.scale_columns(form)[1]
+    along = [i * CODE_BYTES // words.ATOM for i in range(1, count)]
+    return {
+        "words of instructions": count * [words.block_scaled_word(tactic.rows, tactic.columns)],
+        "words of operands": sorted(
+            2 * [words.operand_word(0, CORE_STRIDE, SWIZZLE)]
+            + 2 * [words.operand_word(0, SCALE_STRIDE, 0)]
+        ),
+        "columns of scales": [*range(a, a + 4 * count, 4), *range(b, b + of_b, 4)],
+        "steps along K": sorted(2 * along),
+    }
+
+
+def found_words(ptx: str) -> dict[str, list[int]]:
+    """Return what the text holds of them."""
+    (base,) = re.findall(r"ld\.shared\.b32 \s*(%r\d+),", ptx)
+    before = [part[-400:] for part in ptx.split("tcgen05.mma.")[:-1]]
+    return {
+        "words of instructions": [
+            word for word in immediates(ptx, r"or\.b32 \s*%r\d+, %r\d+") if word >= LEAST_WORD
+        ],
+        "words of operands": immediates(ptx, r"or\.b64 \s*%rd\d+, %rd\d+"),
+        "columns of scales": immediates(ptx, rf"add\.s32 \s*%r\d+, {base}"),
+        "steps along K": sorted(
+            step for part in before for step in immediates(part, r"add\.s64 \s*%rd\d+, %rd\d+")
+        ),
+    }
+
+
+def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
+    """Say what differs from the derived facts."""
+    (code,) = cubin_facts(kernel.cubin)
+    ptx, held = kernel.ptx, tensor_memory.footprint(form)
+    pieces = form.tactic.columns // facts.PIECE_COLUMNS
+    barriers = barriers_of(ptx)
+    kind = f"tcgen05.mma.cta_group::1.{KINDS[form.operands]}."
+    figures = {
+        "spills": (code.spills, False),
+        "registers fit": (code.registers <= REGISTERS, True),
+        "expected bytes": (expected_bytes(ptx), {facts.transaction_bytes(form)}),
+        "loads": (ptx.count("cp.async.bulk.tensor.2d.shared"), len(facts.loads(form))),
+        "stores": (ptx.count("cp.async.bulk.tensor.2d.global"), pieces),
+        "matrix instructions": (ptx.count(kind), tensor_memory.instructions(form)),
+        "all matrix instructions": (ptx.count("tcgen05.mma"), tensor_memory.instructions(form)),
+        "copies of scales": (
+            ptx.count("tcgen05.cp.cta_group::1.32x128b.warpx4"),
+            tensor_memory.scale_copies(form),
+        ),
+        "reads of sums": (ptx.count("tcgen05.ld.sync.aligned.32x32b.x64"), pieces),
+        "columns": (columns_allocated(ptx), tensor_memory.columns_allocated(form)),
+        "barriers": (len(barriers), held.barriers),
+        "end of shared memory": (max(barriers) + facts.BARRIER_BYTES, held.total),
+        "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
+        "roundings unstated": (unstated_roundings(ptx), ()),
+    }
+    if form.operands == facts.NVFP4.name:
+        found = found_words(ptx)
+        figures |= {name: (found[name], want) for name, want in wanted_words(form).items()}
+    return [
+        f"{name}: got {got}, want {want}" for name, (got, want) in figures.items() if got != want
+    ]

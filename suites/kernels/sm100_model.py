@@ -1,0 +1,293 @@
+"""A host model of the sm_100a NVFP4 GEMM: the same roles, rings and places, on numbers.
+
+Owns a stand-in for a thread block: loading, multiplying and storing take turns over rings with the
+form's own stages, bytes and arrivals (kernels.common.gemm_problem, gemm_tensor_memory, the walk of
+gemm_schedule), descriptors are ours (tcgen05_words), memories those of sm100_memories. Engines
+finish as late as they may, so what waits too little reads poison, and a phase that never ends is
+told. Nothing that was compiled runs here: it shows that facts and protocol fit together, bit for
+bit with references.tensor_core, and nothing about a chip.
+
+Kept honest by suites/kernels/test_sm100_gemm_nvfp4_model.py, which plants faults.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.suites.kernels import tcgen05_words as words
+from degarble.suites.kernels.sm100_memories import (
+    BASE,
+    CODE_BYTES,
+    COLUMNS,
+    Barrier,
+    Matrix,
+    Memories,
+    Undefined,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+
+FIRST = ("loads", "tensor")  # which engine goes first where all roles wait
+CORE_STRIDE, SCALE_STRIDE = 1024, 128  # bytes between groups of eight rows
+SWIZZLE = 128
+
+
+@dataclass
+class Turn:
+    """A place in a ring: stage and the parity that is waited for."""
+
+    stages: int
+    parity: int
+    at: int = 0
+
+    def advance(self) -> None:
+        """Go to the next stage; the parity turns where the ring begins anew."""
+        self.at += 1
+        if self.at == self.stages:
+            self.at, self.parity = 0, self.parity ^ 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things lie in shared memory, in the order in which the kernel allocates them."""
+
+    form: GemmForm
+
+    def operand(self, name: str, stage: int) -> int:
+        """Return where a stage of an operand or of its scales begins."""
+        held = tensor_memory.footprint(self.form)
+        at = BASE
+        for each in ("a", "b", "scales of a", "scales of b"):
+            size = facts.bytes_of(self.form, each)
+            if each == name:
+                return at + stage * size
+            at += size * held.stages
+        return at
+
+    def piece(self, number: int) -> int:
+        """Return where a buffer of stored pieces begins."""
+        return self.operand("pieces", 0) + number * tensor_memory.piece_bytes()
+
+
+@dataclass
+class Block:
+    """One thread block of a form, its rings and engines."""
+
+    form: GemmForm
+    matrices: dict[str, Matrix]
+    memories: Memories
+    expected: int
+    loads: deque[Callable[[], None]] = field(default_factory=deque)
+    tensor: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        stages, sums = tensor_memory.footprint(self.form).stages, self.accumulators
+        self.full = [Barrier(1) for _ in range(stages)]
+        self.empty = [Barrier(1) for _ in range(stages)]
+        self.sums_full = [Barrier(1) for _ in range(sums)]
+        self.sums_empty = [Barrier(tensor_memory.threads_that_store()) for _ in range(sums)]
+        self.layout = Layout(self.form)
+        self.stored = np.zeros(self.matrices["d"].rows.shape, np.uint8)
+
+    @property
+    def accumulators(self) -> int:
+        """Sums that tensor memory holds."""
+        return tensor_memory.accumulators(self.form)
+
+    @property
+    def base(self) -> int:
+        """First column."""
+        return self.memories.allocated[0]
+
+    # ---- roles -----------------------------------------------------------------------------------
+
+    def load(self, tiles: list[tuple[int, int]], steps: int) -> Iterator[Callable[[], bool]]:
+        """Load all steps of all tiles."""
+        turn = Turn(len(self.full), 1)
+        for tile in tiles:
+            boxes = tensor_memory.tiles_of_boxes(tile, self.form)
+            for step in range(steps):
+                yield partial(self.empty[turn.at].passed, turn.parity)
+                self.full[turn.at].arrive(expected=self.expected)
+                self.bring(boxes, step, turn.at)
+                turn.advance()
+
+    def bring(self, boxes: tuple[int, ...], step: int, stage: int) -> None:
+        """Start the loads of one stage, each behind the one before of its operand."""
+        used: dict[str, int] = {}
+        for load, box in zip(facts.loads(self.form), boxes, strict=True):
+            matrix = self.matrices[load.name]
+            count = matrix.box[1]
+            at = self.layout.operand(load.name, stage) + used.get(load.name, 0)
+            used[load.name] = used.get(load.name, 0) + load.bytes
+            place = (box * load.rows, step * count)
+            of = Matrix(matrix.rows, matrix.element, (load.rows, count), matrix.swizzle)
+            self.loads.append(partial(self.arrived, of, at, place, self.full[stage]))
+
+    def arrived(self, of: Matrix, at: int, place: tuple[int, int], barrier: Barrier) -> None:
+        """Put a box where it belongs."""
+        self.memories.shared[of.addresses(at)] = of.filled(*place)
+        barrier.transact(of.bytes)
+
+    def multiply(
+        self, tiles: list[tuple[int, int]], steps: int, blocks: int
+    ) -> Iterator[Callable[[], bool]]:
+        """Sum up tile after tile."""
+        turn, target = Turn(len(self.full), 0), Turn(self.accumulators, 1)
+        for _, column in tiles:
+            into = target.at
+            yield partial(self.sums_empty[into].passed, target.parity)
+            for step in range(steps):
+                at = turn.at
+                yield partial(self.full[at].passed, turn.parity)
+                self.clear_beyond(at, tensor_memory.end_of_scales(blocks, step, self.form))
+                self.multiply_stage(at, column, into, begins=step == 0)
+                self.tensor.append(self.empty[at].arrive)
+                turn.advance()
+            self.tensor.append(self.sums_full[into].arrive)
+            target.advance()
+
+    def tiles_of_scales(self, side: str) -> int:
+        """Return how many scale tiles a stage of an operand has along its rows."""
+        return (
+            facts.bytes_of(self.form, f"scales of {side}") // self.words // facts.SCALE_TILE_BYTES
+        )
+
+    @property
+    def words(self) -> int:
+        """Words of four scales along a stage's K."""
+        return tensor_memory.instructions(self.form)
+
+    def clear_beyond(self, stage: int, end: tuple[int, int]) -> None:
+        """Clear scales beyond K in the word that K ends within."""
+        word, kept = end
+        if not kept or word >= self.words:
+            return
+        for side in "ab":
+            for tile in range(self.tiles_of_scales(side)):
+                at = self.layout.operand(f"scales of {side}", stage)
+                at += (tile * self.words + word) * facts.SCALE_TILE_BYTES
+                rows = self.memories.shared[at : at + facts.SCALE_TILE_BYTES].reshape(-1, 4)
+                rows[:, kept:] = 0
+
+    def multiply_stage(self, stage: int, column: int, into: int, *, begins: bool) -> None:
+        """Start a stage's copies of scales and its matrix instructions."""
+        first = dict(zip("ab", tensor_memory.first_columns(self.form), strict=True))
+        wide = facts.SCALE_TILE_ROWS // tensor_memory.ROWS_OF_COLUMN
+        for side in "ab":
+            count = self.tiles_of_scales(side)
+            for tile in range(count):
+                for k in range(self.words):
+                    at = self.layout.operand(f"scales of {side}", stage)
+                    at += (tile * self.words + k) * facts.SCALE_TILE_BYTES
+                    to = self.base + first[side] + (k * count + tile) * wide
+                    word = words.operand_word(at, SCALE_STRIDE, 0)
+                    self.tensor.append(partial(self.memories.copy_scales, to, word))
+        skipped = tensor_memory.columns_skipped(column, self.form)
+        for k in range(self.words):
+            a, b = (
+                words.operand_word(self.layout.operand(side, stage), CORE_STRIDE, SWIZZLE)
+                + k * CODE_BYTES // words.ATOM
+                for side in "ab"
+            )
+            given = (
+                self.base + into * self.form.tactic.columns,
+                a,
+                b,
+                words.block_scaled_word(self.form.tactic.rows, self.form.tactic.columns),
+                self.base + first["a"] + k * wide,
+                self.base + first["b"] + k * wide * self.tiles_of_scales("b") + skipped,
+            )
+            adds = not (begins and k == 0)
+            self.tensor.append(partial(self.memories.multiply, given, adds))
+
+    def store(
+        self, tiles: list[tuple[int, int]], scale: torch.Tensor
+    ) -> Iterator[Callable[[], bool]]:
+        """Store tile after tile, piece by piece."""
+        turn, count = Turn(self.accumulators, 0), 0
+        pieces = self.form.tactic.columns // facts.PIECE_COLUMNS
+        for row, column in tiles:
+            at = turn.at
+            yield partial(self.sums_full[at].passed, turn.parity)
+            for i in range(pieces):
+                first = self.base + at * self.form.tactic.columns + i * facts.PIECE_COLUMNS
+                _, columns = self.memories.columns(first, facts.PIECE_COLUMNS)
+                sums = self.memories.tensor[:, columns].copy().view(np.float32)
+                if i == pieces - 1:
+                    self.sums_empty[at].arrive(tensor_memory.threads_that_store())
+                numbers = (torch.from_numpy(sums) * scale).bfloat16().view(torch.uint8).numpy()
+                self.put(numbers, (row, column * pieces + i), count % facts.PIECES_AT_ONCE)
+                count += 1
+            turn.advance()
+
+    def put(self, numbers: Any, piece: tuple[int, int], buffer: int) -> None:
+        """Put a piece into its buffer and let TMA take it."""
+        d, at = self.matrices["d"], self.layout.piece(buffer)
+        of = words.operand(words.operand_word(at, CORE_STRIDE, SWIZZLE))
+        row, byte = np.indices(numbers.shape)
+        places = np.vectorize(of.byte)(row[:, ::16], byte[:, ::16])
+        for i in range(words.ATOM):
+            self.memories.shared[places + i] = numbers[:, i::16]
+        of_matrix, of_box = d.overlap(piece[0] * d.box[0], piece[1] * d.box[1])
+        d.rows[of_matrix] = self.memories.shared[d.addresses(at)][of_box]
+        self.stored[of_matrix] += 1
+
+    # ---- order -----------------------------------------------------------------------------------
+
+    def run(self, roles: list[Iterator[Callable[[], bool]]], first: str = "loads") -> None:
+        """Let roles run until they wait; where all do, let one engine finish one operation."""
+        queues = (self.loads, self.tensor) if first == "loads" else (self.tensor, self.loads)
+        waiting: list[tuple[Any, Callable[[], bool]]] = [(role, lambda: True) for role in roles]
+        while waiting or any(queues):
+            went, still = False, []
+            for role, ready in waiting:
+                if not ready():
+                    still.append((role, ready))
+                    continue
+                went = True
+                following = next(role, None)
+                if following is not None:
+                    still.append((role, following))
+            waiting = still
+            if not went:
+                for queue in queues:
+                    if queue:
+                        queue.popleft()()
+                        break
+                else:
+                    state = [(b.phase, b.pending, b.bytes) for b in (*self.full, *self.empty)]
+                    raise Undefined(f"{len(waiting)} roles wait for ever: {state}")
+
+
+def block_of(form: GemmForm, matrices: dict[str, Matrix]) -> Block:
+    """Make a thread block whose tensor memory begins as far from column 0 as it may."""
+    size = tensor_memory.columns_allocated(form)
+    expected = facts.transaction_bytes(form)
+    return Block(form, matrices, Memories((COLUMNS - size, size)), expected)
+
+
+def tiles_of(problem: GemmProblem, form: GemmForm, number: int, count: int) -> list[Any]:
+    """Return the tiles of one of so many thread blocks."""
+    from degarble.kernels.common.gemm_schedule import tile_of  # noqa: PLC0415  needs the DSL
+
+    tiles = facts.cluster_tiles(problem, form.tactic)
+    return [tile_of(i, tiles, form.tactic.group) for i in range(number, tiles[0] * tiles[1], count)]
+
+
+def steps_of(problem: GemmProblem, form: GemmForm) -> int:
+    """Return the steps of K."""
+    steps: int = ceil_div(problem.inner, form.tactic.inner)
+    return steps

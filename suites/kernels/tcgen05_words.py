@@ -1,0 +1,139 @@
+"""The words that tcgen05 instructions take: descriptors of instructions and of operands.
+
+Owns the fields as PTX ISA 9.1 lays them out (tcgen05, matrix descriptor, instruction descriptor for
+mxf4nvf4 and for f16, tensor memory addresses), both ways, and where a byte lies that a descriptor
+describes. The kernels' words are made by the DSL; these are a second opinion on them.
+
+Refuses reserved bits that are set and layouts that the kernels do not use. Kept honest by
+suites/kernels/common/test_tcgen05.py: words written by hand, and each bit changed on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}  # layout type to bytes; 1 is 128 with atoms of 32 bytes
+ATOM = 16  # bytes that a swizzle moves as one
+ROWS_OF_CORE = 8
+E2M1_OF_MXF4, BF16_OF_F16 = 1, 1  # code of an operand's format, by kind
+KINDS = {"mxf4nvf4": E2M1_OF_MXF4, "f16": BF16_OF_F16}
+
+
+class WrongWord(AssertionError):
+    """A word that no kernel of ours may hand to the hardware."""
+
+
+def field(word: int, first: int, bits: int) -> int:
+    """Return bits of a word."""
+    return word >> first & (1 << bits) - 1
+
+
+def require(condition: bool, text: str) -> None:
+    """Refuse a word by name."""
+    if not condition:
+        raise WrongWord(text)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction descriptor: extents, formats, and which bytes of a scale word are taken."""
+
+    rows: int
+    columns: int
+    a_format: int
+    b_format: int
+    a_scale_id: int = 0
+    b_scale_id: int = 0
+
+
+def block_scaled(word: int) -> Instruction:
+    """Read the descriptor of kind mxf4nvf4: PTX ISA 9.1, instruction descriptor, table of mxf4."""
+    unused = {"sparsity": (0, 3), "bit 3": (3, 1), "bit 6": (6, 1), "negate": (13, 2)}
+    unused |= {"major": (15, 2), "format of scales, E4M3": (23, 1), "K of 96": (31, 1)}
+    for name, place in unused.items():
+        require(field(word, *place) == 0, f"instruction {word:#010x}: {name} is set")
+    return Instruction(
+        rows=field(word, 24, 5) << 4,
+        columns=field(word, 17, 6) << 3,
+        a_format=field(word, 7, 3),
+        b_format=field(word, 10, 3),
+        a_scale_id=field(word, 29, 2),
+        b_scale_id=field(word, 4, 2),
+    )
+
+
+def dense(word: int) -> Instruction:
+    """Read the descriptor of kind f16 with float32 sums: PTX ISA 9.1, instruction descriptor."""
+    unused = {"sparsity": (0, 3), "saturation": (3, 1), "bit 6": (6, 1), "negate": (13, 2)}
+    unused |= {"major": (15, 2), "bit 23": (23, 1), "bit 29": (29, 1), "shift": (30, 2)}
+    for name, place in unused.items():
+        require(field(word, *place) == 0, f"instruction {word:#010x}: {name} is set")
+    require(field(word, 4, 2) == 1, f"instruction {word:#010x}: sums are not float32")
+    return Instruction(
+        rows=field(word, 24, 5) << 4,
+        columns=field(word, 17, 6) << 3,
+        a_format=field(word, 7, 3),
+        b_format=field(word, 10, 3),
+    )
+
+
+def block_scaled_word(rows: int, columns: int) -> int:
+    """Make the descriptor of kind mxf4nvf4 for E2M1 and E4M3 scales, all four bytes of a word."""
+    return rows >> 4 << 24 | columns >> 3 << 17 | E2M1_OF_MXF4 << 10 | E2M1_OF_MXF4 << 7
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A descriptor of shared memory: where it begins, bytes between cores, bytes of a swizzle."""
+
+    start: int
+    leading: int
+    stride: int
+    swizzle: int
+
+    def byte(self, row: int, column: int) -> int:
+        """Return the address of a byte of a row; a row is no longer than the swizzle, or a core."""
+        width = self.swizzle or ATOM
+        at = self.start + row // ROWS_OF_CORE * self.stride + row % ROWS_OF_CORE * width + column
+        # The exclusive or is that of address bits: atoms of 16 bytes by rows of 128.
+        return at ^ (at >> 3 & (self.swizzle - 1 & ~(ATOM - 1))) if self.swizzle else at
+
+
+def operand(word: int) -> Operand:
+    """Read a shared memory descriptor: PTX ISA 9.1, tcgen05 matrix descriptor."""
+    require(field(word, 46, 2) == 1, f"operand {word:#018x}: version is not that of tcgen05")
+    unused = {"bits 14, 15": (14, 2), "bits 30, 31": (30, 2), "bit 48": (48, 1)}
+    unused |= {"base offset": (49, 3), "leading mode": (52, 1), "bits 53 to 60": (53, 8)}
+    for name, place in unused.items():
+        require(field(word, *place) == 0, f"operand {word:#018x}: {name} is set")
+    layout = field(word, 61, 3)
+    require(layout in SWIZZLES, f"operand {word:#018x}: layout {layout}")
+    return Operand(
+        start=field(word, 0, 14) * ATOM,
+        leading=field(word, 16, 14) * ATOM,
+        stride=field(word, 32, 14) * ATOM,
+        swizzle=SWIZZLES[layout],
+    )
+
+
+def operand_word(start: int, stride: int, swizzle: int) -> int:
+    """Make a shared memory descriptor of operands that are one core, or one swizzle, wide.
+
+    The leading distance says nothing there; it is 1, as the DSL writes it.
+    """
+    (layout,) = (code for code, size in SWIZZLES.items() if size == swizzle)
+    return layout << 61 | 1 << 46 | stride // ATOM << 32 | 1 << 16 | start // ATOM
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address in tensor memory."""
+
+    lane: int
+    column: int
+
+
+def place(word: int) -> Place:
+    """Read an address in tensor memory: lane above, column below; bits on top name a byte."""
+    require(field(word, 30, 2) == 0, f"tensor memory {word:#010x}: names a byte of a word")
+    return Place(lane=field(word, 16, 14), column=field(word, 0, 16))

@@ -1,0 +1,135 @@
+"""The sm_100a NVFP4 GEMM as a host model: bits as references.tensor_core has them, faults are seen.
+
+No compiled kernel runs here: this proves facts, places and protocol, and says nothing about a chip.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.suites.kernels import gemm_checks as checks
+from degarble.suites.kernels import sm100_checks as blackwell
+from degarble.suites.kernels import sm100_model, tcgen05_words
+from degarble.suites.kernels.sm100_memories import Undefined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.needs("cutlass")  # the walk is the kernels' own
+
+FORMS = {form.tactic.columns: form for form in blackwell.forms()}
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=blackwell.named)
+
+
+def answer(form: facts.GemmForm, extents: tuple[int, int, int], first: str = "loads") -> str:
+    """Say what is wrong with the model's answer."""
+    case = checks.with_form(form, extents, "ordinary", sum(extents))
+    drawn = blackwell.drawn(case)
+    try:
+        out, instructions = blackwell.on_model(case, drawn.given, first)
+    except (Undefined, tcgen05_words.WrongWord) as error:
+        return str(error)
+    tiles = facts.cluster_tiles(case.problem, form.tactic)
+    steps = tiles[0] * tiles[1] * sm100_model.steps_of(case.problem, form)
+    assert instructions == steps * tensor_memory.instructions(form)
+    return blackwell.difference(case, out, drawn.want)
+
+
+@pytest.mark.parametrize("first", sm100_model.FIRST)
+@each_form
+def test_every_bit_with_tails_of_all_extents(form: facts.GemmForm, first: str) -> None:
+    """Two row tiles, several columns of tiles in two thread blocks, K ends within a word."""
+    assert not answer(form, (130, form.tactic.columns + 136, 288), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [32, 64, 96, 256, 1312])
+@each_form
+def test_every_bit_of_more_shapes(form: facts.GemmForm, inner: int) -> None:
+    """K of 1312 is six steps, more than any ring but one has stages."""
+    assert not answer(form, (200, 2 * form.tactic.columns + 8, inner))
+
+
+def test_a_ring_that_begins_anew() -> None:
+    assert tensor_memory.footprint(FORMS[256]).stages == 3
+    assert not answer(FORMS[256], (5, 72, 1056))
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+@contextmanager
+def planted(place: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    true = getattr(place, name)
+    with mock.patch.object(place, name, lambda *given, **named: instead(true, *given, **named)):
+        yield
+
+
+def pairs_of_scale_tiles(_true: Any, tile: Any, form: Any) -> Any:
+    """Count boxes of B's scales in pairs, where a tile of 192 begins within a pair."""
+    row, column = tile
+    first = column * form.tactic.columns // 128 // 2 * 2
+    return row, column, row, first, first + 1
+
+
+def zero(_true: Any, *_given: Any) -> int:
+    return 0
+
+
+def nothing_ends(_true: Any, *_given: Any) -> tuple[int, int]:
+    return 0, 0
+
+
+def more(by: int) -> Callable[..., Any]:
+    def instead(true: Any, *given: Any) -> Any:
+        return true(*given) + by
+
+    return instead
+
+
+def other_columns(true: Any, form: Any) -> tuple[int, int]:
+    a, b = true(form)
+    return a, b - 2
+
+
+def never_begins(true: Any, *given: Any, begins: bool) -> None:
+    true(*given, begins=begins and False)
+
+
+def same_parity(_true: Any, turn: Any) -> None:
+    turn.at = (turn.at + 1) % turn.stages
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
+    "boxes of scales in pairs": (tensor_memory, "tiles_of_boxes", pairs_of_scale_tiles, 192),
+    "rows of scales not skipped": (tensor_memory, "columns_skipped", zero, 64),
+    "scales beyond K not cleared": (tensor_memory, "end_of_scales", nothing_ends, 128),
+    "scales over each other": (tensor_memory, "first_columns", other_columns, 128),
+    "bytes expected": (facts, "transaction_bytes", more(16), 128),
+    "too few columns allocated": (tensor_memory, "columns_allocated", more(-256), 192),
+    "sums not begun anew": (sm100_model.Block, "multiply_stage", never_begins, 128),
+    "parity of a stage": (sm100_model.Turn, "advance", same_parity, 256),
+    "N of the instruction": (tcgen05_words, "block_scaled_word", more(-1 << 17), 128),
+    "format of an operand": (tcgen05_words, "block_scaled_word", more(1 << 7), 128),
+    "major of an operand": (tcgen05_words, "block_scaled_word", more(1 << 15), 128),
+    "distance of cores": (tcgen05_words, "operand_word", more(1 << 32), 128),
+    "swizzle": (tcgen05_words, "operand_word", more(1 << 61), 128),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str) -> None:
+    place, function, instead, columns = FAULTS[name]
+    with planted(place, function, instead):
+        assert answer(FORMS[columns], (100, columns + 72, 1056 if columns == 256 else 288))
+
+
+def test_a_word_too_long_waited_for_is_told() -> None:
+    with planted(facts, "transaction_bytes", more(16)):
+        assert "wait for ever" in answer(FORMS[64], (8, 8, 32))
