@@ -36,7 +36,7 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, Tactic
+from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM90A, TARGETS
 
@@ -88,11 +88,11 @@ def gemm_kernel(
         feedings = tuple(map(producer.feeding, feeds, tensors, boxes))
         state = wgmma.consumer_state(held.stages)
         target = wgmma.producer_state(facts.DECODED_STAGES)
-        cursor = begin_loading(ring, feedings, walk, steps)
+        loading = (ring, feedings, walk, steps, form)
+        cursor = begin_loading(loading)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             _, column = schedule.tile_at(walk, number)
             first = column * tactic.columns % facts.SCALE_TILE_ROWS
-            loading = (ring, feedings, walk, steps)
             rows = (shared, first, blocks, tactic.columns)
             state, target, cursor = decode_tile(loading, decoded, (state, target, cursor), rows)
     else:
@@ -121,47 +121,47 @@ class Cursor(NamedTuple):
     """What the decoders' first warp loads next: number of the tile, its place, step, stage."""
 
     number: Any
-    row: Any
-    column: Any
+    place: tuple[Any, ...]
     step: Any
     state: Any
 
 
 @cute.jit
-def begin_loading(ring: Any, feedings: Any, walk: Any, steps: Any) -> Cursor:
-    """Load the first stages."""
-    row, column = schedule.tile_at(walk, walk.first)
+def begin_loading(loading: Any) -> Cursor:
+    """Load the first stages; `loading` is ring, feedings, walk, steps of K, form."""
+    ring, _, walk, _, _ = loading
     state = wgmma.producer_state(ring.num_stages)
-    cursor = Cursor(Int32(walk.first), row, column, Int32(0), state)
+    cursor = Cursor(Int32(walk.first), schedule.tile_at(walk, walk.first), Int32(0), state)
     for _ in cutlass.range(facts.AHEAD, unroll=1):
-        cursor = load_next(ring, feedings, walk, steps, cursor)
+        cursor = load_next(loading, cursor)
     return cursor
 
 
 @cute.jit
-def load_next(ring: Any, feedings: Any, walk: Any, steps: Any, cursor: Any) -> Cursor:
+def load_next(loading: Any, cursor: Any) -> Cursor:
     """Load one stage more, of this tile or the next one; nothing after the last."""
-    number, row, column, step, state = cursor
+    ring, feedings, walk, steps, form = loading
+    number, place, step, state = cursor
     if (cute.arch.warp_idx() == 0) & (number < walk.total):
-        tiles = tiles_of_boxes((row, column), walk.tactic)
+        tiles = tiles_of_boxes(place, form)
         state = producer.produce_step(ring, state, feedings, tiles, step)
         step += 1
         if step == steps:
             step = Int32(0)
             number += walk.step
-            row, column = schedule.tile_at(walk, number)
-    return Cursor(number, row, column, step, state)
+            place = schedule.tile_at(walk, number)
+    return Cursor(number, place, step, state)
 
 
 @cute.jit
 def decode_tile(loading: Any, decoded: Any, states: Any, work: Any) -> Any:
     """Decode the rows of B of one tile, stage by stage; a thread takes every 128th row."""
-    ring, feedings, walk, steps = loading
+    ring, _, _, steps, _ = loading
     state, target, cursor = states
     shared, first, blocks, columns = work
     thread, _, _ = cute.arch.thread_idx()
     for step in cutlass.range(steps, unroll=1):
-        cursor = load_next(ring, feedings, walk, steps, cursor)
+        cursor = load_next(loading, cursor)
         ring.consumer_wait(state)
         decoded.producer_acquire(target)
         at = (state.index, target.index, stages.kept(blocks, step))
@@ -251,14 +251,22 @@ def a_fragment(mma: Any) -> Any:
     return mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, stages.STAGE_K)))
 
 
-def tiles_of_boxes(tile: tuple[Any, Any], tactic: Tactic) -> tuple[Any, ...]:
-    """Return which box each feed brings: codes of A and B, then tiles of their scales."""
-    row, column = tile
-    of_scales = (
+def tiles_of_boxes(place: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
+    """Return which box each feed brings: codes of A and B, then tiles of their scales.
+
+    Where a tile has an expert, B is many matrices: so many parts of each expert.
+    """
+    row, column, *expert = place
+    tactic, parts = form.tactic, form.parts
+    of_a, of_b = (
         at * extent // facts.SCALE_TILE_ROWS // ceil_div(extent, facts.SCALE_TILE_ROWS)
-        for at, extent in ((row, tactic.rows), (column, tactic.columns))
+        for at, extent in ((row, tactic.rows), (column, tactic.columns // parts))
     )
-    return (row, column, *of_scales)
+    matrices = [(each * parts + part,) for each in expert for part in range(parts)]
+    if not matrices:
+        return (row, column, of_a, of_b)
+    codes, scales = ([(at, *matrix) for matrix in matrices] for at in (column, of_b))
+    return (row, *codes, of_a, *scales)
 
 
 def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
@@ -283,7 +291,7 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
         )
         for rows in (tactic.rows, tactic.columns)
     )
-    tiles = (ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (tactic.rows, tactic.columns))
+    tiles = (facts.bytes_of(form, f"scales of {side}") // facts.SCALE_TILE_BYTES for side in "ab")
     scales = (
         cute.make_layout((n, WORDS_OF_TILE, count), stride=(WORDS_OF_TILE, 1, n * WORDS_OF_TILE))
         for n in tiles
@@ -312,7 +320,9 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
     decoded = memory.allocate_array(
         Uint32, words * facts.DECODED_STAGES, byte_alignment=facts.ALIGNMENT
     )
-    codes_a, codes_b, scales_a, scales_b = (load.bytes // 4 for load in facts.loads(form))
+    codes_a, codes_b, scales_a, scales_b = (
+        facts.bytes_of(form, name) // 4 for name in ("a", "b", "scales of a", "scales of b")
+    )
     shared = Shared(
         a=side_by_side(pointers[0], stages.WORDS, codes_a, count),
         a_scales=side_by_side(pointers[2], 1, scales_a, count),

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 
 
 class Feed(NamedTuple):
-    """A matrix that TMA reads: atom, coordinates, and the box in elements of the matrix."""
+    """A matrix that TMA reads, or many of one shape along a third mode: atom, coordinates."""
 
     atom: Any
     tensor: Any
@@ -58,7 +58,7 @@ def feeding(
 ) -> Feeding:
     """Cut a feed into boxes; `sharing` is place among and number of sharers, and their mask."""
     place, count, mask = sharing
-    boxes = cute.local_tile(feed.tensor, box, (None, None))
+    boxes = cute.local_tile(feed.tensor, box, (None,) * cute.rank(feed.tensor))
     destination, source = cpasync.tma_partition(
         feed.atom,
         place,
@@ -87,14 +87,16 @@ def produce_step(
     pipeline.producer_acquire(state)
     barrier = pipeline.producer_get_barrier(state)
     for i in cutlass.range_constexpr(len(feedings)):
-        issue(feedings[i], (tiles[i], step), state.index, barrier)
+        # A tile of one of many matrices is a pair: the tile, and which matrix.
+        at = tiles[i] if isinstance(tiles[i], tuple) else (tiles[i],)
+        issue(feedings[i], (at[0], step, *at[1:]), state.index, barrier)
     pipeline.producer_commit(state)
     state.advance()
     return state
 
 
-def issue(feeding: Feeding, box: tuple[Any, Any], stage: Any, barrier: Any) -> None:
-    """Issue one box: (tile, step) of the matrix into a stage."""
+def issue(feeding: Feeding, box: tuple[Any, ...], stage: Any, barrier: Any) -> None:
+    """Issue one box: (tile, step) of the matrix, or (tile, step, matrix), into a stage."""
     more = {} if feeding.mask is None else {"mcast_mask": feeding.mask}
     cute.copy(
         feeding.atom,

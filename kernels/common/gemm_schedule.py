@@ -32,6 +32,7 @@ class Walk(NamedTuple):
     tiles: tuple[Any, Any]  # of clusters, along M and N
     place: tuple[Any, Any]  # of this thread block in its cluster
     tactic: Tactic
+    experts: Any = None  # of each row of tiles, in memory; None: all of D has one B
 
 
 def tile_of(number: Any, tiles: tuple[Any, Any], group: int, least: Any = min) -> tuple[Any, Any]:
@@ -46,8 +47,11 @@ def tile_of(number: Any, tiles: tuple[Any, Any], group: int, least: Any = min) -
     return first + within % height, within // height
 
 
-def walk_of(extents: tuple[Any, Any], tactic: Tactic) -> Walk:
-    """Return the walk of this thread block over D of M x N; the grid is that of gemm_problem."""
+def walk_of(extents: tuple[Any, Any], tactic: Tactic, experts: Any = None) -> Walk:
+    """Return the walk of this thread block over D of M x N; the grid is that of gemm_problem.
+
+    Where M is a number in memory, the grid may be larger: who has no tile has nothing to do.
+    """
     rows, columns = extents
     tiles = (
         ceil_div(rows, tactic.rows * tactic.cluster_rows),
@@ -55,11 +59,18 @@ def walk_of(extents: tuple[Any, Any], tactic: Tactic) -> Walk:
     )
     in_row, in_column, first = cute.arch.block_idx()
     _, _, step = cute.arch.grid_dim()
-    return Walk(first, tiles[0] * tiles[1], step, tiles, (in_row, in_column), tactic)
+    return Walk(first, tiles[0] * tiles[1], step, tiles, (in_row, in_column), tactic, experts)
 
 
-def tile_at(walk: Walk, number: Any) -> tuple[Any, Any]:
-    """Return the tile of this thread block, in units of tiles of D along M and N."""
+def tile_at(walk: Walk, number: Any) -> tuple[Any, ...]:
+    """Return the tile of this thread block, in units of tiles of D along M and N, and its expert.
+
+    A number beyond the last tile yields a place that nobody may use; reading its expert is safe.
+    """
     row, column = tile_of(Int32(number), walk.tiles, walk.tactic.group, cutlass.min)
     tactic, (in_row, in_column) = walk.tactic, walk.place
-    return row * tactic.cluster_rows + in_row, column * tactic.cluster_columns + in_column
+    row, column = row * tactic.cluster_rows + in_row, column * tactic.cluster_columns + in_column
+    if walk.experts is None:
+        return row, column
+    known = cutlass.max(cutlass.min(row, walk.tiles[0] - 1), 0)
+    return row, column, Int32(walk.experts[known])

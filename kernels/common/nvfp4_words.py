@@ -98,6 +98,11 @@ def scale_code_of(amax: Any, share: Any) -> Any:
 
 def swiglu_words(gate: list[Any], up: list[Any], limit: float | None) -> list[Any]:
     """Return silu(gate) * up rounded to BF16, both clamped first, the gate from above only."""
+    return rounded_words(swiglu_numbers(gate, up, limit))
+
+
+def swiglu_numbers(gate: list[Any], up: list[Any], limit: float | None) -> list[Any]:
+    """Return silu(gate) * up in float32 of words of two BF16, clamped as above."""
     if limit is not None:
         gate = [_clamped("min", word, limit) for word in gate]
         up = [_clamped("max", _clamped("min", word, limit), -limit) for word in up]
@@ -109,7 +114,7 @@ def swiglu_words(gate: list[Any], up: list[Any], limit: float | None) -> list[An
         inverse = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, total)
         silu = ops.multiply_rn(g, ops.multiply_rn(inverse, HEADROOM))
         made.append(ops.multiply_rn(silu, u))
-    return rounded_words(made)
+    return made
 
 
 def rounded_words(numbers: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from degarble.kernels.common.gemm_problem import GemmForm
 
 _EXPECT = re.compile(r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]+\], (%r\d+|\d+);")
-_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.2d\.shared::c")
+_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.[23]d\.shared::c")
 _STORE = re.compile(r"cp\.async\.bulk\.tensor\.2d\.global")
 _WGMMA = re.compile(r"wgmma\.mma_async\S+")
 
@@ -41,13 +41,16 @@ def wgmmas(ptx: str) -> list[str]:
     return _WGMMA.findall(ptx)
 
 
-def complaints(kernel: CompiledKernel, form: GemmForm, *, issued: int) -> list[str]:
-    """Say what differs from the derived facts; `issued` is how often a stage's loads are written.
+def complaints(
+    kernel: CompiledKernel, form: GemmForm, *, issued: int, stores: int | None = None
+) -> list[str]:
+    """Say what differs from the derived facts. ptxas is not asked whether it serialises wgmma:
 
-    ptxas is not asked whether it serialises wgmma: kernels start with enough registers for that.
+    kernels start with enough registers for that. `issued` is how often a stage's loads are written,
+    `stores` how many TMA stores there are, where it is not one for each piece of a tile.
     """
     (code,) = cubin_facts(kernel.cubin)
-    pieces = form.tactic.columns // facts.PIECE_COLUMNS
+    pieces = form.tactic.columns // facts.PIECE_COLUMNS if stores is None else stores
     figures = {
         "spills": (code.spills, False),
         "registers at launch": (code.registers <= facts.registers_at_launch(form), True),

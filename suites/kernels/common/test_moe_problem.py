@@ -1,0 +1,104 @@
+"""Experts as arithmetic: how slots become rows, what is enough for any choice; refusals."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.kernels.common import gemm_problem as gemm
+from degarble.kernels.common import moe_problem as facts
+from degarble.kernels.common.moe_problem import MoeProblem
+from degarble.kernels.common.nvfp4_stages import word_of_scales
+from degarble.kernels.common.targets import TARGETS
+
+FLASH = MoeProblem(8192, 4096, 2048, 256, 6, 256, 10.0)
+TACTICS = facts.TACTICS["sm_90a"]
+
+
+@pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
+def test_there_are_tiles_enough_for_any_choice(tactic: gemm.Tactic) -> None:
+    drawn = random.Random("tiles")
+    for _ in range(300):
+        experts, tokens, chosen = drawn.randint(1, 9), drawn.randint(0, 300), drawn.randint(1, 2)
+        problem = MoeProblem(tokens, 32, 32, experts, min(chosen, experts), experts)
+        favourite = drawn.randint(0, experts - 1)
+        counts = [0] * experts
+        for _ in range(problem.slots):
+            counts[favourite if drawn.random() < 0.5 else drawn.randint(0, experts - 1)] += 1
+        needed = sum(-(-count // tactic.rows) for count in counts)
+        assert needed <= facts.most_tiles(problem, tactic)
+    worst = MoeProblem(7, 32, 32, 7, 1, 7)  # each slot a tile of its own: not one too many
+    assert facts.most_tiles(worst, tactic) == 7
+    assert facts.most_tiles(replace(worst, tokens=0), tactic) == 1
+
+
+def test_numbers_of_a_layer() -> None:
+    assert FLASH.slots == 49_152
+    assert FLASH.operations == 2 * 49_152 * 4096 * 3 * 2048
+    first, second = facts.forms_of(FLASH, "sm_90a")
+    assert (first.gemm.parts, second.gemm.parts) == (2, 1)
+    assert first.gemm.tactic == second.gemm.tactic == TACTICS[1]
+    assert facts.most_rows(FLASH, TACTICS[1]) == 128 * ((49_152 + 127 * 256) // 128)
+    assert facts.columns_of(FLASH, first) == (4096, 4096)
+    assert facts.columns_of(FLASH, second) == (4096, 2048)
+    assert facts.grid(FLASH, first, 132) == 132
+    assert facts.scale_bytes(129, 96) == 256 * 8
+    one = replace(FLASH, tokens=1)
+    assert facts.choose_tactic(one, "sm_90a") == TACTICS[0]
+    assert facts.grid(one, facts.forms_of(one, "sm_90a")[0], 10_000) == 6 * 32
+
+
+def test_where_the_weight_counts_is_part_of_a_form() -> None:
+    weighted = [
+        facts.forms_of(replace(FLASH, weighting=weighting), "sm_90a")[0].weighted
+        for weighting in (facts.BEFORE_W2, facts.AFTER_W2)
+    ]
+    assert weighted == [True, False]
+
+
+@pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
+def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None:
+    first, second = (form.gemm for form in facts.forms_of(FLASH, "sm_90a", tactic))
+    for form in (first, second):
+        held = gemm.footprint(form)
+        assert held.total + gemm.ALIGNMENT <= TARGETS["sm_90a"].shared_memory_bytes
+        assert held.stages > gemm.AHEAD
+        assert gemm.registers_of_roles(form) <= gemm.REGISTERS_OF_PROCESSOR
+    names = [load.name for load in gemm.loads(first)]
+    assert names == ["a", "b", "b", "scales of a", "scales of b", "scales of b"]
+    assert gemm.bytes_of(first, "b") == gemm.bytes_of(second, "b") == tactic.columns * 32
+
+
+@pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
+def test_scales_of_up_lie_in_tiles_of_their_own(tactic: gemm.Tactic) -> None:
+    form = facts.forms_of(FLASH, "sm_90a", tactic)[0].gemm
+    part = tactic.columns // 2
+    for first in range(0, 128, part):
+        for row in range(tactic.columns):
+            matrix, within = divmod(row, part)
+            want = 128 * matrix + word_of_scales(first + within)
+            # A thread decodes every 128th row, and adds what its first one needs.
+            added = facts.first_scale_row(row % 128, first, form)
+            assert word_of_scales(row + added) == want
+
+
+def test_refuses_by_name() -> None:
+    for name, wrong in (("hidden", 48), ("width", 0), ("tokens", -1), ("tokens", 1 << 27)):
+        with pytest.raises(ShapeMismatch, match="tokens, hidden, width"):
+            replace(FLASH, **{name: wrong})  # type: ignore[arg-type]
+    for name, wrong in (("experts", 0), ("experts", 257), ("routed", 1024)):
+        with pytest.raises(ShapeMismatch, match="experts held here"):
+            replace(FLASH, **{name: wrong})  # type: ignore[arg-type]
+    for chosen in (0, 17):
+        with pytest.raises(ShapeMismatch, match="experts of a token"):
+            replace(FLASH, chosen=chosen)
+    with pytest.raises(UnknownName, match="after w2"):
+        replace(FLASH, weighting="after w3")
+    for limit in (0.0, -1.0, 10.01):
+        with pytest.raises(InvalidArgument, match="limit"):
+            replace(FLASH, limit=limit)
+    with pytest.raises(UnknownName, match="target of a mixture"):
+        facts.choose_tactic(FLASH, "sm_80")

@@ -1,0 +1,149 @@
+"""Faults planted in the grouped experts: what a call computes when one function is another.
+
+Owns the faults by name, each a function of a kernel's modules replaced while kernels are traced;
+nothing of this is in the kernels. A whole call and a faulty one go through the same launches, and
+suites/kernels/moe_checks.py has to tell them apart. Kept honest by
+suites/kernels/test_sm90_moe_nvfp4.py: each changes machine code, and on an H200 each is caught.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, TACTICS, MoeProblem
+from degarble.suites.kernels import moe_checks as checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, and what stands in its place; it is given the true one first."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    weighting: str = AFTER_W2
+    wide: bool = False  # whether the case is cut in tiles of 128 x 256
+
+    @property
+    def case(self) -> checks.Case:
+        """The call by which it is judged."""
+        problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
+        tactic = TACTICS[checks.TARGET][self.wide]
+        return checks.Case(problem, "even", len(self.name), tactic)
+
+
+def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
+    return true(pair[::-1], *more)
+
+
+def _expert_before(true: Any, walk: Any, number: Any) -> Any:
+    cutlass = import_module("cutlass")
+    *place, expert = true(walk, number)
+    return (*place, cutlass.max(expert - 1, 0))
+
+
+def _first_tile(true: Any, number: Any, tiles: Any, group: int, least: Any) -> Any:
+    last = tiles[0] * tiles[1] - 1
+    row, column = true(number, tiles, group, least)
+    differs = least(last - number, 1)
+    return row * differs, column * differs
+
+
+def _ones(true: Any, leaving: Any, row: Any) -> Any:
+    return [weight * 0.0 + 1.0 for weight in true(leaving, row)]
+
+
+def _as_they_are(_true: Any, numbers: Any, _weight: Any) -> Any:
+    return numbers
+
+
+def _not_clamped(true: Any, gate: Any, up: Any, _limit: Any) -> Any:
+    return true(gate, up, None)
+
+
+def _first_rows(_true: Any, _row: Any, first: Any, _form: Any) -> Any:
+    return first
+
+
+def _scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
+    return (true(groups, expert, parts)[0],) * parts
+
+
+def _of_gate_alone(true: Any, place: Any, form: Any) -> Any:
+    row, *boxes = true(place, form)
+    return (row, boxes[0], *boxes[:1], *boxes[2:]) if form.parts > 1 else (row, *boxes)
+
+
+def _other_buffer(true: Any, outlet: Any, row: Any, block: Any, buffer: Any) -> Any:
+    return true(outlet, row, block, buffer * 0)
+
+
+_COMMON = "degarble.kernels.common"
+_EPILOGUE, _SCHEDULE = f"{_COMMON}.moe_epilogue", f"{_COMMON}.gemm_schedule"
+_GROUPED, _ROWS = "degarble.kernels.sm90_moe_nvfp4", "degarble.kernels.simt_moe_rows"
+
+FAULTS = (
+    Fault("gate and up changed", _EPILOGUE, "gated", _halves_changed),
+    Fault("gate twice", "degarble.kernels.sm90_gemm_nvfp4", "tiles_of_boxes", _of_gate_alone),
+    Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
+    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, wide=True),
+    Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
+    Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
+    Fault("limit left out", f"{_COMMON}.nvfp4_words", "swiglu_numbers", _not_clamped, wide=True),
+    Fault("scale rows of up", f"{_COMMON}.moe_problem", "first_scale_row", _first_rows),
+    Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
+    Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, wide=True),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+CACHES = (
+    (_GROUPED, "compile_form"),
+    (_ROWS, "compile_plan"),
+    (_ROWS, "compile_gather"),
+    (_ROWS, "compile_combine"),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while kernels are traced, past every cache."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+
+    def instead(*given: Any, **named: Any) -> Any:
+        return fault.instead(true, *given, **named)
+
+    forget()
+    try:
+        with mock.patch.object(module, fault.function, instead):
+            yield
+    finally:
+        forget()
+
+
+def forget() -> None:
+    """Forget what was compiled."""
+    for module, name in CACHES:
+        getattr(import_module(module), name).cache_clear()
+
+
+def texts(fault: Fault) -> list[str]:
+    """Return the PTX of all that a fault's call launches, as it is traced now."""
+    kernels, rows = import_module(_GROUPED), import_module(_ROWS)
+    job = fault.case.job
+    forms = import_module(f"{_COMMON}.moe_problem")
+    made = [
+        kernels.compile_form(form, job.settings)
+        for form in forms.forms_of(job.problem, job.target, job.tactic)
+    ]
+    weighted = job.problem.weighting == AFTER_W2
+    of_sum = forms.CombineForm(job.problem.chosen, weighted, False, job.target)
+    made.append(rows.compile_combine(of_sum, job.settings))
+    return [kernel.ptx for kernel in made]

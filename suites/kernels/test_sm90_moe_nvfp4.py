@@ -1,0 +1,238 @@
+"""Grouped experts on Hopper: machine code, refusals, on an H200 equal to one expert at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch
+from degarble.kernels.common import moe_problem as facts
+from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
+from degarble.suites.kernels import gemm_code as code
+from degarble.suites.kernels import moe_checks as checks
+from degarble.suites.kernels import moe_faults as faults
+from degarble.suites.kernels.moe_checks import Case
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+pytestmark = pytest.mark.needs("cutlass")
+
+V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
+MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
+SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0)
+FUZZED, AT_ONCE = 120, 40
+
+
+def problem_of(
+    model: tuple[int, ...], tokens: int, weighting: str = AFTER_W2, experts: int = 0
+) -> MoeProblem:
+    hidden, width, routed, chosen = model
+    limit = None if model is V3_2 else 10.0
+    return MoeProblem(tokens, hidden, width, experts or routed, chosen, routed, limit, weighting)
+
+
+def forms() -> list[facts.MoeForm]:
+    return [
+        form
+        for tactic in facts.TACTICS[checks.TARGET]
+        for weighting in facts.WEIGHTINGS
+        for form in facts.forms_of(problem_of(V4_PRO, 1, weighting), checks.TARGET, tactic)
+    ]
+
+
+def named(form: facts.MoeForm) -> str:
+    tactic = form.gemm.tactic
+    return f"{tactic.rows}x{tactic.columns}-{form.gemm.parts}-{form.weighted}"
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    return import_module("degarble.kernels.sm90_moe_nvfp4")
+
+
+def require_sound(kernels: ModuleType, form: facts.MoeForm) -> None:
+    kernel = kernels.compile_form(form, checks.SETTINGS)
+    # FC1 stores no tile by TMA: it leaves as codes.
+    stores = 0 if form.gemm.parts == facts.GATE_AND_UP else None
+    assert not code.complaints(kernel, form.gemm, issued=2, stores=stores)
+    assert "cvt.rn.bf16x2.e2m1" not in kernel.ptx
+
+
+def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
+    first, second = facts.forms_of(SMALL, checks.TARGET)
+    require_sound(kernels, replace(first, weighted=True))
+    require_sound(kernels, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", forms(), ids=named)
+def test_machine_code_of_every_form(kernels: ModuleType, form: facts.MoeForm) -> None:
+    require_sound(kernels, form)
+
+
+def test_refuses_by_name(kernels: ModuleType) -> None:
+    given = checks.given_of(Case(SMALL), "cpu")
+    routing, weights = given.routing, given.weights
+    w13, w2 = weights
+
+    def refused(error: type[Exception], name: str, **other: Any) -> None:
+        x, routed, held, shared = given._replace(**other)
+        with pytest.raises(error, match=name):
+            kernels.moe_nvfp4(x, routed, held, SMALL, checks.SETTINGS, shared_TD=shared)
+
+    refused(DtypeMismatch, "x", x=given.x.float())
+    refused(ShapeMismatch, "x", x=given.x[:4])
+    refused(LayoutMismatch, "strides of x", x=given.x.T.contiguous().T)
+    refused(DtypeMismatch, "shared expert", shared=given.x.float())
+    wide = routing._replace(experts=routing.experts.long())
+    refused(DtypeMismatch, "experts of tokens", routing=wide)
+    refused(ShapeMismatch, "routing weights", routing=routing._replace(weights=routing.weights.T))
+    local = torch.zeros(4, dtype=torch.int32)
+    refused(ShapeMismatch, "numbers here", routing=routing._replace(local=local))
+    for name, held in (("w13", w13), ("w2", w2)):
+        for what, field, wrong, error in (
+            ("codes", "codes", held.codes[:2], ShapeMismatch),
+            ("codes", "codes", held.codes.view(torch.int8), DtypeMismatch),
+            ("scales", "scales", held.scales[..., :-1], ShapeMismatch),
+            ("scales", "scales", held.scales.view(torch.float8_e4m3fn), DtypeMismatch),
+            ("decode scales", "decode_scale", held.decode_scale.double(), DtypeMismatch),
+            ("input scales", "input_scale", held.input_scale[:1], ShapeMismatch),
+        ):
+            other = weights._replace(**{name: held._replace(**{field: wrong})})
+            refused(error, f"{what} of {name}", weights=other)
+    few = replace(SMALL, experts=2)
+    with pytest.raises(InvalidArgument, match="experts held here"):
+        kernels.moe_nvfp4(given.x, routing, weights, few, checks.SETTINGS)
+
+
+def test_faults_have_names_of_their_own() -> None:
+    assert len(faults.BY_NAME) == len(faults.FAULTS) == 10
+
+
+def test_planting_is_taken_back() -> None:
+    fault = faults.BY_NAME["routing weight left out after"]
+    rows = import_module(fault.module)
+    form = facts.CombineForm(2, weighted=True, shared=False, target="sm_90a")
+    whole = rows.compile_combine(form, checks.SETTINGS).ptx
+    with faults.planted(fault):
+        assert rows.compile_combine(form, checks.SETTINGS).ptx != whole
+    assert rows.compile_combine(form, checks.SETTINGS).ptx == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_changes_the_machine_code(fault: faults.Fault) -> None:
+    whole = faults.texts(fault)
+    with faults.planted(fault):
+        assert faults.texts(fault) != whole
+
+
+# ---- on an H200 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tactic", facts.TACTICS["sm_90a"], ids=lambda t: f"{t.rows}")
+@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
+@pytest.mark.parametrize("choice", checks.CHOICES)
+def test_choices_of_every_kind(choice: str, weighting: str, tactic: Any) -> None:
+    problem = MoeProblem(700, 352, 416, 8, 1, 8, 10.0, weighting)
+    assert not checks.mismatch(Case(problem, choice, 3, tactic))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tokens", [1, 17, 2048])
+@pytest.mark.parametrize("model", MODELS)
+def test_shapes_of_models(model: str, tokens: int) -> None:
+    weighting = BEFORE_W2 if tokens == 17 else AFTER_W2
+    assert not checks.mismatch(Case(problem_of(MODELS[model], tokens, weighting), "skewed"))
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.h200
+def test_the_small_models() -> None:
+    for tokens in (1, 8, 300):
+        case = Case(MoeProblem(tokens, 256, 256, 8, 2, 8, 10.0), shared=True)
+        assert not checks.mismatch(case)
+
+
+@pytest.mark.h200
+def test_experts_that_are_elsewhere() -> None:
+    for seed, experts in enumerate((1, 7, 16)):
+        problem = MoeProblem(333, 320, 288, experts, 4, 32, 10.0)
+        assert not checks.mismatch(Case(problem, "even", seed))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
+def test_fuzzed(seed: int) -> None:
+    wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
+    assert not wrong
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_is_the_twin_within_its_budget(model: str, weighting: str) -> None:
+    from degarble.suites.kernels import moe_twin as twin  # noqa: PLC0415
+
+    hidden, width, _, chosen = MODELS[model]
+    problem = MoeProblem(96, hidden, width, 8, chosen, 8, 10.0, weighting)
+    case = Case(problem, seed=1)
+    given = checks.given_of(case)
+    weights = torch.rand_like(given.routing.weights)  # here they need not be powers of two
+    given = given._replace(routing=given.routing._replace(weights=weights))
+    made = checks.on_device(case, given)
+    found = [twin.compared(case, given, made, expert) for expert in (0, 5)]
+    assert not [each.wrong for each in found if each.wrong]
+    assert max(each.codes for each in found) <= twin.MOST_CODES
+    assert max(each.scales for each in found) <= twin.MOST_SCALES
+    other = given._replace(weights=given.weights._replace(w13=rolled(given.weights.w13)))
+    assert twin.compared(case, other, made, 0).wrong
+
+
+def rolled(weights: Any) -> Any:
+    return type(weights)(*(each.roll(1, 0) for each in weights))
+
+
+@pytest.mark.h200
+def test_rows_are_their_own_and_runs_are_equal() -> None:
+    case = Case(problem_of(V4_FLASH, 300, AFTER_W2), seed=4)
+    given = checks.given_of(case)
+    whole = checks.on_device(case, given)
+    assert torch.equal(checks.on_device(case, given).out, whole.out)
+    other = torch.full_like(given.x, torch.nan)
+    other[::7] = given.x[::7]
+    alone = checks.on_device(case, given._replace(x=other))
+    assert torch.equal(alone.out[::7], whole.out[::7])
+
+
+@pytest.mark.h200
+def test_a_graph_replays_on_other_tokens_and_other_choices(kernels: ModuleType) -> None:
+    case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True)
+    other = replace(case, choice="skewed", seed=2)
+    given, later = checks.given_of(case), checks.given_of(other)
+    made = checks.poisoned(case, given)
+    kernels.launch(case.job, given, *made)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.launch(case.job, given, *made)
+    for old, new in zip(kernels.tensors_of(given), kernels.tensors_of(later), strict=True):
+        old.copy_(new)
+    graph.replay()
+    fresh = checks.on_device(other, later)
+    assert torch.equal(made.out, fresh.out)
+    assert not checks.difference(other, later, fresh)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_caught_and_a_whole_call_is_not(fault: faults.Fault) -> None:
+    with faults.planted(fault):
+        assert checks.mismatch(fault.case)
+    assert not checks.mismatch(fault.case)
