@@ -24,6 +24,7 @@ from torch import Tensor
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import mhc_problem as facts
+from degarble.kernels.common.approximations import exponential, inverse_root, reciprocal
 from degarble.kernels.common.compiling import (
     CompiledKernel,
     any_stream,
@@ -33,7 +34,6 @@ from degarble.kernels.common.compiling import (
 from degarble.kernels.common.latent_words import registers_of, vectors, words_at
 from degarble.kernels.common.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
 from degarble.kernels.common.nvfp4_words import (
-    emit,
     numbers_of,
     rounded_words,
     store,
@@ -43,9 +43,6 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = CHUNK // 2  # of two BF16 in a chunk
-LOG2_E, LOG2_E_REST = 1.4426950216293335, 1.9259629911266175e-08  # float32 and what it leaves out
-LN_2 = 0.6931471805599453
-LARGEST_POWER = 88.0  # of e; what lies outside of it and its negative gives 0 or 1 as a gate
 ALIGNMENT = 16
 
 
@@ -65,28 +62,6 @@ class Mixing(NamedTuple):
 
 
 # ---- device --------------------------------------------------------------------------------------
-
-
-def exponential(number: Any) -> Any:
-    """Return e to a number, within two steps of float32; a NaN stays one."""
-    bound = Float32(LARGEST_POWER)
-    number = emit("min.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, bound)
-    number = emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(-LARGEST_POWER))
-    exponent = ops.multiply_rn(number, LOG2_E)
-    rest = ops.fma_rn(number, LOG2_E, ops.multiply_rn(exponent, -1.0))
-    rest = ops.fma_rn(number, LOG2_E_REST, rest)
-    power = emit("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, exponent)
-    return ops.fma_rn(power, ops.multiply_rn(rest, LN_2), power)
-
-
-def reciprocal(number: Any) -> Any:
-    """Return the processor's reciprocal, good to a step of float32."""
-    return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
-
-
-def inverse_root(number: Any) -> Any:
-    """Return the processor's inverse square root, good to two steps of float32."""
-    return emit("rsqrt.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
 
 
 PROCESSOR = facts.Primitives(exponential, reciprocal, inverse_root)

@@ -1,12 +1,13 @@
 """Measure the row kernels of attention and mHC on a GPU beside a copy of as many bytes.
 
-    python -m degarble.suites.bench.bench_attention_row_kernels [--tokens T] [--rounds N]
+    python -m degarble.suites.bench.bench_attention_row_kernels [--tokens T] [--only NAME ...]
 
 Owns the arms: kv_write and kv_read in every entry format, qnorm_rope, inverse_rope, the parts of
-mHC. Large ones run as bench_quantise_kernel has it: cold buffers by turns, in a graph, the copy in
-every round. Small ones are nodes of a graph of 100, one token each, beside 100 empty nodes of the
-same run. Refuses to measure without a GPU that kernels exist for; what is computed is compared by
-suites/kernels, not here. Kept honest by suites/bench/test_bench_attention_row_kernels.py.
+mHC and its projection, pooling of the compressor with windows of 4 and of 128. Large ones run as
+bench_quantise_kernel has it: cold buffers by turns, in a graph, the copy in every round. Small ones
+are nodes of a graph of 100, one token each, beside 100 empty nodes of the same run. Refuses to
+measure without a GPU that kernels exist for; what is computed is compared by suites/kernels, not
+here. Kept honest by suites/bench/test_bench_attention_row_kernels.py.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 
 from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.compressor_problem import RATIOS, PoolProblem, windows_of
 from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.kv_problem import ENTRIES, Pages, ReadProblem, WriteProblem
-from degarble.kernels.common.mhc_problem import MixProblem
+from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.common.mhc_projection_problem import ProjectProblem, split_weight
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import target_of_device
@@ -124,6 +127,43 @@ def mix_launch(problem: MixProblem, _number: int) -> Callable[[], object]:
     return lambda: kernels.mhc(tensors, problem, SETTINGS)
 
 
+def project_launch(problem: ProjectProblem, _number: int) -> Callable[[], object]:
+    """Return a launch of mHC's projection on buffers of its own."""
+    from degarble.kernels import simt_mhc_project as kernels  # noqa: PLC0415  needs the DSL
+
+    streams = on_gpu(problem.tokens, STREAMS, problem.width)
+    split = split_weight(on_gpu(problem.products, problem.inner, dtype=torch.float32))
+    out = kernels.empty_outputs(problem, streams.device)
+    return lambda: kernels.mhc_project(streams, split, problem, SETTINGS, out=out)
+
+
+def pool_launch(problem: PoolProblem, _number: int) -> Callable[[], object]:
+    """Return a launch of pooling on buffers of its own: one sequence, one token closes its window.
+
+    A single token comes last in its window, so that the rows before it are carried ones.
+    """
+    from degarble.kernels import simt_compressor as kernels  # noqa: PLC0415  needs the DSL
+
+    starts = [0 if problem.tokens > 1 else 2 * problem.ratio - 1]
+    closing, owners = windows_of(starts, [problem.tokens], problem.ratio)
+    of_row = 2 * problem.columns
+    carried = kernels.Carried(
+        on_gpu(problem.tokens, of_row, dtype=torch.float32),
+        on_gpu(problem.ratio, problem.columns, dtype=torch.float32),
+        on_gpu(1, problem.ring_rows, of_row, dtype=torch.float32),
+    )
+    pages = problem.windows // ENTRIES_OF_PAGE + 2
+    told = (closing, owners, torch.tensor(starts))
+    closing, owners, first = (tensor.cuda() for tensor in told)
+    ends = torch.tensor([0, problem.tokens], dtype=torch.int32).cuda()
+    table = torch.arange(pages, dtype=torch.int32, device="cuda")[None]
+    windows = kernels.Windows(closing, owners, first, ends, table.new_zeros(1), table)
+    out = kernels.empty_entries(problem, torch.device("cuda"))
+    return lambda: kernels.pool(
+        carried, windows, problem, SETTINGS, page_entries=ENTRIES_OF_PAGE, out=out
+    )
+
+
 def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
     """Return name, bytes and launches of every arm at so many tokens."""
     made: list[tuple[str, int, Launches]] = []
@@ -146,13 +186,26 @@ def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
         for part in ("all", "coefficients", "collapse", "head", "post"):
             mix = MixProblem(tokens, width, part)
             made.append((f"mhc {part}, {width}", mix.bytes_moved, partial(mix_launch, mix)))
+        project = ProjectProblem(tokens, width)
+        of_project = partial(project_launch, project)
+        made.append((f"mhc project, {width}", project.bytes_moved, of_project))
+    for ratio in RATIOS:
+        pool = PoolProblem(tokens, 1, max(1, tokens // ratio), 1, ratio)
+        made.append((f"compressor {ratio}", pool.bytes_moved, partial(pool_launch, pool)))
     return made
 
 
-def large(tokens: int, rounds: int, turns: Any) -> dict[str, float]:
+def chosen(
+    made: list[tuple[str, int, Launches]], only: Sequence[str]
+) -> list[tuple[str, int, Launches]]:
+    """Keep the arms whose names begin so; all, where nothing is named."""
+    return [each for each in made if not only or each[0].startswith(tuple(only))]
+
+
+def large(arms_of: list[tuple[str, int, Launches]], tokens: int, rounds: int) -> dict[str, float]:
     """Time every arm beside a copy of as many bytes; return shares of its bandwidth."""
     shares = {}
-    for name, bytes_moved, launch in launches_of(tokens, turns):
+    for name, bytes_moved, launch in arms_of:
         launches = [launch(number) for number in range(sets_for(bytes_moved))]
         arms = [copy_arm(bytes_moved), captured(name, bytes_moved, launches)]
         copy, figure = table(f"{name}, {tokens} tokens", arms, rounds)
@@ -173,11 +226,11 @@ def node_arm(name: str, launch: Callable[[], object]) -> Arm:
     return Arm(name, 0, NODES, graph.replay, (launch,))
 
 
-def small(rounds: int, turns: Any) -> list[Figure]:
+def small(arms_of: list[tuple[str, int, Launches]], rounds: int) -> list[Figure]:
     """Time nodes of one token, the first of them empty."""
     empty = partial(torch.cuda._sleep, 0)
     arms = [node_arm("empty node", empty)]
-    arms += [node_arm(name, launch(0)) for name, _, launch in launches_of(1, turns)]
+    arms += [node_arm(name, launch(0)) for name, _, launch in arms_of]
     return timed(arms, rounds)
 
 
@@ -192,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME")
     settings = parser.parse_args(arguments)
     try:
         target = target_of_device()
@@ -200,8 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
     turns = on_gpu(POSITIONS, rows.TABLE_WIDTH, dtype=torch.float32)
-    shares = large(settings.tokens, settings.rounds, turns)
-    figures = small(settings.rounds, turns)
+    only = settings.only
+    many = chosen(launches_of(settings.tokens, turns), only)
+    shares = large(many, settings.tokens, settings.rounds)
+    figures = small(chosen(launches_of(1, turns), only), settings.rounds)
     _say("\n| node of one token | us | of an empty node |\n|---|---|---|")
     for figure in figures:
         _say(node_row(figure, figures[0]))

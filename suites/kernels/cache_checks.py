@@ -123,10 +123,10 @@ class Case:
 def coded(rows_TL: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
     """Return the bytes of codes and BF16 values, and of scales, of each row."""
     tokens = rows_TL.shape[0]
-    rest = rows_TL[:, entry.quantised :].contiguous().view(torch.uint8).reshape(tokens, -1)
+    rest = rows_TL[:, entry.quantised :].contiguous().view(torch.uint8)
     if not entry.quantised:
         return rest, torch.zeros(tokens, 0, dtype=torch.uint8)
-    blocks = rows_TL[:, : entry.quantised].float().reshape(tokens, -1, entry.block)
+    blocks = rows_TL[:, : entry.quantised].float().unflatten(1, (-1, entry.block))
     amax = blocks.abs().amax(-1, keepdim=True)
     codes, scales = _fp8(blocks, amax) if entry.code_bits == 8 else _nvfp4(blocks, amax)
     padding = torch.zeros(tokens, entry.scale_bytes - entry.scales, dtype=torch.uint8)

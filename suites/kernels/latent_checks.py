@@ -63,8 +63,16 @@ def factor(x_RL: Tensor, epsilon: float) -> Tensor:
     halves = [[x[:, slot, :, i] for i in range(rows.HALF)] for slot in range(held.slots)]
     sums = rows.lane_sum(halves)
     lanes = [sums[:, lane] for lane in range(rows.LANES)]
-    made: Tensor = rows.row_factor(lanes, epsilon, torch.sqrt, width)
+    made: Tensor = rows.row_factor(lanes, epsilon, exact_root, width)
     return made
+
+
+def exact_root(x: Tensor) -> Tensor:
+    """Return square roots of float32 numbers, rounded once.
+
+    Trap: torch's own of float32 on a CPU is a step off in one of six numbers.
+    """
+    return x.double().sqrt().float()
 
 
 def normed_rows(x_RL: Tensor, weight_L: Tensor | None, epsilon: float) -> Tensor:

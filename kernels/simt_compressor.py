@@ -1,0 +1,474 @@
+"""Pool windows of tokens into compressed entries: softmax over rows of each channel, in float32.
+
+Owns one kernel source for sm_90a and sm_100a. Rows of this call come from the projections (gates
+get their bias `ape` here), earlier ones from the ring that the sequence carries. A thread has four
+channels and eight rows in flight; 128 rows are parted among sixteen threads. `pool` leaves BF16
+entries [W, E], the position that each is turned by and its cache slot, -1 where a window does not
+close; then every ring gets its newest rows. One token a sequence: one launch does both.
+
+`compressor` adds kv_write: norm, RoPE at the window's first position, quantise, store by slot. The
+indexer's keys are the same with E = 128 and "bf16" entries: Hadamard and rounding are the
+indexer's. Nothing waits for the GPU and nothing is allocated where outputs are given, so a launch
+may be captured; what changes between replays lies in tensors.
+
+Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/test_simt_compressor.py. Shape letters as in compressor_problem; N pages of a table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels import simt_kv_write
+from degarble.kernels.common import compressor_problem as facts
+from degarble.kernels.common.approximations import exponential
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.compressor_problem import AT_ONCE, CHANNELS, PoolForm, PoolProblem
+from degarble.kernels.common.kv_problem import Pages, WriteProblem
+from degarble.kernels.common.latent_words import vectors
+from degarble.kernels.common.nvfp4_words import rounded_words, store
+from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import TARGETS, target_of_device
+
+KEEPING_THREADS = 128
+
+
+class Windows(NamedTuple):
+    """Which windows may close, of which tokens and sequences, and where entries go.
+
+    `closing` names tokens, numbered over all sequences; one that closes nothing, or -1, is skipped.
+    With one token a sequence and W = B the two are not read: window b is that of sequence b.
+    Entry e of a sequence has slot `table[b, e // entries] * entries + e % entries`.
+    """
+
+    closing: Tensor  # int32 [W]
+    owners: Tensor  # int32 [W], the sequence of each
+    starts: Tensor  # int64 [B], position of each sequence's first new token
+    offsets: Tensor  # int32 [B + 1], number of that token, and T
+    ring_of: Tensor  # int32 [B], -1: nothing is carried
+    table: Tensor  # int32 [B, N], -1: no page
+
+
+class Carried(NamedTuple):
+    """What is pooled: projections of this call, the gates' bias, and the rings."""
+
+    projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
+    ape: Tensor  # float32 [ratio, F]
+    rings: Tensor  # float32 [S, R, 2 F]: latents, then gates with their bias
+
+
+class Entries(NamedTuple):
+    """What `pool` leaves."""
+
+    values: Tensor  # BF16 [W, E], pooled
+    positions: Tensor  # int64 [W], of the window's first token
+    slots: Tensor  # int64 [W], -1: none
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernels read and write; float32 in vectors of four."""
+
+    projected: Any
+    ape: Any
+    rings: Any
+    closing: Any
+    owners: Any
+    starts: Any
+    offsets: Any
+    ring_of: Any
+    table: Any
+    values: Any
+    positions: Any
+    slots: Any
+
+
+class Place(NamedTuple):
+    """Where a sequence's rows lie: first new position and its token, tokens, ring; all Int32."""
+
+    start: Any
+    begin: Any
+    count: Any
+    ring: Any
+
+
+def place_of(tensors: Tensors, sequence: Any) -> Place:
+    """Read where a sequence's rows lie."""
+    begin = Int32(tensors.offsets[sequence])
+    count = Int32(tensors.offsets[sequence + 1]) - begin
+    start, ring = Int32(tensors.starts[sequence]), Int32(tensors.ring_of[sequence])
+    return Place(start, begin, count, ring)
+
+
+@cute.jit
+def read_rows(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    place: Place,
+    told: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Read eight rows of four channels; `told` is first position, part, chunk of E, rings."""
+    first, part, chunk, rings = told
+    rLatent, rGate = registers
+    of_row, of_gate, of_entry = (
+        n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
+    )
+    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32)
+    rBias.fill(0.0)
+    rLatent.fill(0.0)
+    rGate.fill(-Float32.inf)
+    for row in cutlass.range_constexpr(AT_ONCE):
+        position = first + part * AT_ONCE + row
+        later = row // form.ratio * of_entry  # with overlap a window has its own half of columns
+        if position >= place.start:
+            token = place.begin + (position - place.start)
+            at = Int64(token) * of_row + Int64(chunk + later)
+            cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
+            cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
+            bias = position % form.ratio * of_gate + chunk + later
+            cute.autovec_copy(tensors.ape[None, bias], rBias[None, row])
+        elif position >= 0:
+            if (place.ring >= 0) & (place.ring < rings):
+                held = place.ring * form.ring_rows + position % form.ring_rows
+                at = Int64(held) * of_row + Int64(chunk + later)
+                cute.autovec_copy(tensors.rings[None, at], rLatent[None, row])
+                cute.autovec_copy(tensors.rings[None, at + of_gate], rGate[None, row])
+            else:
+                rLatent[None, row].fill(Float32.nan)
+                rGate[None, row].fill(0.0)
+    for row in cutlass.range_constexpr(AT_ONCE):
+        for channel in cutlass.range_constexpr(CHANNELS):
+            biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
+            rGate[channel, row] = biased
+
+
+@cute.jit
+def pool_window(
+    tensors: Tensors,
+    shared: tuple[Any, Any, Any],
+    place: Place,
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Pool four channels; `told` is window, first position, part, chunk of E and of the block."""
+    window, first, part, chunk, within, rings = told
+    rLatent, rGate = (
+        cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
+    )
+    read_rows(tensors, (rLatent, rGate), place, (first, part, chunk, rings), form)
+    gates = [[Float32(rGate[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
+    latents = [[Float32(rLatent[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
+    peaks = [facts.peak_of(of_channel) for of_channel in gates]
+    if cutlass.const_expr(form.parts > 1):
+        put_four(shared[0], within, part, peaks)
+        cute.arch.sync_threads()
+        peaks = [
+            facts.peak_of(each)
+            for each in zip(*four_of_parts(shared[0], within, form), strict=True)
+        ]
+    sums = [
+        facts.part_sums(g, a, peak, exponential)
+        for g, a, peak in zip(gates, latents, peaks, strict=True)
+    ]
+    totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
+    if cutlass.const_expr(form.parts > 1):
+        put_four(shared[1], within, part, [total for total, _ in sums])
+        put_four(shared[2], within, part, [made for _, made in sums])
+        cute.arch.sync_threads()
+        totals, weighted = (
+            [list(each) for each in zip(*four_of_parts(tensor, within, form), strict=True)]
+            for tensor in shared[1:]
+        )
+    if part == 0:
+        means = [facts.pooled(t, w) for t, w in zip(totals, weighted, strict=True)]
+        at = Int64(window) * (form.width // CHANNELS) + Int64(chunk)
+        store(tensors.values, at, rounded_words(means))
+
+
+def put_four(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
+    """Leave a part's numbers of four channels."""
+    for channel, number in enumerate(numbers):
+        shared[within * CHANNELS + channel, part] = number
+
+
+def four_of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
+    """Return the numbers of all parts, four channels each."""
+    return [
+        [Float32(shared[within * CHANNELS + channel, part]) for channel in range(CHANNELS)]
+        for part in range(form.parts)
+    ]
+
+
+@cute.jit
+def keep_row(
+    tensors: Tensors, place: Place, told: tuple[Any, Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Put four columns of a token into its ring; `told` is token, column, rings."""
+    token, column, rings = told
+    of_row, of_gate = 2 * form.columns // CHANNELS, form.columns // CHANNELS
+    if (place.ring >= 0) & (place.ring < rings):
+        position = place.start + (token - place.begin)
+        rLatent, rGate, rBias = (cute.make_rmem_tensor(CHANNELS, Float32) for _ in range(3))
+        at = Int64(token) * of_row + Int64(column)
+        cute.autovec_copy(tensors.projected[None, at], rLatent)
+        cute.autovec_copy(tensors.projected[None, at + of_gate], rGate)
+        cute.autovec_copy(tensors.ape[None, position % form.ratio * of_gate + column], rBias)
+        for channel in cutlass.range_constexpr(CHANNELS):
+            rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
+        held = place.ring * form.ring_rows + position % form.ring_rows
+        at = Int64(held) * of_row + Int64(column)
+        cute.autovec_copy(rLatent, tensors.rings[None, at])
+        cute.autovec_copy(rGate, tensors.rings[None, at + of_gate])
+
+
+@cute.jit
+def tell_slot(tensors: Tensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Leave position and slot; `told`: window, sequence, last position, closes, page, columns."""
+    window, sequence, last, closes, entries, columns = told
+    slot, first = Int64(facts.NOTHING), Int64(0)
+    if closes:
+        first = Int64(last - (form.ratio - 1))
+        entry = last // form.ratio
+        column = entry // entries
+        if column < columns:
+            page = Int32(tensors.table[sequence * columns + column])
+            if page >= 0:
+                slot = Int64(page) * Int64(entries) + Int64(entry % entries)
+    tensors.positions[window] = first
+    tensors.slots[window] = slot
+
+
+@cute.kernel
+def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Pool a window's channels, if it closes; one token a sequence: keep that token as well."""
+    thread, _, _ = cute.arch.thread_idx()
+    window, group, _ = cute.arch.block_idx()
+    tokens, sequences, rings, entries, columns = extents
+    thread, window, group = Int32(thread), Int32(window), Int32(group)
+    shared: tuple[Any, Any, Any] = (None, None, None)
+    if cutlass.const_expr(form.parts > 1):
+        memory = cutlass.memory.SmemAllocator()
+        layout = cute.make_layout((form.channels, form.parts))
+        shared = tuple(memory.allocate_tensor(Float32, layout, 16) for _ in range(3))
+    of_block = form.channels // CHANNELS
+    part, within = thread // of_block, thread % of_block
+    chunk = group * of_block + within
+    token = sequence = window  # one token a sequence
+    if cutlass.const_expr(not form.alone):
+        token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
+    known = (token >= 0) & (token < tokens) & (sequence >= 0) & (sequence < sequences)
+    if known:
+        place = place_of(tensors, sequence)
+        last = place.start + (token - place.begin)
+        closes = (last + 1) % form.ratio == 0
+        if closes:
+            first = last - (form.ring_rows - 1)
+            pool_window(tensors, shared, place, (window, first, part, chunk, within, rings), form)
+        if (group == 0) & (thread == 0):
+            tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
+        if cutlass.const_expr(form.alone):  # noqa: SIM102  one is known in tracing
+            if part == 0:
+                for half in cutlass.range_constexpr(form.columns // form.width):
+                    column = chunk + half * (form.width // CHANNELS)
+                    keep_row(tensors, place, (token, column, rings), form)
+    elif (group == 0) & (thread == 0):
+        tensors.slots[window] = Int64(facts.NOTHING)
+        tensors.positions[window] = Int64(0)
+
+
+@cute.kernel
+def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
+    """Put a sequence's last token of a ring's row there."""
+    thread, _, _ = cute.arch.thread_idx()
+    row, sequence, _ = cute.arch.block_idx()
+    row = Int32(row)
+    place = place_of(tensors, Int32(sequence))
+    last = place.start + place.count - 1
+    position = last - (last - row) % form.ring_rows
+    if (place.count > 0) & (position >= place.start):
+        token = place.begin + (position - place.start)
+        for column in cutlass.range(
+            Int32(thread), form.columns // CHANNELS, KEEPING_THREADS, unroll=1
+        ):
+            keep_row(tensors, place, (token, column, rings), form)
+
+
+@cute.jit
+def launch_pool(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: tokens, sequences, rings, entries of a page, columns of the table, windows."""
+    sizes = (4, 4, 4, 0, 0, 0, 0, 0, 0, 2, 0, 0)
+    views = zip(pointers, sizes, strict=True)
+    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tokens, sequences, rings, entries, columns, windows = extents
+    if windows > 0:
+        pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
+            grid=[windows, form.width // form.channels, 1],
+            block=[form.threads, 1, 1],
+            stream=stream,
+        )
+    if cutlass.const_expr(not form.alone):
+        keep_kernel(tensors, rings, form).launch(
+            grid=[form.ring_rows, sequences, 1], block=[KEEPING_THREADS, 1, 1], stream=stream
+        )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompressorProblem:
+    """Pooling, and what the entries go through on their way into pages of the cache."""
+
+    pool: PoolProblem
+    pages: Pages
+    positions: int  # rows of the table of turns, which are those of compressed layers
+    epsilon: float = 1e-6
+    weight: str = "bf16"
+
+    @property
+    def write(self) -> WriteProblem:
+        """Return what kv_write is asked for."""
+        return WriteProblem(
+            self.pool.windows, self.pages, self.positions, self.epsilon, self.weight
+        )
+
+    def __post_init__(self) -> None:
+        if self.pages.width != self.pool.width:
+            raise InvalidArgument(
+                "width of cache rows", self.pages.width, f"{self.pool.width}, as entries have",
+                "Build the pages for the compressor's entries.",
+            )  # fmt: skip
+        assert self.write
+
+
+@cache
+def compile_form(form: PoolForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(6))
+    arguments = (_pointers((None,) * 12), extents, form, any_stream())
+    return compile_kernel(launch_pool, arguments, TARGETS[form.target], settings)
+
+
+def pool(
+    carried: Carried,
+    windows: Windows,
+    problem: PoolProblem,
+    settings: CompileSettings,
+    *,
+    page_entries: int = 1,
+    out: Entries | None = None,
+) -> Entries:
+    """Pool on the GPU and carry the rings on; slots count pages of `page_entries` entries."""
+    out = empty_entries(problem, carried.projected.device) if out is None else out
+    require_operands(problem, carried, windows, out)
+    tensors = (*carried, *windows, *out)
+    device = require_device(tensors)
+    if problem.sequences:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors, page_entries)
+    return out
+
+
+def compressor(
+    carried: Carried,
+    windows: Windows,
+    norm: tuple[Tensor, Tensor],
+    cache_NB: Tensor,
+    problem: CompressorProblem,
+    settings: CompileSettings,
+) -> Entries:
+    """Pool, norm, turn, quantise and store; `norm` is the weight [E] and the turns [P, 64].
+
+    Returns what `pool` left. To capture without allocating, call `pool` with `out`, then kv_write.
+    """
+    made = pool(carried, windows, problem.pool, settings, page_entries=problem.pages.entries)
+    weight, turns = norm
+    operands = simt_kv_write.Operands(made.values, weight, turns, made.positions, made.slots)
+    simt_kv_write.kv_write(operands, cache_NB, problem.write, settings)
+    return made
+
+
+def launch(
+    kernel: CompiledKernel,
+    problem: PoolProblem,
+    tensors: tuple[Tensor, ...],
+    page_entries: int,
+) -> None:
+    """Launch on checked tensors: carried ones, windows, entries."""
+    table = tensors[8]
+    counts = (problem.tokens, problem.sequences, problem.rings, page_entries, table.shape[1])
+    extents = tuple(Int32(number) for number in (*counts, problem.windows))
+    kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
+
+
+def empty_entries(problem: PoolProblem, device: torch.device) -> Entries:
+    """Allocate what `pool` leaves."""
+    values = torch.empty(problem.windows, problem.width, dtype=torch.bfloat16, device=device)
+    positions, slots = (
+        torch.empty(problem.windows, dtype=torch.int64, device=device) for _ in range(2)
+    )
+    return Entries(values, positions, slots)
+
+
+def empty_rings(problem: PoolProblem, device: torch.device) -> Tensor:
+    """Allocate rings; no row is read before it was written."""
+    shape = (problem.rings, problem.ring_rows, 2 * problem.columns)
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def require_operands(
+    problem: PoolProblem, carried: Carried, windows: Windows, out: Entries
+) -> None:
+    """Refuse tensors that the kernels would misread."""
+    of_row, sequences, count = 2 * problem.columns, problem.sequences, problem.windows
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
+        (torch.float32, (problem.tokens, of_row), 16),
+        (torch.float32, (problem.ratio, problem.columns), 16),
+        (torch.float32, (problem.rings, problem.ring_rows, of_row), 16),
+        (torch.int32, (count,), 4),
+        (torch.int32, (count,), 4),
+        (torch.int64, (sequences,), 8),
+        (torch.int32, (sequences + 1,), 4),
+        (torch.int32, (sequences,), 4),
+        (torch.int32, (sequences, windows.table.shape[-1]), 4),
+        (torch.bfloat16, (count, problem.width), 16),
+        (torch.int64, (count,), 8),
+        (torch.int64, (count,), 8),
+    )
+    names = (*Carried._fields, *Windows._fields, *Entries._fields)
+    given = zip(names, (*carried, *windows, *out), shapes, strict=True)
+    for name, tensor, (dtype, shape, alignment) in given:
+        require_tensor(name, tensor, dtype, shape, alignment)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    floats, words = (Float32, 16), (Int32, 4)
+    kinds = (*[floats] * 3, words, words, (Int64, 8), *[words] * 3, (Uint32, 16), *[(Int64, 8)] * 2)
+    return tuple(
+        pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
+    )
