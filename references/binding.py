@@ -78,6 +78,7 @@ class Bound:
         self.numerics = numerics
         self.weights = weights
         self.observer = observer
+        self.ranks = 1  # of a candidate that is judged by this: sums run over them
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, Fetched] = {}
         self._inputs: dict[str, frozenset[str]] = {}

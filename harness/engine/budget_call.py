@@ -36,6 +36,7 @@ class Call:
     weights: Mapping[str, Weight]
     activation: str | None = None
     facts: Facts | None = None
+    ranks: int = 1  # over which the candidate sums behind linears that are cut along K
 
     @classmethod
     def of(
@@ -52,7 +53,7 @@ class Call:
             outputs = twin.calls[component](inputs, weights)
         name = next(iter(weights), None)
         form = facts.activation(name) if "codes" in inputs and name is not None else None
-        return cls(what.role, inputs, outputs, weights, form, facts)
+        return cls(what.role, inputs, outputs, weights, form, facts, twin.ranks)
 
     @property
     def x(self) -> Tensor:

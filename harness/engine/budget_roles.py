@@ -97,7 +97,19 @@ def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
     x, weights = operand(_rows(call.x)), call.weights.values()
     made = _side_by_side([summed(x, _matrix(w), output_format(out)) for w in weights])
-    return replace(made, slack=made.slack.reshape(out.shape))
+    made = replace(made, slack=made.slack.reshape(out.shape))
+    if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
+        return made
+    (weight,) = call.weights.values()
+    return _over_ranks(made, _rows(call.x), weight.values(torch.float32), call.ranks)
+
+
+def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int) -> Budget:
+    """Every rank stores its term, and a sum on its way is stored behind each further one."""
+    terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
+    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0)
+    what = f"terms of {ranks} ranks, and their sums"
+    return stored_between(made, amplitude.reshape(made.slack.shape), 0.5 * ranks, what)
 
 
 def _matrix(weight: Weight) -> Tensor:
@@ -270,6 +282,8 @@ _LINEARS = (
     " attn.wo_b attn.indexer.wq_b attn.indexer.wk ffn.gate ffn.shared.w13 ffn.shared.w2 ffn.w13"
     " ffn.w2"
 )
+# Where tensor parallelism cuts K, and adds up what the ranks put out.
+_SUMMED_OVER_RANKS = frozenset({"attn.wo_b", "attn.wo", "ffn.shared.w2", "ffn.w2"})
 _NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
 _GROUPS: tuple[tuple[str, Rule], ...] = (
     (_LINEARS, _linear),

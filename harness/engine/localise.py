@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from degarble.references.binding import Bound
 
 
+_MOST_RANKS = 4096
 _EARLIER = 4  # calls that stand beside a wrong input: what is stale comes from there
 
 
@@ -80,6 +81,7 @@ def localise(
     looked: Looked | None = None,
 ) -> Localised:
     """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
+    twin.ranks = ranks_of(run)
     known = Known.of(twin, recipe)
     work = _Work(known, run, Judge(known, reference, looked), Wires(known, run))
     calls = work.calls
@@ -89,6 +91,12 @@ def localise(
             work.component(component, calls[name])
     strange = sorted(calls.keys() - known.components.keys())
     return work.result(strange)
+
+
+def ranks_of(run: SeenRun) -> int:
+    """How many ranks of an engine a run was joined from; sums over them are stored on the way."""
+    stated = run.facts.get("ranks", 1)
+    return stated if type(stated) is int and 1 <= stated <= _MOST_RANKS else 1
 
 
 class _Work:
@@ -151,6 +159,9 @@ class _Work:
         rows = tuple(row for each in self._judged for row in each.rows.values())
         unjudged = [(row.component.name, row.undecided) for row in rows if row.undecided]
         unjudged += [(name, "no component of this model") for name in strange]
+        apart = self._run.facts.get("ranks_apart")
+        if isinstance(apart, list) and apart:
+            self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
         first = None
         for each in self._judged:
             first = earlier_of(first, each.non_finite)
