@@ -1,7 +1,7 @@
 """Pool windows of tokens into compressed entries: softmax over rows of each channel, in float32.
 
 Owns one kernel source for sm_90a and sm_100a. Rows of this call come from the projections (gates
-get their bias `ape` here), earlier ones from the ring that the sequence carries. A thread has four
+get their bias `ape` here), earlier ones from the ring that the sequence carries. A thread has two
 channels and eight rows in flight; 128 rows are parted among sixteen threads. `pool` leaves BF16
 entries [W, E], the position that each is turned by and its cache slot, -1 where a window does not
 close; then every ring gets its newest rows. One token a sequence: one launch does both.
@@ -30,7 +30,7 @@ from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels import simt_kv_write
 from degarble.kernels.common import compressor_problem as facts
-from degarble.kernels.common.approximations import exponential
+from degarble.kernels.common.approximations import power
 from degarble.kernels.common.compiling import (
     CompiledKernel,
     any_stream,
@@ -84,7 +84,7 @@ class Entries(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write; float32 in vectors of four."""
+    """What the kernels read and write; float32 in pairs."""
 
     projected: Any
     ape: Any
@@ -117,47 +117,54 @@ def place_of(tensors: Tensors, sequence: Any) -> Place:
     return Place(start, begin, count, ring)
 
 
-@cute.jit
+def pair_at(address: Any) -> list[Any]:
+    """Read two float32 numbers."""
+    text = "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
+    return list(
+        cute.arch.inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[address])
+    )
+
+
 def read_rows(
-    tensors: Tensors,
-    registers: tuple[Any, Any],
-    place: Place,
-    told: tuple[Any, Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Read eight rows of four channels; `told` is first position, part, chunk of E, rings."""
+    tensors: Tensors, place: Place, told: tuple[Any, Any, Any, Any], form: PoolForm
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Read latents and gates of eight rows; `told` is first position, part, chunk of E, rings.
+
+    Where a row lies is chosen, not branched on: behind a branch each load would be waited for.
+    """
     first, part, chunk, rings = told
-    rLatent, rGate = registers
     of_row, of_gate, of_entry = (
         n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
     )
-    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32)
-    rBias.fill(0.0)
-    rLatent.fill(0.0)
-    rGate.fill(-Float32.inf)
-    for row in cutlass.range_constexpr(AT_ONCE):
-        position = first + part * AT_ONCE + row
-        later = row // form.ratio * of_entry  # with overlap a window has its own half of columns
-        if position >= place.start:
-            token = place.begin + (position - place.start)
-            at = Int64(token) * of_row + Int64(chunk + later)
-            cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
-            cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
-            bias = position % form.ratio * of_gate + chunk + later
-            cute.autovec_copy(tensors.ape[None, bias], rBias[None, row])
-        elif position >= 0:
-            if (place.ring >= 0) & (place.ring < rings):
-                held = place.ring * form.ring_rows + position % form.ring_rows
-                at = Int64(held) * of_row + Int64(chunk + later)
-                cute.autovec_copy(tensors.rings[None, at], rLatent[None, row])
-                cute.autovec_copy(tensors.rings[None, at + of_gate], rGate[None, row])
-            else:
-                rLatent[None, row].fill(Float32.nan)
-                rGate[None, row].fill(0.0)
-    for row in cutlass.range_constexpr(AT_ONCE):
-        for channel in cutlass.range_constexpr(CHANNELS):
-            biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
-            rGate[channel, row] = biased
+    carries = (place.ring >= 0) & (place.ring < rings)
+    ring = Int64(ops.select(carries, place.ring, Int32(0))) * form.ring_rows
+    new_rows, old_rows = (each.iterator.toint() for each in (tensors.projected, tensors.rings))
+    found = []
+    for row in range(AT_ONCE):
+        number = part * AT_ONCE + row
+        position = first + number
+        column = chunk + row // form.ratio * of_entry  # with overlap a window has its own half
+        is_new = position >= place.start
+        is_old = (position >= 0) & (position < place.start) & carries
+        token = Int64(place.begin + ops.select(is_new, position - place.start, Int32(0)))
+        old = ring + Int64(ops.select(is_old, position, Int32(0)) % form.ring_rows)
+        row_at = ops.select(is_old, old, token) * of_row + Int64(column)
+        address = ops.select(is_old, old_rows, new_rows) + row_at * (4 * CHANNELS)
+        bias = tensors.ape[None, number % form.ratio * of_gate + column].iterator.toint()
+        pairs = (pair_at(address), pair_at(address + 4 * form.columns), pair_at(bias))
+        found.append(((is_new, is_old, position >= 0), pairs))
+    latents, gates = [], []
+    for (is_new, is_old, is_there), (latent, gate, bias) in found:
+        lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
+        before = ops.select(is_there, Float32(0.0), -Float32.inf)
+        latents.append([ops.select(is_new | is_old, number, lost) for number in latent])
+        gates.append(
+            [
+                ops.select(is_new, ops.add_rn(number, more), ops.select(is_old, number, before))
+                for number, more in zip(gate, bias, strict=True)
+            ]
+        )
+    return latents, gates
 
 
 @cute.jit
@@ -168,33 +175,27 @@ def pool_window(
     told: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Pool four channels; `told` is window, first position, part, chunk of E and of the block."""
+    """Pool a thread's channels; `told`: window, first position, part, chunks, rings."""
     window, first, part, chunk, within, rings = told
-    rLatent, rGate = (
-        cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
-    )
-    read_rows(tensors, (rLatent, rGate), place, (first, part, chunk, rings), form)
-    gates = [[Float32(rGate[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
-    latents = [[Float32(rLatent[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
+    of_rows = read_rows(tensors, place, (first, part, chunk, rings), form)
+    latents, gates = ([list(each) for each in zip(*rows, strict=True)] for rows in of_rows)
     peaks = [facts.peak_of(of_channel) for of_channel in gates]
     if cutlass.const_expr(form.parts > 1):
-        put_four(shared[0], within, part, peaks)
+        put_own(shared[0], within, part, peaks)
         cute.arch.sync_threads()
         peaks = [
-            facts.peak_of(each)
-            for each in zip(*four_of_parts(shared[0], within, form), strict=True)
+            facts.peak_of(each) for each in zip(*of_parts(shared[0], within, form), strict=True)
         ]
     sums = [
-        facts.part_sums(g, a, peak, exponential)
-        for g, a, peak in zip(gates, latents, peaks, strict=True)
+        facts.part_sums(g, a, peak, power) for g, a, peak in zip(gates, latents, peaks, strict=True)
     ]
     totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
     if cutlass.const_expr(form.parts > 1):
-        put_four(shared[1], within, part, [total for total, _ in sums])
-        put_four(shared[2], within, part, [made for _, made in sums])
+        put_own(shared[1], within, part, [total for total, _ in sums])
+        put_own(shared[2], within, part, [made for _, made in sums])
         cute.arch.sync_threads()
         totals, weighted = (
-            [list(each) for each in zip(*four_of_parts(tensor, within, form), strict=True)]
+            [list(each) for each in zip(*of_parts(tensor, within, form), strict=True)]
             for tensor in shared[1:]
         )
     if part == 0:
@@ -203,14 +204,14 @@ def pool_window(
         store(tensors.values, at, rounded_words(means))
 
 
-def put_four(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
-    """Leave a part's numbers of four channels."""
+def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
+    """Leave a part's numbers of its channels."""
     for channel, number in enumerate(numbers):
         shared[within * CHANNELS + channel, part] = number
 
 
-def four_of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
-    """Return the numbers of all parts, four channels each."""
+def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
+    """Return the numbers of all parts, channel by channel."""
     return [
         [Float32(shared[within * CHANNELS + channel, part]) for channel in range(CHANNELS)]
         for part in range(form.parts)
@@ -221,7 +222,7 @@ def four_of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
 def keep_row(
     tensors: Tensors, place: Place, told: tuple[Any, Any, Any], form: cutlass.Constexpr
 ) -> None:
-    """Put four columns of a token into its ring; `told` is token, column, rings."""
+    """Put a few columns of a token into its ring; `told` is token, column, rings."""
     token, column, rings = told
     of_row, of_gate = 2 * form.columns // CHANNELS, form.columns // CHANNELS
     if (place.ring >= 0) & (place.ring < rings):
@@ -319,7 +320,7 @@ def launch_pool(
     stream: CUstream,
 ) -> None:
     """Launch a form: tokens, sequences, rings, entries of a page, columns of the table, windows."""
-    sizes = (4, 4, 4, 0, 0, 0, 0, 0, 0, 2, 0, 0)
+    sizes = (*[CHANNELS] * 3, *[0] * 6, CHANNELS // 2, 0, 0)
     views = zip(pointers, sizes, strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
     tokens, sequences, rings, entries, columns, windows = extents

@@ -31,6 +31,14 @@ def exponential(number: Any) -> Any:
     return ops.fma_rn(power, ops.multiply_rn(rest, LN_2), power)
 
 
+def power(number: Any) -> Any:
+    """Return e to a number not above 0, within 2**-22 and 2**-23 of the number's own size.
+
+    As a softmax's weight: what it lacks for large numbers, it lacks of next to nothing.
+    """
+    return emit("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, ops.multiply_rn(number, LOG2_E))
+
+
 def reciprocal(number: Any) -> Any:
     """Return the processor's reciprocal, good to a step of float32."""
     return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)

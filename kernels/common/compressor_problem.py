@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 RATIOS = (4, 128)  # DeepSeek-V4 config.json, compress_ratios; 4 overlaps with the window before
 AT_ONCE = 8  # rows of a part: a thread has all of them in flight
-CHANNELS = 4  # of a thread: 16 bytes
-NARROW = 64  # channels of a thread block where rows are parted
+CHANNELS = 2  # of a thread, so that 24 loads are in flight without many registers
+NARROW = 32  # channels of a thread block where rows are parted
 NOTHING = -1  # a window that does not close, a page or a ring that there is not
 
 

@@ -11,6 +11,7 @@ Shape letters as in mhc_projection_problem.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,7 +79,7 @@ class Case:
         shape = (facts.WEIGHTS[self.kind], STREAMS * self.width)
         if self.spread == "integers":
             return torch.randint(-8, 9, shape, generator=generator).float()
-        return torch.randn(shape, generator=generator) * float(shape[1]) ** -0.5
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[1])
 
 
 def definition(case: Case) -> tuple[Tensor, Tensor, Tensor]:
