@@ -18,13 +18,14 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites lint types figures docs wheel nightly clean
+.PHONY: help setup demo test suites lint types figures docs wheel nightly vllm-env vllm-test clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
 	@echo "make test     lint, types and all suites that this machine can run"
 	@echo "make figures  measure what docs/figures.md states"
 	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
+	@echo "make vllm-test  hold the plugin against vLLM 0.33 itself, in .venv-vllm: docs/vllm.md"
 	@echo "also: setup lint types suites docs wheel clean"
 
 setup:
@@ -61,7 +62,13 @@ wheel: setup
 nightly: setup
 	@sh .ci/nightly
 
-# The environment stays: delete .venv to have it built anew.
+vllm-env:
+	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh .ci/vllm-env
+
+vllm-test: vllm-env
+	@$(THREADS) VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q --no-header -m vllm -W default suites/plugins/vllm $(ARGS)
+
+# The environments stay: delete .venv or .venv-vllm to have it built anew.
 clean:
 	rm -rf build dist out degarble-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -1,8 +1,9 @@
 """What this machine has: devices, system programs, optional packages - and the reason when not.
 
-Owns the tables behind the markers `b200`, `h200`, `gpu` and `needs(...)`. Each probe returns None
-when the thing is there, else one sentence that a person can act on. Refuses a requirement that
-neither table knows. Nothing is imported to find a package, and torch only to ask for a device.
+Owns the tables behind the markers `b200`, `h200`, `gpu`, `vllm` and `needs(...)`. Each probe
+returns None when the thing is there, else one sentence that a person can act on. Refuses a
+requirement that neither table knows. Nothing is imported to find a package, and torch only to ask
+for a device.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def missing_requirement(name: str) -> str | None:
             return None
         return f'package {name} is not installed; pip install "degarble[{PACKAGES[name]}]"'
     raise UnknownName.among("requirement", name, [*PROGRAMS, *PACKAGES])
+
+
+def missing_vllm() -> str | None:
+    """Why suites marked `vllm` cannot run in this Python, or None."""
+    return None if find_spec("vllm") else "package vllm is not installed; run make vllm-test"
 
 
 def find_programs(name: str) -> list[str | None]:

@@ -21,9 +21,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from degarble.harness.errors import MissingDevice, Refused, UnknownName, UnreadableFile
+from degarble.harness.errors import (
+    MissingDependency,
+    MissingDevice,
+    Refused,
+    UnknownName,
+    UnreadableFile,
+)
 from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
-from degarble.harness.plugins.presence import DEVICES, missing_device, missing_requirement
+from degarble.harness.plugins.presence import (
+    DEVICES,
+    missing_device,
+    missing_requirement,
+    missing_vllm,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -40,6 +51,7 @@ MARKERS = (
     "faults: replays the museum of faults; runs only when -m asks for it",
     "serve: starts a server on the loopback address; runs only when -m asks for it",
     "night: a whole night on the CPU; runs only when -m asks for it",
+    "vllm: needs vLLM itself; make vllm-test runs it in .venv-vllm",
     "strict: may not be left out: where it is skipped or cannot run, it fails",
     "needs(*names): a system program, an optional package, or an option such as --checkpoint",
 )
@@ -127,6 +139,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         if reason:
             remedy = f"{reason[:1].upper()}{reason[1:]}."
             _refuse(MissingDevice("-m", expression, f"a machine with {marker}", remedy))
+    reason = missing_vllm() if "vllm" in asked_markers(expression) else None
+    if reason:
+        _refuse(MissingDependency("-m", expression, "a Python with vLLM", f"Here {reason}."))
 
 
 def pytest_collection() -> None:
@@ -252,6 +267,8 @@ def _objection(item: pytest.Item, asked: set[str], run: RunOptions) -> tuple[str
         if marker in names and marker not in asked:
             return marker, f"run with -m {marker}", False
     strict = "strict" in names
+    if "vllm" in names and missing_vllm():
+        return "vllm", missing_vllm(), strict
     for mark in item.iter_markers("needs"):
         for name in mark.args:
             reason, binding = _unmet(name, run)

@@ -15,6 +15,12 @@ EXEMPT = {
     "suites/house/test_words.py": "plants the offences",
 }
 
+# Methods that somebody else calls by this name: (file, name) to reason
+THEIRS = {
+    ("harness/plugins/vllm/bound/config.py", "override_quantization_method"): "vLLM's hook",
+    ("harness/plugins/vllm/bound/metrics.py", "log_engine_initialized"): "vLLM's hook",
+}
+
 # Calls that are needed: (file, call) to reason
 OWN_FILE = "between two processes of one suite, in its own temporary folder"
 NEEDED = {
@@ -45,7 +51,14 @@ def test_no_forbidden_words() -> None:
 
 def test_our_own_names_are_british() -> None:
     found = [line for path in modules() for line in american_names(shown(path), tree(path))]
-    assert not found, listed(found)
+    theirs = [
+        line
+        for line in found
+        if any(line.startswith(file) and f": {name}: " in line for file, name in THEIRS)
+    ]
+    assert len(theirs) == len(THEIRS), "an exception is no longer needed"
+    rest = [line for line in found if line not in theirs]
+    assert not rest, listed(rest)
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:

@@ -103,6 +103,21 @@ def test_asking_for_an_absent_device_ends_with_status_2(house: House) -> None:
     assert "passed" not in text
 
 
+def test_vllm_is_left_out_by_name_and_asking_without_it_ends_with_status_2(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import pytest\n@pytest.mark.vllm\ndef test_it(): pass\n"
+    monkeypatch.setattr(pytest_plugin, "missing_vllm", lambda: "no vllm here")
+    status, told = house.run(text + "def test_plain(): pass\n")
+    assert status == 0
+    assert "vllm: 1 in test_planted.py: no vllm here" in told
+    status, told = house.run(text, "-m", "vllm")
+    assert status == 2
+    assert "expected a Python with vLLM. Here no vllm here." in told
+    monkeypatch.setattr(pytest_plugin, "missing_vllm", lambda: None)
+    assert house.run(text, "-m", "vllm")[0] == 0
+
+
 def test_asking_for_everything_but_a_device_is_no_request(house: House) -> None:
     status, text = house.run(SUITE, "-m", "not b200")
     assert status == 0

@@ -1,0 +1,214 @@
+"""DeepSeek-V4's attention layer of vLLM with our row kernels and output projection.
+
+Owns what the layer overrides: norms of query and latent rows, heads normed and turned, latent rows
+normed, turned, quantised and written to the paged cache by slot; heads turned back and wo_a. Slots,
+block tables, the split of a batch and sparse attention itself stay vLLM's: its metadata are read as
+they are. The builder declares the level of CUDA graphs that all parts together allow.
+
+vLLM 0.33 chooses the attention class of V4 by a fixed table (a registered backend would be passed
+over in silence), so the layer is made by vLLM and becomes ours by `adopt`, object by object.
+Refuses other classes, caches in another format than fp8_ds_mla, and positions that are not int64.
+Kept honest by suites/plugins/vllm/bound/test_attention.py.
+Shape letters: T tokens, H heads, L latent width (512), P positions, G groups, N pages, B bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
+from degarble.harness.plugins.vllm import parts
+from degarble.harness.plugins.vllm.bound.linears import by_bf16, settings
+from degarble.harness.plugins.vllm.bound.upstream import (
+    AttentionCGSupport,
+    DeepseekSparseSWAFlashMLABackend,
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+    DeepseekV4FlashMLAAttention,
+    DeepseekV4FlashMLABackend,
+    DeepseekV4FlashMLAMetadataBuilder,
+)
+from degarble.harness.plugins.vllm.options import OURS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.plugins.vllm.bound.start import Start
+
+ENTRY_BYTES = 584  # of an fp8_ds_mla entry: 448 codes, 64 BF16 values, 7 scales and padding
+
+
+class MetadataBuilder(DeepseekV4FlashMLAMetadataBuilder):
+    """vLLM's builder of V4, with the level of CUDA graphs of all that runs."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the lowest level of vLLM's own and our kernels'."""
+        return graph_support(vllm_config, super().get_cudagraph_support(vllm_config, kv_cache_spec))
+
+
+class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+    """The same for the cache of the sliding window."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the lowest level of vLLM's own and our kernels'."""
+        return graph_support(vllm_config, super().get_cudagraph_support(vllm_config, kv_cache_spec))
+
+
+class Backend(DeepseekV4FlashMLABackend):
+    """vLLM's backend of V4 with our builder; its name stays, because its attention runs."""
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        """Return our builder."""
+        return MetadataBuilder
+
+
+class WindowBackend(DeepseekSparseSWAFlashMLABackend):
+    """The same for the cache of the sliding window."""
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowMetadataBuilder]:
+        """Return our builder."""
+        return WindowMetadataBuilder
+
+
+def graph_support(vllm_config: Any, theirs: AttentionCGSupport) -> AttentionCGSupport:
+    """Return the level that vLLM's builder and the start's kernels allow together."""
+    kernels = vllm_config.quant_config.start.kernels
+    return AttentionCGSupport[parts.graph_level(kernels, theirs.name)]
+
+
+class DegarbleAttention(DeepseekV4FlashMLAAttention):
+    """A layer's attention; made by vLLM, adopted by `adopt`."""
+
+    backend_cls = Backend
+    swa_backend_cls = WindowBackend
+    degarble_rows: bool
+    degarble_o_proj: bool
+
+    def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Norm query rows by our kernel; latent rows are normed where they are written."""
+        if not self.degarble_rows:
+            return super()._split_qkv_and_norm(qr_kv)  # type: ignore[no-any-return]
+        qr, kv = qr_kv.split([self.q_lora_rank, self.head_dim], dim=-1)
+        return normed(qr.contiguous(), self.q_norm.weight.data, self.eps), None, kv.contiguous()
+
+    def _fused_qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any
+    ) -> Tensor:
+        """Norm and turn heads, write latent rows to the window's cache; pad heads as vLLM does."""
+        if not self.degarble_rows or not isinstance(attn_metadata, dict):
+            return super()._fused_qnorm_rope_kv_insert(q, kv, positions, attn_metadata)  # type: ignore[no-any-return]
+        window = self.swa_cache_layer
+        metadata = attn_metadata[window.prefix]
+        require_cache(window.prefix, window.kv_cache, metadata.block_size)
+        if positions.dtype is not torch.int64:
+            raise DtypeMismatch("positions", positions.dtype, "torch.int64", "vLLM 0.33 has these.")
+        turns = self.rotary_emb.cos_sin_cache
+        latent = (kv, self.kv_norm.weight.data, self.eps)
+        write_latent(latent, turns, positions, metadata, window.kv_cache)
+        heads = turned(q, turns, positions, self.eps)
+        return functional.pad(heads, (0, 0, 0, self.padded_heads - q.shape[1]))
+
+    def _o_proj(self, o: Any, positions: Tensor) -> Tensor:
+        """Turn heads back, multiply each group by its part of wo_a, then wo_b."""
+        if not self.degarble_o_proj:
+            return super()._o_proj(o, positions)  # type: ignore[no-any-return]
+        back = turned_back(o.contiguous(), self.rotary_emb.cos_sin_cache, positions)
+        groups = self.n_local_groups
+        parts_TGK = back.view(back.shape[0], groups, -1)
+        weights = self.wo_a.weight.data.view(groups, self.o_lora_rank, -1)
+        made = [by_bf16(parts_TGK[:, i].contiguous(), weights[i]) for i in range(groups)]
+        return self.wo_b(torch.cat(made, dim=-1))  # type: ignore[no-any-return]
+
+
+def adopt(attention: Any, start: Start) -> None:
+    """Make a layer's attention ours; refuse another class than the one on record."""
+    if type(attention) is not DeepseekV4FlashMLAAttention:
+        raise InvalidArgument(
+            f"attention of {attention.prefix}", type(attention).__name__,
+            DeepseekV4FlashMLAAttention.__name__,
+            "Do not choose an attention backend: the plugin's builds on vLLM's default.",
+        )  # fmt: skip
+    module = attention.prefix
+    rows = start.kernel(module, "rows", attention.kv_cache_dtype)
+    o_proj = start.options.side("o_proj") == OURS  # noted where wo_a asked for its method
+    for part, there in (
+        ("attend", True),
+        ("compressor", attention.compressor is not None),
+        ("indexer", attention.indexer is not None),
+    ):
+        if there:
+            start.kernel(module, part, attention.kv_cache_dtype)
+    attention.__class__ = DegarbleAttention
+    attention.degarble_rows, attention.degarble_o_proj = rows is not None, o_proj
+    attention.swa_cache_layer.backend_cls = WindowBackend
+
+
+def require_cache(name: str, cache: Tensor, entries: int) -> None:
+    """Refuse pages that our writer would not fill as vLLM's attention reads them."""
+    if cache.dtype is not torch.uint8 or tuple(cache.shape[1:]) != (entries, ENTRY_BYTES):
+        raise LayoutMismatch(
+            f"cache of {name}", f"{cache.dtype} {tuple(cache.shape)}",
+            f"uint8 [pages, {entries}, {ENTRY_BYTES}]: fp8_ds_mla",
+            "Start with --kv-cache-dtype fp8.",
+        )  # fmt: skip
+
+
+def pages_of(cache: Tensor) -> Tensor:
+    """View pages with their padding as rows of bytes, [N, B]."""
+    return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
+
+
+def write_latent(
+    latent: tuple[Tensor, Tensor, float],
+    turns_P: Tensor,
+    positions_T: Tensor,
+    metadata: Any,
+    cache: Tensor,
+) -> None:
+    """Norm, turn, quantise and write latent rows by slot; slots below 0 are skipped."""
+    from degarble.kernels.common.kv_problem import Pages, WriteProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.simt_kv_write import Operands, kv_write  # noqa: PLC0415
+
+    kv_TL, weight_L, epsilon = latent
+    slots = metadata.slot_mapping
+    tokens = slots.shape[0]
+    pages = Pages("fp8", cache.shape[1], cache.shape[0], cache.stride(0))
+    problem = WriteProblem(tokens, pages, turns_P.shape[0], epsilon)
+    given = Operands(kv_TL[:tokens], weight_L, turns_P, positions_T[:tokens], slots)
+    kv_write(given, pages_of(cache), problem, settings())
+
+
+def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:
+    """Return BF16 rows normed by our kernel."""
+    from degarble.kernels.common.rmsnorm_problem import NormProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.simt_rmsnorm import rmsnorm  # noqa: PLC0415
+
+    rows, columns = values_MK.shape
+    problem = NormProblem(rows, columns, epsilon=epsilon)
+    made = rmsnorm(values_MK, weight_K, problem, settings()).values
+    assert made is not None, "a problem without a layout has values"
+    return made
+
+
+def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: float) -> Tensor:
+    """Return heads normed without a weight and turned, by our kernel."""
+    from degarble.kernels.common.qnorm_rope_problem import HeadsProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.simt_qnorm_rope import qnorm_rope  # noqa: PLC0415
+
+    problem = HeadsProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0], epsilon)
+    return qnorm_rope(heads_THL.contiguous(), turns_P, positions_T, problem, settings())
+
+
+def turned_back(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor) -> Tensor:
+    """Return heads turned back, by our kernel."""
+    from degarble.kernels.common.inverse_rope_problem import BackProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.simt_inverse_rope import inverse_rope  # noqa: PLC0415
+
+    problem = BackProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0])
+    return inverse_rope(heads_THL, turns_P, positions_T, problem, settings())

@@ -1,0 +1,53 @@
+"""DeepSeek-V4 of vLLM with degarble's layers, a guarded load, and a start that says what it runs.
+
+Owns the class that the plugin registers for DeepseekV4ForCausalLM. Refuses to run under another
+quantisation method than ours: half of the plugin is no plugin. Kept honest by
+suites/plugins/vllm/bound/test_model.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import InvalidArgument
+from degarble.harness.plugins.vllm.bound.attention import adopt
+from degarble.harness.plugins.vllm.bound.config import DegarbleConfig
+from degarble.harness.plugins.vllm.bound.start import ranks_of
+from degarble.harness.plugins.vllm.bound.upstream import DeepseekV4ForCausalLM
+from degarble.harness.plugins.vllm.installed import NAME, VARIABLE
+from degarble.harness.plugins.vllm.proof import guarded, require_filled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+class DegarbleDeepseekV4(DeepseekV4ForCausalLM):
+    """vLLM's model; its linears are ours by their methods, its attention by adoption."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        self.degarble_config = ours(vllm_config.quant_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.degarble_spread = ranks_of(vllm_config)[1] > 1
+        for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
+            adopt(layer.attn, self.degarble_config.start)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load what was proven, refuse what stays empty, and say what runs."""
+        start = self.degarble_config.start
+        stream = guarded(weights, start.proven, spread=self.degarble_spread)
+        loaded: set[str] = super().load_weights(stream)
+        require_filled([name for name, _ in self.named_parameters()], loaded)
+        start.tell()
+        return loaded
+
+
+def ours(config: object) -> DegarbleConfig:
+    """Return the quantisation config if it is ours."""
+    if not isinstance(config, DegarbleConfig):
+        raise InvalidArgument(
+            "quantization", type(config).__name__, NAME,
+            f"Start with --quantization {NAME}, or take {NAME} out of {VARIABLE}.",
+        )  # fmt: skip
+    return config

@@ -1,0 +1,89 @@
+"""Every name of vLLM that the plugin uses, in one place: what the record of the contract speaks of.
+
+Owns the imports and the refusal where vLLM is absent or another one. Kept honest by
+suites/plugins/vllm/test_contract.py (all of it on record) and bound/test_upstream.py (as recorded).
+"""
+
+from __future__ import annotations
+
+from degarble.harness.errors import MissingDependency
+from degarble.harness.plugins.vllm.installed import require_vllm
+
+VERSION = require_vllm()
+
+try:
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import (
+        LinearBase,
+        LinearMethodBase,
+        UnquantizedLinearMethod,
+    )
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+        create_fp8_scale_parameter,
+        create_fp8_weight_parameter,
+        per_token_group_quant_fp8,
+        validate_fp8_block_shape,
+    )
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.parameter import (
+        BlockQuantScaleParameter,
+        ModelWeightParameter,
+        PerTensorScaleParameter,
+    )
+    from vllm.model_executor.utils import set_weight_attrs
+    from vllm.models.deepseek_v4.nvidia.flashmla import (
+        DeepseekSparseSWAFlashMLABackend,
+        DeepseekSparseSWAFlashMLAMetadataBuilder,
+        DeepseekV4FlashMLAAttention,
+    )
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4ForCausalLM
+    from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
+    from vllm.models.deepseek_v4.sparse_mla import (
+        DeepseekV4FlashMLABackend,
+        DeepseekV4FlashMLAMetadataBuilder,
+    )
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionCGSupport
+except ImportError as error:
+    raise MissingDependency(
+        "vllm",
+        str(error),
+        "vLLM 0.33 with what its DeepSeek-V4 imports",
+        "make vllm-env builds an environment that has both.",
+    ) from error
+
+__all__ = [
+    "VERSION",
+    "AttentionCGSupport",
+    "BlockQuantScaleParameter",
+    "DeepseekSparseSWAFlashMLABackend",
+    "DeepseekSparseSWAFlashMLAMetadataBuilder",
+    "DeepseekV4FP8Config",
+    "DeepseekV4FlashMLAAttention",
+    "DeepseekV4FlashMLABackend",
+    "DeepseekV4FlashMLAMetadataBuilder",
+    "DeepseekV4ForCausalLM",
+    "LinearBase",
+    "LinearMethodBase",
+    "ModelRegistry",
+    "ModelWeightParameter",
+    "PerTensorScaleParameter",
+    "QuantizationConfig",
+    "RoutedExperts",
+    "UnquantizedLinearMethod",
+    "create_fp8_scale_parameter",
+    "create_fp8_weight_parameter",
+    "current_platform",
+    "get_current_vllm_config",
+    "get_tensor_model_parallel_rank",
+    "init_logger",
+    "per_token_group_quant_fp8",
+    "register_quantization_config",
+    "set_weight_attrs",
+    "validate_fp8_block_shape",
+]

@@ -1,0 +1,132 @@
+"""Which kernel runs each part of a layer under vLLM, decided before anything runs, or refused.
+
+Owns the table of kernels by part, format and GPU, with what was shown of each, and the choice:
+degarble's kernel where there is one, vLLM's own where the options ask for it, a refusal by name
+otherwise. Nothing falls back by itself, and parts without a hook are told as vLLM's. The level of
+CUDA graphs follows: the lowest of all parts that run inside of attention.
+
+Kept honest by suites/plugins/vllm/test_parts.py. Needs neither vLLM nor a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.plugins.vllm.options import OURS, PARTS, THEIRS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from degarble.harness.plugins.vllm.options import Options
+
+SM90A, SM100A = "sm_90a", "sm_100a"  # as kernels/common/targets.py names them
+TARGETS: Mapping[tuple[int, int], str] = {(9, 0): SM90A, (10, 0): SM100A}
+# As harness/anatomy/recipes.py names them.
+NVFP4, BF16, FP8_E8M0, FP8_F32 = "NVFP4", "BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32"
+FP8 = (FP8_E8M0, FP8_F32)
+NVFP4_A16 = "NVFP4 with BF16 activations"
+FP8_CACHE = "fp8_ds_mla"  # vLLM's name of kernels/common/kv_problem.py's fp8: 584 bytes an entry
+# vLLM's AttentionCGSupport by name, the lowest first.
+GRAPHS = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+NO_HOOK = ("norm", "router", "mhc", "embed", "head", "metadata")
+
+
+class Kernel(NamedTuple):
+    """Kernels for a part: modules under kernels/, GPUs, where they were shown, graphs allowed."""
+
+    module: str
+    targets: tuple[str, ...]
+    shown_on: tuple[str, ...]
+    graphs: str = "ALWAYS"
+
+
+BOTH = (SM90A, SM100A)
+# By part and format. `shown_on`: its suites ran on such a GPU; a form that only compiles is no
+# entry. Row kernels and GEMMs were captured in CUDA graphs by their benches (docs/design-notes).
+KERNELS: Mapping[tuple[str, str], Kernel] = {
+    ("linear", BF16): Kernel("sm90_gemm_bf16", (SM90A,), (SM90A,)),
+    ("linear", FP8_E8M0): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
+    ("linear", FP8_F32): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
+    ("linear", NVFP4): Kernel("sm90_gemm_nvfp4", (SM90A,), (SM90A,)),
+    ("linear", NVFP4_A16): Kernel("sm90_gemm_w4a16", BOTH, (SM90A,)),
+    ("act_quant", NVFP4): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
+    ("rows", FP8_CACHE): Kernel("simt_rmsnorm, simt_qnorm_rope, simt_kv_write", BOTH, (SM90A,)),
+    ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
+}
+
+
+class Running(NamedTuple):
+    """What runs a part of a module: `by` degarble or vllm."""
+
+    module: str
+    part: str
+    format: str
+    by: str
+    kernel: str
+    tactic: str = ""
+
+    def line(self) -> str:
+        """Say it in a line of a log."""
+        tactic = f" ({self.tactic})" if self.tactic else ""
+        form = f" [{self.format}]" if self.format else ""
+        return f"{self.module} {self.part}{form}: {self.by} {self.kernel}{tactic}"
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """Name the target of a GPU; others are refused."""
+    if capability not in TARGETS:
+        raise UnknownName(
+            "compute capability",
+            ".".join(map(str, capability)),
+            "9.0 (H100, H200) or 10.0 (B200)",
+            "degarble has no kernel for this GPU; start vLLM without the plugin.",
+        )
+    return TARGETS[capability]
+
+
+def kernel_of(part: str, form: str, target: str, options: Options) -> Kernel | None:
+    """Return our kernel of a part; None: vLLM's own, as the options ask. Refuse what has none."""
+    if part not in PARTS:
+        raise UnknownName.among("part", part, PARTS)
+    if options.side(part) == THEIRS:
+        return None
+    kernel = KERNELS.get((part, form))
+    if kernel is None:
+        has = sorted(known for name, known in KERNELS if name == part)
+        raise _refused(part, form or "any format", f"one for {' or '.join(has)}" if has else "none")
+    if target not in kernel.targets:
+        runs_on = " and ".join(kernel.targets)
+        raise _refused(
+            part, f"{form or kernel.module} on {target}", f"{kernel.module} on {runs_on}"
+        )
+    return kernel
+
+
+def graph_level(kernels: Sequence[Kernel | None], theirs: str) -> str:
+    """Return the lowest level of CUDA graphs; `theirs`: what vLLM declares for its own builder."""
+    levels = [theirs, *(each.graphs for each in kernels if each is not None)]
+    return min(levels, key=GRAPHS.index)
+
+
+def unhooked(module: str) -> list[Running]:
+    """Say of the parts that the plugin has no hook for that they are vLLM's own."""
+    return [Running(module, part, "", THEIRS, "its own", "no hook") for part in NO_HOOK]
+
+
+def ours(module: str, part: str, form: str, kernel: Kernel, tactic: str = "") -> Running:
+    """Say that a kernel of ours runs a part."""
+    return Running(module, part, form, OURS, f"kernels: {kernel.module}", tactic)
+
+
+def theirs(module: str, part: str, form: str = "") -> Running:
+    """Say that vLLM's own code runs a part, because the options ask for it."""
+    return Running(module, part, form, THEIRS, "its own", "asked for")
+
+
+def _refused(part: str, value: str, expectation: str) -> InvalidArgument:
+    remedy = (
+        f"To have vLLM's own code run it, say so:"
+        f' --additional-config \'{{"degarble": {{"parts": {{"{part}": "{THEIRS}"}}}}}}\'.'
+    )
+    return InvalidArgument(f"kernel of part {part}", value, f"degarble has {expectation}", remedy)
