@@ -167,8 +167,10 @@ def _routed(call: Call, out: Tensor) -> Budget:
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         x_own = operand(per_slot[at])
-        weights = (call.weights[name].values(torch.float32) for name in names)
+        weights = [call.weights[name].values(torch.float32) for name in names]
         made.append(_side_by_side([summed(x_own, w, output_format(out)) for w in weights]))
+        if call.ranks > 1 and parts == ("w2",):
+            made[-1] = _over_ranks(made[-1], per_slot[at], weights[0], call.ranks)
         slack[at] = made[-1].slack
     return replace(made[-1], slack=slack, repeats=_most(made))
 

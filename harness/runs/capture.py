@@ -87,6 +87,7 @@ class How:
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     patch: Path | None = None  # a Python file: it is executed
     device: str = CPU
+    share: Callable[[OpenModel], Bound] | None = None  # of one rank of several
 
     @property
     def asked(self) -> AskedBackend:
@@ -174,6 +175,8 @@ def capture(
     require_folder("--out", folder)
     conventions = conventions_of(how.backend)
     with open_model(source, held_values=how.held_values, switches=conventions) as model:
+        if how.share is not None:
+            model.speaker = Speaker(how.share(model))
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)
         paired, patched = _changed(model, how)

@@ -1,5 +1,6 @@
 """`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
 
+import os
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,10 @@ from degarble.harness.cli.options import (
     Strict,
 )
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES
+from degarble.harness.errors import EXIT_AGREES, InvalidArgument
 from degarble.harness.record.files import is_stream, require_folder, write_text
 from degarble.harness.record.progress import size
+from degarble.harness.runs.ranks import place_in
 
 DEVICES = ("cpu", "cuda")
 
@@ -134,8 +136,15 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
 
     prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
+    place = place_in(os.environ)
+    if options.amax_only and not place.alone:
+        raise InvalidArgument(
+            "--amax-only", f"{place.world} ranks", "one process", "Start it without torchrun."
+        )
     record = _ranges if options.amax_only else _tensors
     done = record(options, prompts, terminal)
+    if not place.leads:
+        return EXIT_AGREES
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return EXIT_AGREES
@@ -168,7 +177,12 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
             terminal.err().print(f"About {size(nbytes)} will be written.", markup=False)
 
     watch = partial(first_pass, terminal)
-    return run.capture(options.checkpoint, prompts, options.out, watch, how, told)
+    record = run.capture
+    if not place_in(os.environ).alone:
+        from degarble.harness.runs.capture_ranks import capture_over_ranks  # noqa: PLC0415  above
+
+        record = capture_over_ranks
+    return record(options.checkpoint, prompts, options.out, watch, how, told)
 
 
 def check(options: CheckOptions, terminal: Terminal) -> int:
