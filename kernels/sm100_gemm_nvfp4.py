@@ -60,6 +60,19 @@ class Shared(NamedTuple):
     codes: tuple[Any, Any]
     scales: tuple[Any, Any]
     words: tuple[Any, Any]
+    whole: tuple[Any, ...]  # (words, stages) of each of NAMES
+
+
+class Prepared(NamedTuple):
+    """What a thread block has before its warps part."""
+
+    mma: Any
+    shared: Shared
+    pieces: Any
+    ring: Any
+    sums_ring: Any
+    base: Any
+    sums: Any
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -74,44 +87,42 @@ def gemm_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Take a role by warp: four store, one multiplies, one loads."""
-    tactic = form.tactic
-    thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    held = prepared(form)
+    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    steps = ceil_div(extents[2], form.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        blocks = extents[2] // tcgen05.BLOCK
+        multiply((held.ring, held.sums_ring), operands_of(held, form), walk, (steps, blocks), form)
+    else:
+        scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
+        store_tiles(held, store, walk, scale, form)
+        tcgen05.give_back(held.base, form)
+
+
+def prepared(form: GemmForm) -> Prepared:
+    """Lay out shared memory, make both rings, allocate tensor memory; then all threads go on."""
     memory = cutlass.memory.SmemAllocator()
     mma = tcgen05.nvfp4_mma(form)
     shared = shared_memory(memory, mma, form)
     pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
     sD = wgmma.shared_of(memory, BFloat16, pieces)
-    ring = tcgen05.ring_of_stages(memory, form)
-    ring_of_sums = tcgen05.ring_of_sums(memory, form)
-    address = memory.allocate_array(Int32, 4)
+    ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     tcgen05.allocate(address, form)
-    wgmma.begin(tactic)
-
+    wgmma.begin(form.tactic)
     base = tcgen05.base_of(address)
-    sums = tcgen05.sums_of(mma, base, form)
-    walk = schedule.walk_of((extents[0], extents[1]), tactic)
-    steps = ceil_div(extents[2], tactic.inner)
-    if warp == tensor_memory.LOADING_WARP:
-        load(ring, feedings_of(feeds, shared, form), walk, steps, form)
-    elif warp == tensor_memory.MULTIPLYING_WARP:
-        scales = tcgen05.scales_of(mma, base, shared.scales, form)
-        a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
-        work = (mma, sums, (a, scales[0]), (b, scales[1]), shared.words)
-        multiply((ring, ring_of_sums), work, walk, (steps, extents[2] // tcgen05.BLOCK), form)
-    else:
-        outlet = tcgen05.outlet_of(store, sD, thread)
-        reading = tcgen05.reading_of(sums, thread)
-        scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
-        state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
-        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            row, column = schedule.tile_at(walk, number)
-            place = (row, column * (tactic.columns // facts.PIECE_COLUMNS))
-            state, stored = tcgen05.store_tile(
-                outlet, reading, ring_of_sums, state, (place, stored, (scale,))
-            )
-        epilogue.drain(outlet)
-        tcgen05.give_back(base, form)
+    return Prepared(mma, shared, sD, ring, sums_ring, base, tcgen05.sums_of(mma, base, form))
+
+
+def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
+    """Return what `multiply` takes: instruction, sums, A and B with their scales, scale words."""
+    mma, shared = held.mma, held.shared
+    scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
+    a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
+    return mma, held.sums, (a, scales[0]), (b, scales[1]), shared.words
 
 
 @cute.jit
@@ -153,6 +164,22 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
         ring_of_sums.producer_commit(target)
         target.advance()
     ring_of_sums.producer_tail(target)
+
+
+@cute.jit
+def store_tiles(held: Any, store: Any, walk: Any, scale: Any, form: cutlass.Constexpr) -> None:
+    """Store tile after tile."""
+    thread, _, _ = cute.arch.thread_idx()
+    outlet = tcgen05.outlet_of(store, held.pieces, thread)
+    reading = tcgen05.reading_of(held.sums, thread)
+    state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = schedule.tile_at(walk, number)
+        place = (row, column * (form.tactic.columns // facts.PIECE_COLUMNS))
+        state, stored = tcgen05.store_tile(
+            outlet, reading, held.sums_ring, state, (place, stored, (scale,))
+        )
+    epilogue.drain(outlet)
 
 
 @cute.jit
@@ -225,7 +252,11 @@ def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
         )
     )
     words = tuple(words_of(pointers[i], held[i], form) for i in (2, 3))
-    return Shared(written_as(pointers, form), codes, scales, words)
+    whole = tuple(
+        cute.make_tensor(pointer, cute.make_layout((size // 4, count), stride=(1, size // 4)))
+        for pointer, size in zip(pointers, held, strict=True)
+    )
+    return Shared(written_as(pointers, form), codes, scales, words, whole)
 
 
 def written_as(pointers: Any, form: GemmForm) -> tuple[Any, ...]:
@@ -255,20 +286,14 @@ def words_of(pointer: Any, size: int, form: GemmForm) -> Any:
     return cute.make_tensor(pointer, layout)
 
 
-@cute.jit
-def launch_gemm(
-    pointers: tuple[cute.Pointer, ...],
-    extents: tuple[Int32, ...],
-    form: cutlass.Constexpr,
-    stream: CUstream,
-) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
-    m, n, k, clusters = extents
+def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm) -> Any:
+    """Make the TMA atoms of A, its scales, B, its scales, box by box; and that of D."""
+    m, n, k = extents
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
     words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
     units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * UNITS_OF_TILE
     tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
-    a, a_scales, b, b_scales, scale_a, scale_b, d = pointers
+    a, a_scales, b, b_scales, d = pointers
     shaped = {
         "a": (a, m, words),
         "b": (b, n, words),
@@ -286,10 +311,23 @@ def launch_gemm(
         producer.feed_of(matrices[load_.name], layout, box)
         for load_, layout, box in zip(facts.loads(form), layouts(form), boxes_of(form), strict=True)
     )
+    return feeds, epilogue.store_of(matrices["d"], tensor_memory.LANES)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    m, n, k, clusters = extents
+    *operands_, scale_a, scale_b, d = pointers
+    feeds, store = atoms_of((*operands_, d), (m, n, k), form)
     tensor_scales = tuple(
         cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
     )
-    store = epilogue.store_of(matrices["d"], tensor_memory.LANES)
     gemm_kernel(feeds, store, tensor_scales, (m, n, k), form).launch(
         grid=[1, 1, clusters],
         block=[tensor_memory.threads(), 1, 1],

@@ -245,6 +245,34 @@ class Block:
         d.rows[of_matrix] = self.memories.shared[d.addresses(at)][of_box]
         self.stored[of_matrix] += 1
 
+    # ---- partners of one role alone --------------------------------------------------------------
+
+    def stage_slices(self, stage: int) -> list[slice]:
+        """Return where the operands of a stage lie."""
+        names = ("a", "b", "scales of a", "scales of b")
+        starts = [(self.layout.operand(name, stage), name) for name in names]
+        return [slice(at, at + facts.bytes_of(self.form, name)) for at, name in starts]
+
+    def watch(self, seen: Any, steps: int) -> Iterator[Callable[[], bool]]:
+        """Write out every stage once it is there, and give it back."""
+        turn = Turn(len(self.full), 0)
+        for step in range(steps):
+            yield partial(self.full[turn.at].passed, turn.parity)
+            parts = [self.memories.shared[part] for part in self.stage_slices(turn.at)]
+            seen[step] = np.concatenate(parts)
+            self.empty[turn.at].arrive()
+            turn.advance()
+
+    def fill(self, image: Any) -> None:
+        """Fill stages from an image, no more than the ring has."""
+        for stage, row in enumerate(image):
+            at = 0
+            for part in self.stage_slices(stage):
+                size = part.stop - part.start
+                self.memories.shared[part] = row[at : at + size]
+                at += size
+            self.full[stage].arrive()
+
     # ---- order -----------------------------------------------------------------------------------
 
     def run(self, roles: list[Iterator[Callable[[], bool]]], first: str = "loads") -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from degarble.harness.errors import DtypeMismatch, MissingDevice, ShapeMismatch
+from degarble.kernels.common.compiling import package_root
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM90A
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_code as code
+from degarble.suites.kernels import sm100_table as table
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -81,6 +83,13 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match=r"sm_100a"):
         kernels.gemm_nvfp4(a, b, problem, SETTINGS)
+
+
+def test_the_note_shows_the_tables_as_they_are() -> None:
+    note = (package_root() / "docs/design-notes/sm100_gemm.md").read_text()
+    for lines in (table.facts_of_forms(), table.roofline()):
+        assert "\n".join(lines) in note
+    assert note.startswith("# The NVFP4 GEMM of Blackwell: not run\n")
 
 
 # ---- on a B200 -----------------------------------------------------------------------------------
