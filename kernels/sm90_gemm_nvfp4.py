@@ -254,19 +254,15 @@ def a_fragment(mma: Any) -> Any:
 def tiles_of_boxes(place: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
     """Return which box each feed brings: codes of A and B, then tiles of their scales.
 
-    Where a tile has an expert, B is many matrices: so many parts of each expert.
+    Where a tile has an expert, boxes of B are those of the expert's matrices.
     """
     row, column, *expert = place
-    tactic, parts = form.tactic, form.parts
+    tactic = form.tactic
     of_a, of_b = (
         at * extent // facts.SCALE_TILE_ROWS // ceil_div(extent, facts.SCALE_TILE_ROWS)
-        for at, extent in ((row, tactic.rows), (column, tactic.columns // parts))
+        for at, extent in ((row, tactic.rows), (column, tactic.columns // form.parts))
     )
-    matrices = [(each * parts + part,) for each in expert for part in range(parts)]
-    if not matrices:
-        return (row, column, of_a, of_b)
-    codes, scales = ([(at, *matrix) for matrix in matrices] for at in (column, of_b))
-    return (row, *codes, of_a, *scales)
+    return (row, (column, *expert), of_a, (of_b, *expert))
 
 
 def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
@@ -284,24 +280,24 @@ def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
 
 def layouts(form: GemmForm) -> tuple[Any, ...]:
     """Return the layouts of stages in words: codes of A and B, then tiles of their scales."""
-    count, tactic = facts.footprint(form).stages, form.tactic
-    codes = (
-        wgmma.staged_layout(
-            Uint32, rows, tactic.inner // CODES_OF_WORD, count, wgmma.Swizzle.K_SW32
-        )
-        for rows in (tactic.rows, tactic.columns)
-    )
-    tiles = (facts.bytes_of(form, f"scales of {side}") // facts.SCALE_TILE_BYTES for side in "ab")
-    scales = (
-        cute.make_layout((n, WORDS_OF_TILE, count), stride=(WORDS_OF_TILE, 1, n * WORDS_OF_TILE))
-        for n in tiles
-    )
-    return (*codes, *scales)
+    count, words = facts.footprint(form).stages, form.tactic.inner // CODES_OF_WORD
+    made = []
+    for load in facts.loads(form):
+        stages_of = (count,) if load.matrices == 1 else (load.matrices, count)
+        if load.name in {"a", "b"}:
+            swizzle = wgmma.Swizzle.K_SW32
+            made.append(wgmma.staged_layout(Uint32, load.rows, words, stages_of, swizzle))
+        else:
+            shape, size = (load.rows, WORDS_OF_TILE, *stages_of), load.rows * WORDS_OF_TILE
+            outer = (size, size * load.matrices)[-len(stages_of) :]
+            made.append(cute.make_layout(shape, stride=(WORDS_OF_TILE, 1, *outer)))
+    return tuple(made)
 
 
-def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
-    """Return the boxes of the feeds in words."""
-    return tuple((load.rows, load.row_bytes // 4) for load in facts.loads(form))
+def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
+    """Return the boxes of the feeds in words; the third extent counts matrices."""
+    boxes = ((each.rows, each.row_bytes // 4, each.matrices) for each in facts.loads(form))
+    return tuple(box if box[2] > 1 else box[:2] for box in boxes)
 
 
 def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:

@@ -12,7 +12,6 @@ by suites/kernels/test_sm90_moe_nvfp4.py. Shape letters: T tokens, K chosen, D h
 expert, E experts here, G experts in all, R rows at most
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -46,21 +45,22 @@ from degarble.kernels.common.moe_problem import GATE_AND_UP, MoeForm, MoeProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM90A, TARGETS
 
-# A and its scales, B and its scales, decode scales of A and of B, rows, experts of tiles;
+# A and its scales, B and its scales, decode scales of A and of B, rows, experts and slots;
 # FC1: codes, scales, decode scales that it writes by, slots, weights; FC2: D.
-INPUTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, Int32, Int32)
-ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4)
+INPUTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, Int32, Int32, Int32)
+ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
 OUTPUTS = {GATE_AND_UP: (Uint32, Uint8, Float32, Int32, Float32), 1: (BFloat16,)}
 OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4), 1: (16,)}
 
 
 class Groups(NamedTuple):
-    """What the walk and the epilogue read: decode scales, rows of all groups, experts of tiles."""
+    """What the walk and the epilogue read beside the operands."""
 
     scale_a: Any  # of each expert
     scale_b: Any  # of each expert, part by part
-    rows: Any
-    experts: Any
+    rows: Any  # of all groups
+    experts: Any  # of each tile of rows
+    slots: Any  # of each row
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -90,8 +90,7 @@ def grouped_kernel(
     decoding, consuming = facts.roles(of_gemm)
     if group == 0:
         cute.arch.setmaxregister_decrease(decoding.registers)
-        cut = parts_of(tensors, boxes)
-        feedings = tuple(map(producer.feeding, feeds, cut, boxes))
+        feedings = tuple(map(producer.feeding, feeds, tensors, boxes))
         loading = (ring, feedings, walk, steps, of_gemm)
         decode(loading, decoded, shared, extents[1] // stages.BLOCK)
     else:
@@ -139,18 +138,37 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, column, expert = schedule.tile_at(walk, number)
         first = row * tactic.rows % facts.SCALE_TILE_ROWS
-        work = (shared, first, mine * facts.PIECE_ROWS, blocks, steps)
-        state, source = gemm.multiply(rings, state, source, (mma, sums, b), work)
+        at = row * tactic.rows + mine * facts.PIECE_ROWS
+        # Read what the epilogue needs before the products: nobody waits for it then.
         scales = scales_of(groups, expert, parts)
-        if cutlass.const_expr(parts == GATE_AND_UP):
-            at = row * tactic.rows + mine * facts.PIECE_ROWS
-            written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
-            stored = moe_epilogue.requantise_tile(outlet, sums, written, stored, scales, form)
-        else:
-            place = facts.piece_of(row, column, mine, tactic)
-            stored = wgmma.store_tile(outlet, sums, place, stored, scales[0])
+        if cute.arch.make_warp_uniform(groups.slots[at]) >= 0:
+            work = (shared, first, mine * facts.PIECE_ROWS, blocks, steps)
+            state, source = gemm.multiply(rings, state, source, (mma, sums, b), work)
+            if cutlass.const_expr(parts == GATE_AND_UP):
+                written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
+                stored = moe_epilogue.requantise_tile(outlet, sums, written, stored, scales, form)
+            else:
+                place = facts.piece_of(row, column, mine, tactic)
+                stored = wgmma.store_tile(outlet, sums, place, stored, scales[0])
+        else:  # rows of zeros fill up the end of a group: nobody reads theirs
+            state, source = pass_over(rings, state, source, steps)
     if cutlass.const_expr(parts == 1):
         epilogue.drain(outlet)
+
+
+@cute.jit
+def pass_over(rings: Any, state: Any, source: Any, steps: Any) -> Any:
+    """Give back the stages of a tile that this warpgroup has no rows in."""
+    ring, decoded = rings
+    for _ in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(state)
+        ring.consumer_release(state)
+        decoded.consumer_wait(source)
+        with cute.arch.elect_one():
+            decoded.consumer_release(source)
+        state.advance()
+        source.advance()
+    return state, source
 
 
 def scales_of(groups: Groups, expert: Any, parts: int) -> tuple[tuple[Any, Any], ...]:
@@ -158,28 +176,6 @@ def scales_of(groups: Groups, expert: Any, parts: int) -> tuple[tuple[Any, Any],
     of_a = Float32(groups.scale_a[expert])
     of_b = (Float32(groups.scale_b[expert * parts + part]) for part in range(parts))
     return tuple((stages.RESTORE, ops.multiply_rn(of_a, each)) for each in of_b)
-
-
-def parts_of(tensors: tuple[Any, ...], boxes: tuple[tuple[int, int], ...]) -> list[Any]:
-    """Cut shared memory of A, B and their scales into what each box fills, in the order of boxes.
-
-    B and its scales have so many boxes more than A and its scales.
-    """
-    parts = len(boxes) // 2 - 1
-    cut = []
-    for tensor, first, count in zip(
-        tensors, (0, 1, parts + 1, parts + 2), (1, parts) * 2, strict=True
-    ):
-        shape = (*boxes[first], cute.size(tensor, mode=[2]))
-        cut += [cute.local_tile(tensor, shape, (part, 0, 0)) for part in range(count)]
-    return cut
-
-
-def layouts_of_boxes(form: GemmForm) -> list[Any]:
-    """Return a layout for each box, whose first stage is how the box lies in shared memory."""
-    part = replace(form.tactic, columns=form.tactic.columns // form.parts)
-    a, b, scales_a, scales_b = gemm.layouts(replace(form, tactic=part, parts=1))
-    return [a, *[b] * form.parts, scales_a, *[scales_b] * form.parts]
 
 
 def matrices_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm) -> list[Any]:
@@ -199,7 +195,7 @@ def matrices_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmF
         layout = cute.make_layout(
             (count, row_words, experts * parts), stride=(wide, 1, wide * Int64(count))
         )
-        made += [cute.make_tensor(of_b, layout)] * parts
+        made.append(cute.make_tensor(of_b, layout))
     return made
 
 
@@ -215,9 +211,8 @@ def launch_grouped(
     m, n, k, experts, blocks = extents
     of_gemm = form.gemm
     matrices = matrices_of(inputs[:4], (m, n, k, experts), of_gemm)
-    feeds = tuple(
-        map(producer.feed_of, matrices, layouts_of_boxes(of_gemm), gemm.boxes_of(of_gemm))
-    )
+    layouts, boxes = gemm.layouts(of_gemm), gemm.boxes_of(of_gemm)
+    feeds = tuple(map(producer.feed_of, matrices, layouts, boxes))
     if cutlass.const_expr(of_gemm.parts == GATE_AND_UP):
         codes = rows.in_words(outputs[0], stages.BLOCK // gemm.CODES_OF_WORD)
         leaving: Any = moe_epilogue.Leaving(codes, *rows.flat(outputs[1:]))
@@ -349,7 +344,16 @@ def multiply_rows(
     """Launch one product on checked tensors."""
     a, b, plan = given
     device, parts = a.codes.device.index or 0, form.gemm.parts
-    inputs = (*a, b.codes, b.scales, b.input_scale, b.decode_scale, plan.rows, plan.experts)
+    inputs = (
+        *a,
+        b.codes,
+        b.scales,
+        b.input_scale,
+        b.decode_scale,
+        plan.rows,
+        plan.experts,
+        plan.slots,
+    )
     blocks = moe_problem.grid(job.problem, form, operands.processors_of(device))
     most = moe_problem.most_rows(job.problem, form.gemm.tactic)
     extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, blocks)

@@ -163,6 +163,11 @@ TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
         Tactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
+    (SM100A.name, BF16.name): (
+        Tactic(128, rows=128, columns=64, inner=64),
+        Tactic(512, rows=128, columns=128, inner=64),
+        Tactic(ANY, rows=128, columns=256, inner=64),
+    ),
     (SM100A.name, NVFP4.name): (
         Tactic(128, rows=128, columns=64, inner=256),
         Tactic(512, rows=128, columns=128, inner=256),
@@ -193,19 +198,19 @@ class Load:
     side: str  # a: walks with the rows of D; b: with its columns
     rows: int
     row_bytes: int
+    matrices: int = 1  # that lie one behind the other, each giving so many rows
 
     @property
     def bytes(self) -> int:
         """Bytes that arrive, where the box leaves the matrix as well: those are zeros."""
-        return self.rows * self.row_bytes
+        return self.matrices * self.rows * self.row_bytes
 
 
 def loads(form: GemmForm) -> tuple[Load, ...]:
     """Return the boxes of one stage, in the order in which they are issued."""
     kind, tactic = OPERANDS[form.operands], form.tactic
     row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
-    boxes = [Load("a", "a", tactic.rows, row_bytes)]
-    boxes += form.parts * [Load("b", "b", part, row_bytes)]
+    boxes = [Load("a", "a", tactic.rows, row_bytes), Load("b", "b", part, row_bytes, form.parts)]
     if form.operands == NVFP4.name:
         # A stage of K holds so many tiles of four scales a row.
         tiles = tactic.inner // (4 * NVFP4.block) * SCALE_TILE_BYTES
@@ -213,7 +218,7 @@ def loads(form: GemmForm) -> tuple[Load, ...]:
             held = ceil_div(rows, SCALE_TILE_ROWS)
             # Tiles of 192 begin within a pair of scale tiles: each of the two has a box.
             each = held if rows % SCALE_TILE_ROWS == 0 else 1
-            boxes += count * held // each * [Load(f"scales of {side}", side, each, tiles)]
+            boxes += held // each * [Load(f"scales of {side}", side, each, tiles, count)]
     return tuple(boxes)
 
 

@@ -36,9 +36,10 @@ class Feeding(NamedTuple):
     mask: Any  # of the thread blocks that receive a box; None: this one alone
 
 
-def feed_of(tensor: Any, layout: Any, box: tuple[int, int], sharing: int = 1) -> Feed:
+def feed_of(tensor: Any, layout: Any, box: tuple[int, ...], sharing: int = 1) -> Feed:
     """Make the TMA atom of a matrix for boxes whose shared memory has `layout` (with stages).
 
+    A box of three extents takes as many matrices as the third one says.
     `sharing` thread blocks of a cluster receive a box at once, each of them issuing a part.
     """
     operation = (
@@ -46,7 +47,7 @@ def feed_of(tensor: Any, layout: Any, box: tuple[int, int], sharing: int = 1) ->
         if sharing == 1
         else cpasync.CopyBulkTensorTileG2SMulticastOp()
     )
-    of_stage = cute.slice_(layout, (None, None, 0))
+    of_stage = cute.slice_(layout, (*[None] * len(box), 0))
     atom, coordinates = cpasync.make_tiled_tma_atom(
         operation, tensor, of_stage, box, num_multicast=sharing
     )
@@ -54,7 +55,7 @@ def feed_of(tensor: Any, layout: Any, box: tuple[int, int], sharing: int = 1) ->
 
 
 def feeding(
-    feed: Feed, shared: Any, box: tuple[int, int], sharing: tuple[Any, int, Any] = (0, 1, None)
+    feed: Feed, shared: Any, box: tuple[int, ...], sharing: tuple[Any, int, Any] = (0, 1, None)
 ) -> Feeding:
     """Cut a feed into boxes; `sharing` is place among and number of sharers, and their mask."""
     place, count, mask = sharing
@@ -63,8 +64,8 @@ def feeding(
         feed.atom,
         place,
         cute.make_layout(count),
-        cute.group_modes(shared, 0, 2),
-        cute.group_modes(boxes, 0, 2),
+        cute.group_modes(shared, 0, len(box)),
+        cute.group_modes(boxes, 0, len(box)),
     )
     return Feeding(feed.atom, source, destination, mask)
 

@@ -41,10 +41,14 @@ def mma_of(element: Any, columns: int, source: Any = warpgroup.OperandSource.SME
     return cute.make_tiled_mma(cute.make_mma_atom(operation))
 
 
-def staged_layout(element: Any, rows: int, inner: int, stages: int, swizzle: Any) -> Any:
-    """Return the layout of an operand's stages in shared memory: K along rows, swizzled."""
+def staged_layout(element: Any, rows: int, inner: int, stages: Any, swizzle: Any) -> Any:
+    """Return the layout of an operand's stages in shared memory: K along rows, swizzled.
+
+    `stages` is their number, or the number of matrices in each and their number.
+    """
     atom = warpgroup.make_smem_layout_atom(swizzle, element)
-    return cute.tile_to_shape(atom, (rows, inner, stages), (0, 1, 2))
+    shape = (rows, inner, *(stages if isinstance(stages, tuple) else (stages,)))
+    return cute.tile_to_shape(atom, shape, tuple(range(len(shape))))
 
 
 def shared_of(memory: Any, element: Any, layout: Any) -> Any:

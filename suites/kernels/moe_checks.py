@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, round_up, to_layout
+from degarble.harness.formats.layouts import SWIZZLE_128X4, round_up, to_layout
 from degarble.kernels.common import moe_problem as facts
 from degarble.kernels.common.gemm_problem import GemmProblem, Tactic
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoeProblem
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 TARGET = "sm_90a"
 NAN_SCALE = 0x7F
+WARPGROUP_ROWS = 64
 POISON = 0xFF  # two codes of -6, a scale of NaN
 EDGES = (1, 127, 128, 129, 0, 63, 64, 65)  # slots of the first experts
 CHOICES = ("even", "skewed", "edges", "one", "nobody")
@@ -254,24 +255,33 @@ def _of_expert(
     if not count:
         return
     x, hidden, out = wanted(case, given, expert, slots)
-    for what, got, want, width in (
-        ("x", made.workspace.x, x, p.hidden),
-        ("hidden", made.workspace.hidden, hidden, p.width),
+    # A warpgroup without a row leaves its 64 rows as they are.
+    written = row + round_up(count, WARPGROUP_ROWS)
+    for what, got, want, width, last in (
+        ("x", made.workspace.x, x, p.hidden, end),
+        ("hidden", made.workspace.hidden, hidden, p.width, written),
     ):
-        codes = torch.zeros(end - row, width // 2, dtype=torch.uint8, device=slots.device)
+        codes = torch.zeros(last - row, width // 2, dtype=torch.uint8, device=slots.device)
         codes[:count] = want[0]
-        yield f"codes of {what}", got.codes[row:end], codes
-        scales = torch.zeros(end - row, width // 16, dtype=torch.uint8, device=slots.device)
-        scales[:count] = from_layout(want[1], SWIZZLE_128X4, count, width // 16)
-        most = round_up(got.codes.shape[0], 128)
-        every = from_layout(got.scales, SWIZZLE_128X4, most, width // 16)
-        yield f"scales of {what}", every[row:end], scales
+        yield f"codes of {what}", got.codes[row:last], codes
+        scales = torch.zeros(last - row, width // 16, dtype=torch.uint8, device=slots.device)
+        scales[:count] = scale_codes(want[1], (0, count), width)
+        yield f"scales of {what}", scale_codes(got.scales, (row, last), width), scales
     yield "rows", made.workspace.out[row : row + count].view(torch.int16), out.view(torch.int16)
-    yield (
-        "rows of zeros",
-        made.workspace.out[row + count : end].abs().sum(),
-        torch.zeros((), dtype=torch.bfloat16, device=slots.device),
-    )
+    zeros = made.workspace.out[row + count : written]
+    yield "rows of zeros", zeros, torch.zeros_like(zeros)
+    behind = made.workspace.out[written:end].isnan()
+    yield "rows of nobody", behind, torch.ones_like(behind)
+
+
+def scale_codes(storage: Tensor, rows: tuple[int, int], width: int) -> Tensor:
+    """Return the scale codes of some rows [M, K / 16] out of 128x4 order, where they lie."""
+    device, blocks = storage.device, width // 16
+    row_M1 = torch.arange(*rows, device=device)[:, None]
+    found: Tensor = storage[
+        SWIZZLE_128X4.offset_of(row_M1, torch.arange(blocks, device=device), None, blocks)
+    ]
+    return found
 
 
 def wanted(case: Case, given: Any, expert: int, slots: Tensor) -> tuple[Any, Any, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -37,7 +38,7 @@ class Fault:
         """The call by which it is judged."""
         problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
         tactic = TACTICS[checks.TARGET][self.wide]
-        return checks.Case(problem, "even", len(self.name), tactic)
+        return checks.Case(problem, "even", 1, tactic)
 
 
 def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
@@ -77,9 +78,10 @@ def _scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
     return (true(groups, expert, parts)[0],) * parts
 
 
-def _of_gate_alone(true: Any, place: Any, form: Any) -> Any:
-    row, *boxes = true(place, form)
-    return (row, boxes[0], *boxes[:1], *boxes[2:]) if form.parts > 1 else (row, *boxes)
+def _scales_before(true: Any, place: Any, form: Any) -> Any:
+    cutlass = import_module("cutlass")
+    *boxes, (at, expert) = true(place, form)
+    return (*boxes, (at, cutlass.max(expert - 1, 0)))
 
 
 def _other_buffer(true: Any, outlet: Any, row: Any, block: Any, buffer: Any) -> Any:
@@ -88,11 +90,12 @@ def _other_buffer(true: Any, outlet: Any, row: Any, block: Any, buffer: Any) -> 
 
 _COMMON = "degarble.kernels.common"
 _EPILOGUE, _SCHEDULE = f"{_COMMON}.moe_epilogue", f"{_COMMON}.gemm_schedule"
+_PLAIN = "degarble.kernels.sm90_gemm_nvfp4"
 _GROUPED, _ROWS = "degarble.kernels.sm90_moe_nvfp4", "degarble.kernels.simt_moe_rows"
 
 FAULTS = (
     Fault("gate and up changed", _EPILOGUE, "gated", _halves_changed),
-    Fault("gate twice", "degarble.kernels.sm90_gemm_nvfp4", "tiles_of_boxes", _of_gate_alone),
+    Fault("scales of the expert before", _PLAIN, "tiles_of_boxes", _scales_before),
     Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
     Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, wide=True),
     Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
@@ -132,6 +135,12 @@ def forget() -> None:
     """Forget what was compiled."""
     for module, name in CACHES:
         getattr(import_module(module), name).cache_clear()
+
+
+@cache
+def verdict_of_whole(case: checks.Case) -> str:
+    """Say what is wrong with a case in which nothing is planted."""
+    return checks.mismatch(case)
 
 
 def texts(fault: Fault) -> list[str]:

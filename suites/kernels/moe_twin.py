@@ -81,8 +81,8 @@ def compared(case: moe_checks.Case, given: Any, made: Any, expert: int) -> Count
     want = twin_of(case, given, expert, slots)
     scale = given.weights.w2.input_scale[expert]
     twin = quantise(want, NVFP4, CANONICAL, decode_scale=scale)
-    most = -(-hidden.codes.shape[0] // 128) * 128
-    scales = from_layout(hidden.scales, SWIZZLE_128X4, most, p.width // 16)[places]
+    rows = (int(places[0]), int(places[-1]) + 1)
+    scales = moe_checks.scale_codes(hidden.scales, rows, p.width)
     of_twin = twin.block_scale.view(torch.uint8)
     other = scales != of_twin
     far = other & ((scales.int() - of_twin.int()).abs() > 1)

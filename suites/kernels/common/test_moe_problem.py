@@ -67,9 +67,11 @@ def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None
         assert held.total + gemm.ALIGNMENT <= TARGETS["sm_90a"].shared_memory_bytes
         assert held.stages > gemm.AHEAD
         assert gemm.registers_of_roles(form) <= gemm.REGISTERS_OF_PROCESSOR
-    names = [load.name for load in gemm.loads(first)]
-    assert names == ["a", "b", "b", "scales of a", "scales of b", "scales of b"]
-    assert gemm.bytes_of(first, "b") == gemm.bytes_of(second, "b") == tactic.columns * 32
+    boxes = [(load.name, load.rows, load.matrices) for load in gemm.loads(first)]
+    half = tactic.columns // 2
+    assert boxes[:2] == [("a", tactic.rows, 1), ("b", half, 2)]
+    assert boxes[2:] == [("scales of a", 1, 1), ("scales of b", 1, 2)]
+    assert gemm.loads(first)[1].bytes == gemm.loads(second)[1].bytes == tactic.columns * 32
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))

@@ -1,0 +1,109 @@
+"""The shared expert on Hopper, in NVFP4 or FP8: gate and up, clamped SwiGLU, requantised, down.
+
+Owns two entry points that put kernels together, and no kernel. In NVFP4 every token visits one
+expert: the grouped products of sm90_moe_nvfp4, with SwiGLU and requantisation in the epilogue. In
+FP8, with 128 x 128 blocks of weights and 1 x 128 of activations, gate and up are one product of
+sm90_gemm_fp8_block, and SwiGLU is in front of the second quantisation by simt_quantise_fp8.
+
+No host waits; a call allocates its output and what lies between its steps. Refuses other dtypes,
+shapes, strides and alignments by name. Kept honest by suites/kernels/test_sm90_shared_expert.py.
+Shape letters: T tokens, D hidden, F width, H blocks of 128 rows, G blocks of 128 columns
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.errors import ShapeMismatch
+from degarble.kernels import sm90_gemm_fp8_block as fp8
+from degarble.kernels import sm90_moe_nvfp4 as moe
+from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common.fp8_quantise_problem import BLOCK, Fp8Problem
+from degarble.kernels.common.gemm_problem import FP8_BLOCK, GemmProblem
+from degarble.kernels.common.moe_problem import GATE_AND_UP, MoeProblem
+from degarble.kernels.common.operands import require_tensor
+from degarble.kernels.common.targets import SM90A
+from degarble.kernels.simt_quantise_fp8 import quantise_fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.kernels.common.settings import CompileSettings
+
+
+class Fp8Weights(NamedTuple):
+    """The shared expert's matrices, w1 above w3: E4M3 codes and scales of 128 x 128 blocks."""
+
+    w13: Tensor  # [2 F, D]
+    w13_scales: Tensor  # float32 or UE8M0 bytes [2 F / 128, D / 128]
+    w2: Tensor  # [D, F]
+    w2_scales: Tensor  # [ceil(D / 128), F / 128]
+
+
+def problem_of(tokens: int, hidden: int, width: int, limit: float | None) -> MoeProblem:
+    """Return the problem of an expert that every token visits."""
+    return MoeProblem(tokens, hidden, width, experts=1, chosen=1, routed=1, limit=limit)
+
+
+def shared_expert_nvfp4(
+    x_TD: Tensor, weights: moe.MoeWeights, problem: MoeProblem, settings: CompileSettings
+) -> Tensor:
+    """Return the shared expert's output, BF16 [T, D]; `weights` hold one expert."""
+    if problem.slots != problem.tokens or problem.routed != 1:
+        raise ShapeMismatch(
+            "experts of a shared expert",
+            (problem.chosen, problem.routed),
+            "one expert, which every token visits",
+            "Use problem_of.",
+        )
+    device = x_TD.device
+    chosen = torch.zeros(problem.tokens, 1, dtype=torch.int32, device=device)
+    routing = moe.Routing(chosen, torch.ones(problem.tokens, 1, device=device))
+    given = moe.Given(x_TD, routing, weights)
+    moe.require_given(problem, given)
+    contract.require_place(tuple(moe.tensors_of(given)), SM90A)
+    job = moe.job_of(problem, settings)
+    workspace = moe.empty_workspace(job, device)
+    if problem.tokens:
+        moe.products(job, given, workspace)
+    return workspace.out[: problem.tokens]  # rows are in the order of tokens: all visit one expert
+
+
+def shared_expert_fp8(
+    x_TD: Tensor, weights: Fp8Weights, problem: MoeProblem, settings: CompileSettings
+) -> Tensor:
+    """Return the shared expert's output, BF16 [T, D]."""
+    tokens, hidden, width = problem.tokens, problem.hidden, problem.width
+    if hidden % BLOCK or width % BLOCK:
+        raise ShapeMismatch(
+            "hidden and width of an FP8 expert",
+            (hidden, width),
+            f"multiples of {BLOCK}: w1 and w3 have blocks of their own",
+            "Pad with zeros.",
+        )
+    require_tensor("x", x_TD, torch.bfloat16, (tokens, hidden), 32)
+    scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
+    contract.require_place((x_TD, *weights), SM90A)
+    halves = _product(x_TD, weights[:2], GATE_AND_UP * width, (scales, "values", None), settings)
+    source = (scales, "swiglu", problem.limit)
+    return _product(halves, weights[2:], hidden, source, settings)
+
+
+def _product(
+    values: Tensor,
+    weight: tuple[Tensor, ...],
+    columns: int,
+    source: tuple[str, str, float | None],
+    settings: CompileSettings,
+) -> Tensor:
+    """Quantise what the source makes of values, and multiply."""
+    scales, kind, limit = source
+    codes, of_codes = weight
+    inner = values.shape[1] // (GATE_AND_UP if kind == "swiglu" else 1)
+    rows = values.shape[0]
+    a = quantise_fp8(values, Fp8Problem(rows, inner, scales, kind, limit), settings)
+    problem = GemmProblem(rows, columns, inner, FP8_BLOCK.name, scales)
+    given = fp8.Fp8Operands(a.codes, a.scales, codes, of_codes)
+    return fp8.gemm_fp8_block(given, problem, settings)
