@@ -1,10 +1,10 @@
 """Project four streams onto mHC's coefficients and sum their squares, in one pass over them.
 
-Owns one kernel source for sm_90a and sm_100a, on mma.sync: a lane's 16 bytes of a row of streams
-and of the split weight are operands of two steps as they are loaded, because K may be summed in any
-order. The three BF16 parts of the weight make products exact, so the result is that of float32
-sums. A second, small kernel adds partial sums in a stated order: bits depend on nothing but a
-token's streams and the weight.
+Owns one kernel source for sm_90a and sm_100a, on mma.sync and a ring of stages in shared memory. A
+lane's 16 bytes of a row of streams and of the split weight are operands of two steps as they are,
+because K may be summed in any order. The three BF16 parts of the weight make products exact, so the
+result is that of float32 sums. A second, small kernel adds partial sums in a stated order: bits
+depend on nothing but a token's streams and the weight.
 
 `mhc_project` gives products [T, 24] (the head's [T, 4]) and squares [T]: what simt_mhc reads.
 `mhc_pre` is both: streams in, collapsed input, post and mix out. Wrappers check and launch, never
@@ -37,8 +37,11 @@ from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
 from degarble.kernels.common.mhc_projection_problem import (
     LINE,
     PARTS,
+    ROW_BYTES,
     ROWS_OF_TILE,
     SQUARES,
+    STAGES,
+    STEP,
     TILE,
     Cut,
     ProjectForm,
@@ -52,7 +55,7 @@ from degarble.kernels.common.targets import TARGETS, target_of_device
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
 OF_TILE = 4  # sums of a lane in a tile of 16 x 8
-ADDING_THREADS = 128
+ADDING_WARPS = 4  # of a thread block, a token each
 NAMES = ("streams", "weight", "partial sums", "products", "squares")
 
 
@@ -60,7 +63,7 @@ NAMES = ("streams", "weight", "partial sums", "products", "squares")
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write: vectors of 16 bytes, pairs of float32, float32."""
+    """What the kernels read and write: bytes, pairs of float32, float32."""
 
     streams: Any
     weight: Any
@@ -68,6 +71,16 @@ class Tensors(NamedTuple):
     partials: Any
     products: Any
     squares: Any
+
+
+class Source(NamedTuple):
+    """Where a thread block's rows lie: addresses, tokens, first token, 16-byte chunks of a row."""
+
+    streams: Any
+    weight: Any
+    tokens: Any
+    first: Any
+    of_row: Any
 
 
 def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
@@ -83,109 +96,150 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
 
 
 @cute.jit
-def load_streams(
-    tensors: Tensors, registers: Any, told: tuple[Any, ...], form: cutlass.Constexpr
-) -> None:
-    """Read a lane's 16 bytes of its rows in a step; `told`: first row, tokens, vectors, place."""
-    row, tokens, of_row, place = told
-    for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
-        token = ops.minimum(row + each * 8, tokens - 1)  # what lies behind is computed and lost
-        at = Int64(token) * Int64(of_row) + Int64(place)
-        cute.autovec_copy(tensors.streams[None, at], registers[None, each])
+def ask(source: Source, base: Any, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Have a stage fetched: place is step of K and slot of the ring; beyond K there are zeros."""
+    step, slot = place
+    thread, _, _ = cute.arch.thread_idx()
+    threads, chunks = 32 * form.warps, ROW_BYTES // 16
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    for turn in cutlass.range_constexpr(-(-form.stage_rows * chunks // threads)):
+        number = Int32(thread) + turn * threads
+        if number < form.stage_rows * chunks:
+            row, chunk = number // chunks, number % chunks
+            at = step * chunks + chunk
+            inside = at < source.of_row
+            of_weight = row >= form.tokens_of_block
+            token = ops.minimum(source.first + row, source.tokens - 1)  # behind: computed and lost
+            own = ops.select(of_weight, row - form.tokens_of_block, token)
+            begin = ops.select(of_weight, source.weight, source.streams)
+            where = Int64(own) * Int64(source.of_row) + Int64(ops.select(inside, at, Int32(0)))
+            to = base + (slot * form.stage_rows + row) * ROW_BYTES
+            to += facts.chunk_place(row, chunk) * 16
+            size = ops.select(inside, Int32(16), Int32(0))
+            cute.arch.inline_ptx(text, read_only_args=[to, begin + where * 16, size])
+
+
+def row_words(base: Any, row: Any, chunk: Any) -> list[Any]:
+    """Read a lane's 16 bytes of a row of a stage."""
+    address = base + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
+    pointer_ = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16)
+    found = registers_of(WORDS, 1)
+    cute.autovec_copy(vectors(pointer_, WORDS)[None, 0], found[None, 0])
+    return words_at(found, 0)
 
 
 @cute.jit
-def add_step(
-    tensors: Tensors,
-    registers: tuple[Any, Any, Any],
-    told: tuple[Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Add a step's products and squares; `told`: lane's row of a tile, vectors of a row, place."""
-    rStreams, rSums, rSquares = registers
-    row, of_row, place = told
-    for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
-        total = Float32(rSquares[each])
-        for number in numbers_of(words_at(rStreams, each)):
-            total = ops.fma_rn(number, number, total)
-        rSquares[each] = total
-    rWeight = registers_of(WORDS, PARTS * form.tiles)
-    for tile in cutlass.range_constexpr(PARTS * form.tiles):
-        at = Int64(row + tile * TILE) * Int64(of_row) + Int64(place)
-        cute.autovec_copy(tensors.weight[None, at], rWeight[None, tile])
-    for tile in cutlass.range_constexpr(form.tiles):
-        for high in cutlass.range_constexpr(form.tokens_of_warp // ROWS_OF_TILE):
-            sums = [Float32(rSums[i, tile, high]) for i in range(OF_TILE)]
-            upper, lower = (words_at(rStreams, 2 * high + i) for i in (0, 1))
-            for part in cutlass.range_constexpr(PARTS - 1, -1, -1):  # the smallest first
-                b = words_at(rWeight, part * form.tiles + tile)
-                for half in (0, 2):
-                    a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
-                    sums = multiplied(sums, a, b[half : half + 2])
-            for i in cutlass.range_constexpr(OF_TILE):
-                rSums[i, tile, high] = sums[i]
+def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Add the products and squares of a stage whose rows begin at `base`."""
+    rSums, rSquares = registers
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    of_lane, in_quad = lane // QUAD, lane % QUAD
+    for half in cutlass.range_constexpr(STEP // 32):
+        chunk = half * QUAD + in_quad
+        streams: list[Any] = []
+        for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
+            row = warp * form.tokens_of_warp + each * 8 + of_lane
+            words = row_words(base, row, chunk)
+            total = Float32(rSquares[each])
+            for number in numbers_of(words):
+                total = ops.fma_rn(number, number, total)
+            rSquares[each] = total
+            streams.append(words)
+        for tile in cutlass.range_constexpr(form.tiles):
+            first = form.tokens_of_block + tile * TILE + of_lane
+            weights = [
+                row_words(base, first + part * form.tiles * TILE, chunk) for part in range(PARTS)
+            ]
+            for high in cutlass.range_constexpr(form.tokens_of_warp // ROWS_OF_TILE):
+                sums = [Float32(rSums[i, tile, high]) for i in range(OF_TILE)]
+                sums = with_parts(sums, streams[2 * high : 2 * high + 2], weights)
+                for i in cutlass.range_constexpr(OF_TILE):
+                    rSums[i, tile, high] = sums[i]
+
+
+def with_parts(sums: list[Any], rows: list[list[Any]], weights: list[list[Any]]) -> list[Any]:
+    """Return sums with 32 values of K added, the smallest part of the weight first."""
+    upper, lower = rows
+    for b in reversed(weights):
+        for half in (0, 2):
+            a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
+            sums = multiplied(sums, a, b[half : half + 2])
+    return sums
 
 
 @cute.jit
-def add_piece(
-    tensors: Tensors,
-    registers: tuple[Any, Any],
-    told: tuple[Any, ...],
-    form: cutlass.Constexpr,
-) -> None:
-    """Sum up one piece of K and add it to the whole; `told`: rows, tokens, vectors, lane, steps."""
-    rWhole, rWholeSquares = registers
-    row, weight_row, tokens, of_row, lane, begin, end = told
-    rSums = cute.make_rmem_tensor(rWhole.layout, Float32)
-    rSquares = cute.make_rmem_tensor(rWholeSquares.layout, Float32)
-    rSums.fill(0.0)
-    rSquares.fill(0.0)
-    rStreams, rNext = (registers_of(WORDS, form.tokens_of_warp // 8) for _ in range(2))
-    load_streams(tensors, rStreams, (row, tokens, of_row, begin * QUAD + lane), form)
-    for step in cutlass.range(begin, end, unroll=1):
-        following = ops.minimum(step + 1, end - 1) * QUAD + lane
-        load_streams(tensors, rNext, (row, tokens, of_row, following), form)
-        add_step(
-            tensors, (rStreams, rSums, rSquares), (weight_row, of_row, step * QUAD + lane), form
-        )
-        for each in cutlass.range_constexpr(cute.size(rNext)):
-            rStreams[each] = rNext[each]
-    for i in cutlass.range_constexpr(cute.size(rSums)):
-        rWhole[i] = ops.add_rn(Float32(rWhole[i]), Float32(rSums[i]))
-    for each in cutlass.range_constexpr(cute.size(rSquares)):
-        total = Float32(rSquares[each])
+def add_piece(whole: tuple[Any, Any], piece: tuple[Any, Any]) -> None:
+    """Add a piece's sums and squares to the whole, and clear them."""
+    for number, total in zip(piece[0:1], whole[0:1], strict=True):
+        for i in cutlass.range_constexpr(cute.size(number)):
+            total[i] = ops.add_rn(Float32(total[i]), Float32(number[i]))
+        number.fill(0.0)
+    for each in cutlass.range_constexpr(cute.size(piece[1])):
+        found = Float32(piece[1][each])
         for distance in (1, 2):
-            total = ops.add_rn(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
-        rWholeSquares[each] = ops.add_rn(Float32(rWholeSquares[each]), total)
+            found = ops.add_rn(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+        whole[1][each] = ops.add_rn(Float32(whole[1][each]), found)
+    piece[1].fill(0.0)
 
 
 @cute.kernel
 def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Sum a piece of K, or a group of pieces, for a warp's tokens."""
-    thread, _, _ = cute.arch.thread_idx()
+    """Sum a piece of K, or a group of pieces, for a thread block's tokens."""
     part, block, _ = cute.arch.block_idx()
     tokens, of_row, steps, per_piece, per_group, partials = extents
-    thread, part = Int32(thread), Int32(part)
-    lane, warp = thread % 32, thread // 32
-    of_lane, in_quad = lane // QUAD, lane % QUAD
-    first = Int32(block) * form.tokens_of_block + warp * form.tokens_of_warp
-    tiles, halves = form.tiles, form.tokens_of_warp // ROWS_OF_TILE
-    rWhole = cute.make_rmem_tensor(cute.make_layout((OF_TILE, tiles, halves)), Float32)
-    rSquares = cute.make_rmem_tensor(form.tokens_of_warp // 8, Float32)
-    rWhole.fill(0.0)
-    rSquares.fill(0.0)
-    count = 1 if form.few else per_group
+    part = Int32(part)
+    first = Int32(block) * form.tokens_of_block
+    streams, weight = (each.iterator.toint() for each in (tensors.streams, tensors.weight))
+    source = Source(streams, weight, tokens, first, of_row)
+    memory = cutlass.memory.SmemAllocator()
+    ring = memory.allocate_tensor(Uint32, cute.make_layout(form.shared_bytes // 4), 128)
+    base = Int32(ring.iterator.toint())
+    shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
+    rows = form.tokens_of_warp // 8
+    rWhole, rSums = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+    rWholeSquares, rSquares = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
+    for registers in (rWhole, rSums, rWholeSquares, rSquares):
+        registers.fill(0.0)
+    of_part = per_piece * (1 if form.few else per_group)
+    begin = part * of_part
+    count = ops.minimum(begin + of_part, steps) - begin
+    for ahead in cutlass.range_constexpr(STAGES - 1):
+        if ahead < count:
+            ask(source, base, (begin + ahead, Int32(ahead)), form)
+        cute.arch.cp_async_commit_group()
     for number in cutlass.range(count, unroll=1):
-        begin = ops.minimum((part * count + number) * per_piece, steps)
-        end = ops.minimum(begin + per_piece, steps)
-        if begin < end:
-            told = (first + of_lane, of_lane, tokens, of_row, in_quad, begin, end)
-            add_piece(tensors, (rWhole, rSquares), told, form)
+        cute.arch.cp_async_wait_group(STAGES - 2)
+        cute.arch.sync_threads()
+        following = number + STAGES - 1
+        if following < count:
+            ask(source, base, (begin + following, following % STAGES), form)
+        cute.arch.cp_async_commit_group()
+        stage = base + number % STAGES * (form.stage_rows * ROW_BYTES)
+        add_stage(stage, (rSums, rSquares), form)
+        if ((begin + number + 1) % per_piece == 0) | (number + 1 == count):
+            add_piece((rWhole, rWholeSquares), (rSums, rSquares))
+    store_sums(tensors, (rWhole, rWholeSquares), (part, partials, tokens, first), form)
+
+
+@cute.jit
+def store_sums(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    place: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Leave a warp's partial sums; place is part, parts, tokens, first token of the block."""
+    rWhole, rSquares = registers
+    part, partials, tokens, first = place
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    of_lane, in_quad = lane // QUAD, lane % QUAD
     for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
-        token = first + of_lane + each * 8
+        token = first + warp * form.tokens_of_warp + of_lane + each * 8
         if token < tokens:
             line = Int64(token) * Int64(partials) + Int64(part)
-            for tile in cutlass.range_constexpr(tiles):
+            for tile in cutlass.range_constexpr(form.tiles):
                 rPair = cute.make_rmem_tensor(2, Float32)
                 for i in cutlass.range_constexpr(2):
                     rPair[i] = rWhole[each % 2 * 2 + i, tile, each // 2]
@@ -197,31 +251,61 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
 
 @cute.kernel
 def add_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Add a token's partial sums: a warp has a token, a lane a column."""
+    """Add a token's partial sums, a lane a column; of few tokens each group has a warp."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     tokens, groups, per_group, partials = extents
-    thread = Int32(thread)
-    lane, token = thread % 32, Int32(block) * (ADDING_THREADS // 32) + thread // 32
-    if token < tokens:
-        line = Int64(token) * Int64(partials) * LINE + Int64(lane)
-        whole = Float32(0.0)
-        for group in cutlass.range(groups, unroll=4):
-            if cutlass.const_expr(form.few):
-                of_group = Float32(0.0)
-                for piece in cutlass.range(per_group, unroll=4):
-                    at = ops.minimum(group * per_group + piece, partials - 1)
-                    found = Float32(tensors.partials[line + Int64(at) * LINE])
-                    beyond = group * per_group + piece >= partials
-                    of_group = ops.select(beyond, of_group, ops.add_rn(of_group, found))
-                whole = ops.add_rn(whole, of_group)
-            else:
-                whole = ops.add_rn(whole, Float32(tensors.partials[line + Int64(group) * LINE]))
-        products = facts.WEIGHTS[form.kind]
-        if lane < products:
-            tensors.products[Int64(token) * products + Int64(lane)] = whole
-        if lane == SQUARES:
-            tensors.squares[token] = whole
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    if cutlass.const_expr(form.few):
+        shared = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((LINE, facts.MOST_GROUPS)), 16
+        )
+        first = warp * per_group
+        end = ops.minimum(first + per_group, partials)
+        shared[lane, warp] = summed(
+            tensors, (Int32(block), lane, partials), (first, end), facts.MOST_IN_GROUP
+        )
+        cute.arch.sync_threads()
+        if warp == 0:
+            whole = Float32(0.0)
+            for group in cutlass.range_constexpr(facts.MOST_GROUPS):
+                whole = ops.add_rn(whole, Float32(shared[lane, group]))  # no group: 0
+            store_whole(tensors, Int32(block), lane, whole, form)
+    else:
+        token = Int32(block) * ADDING_WARPS + warp
+        if token < tokens:
+            place = (token, lane, partials)
+            whole = summed(tensors, place, (Int32(0), groups), facts.MOST_GROUPS)
+            store_whole(tensors, token, lane, whole, form)
+
+
+def summed(
+    tensors: Tensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
+) -> Any:
+    """Return the sum of some partial sums of a column, in turn; all are read at once."""
+    token, lane, partials = place
+    first, end = between
+    line = Int64(token) * Int64(partials) * LINE + Int64(lane)
+    found = []
+    for number in range(most):
+        at = ops.maximum(ops.minimum(first + number, end - 1), 0)
+        found.append(Float32(tensors.partials[line + Int64(at) * LINE]))
+    whole = Float32(0.0)
+    for number, each in enumerate(found):
+        whole = ops.select(first + number < end, ops.add_rn(whole, each), whole)
+    return whole
+
+
+@cute.jit
+def store_whole(
+    tensors: Tensors, token: Any, lane: Any, whole: Any, form: cutlass.Constexpr
+) -> None:
+    """Leave a column of a token: a product, or the sum of squares."""
+    products = facts.WEIGHTS[form.kind]
+    if lane < products:
+        tensors.products[Int64(token) * products + Int64(lane)] = whole
+    if lane == SQUARES:
+        tensors.squares[token] = whole
 
 
 @cute.jit
@@ -233,7 +317,7 @@ def launch_project(
 ) -> None:
     """Launch both: tokens, vectors of a row, steps, per piece, per group, groups, parts, blocks."""
     streams, weight, partials, products, squares = pointers
-    sizes = (WORDS, WORDS, 2, 0, 0, 0)
+    sizes = (0, 0, 2, 0, 0, 0)
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
     tokens, of_row, steps, per_piece, per_group, groups, parts, blocks = extents
@@ -241,10 +325,10 @@ def launch_project(
     project_kernel(tensors, told, form).launch(
         grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], stream=stream
     )
+    warps = facts.MOST_GROUPS if form.few else ADDING_WARPS
+    adding = tokens if form.few else (tokens + (ADDING_WARPS - 1)) // ADDING_WARPS
     add_kernel(tensors, (tokens, groups, per_group, parts), form).launch(
-        grid=[(tokens + (ADDING_THREADS // 32 - 1)) // (ADDING_THREADS // 32), 1, 1],
-        block=[ADDING_THREADS, 1, 1],
-        stream=stream,
+        grid=[adding, 1, 1], block=[32 * warps, 1, 1], stream=stream
     )
 
 

@@ -14,7 +14,7 @@ N rows, K = S D.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTS = 3  # BF16 numbers that are one float32: 24 bits of significand in three times 8
-STEP = 32  # values of K of a step: a lane has eight of a row
+STEP = 64  # values of K of a stage; behind the end of K they are zeros
 MOST_PIECES = 128
 MOST_GROUPS = 16
+MOST_IN_GROUP = MOST_PIECES // MOST_GROUPS
 LINE = 32  # float32 numbers of a partial sum: products, then at SQUARES the sum of squares
 SQUARES = 24
 ROWS_OF_TILE = 16  # tokens of an instruction
 TILE = 8  # rows of the weight of an instruction
+STAGES = 4  # of shared memory: three are on their way
+ROW_BYTES = 2 * STEP
 FEW_TOKENS = 512  # up to here a warp has a piece, beyond it a group
 WEIGHTS = {"layer": COEFFICIENTS, "head": STREAMS}
 
@@ -88,8 +91,9 @@ class Cut:
 
     @property
     def steps(self) -> int:
-        """Steps of K."""
-        return self.inner // STEP
+        """Steps of K; the last may have half of its values."""
+        steps: int = ceil_div(self.inner, STEP)
+        return steps
 
     @property
     def per_piece(self) -> int:
@@ -140,6 +144,16 @@ class ProjectForm:
         return 1 if self.few else 4
 
     @property
+    def stage_rows(self) -> int:
+        """Rows of a stage: tokens, then all parts of the weight."""
+        return self.tokens_of_block + PARTS * rows_of(self.kind)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a thread block."""
+        return STAGES * self.stage_rows * ROW_BYTES
+
+    @property
     def tokens_of_block(self) -> int:
         """Tokens of a thread block."""
         return self.tokens_of_warp * self.warps
@@ -154,6 +168,14 @@ def rows_of(kind: str) -> int:
 def choose_form(problem: ProjectProblem, target: str) -> ProjectForm:
     """Return the form that answers a problem: few and many tokens differ."""
     return ProjectForm(problem.kind, problem.tokens <= FEW_TOKENS, target)
+
+
+def chunk_place(row: Any, chunk: Any) -> Any:
+    """Return where a row's 16-byte chunk lies in its 128 bytes: odd rows have halves exchanged.
+
+    Four lanes read half a row and their neighbours half of the next: all banks once.
+    """
+    return chunk ^ (row % 2 * 4)
 
 
 def grid(problem: ProjectProblem, form: ProjectForm) -> tuple[int, int]:

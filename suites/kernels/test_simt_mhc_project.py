@@ -45,8 +45,8 @@ def test_compiles_without_spills_and_multiplies_each_part_once(
         assert not facts.local_bytes, facts
         assert facts.registers <= REGISTERS, facts
     assert unstated_roundings(kernel.ptx) == ()
-    # Three parts, two halves of a step, for every tile of rows and of tokens.
-    assert kernel.ptx.count("mma.sync") == 3 * 2 * form.tiles * form.tokens_of_warp // 16
+    # Three parts, four times sixteen values of a stage, for every tile of rows and of tokens.
+    assert kernel.ptx.count("mma.sync") == 3 * 4 * form.tiles * form.tokens_of_warp // 16
 
 
 def test_refuses_by_name(kernels: ModuleType) -> None:

@@ -1,0 +1,141 @@
+"""Measure o_a with heads turned back in the product beside its pieces and cuBLAS, and projections.
+
+    python -m degarble.suites.bench.bench_grouped_kernel [--tokens T ...] [--rounds N]
+
+Owns the arms at V4-Pro's and V4-Flash's shapes: fused; inverse_rope, then the same product; the
+product alone; torch.bmm alone, which is cuBLAS. And the compressor's projection with float32
+results beside cuBLAS with BF16 ones. Cold buffers by turns, in a graph, all arms in every round.
+Refuses to measure without a GPU that kernels exist for. Kept honest by
+suites/bench/test_bench_grouped_kernel.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import DegarbleError
+from degarble.kernels.common.grouped_problem import GroupedProblem
+from degarble.kernels.common.inverse_rope_problem import BackProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import target_of_device
+from degarble.suites.bench.bench_quantise_kernel import Figure, captured, sets_for, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Launch = Callable[[], object]
+
+SETTINGS = CompileSettings()
+POSITIONS, HEAD = 1 << 16, 512
+GROUPS = {"V4-Pro": 16, "V4-Flash": 8}
+COLUMNS, INNER = 1024, 4096
+HIDDEN, PROJECTED = 7168, 2048
+
+
+def drawn(*shape: int) -> Any:
+    """Draw BF16 numbers on the GPU."""
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def output_launches(tokens: int, groups: int) -> dict[str, Launch]:
+    """Return the arms of o_a on buffers of their own."""
+    from degarble.kernels import simt_inverse_rope  # noqa: PLC0415  needs the DSL
+    from degarble.kernels import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
+
+    a, b = drawn(tokens, groups * INNER), drawn(groups * COLUMNS, INNER)
+    turns = torch.randn(POSITIONS, 64, device="cuda")
+    positions = torch.randint(POSITIONS, (tokens,), device="cuda")
+    heads = a.view(tokens, -1, HEAD)
+    fused = GroupedProblem(tokens, groups, COLUMNS, INNER, HEAD, POSITIONS)
+    plain = GroupedProblem(tokens, groups, COLUMNS, INNER)
+    back = BackProblem(tokens, heads.shape[1], POSITIONS, in_place=True)
+    out = drawn(tokens, groups * COLUMNS)
+    by_group = a.view(tokens, groups, INNER).transpose(0, 1)
+    weights = b.view(groups, COLUMNS, INNER).transpose(1, 2)
+    d = drawn(groups, tokens, COLUMNS)
+
+    def composed() -> None:
+        simt_inverse_rope.inverse_rope(heads, turns, positions, back, SETTINGS)
+        kernels.gemm_grouped(a, b, plain, SETTINGS, out=out)
+
+    return {
+        "turned in the product": lambda: kernels.gemm_grouped(
+            a, b, fused, SETTINGS, turns=(turns, positions), out=out
+        ),
+        "inverse_rope, then the product": composed,
+        "the product alone": lambda: kernels.gemm_grouped(a, b, plain, SETTINGS, out=out),
+        "cuBLAS alone": lambda: torch.bmm(by_group, weights, out=d),
+    }
+
+
+def projection_launches(tokens: int) -> dict[str, Launch]:
+    """Return the arms of the compressor's projection on buffers of their own."""
+    from degarble.kernels import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
+
+    a, b = drawn(tokens, HIDDEN), drawn(PROJECTED, HIDDEN)
+    problem = GroupedProblem(tokens, 1, PROJECTED, HIDDEN, out="fp32")
+    out, rounded = a.new_empty(tokens, PROJECTED, dtype=torch.float32), drawn(tokens, PROJECTED)
+    return {
+        "projection in float32": lambda: kernels.gemm_grouped(a, b, problem, SETTINGS, out=out),
+        "cuBLAS, BF16 results": lambda: torch.mm(a, b.T, out=rounded),
+    }
+
+
+def problems_of(tokens: int) -> list[tuple[str, GroupedProblem, Callable[[], dict[str, Launch]]]]:
+    """Return title, problem and arms of every table at so many tokens."""
+    made: list[tuple[str, GroupedProblem, Callable[[], dict[str, Launch]]]] = []
+    for name, groups in GROUPS.items():
+        problem = GroupedProblem(tokens, groups, COLUMNS, INNER, HEAD, POSITIONS)
+        made.append((f"o_a of {name}", problem, partial(output_launches, tokens, groups)))
+    problem = GroupedProblem(tokens, 1, PROJECTED, HIDDEN, out="fp32")
+    made.append(("compressor's projection", problem, partial(projection_launches, tokens)))
+    return made
+
+
+def rows_of(title: str, problem: GroupedProblem, figures: Sequence[Figure]) -> list[str]:
+    """Return the lines of a table; the last arm is cuBLAS."""
+    lines = [
+        f"\n| {title}, {problem.tokens} tokens | us | TFLOP/s | of cuBLAS |",
+        "|---|---|---|---|",
+    ]
+    for figure in figures:
+        rate = problem.operations / figure.median / 1e6
+        share = figures[-1].median / figure.median
+        lines.append(f"| {figure.arm.name} | {figure.median:.1f} | {rate:.0f} | {share:.2f} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; status 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=(8192, 64, 1))
+    parser.add_argument("--rounds", type=int, default=20)
+    settings = parser.parse_args(arguments)
+    try:
+        target = target_of_device()
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    for tokens in settings.tokens:
+        for title, problem, launches in problems_of(tokens):
+            sets = [launches() for _ in range(sets_for(problem.bytes_moved))]
+            arms = [captured(name, 0, [each[name] for each in sets]) for name in sets[0]]
+            for line in rows_of(title, problem, timed(arms, settings.rounds)):
+                _say(line)
+            del sets, arms
+            torch.cuda.empty_cache()
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  a script
+
+
+if __name__ == "__main__":
+    sys.exit(main())
