@@ -127,6 +127,7 @@ class Service:
         hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds)
         if asked.stream:
             return _Stream(hearing, reply)
+        reply.begin()  # what a stream begins with stands in the whole as well
         async with hearing:
             async for piece in hearing.pieces():
                 if not isinstance(piece, Quiet):

@@ -30,7 +30,8 @@ from degarble.harness.serve.refusals import ApiError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from degarble.harness.serve.app import Counted
+    from starlette.types import ASGIApp
+
     from degarble.harness.serve.words import Bounds
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
@@ -162,7 +163,7 @@ def _off(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 class Listener(Server):
     """Uvicorn's server, ended by signals with status 0; `stopping` is told when it begins to."""
 
-    def __init__(self, app: Counted, bounds: Bounds, stopping: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, bounds: Bounds, stopping: Callable[[], None]) -> None:
         protocol = type("BoundedConnection", (Connection,), {"bounds": bounds})
         config = Config(
             app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,

@@ -81,6 +81,14 @@ def folded(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     return made
 
 
+def test_an_echo_stands_in_front_of_a_whole_answer(client: openai.OpenAI) -> None:
+    how: Any = {"model": "words", "prompt": "w7 w8", "temperature": 0, "max_tokens": 2}
+    plain, echoed = (
+        client.completions.create(**how, echo=echo).choices[0].text for echo in (False, True)
+    )
+    assert echoed == f"w7 w8 {plain}"
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_stream_put_together_is_the_whole_answer(client: openai.OpenAI, echo: bool) -> None:
     how: dict[str, Any] = {

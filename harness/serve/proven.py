@@ -1,0 +1,353 @@
+"""A server that proves itself before it serves: audit, known answers, first minute, then serving.
+
+`python -m degarble.harness.serve.proven CKPT ... -- COMMAND...` is the start of a container. Owns
+the order of the steps, the health endpoint that tells them, and the server's process: COMMAND
+starts only when every step before it has passed, and `ready` is told only when it answers and says
+what the reference says. What failed is told by step and reason, tensor by name, and stays told:
+nothing restarts by itself. A signal ends the server first, then this.
+
+Refuses, with status 2, a checkpoint or files that are not there, and a port that is taken.
+Kept honest by suites/serve/test_proven.py: the whole sequence, with a healthy checkpoint and one
+whose nibbles are swapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.responses import Response
+
+from degarble.harness.errors import EXIT_AGREES, DegarbleError, InvalidArgument, Refused
+from degarble.harness.serve.app import written
+from degarble.harness.serve.smoke import Server, read_answers, smoke
+from degarble.harness.serve.transport import Listener, bound_socket, quiet_logs
+from degarble.harness.serve.words import Bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.types import Receive, Scope, Send
+
+STARTING, READY, FAILED, ENDING = "starting", "ready", "failed", "ending"
+_PROBE_SECONDS = 0.5
+_END_SECONDS = 40.0
+_MOST_NAMED = 5
+_BLACKWELL = 10  # compute capability 10.x
+_FIRST_MINUTE = (sys.executable, "-m", "degarble.suites.kernels.sm100_first_minute")
+_MINUTE_SECONDS = 600.0
+_TOKEN_VARIABLES = ("DEGARBLE_SERVE_TOKEN", "VLLM_API_KEY")  # ours, and vLLM's
+
+
+class Failed(Exception):
+    """A step that did not pass; its text is the reason."""
+
+
+class Step(NamedTuple):
+    """One step: its name, and what it does. It returns a sentence, or raises Failed."""
+
+    name: str
+    run: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class How:
+    """What is proven, and what is served. `gpu`: kernels have to prove themselves on it."""
+
+    checkpoint: Path
+    command: tuple[str, ...]
+    url: str
+    answers: Path
+    against: Path | None = None
+    loader: str | None = None
+    numbers: bool = True
+    gpu: bool = True
+    seconds: float = 3600.0  # until the server answers
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass
+class Progress:
+    """What is told at the health endpoint."""
+
+    status: str = STARTING
+    step: str = ""
+    reason: str = ""
+    passed: dict[str, str] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """Tell it."""
+        return {
+            "status": self.status, "ready": self.status == READY, "live": True, "step": self.step,
+            "reason": self.reason, "passed": self.passed,
+        }  # fmt: skip
+
+
+class Proven:
+    """The sequence, run in a thread beside the health endpoint."""
+
+    def __init__(self, how: How, say: Callable[[str], None]) -> None:
+        self._how, self._say = how, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending = threading.Event()
+        self.progress = Progress()
+
+    def steps(self) -> list[Step]:
+        """Everything in its order."""
+        return [
+            Step("audit", self._audit),
+            Step("known answers", _known_answers),
+            Step("first minute", self._first_minute),
+            Step("serve", self._serve),
+            Step("coherence", self._coherence),
+        ]
+
+    def run(self) -> None:
+        """Go through the steps, and then watch the server."""
+        progress = self.progress
+        try:
+            for step in self.steps():
+                progress.step = step.name
+                self._say(f"{step.name}: begins")
+                progress.passed[step.name] = told = step.run()
+                self._say(f"{step.name}: {told}")
+            progress.status, progress.step = READY, ""
+            self._say("ready")
+            self._watch()
+        except Exception as error:  # noqa: BLE001  whatever a step meets, it is never ready
+            if self._ending.is_set():
+                return
+            reason = str(error) if isinstance(error, (Failed, DegarbleError)) else repr(error)
+            progress.status, progress.reason = FAILED, f"{progress.step}: {reason}"
+            self._say(f"FAILED {progress.reason}")
+            self._end_server()
+
+    def end(self) -> None:
+        """End the server."""
+        self._ending.set()
+        if self.progress.status != FAILED:
+            self.progress.status = ENDING
+        self._end_server()
+
+    def _audit(self) -> str:
+        from degarble.harness.checkpoint.rules import Level  # noqa: PLC0415  as below
+        from degarble.harness.runs.audit import Wanted, audit  # noqa: PLC0415  imports torch
+
+        how = self._how
+        found = audit(Wanted(how.checkpoint, how.numbers, how.loader, how.against))
+        errors = [each for each in found.findings if each.level is Level.ERROR]
+        if not errors:
+            return found.sentence
+        named = [
+            f"{each.rule} at {each.tensor or each.module or 'the checkpoint'}"
+            for each in errors[:_MOST_NAMED]
+        ]
+        raise Failed(f"{found.sentence} {'; '.join(named)}")
+
+    def _first_minute(self) -> str:
+        """Kernels of this device on values whose bytes are known."""
+        if not self._how.gpu:
+            return "not asked: --cpu"
+        from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as below
+        from degarble.harness.runs.night_kernels import kernels  # noqa: PLC0415  imports torch
+        from degarble.harness.runs.night_record import Asked  # noqa: PLC0415  as above
+
+        own = self._how.checkpoint
+        found = kernels(Asked(own, own, own, night="", gpu=True), {})
+        if found.verdict is not Verdict.AGREES:
+            raise Failed(found.sentence)
+        import torch  # noqa: PLC0415  as above
+
+        if torch.cuda.get_device_capability()[0] != _BLACKWELL:
+            return found.sentence
+        return f"{found.sentence} {in_a_process(_FIRST_MINUTE)}"
+
+    def _serve(self) -> str:
+        how = self._how
+        try:
+            self._process = subprocess.Popen(how.command, env=_environment(how.token))  # noqa: S603
+        except OSError as error:
+            raise Failed(f"{how.command[0]} cannot be started: {error}") from error
+        server, begin = Server(how.url, seconds=5), time.monotonic()
+        while not self._answers(server):
+            if time.monotonic() - begin > how.seconds:
+                raise Failed(f"the server did not answer within {how.seconds:g} s")
+            self._still_runs()
+            if self._ending.wait(_PROBE_SECONDS):
+                raise Failed("ended while it started")
+        return f"it answers after {time.monotonic() - begin:.0f} s"
+
+    @staticmethod
+    def _answers(server: Server) -> bool:
+        try:
+            return server.ask("/health")[0] == 200
+        except Refused:
+            return False
+
+    def _still_runs(self) -> None:
+        assert self._process is not None, "the server is watched behind its start"
+        status = self._process.poll()
+        if status is not None:
+            raise Failed(f"the server ended with status {status}")
+
+    def _coherence(self) -> str:
+        checks = list(
+            smoke(Server(self._how.url, self._how.token), read_answers(self._how.answers))
+        )
+        wrong = [each.line() for each in checks if each.holds is False]
+        if wrong:
+            raise Failed("; ".join(wrong[:_MOST_NAMED]))
+        return f"{sum(each.holds is True for each in checks)} checks passed"
+
+    def _watch(self) -> None:
+        self.progress.step = "serve"
+        while not self._ending.wait(_PROBE_SECONDS):
+            self._still_runs()
+
+    def _end_server(self) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def in_a_process(command: Sequence[str]) -> str:
+    """Run the first minute of this device's products; its last line, or Failed with it."""
+    done = subprocess.run(  # noqa: S603  a module of ours
+        command, capture_output=True, text=True, timeout=_MINUTE_SECONDS, check=False
+    )
+    lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
+    if done.returncode:
+        raise Failed(f"{lines[-1]} (status {done.returncode})")
+    return lines[-1]
+
+
+def _environment(token: str | None) -> dict[str, str]:
+    """What the server is started with: a token goes by its variable, never by its line."""
+    named = {} if token is None else dict.fromkeys(_TOKEN_VARIABLES, token)
+    return {**os.environ, **named}
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return next((os.environ[each] for each in _TOKEN_VARIABLES if os.environ.get(each)), None)
+    try:
+        found = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(
+            "--token-file", str(file), f"a file with a token ({type(error).__name__})",
+            "Check the path.",
+        ) from error  # fmt: skip
+    if not found:
+        raise InvalidArgument("--token-file", str(file), "a token", "Write one into it.")
+    return found
+
+
+def _known_answers() -> str:
+    from degarble.harness.runs.night_codecs import count, wrong_codecs  # noqa: PLC0415  torch
+
+    wrong = wrong_codecs()
+    if wrong:
+        raise Failed(f"{len(wrong)} of {count()} differ: {wrong[0]}")
+    return f"{count()} answers of the formats are right"
+
+
+class HealthApp:
+    """The health endpoint, and nothing else."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        known = {"/health", "/health/ready", "/health/live"}
+        found = self._progress.document()
+        status = 200 if found["ready"] or scope["path"] == "/health/live" else 503
+        if scope["path"] not in known:
+            status, found = 404, {"status": "unknown path"}
+        answer = Response(written(found), status, media_type="application/json")
+        await answer(scope, receive, send)
+
+
+def prove_and_serve(how: How, host: str, port: int, say: Callable[[str], None]) -> int:
+    """Prove, serve, and answer at the health endpoint until a signal comes."""
+    quiet_logs()
+    proven = Proven(how, say)
+    with bound_socket(host, port) as listening:
+        thread = threading.Thread(target=proven.run, name="degarble-proven", daemon=True)
+        listener = Listener(HealthApp(proven.progress), Bounds(), lambda: None)
+        say(f"health at http://{host}:{listening.getsockname()[1]}/health")
+        thread.start()
+        try:
+            listener.run(sockets=[listening])
+        finally:
+            proven.end()
+    return int(proven.progress.status == FAILED)
+
+
+def read_line(arguments: Sequence[str]) -> tuple[How, str, int]:
+    """Read the command line; what is not there is refused before anything runs."""
+    own, command = list(arguments), list[str]()
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m degarble.harness.serve.proven")
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT")
+    parser.add_argument("--answers", type=Path, required=True, metavar="FILE", help="see smoke")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where COMMAND answers")
+    parser.add_argument("--against", type=Path, metavar="CKPT", help="as degarble audit")
+    parser.add_argument("--loader", metavar="MAP", help="as degarble audit")
+    parser.add_argument("--structure-only", action="store_true", help="read no numbers")
+    parser.add_argument("--cpu", action="store_true", help="no kernel is asked to prove itself")
+    parser.add_argument("--seconds", type=float, default=How.seconds, help="until COMMAND answers")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the API's token")
+    parser.add_argument("--health-host", default="127.0.0.1")
+    parser.add_argument("--health-port", type=int, default=8001)
+    asked = parser.parse_args(own)
+    for name in ("checkpoint", "answers", "against"):
+        path = getattr(asked, name)
+        if path is not None and not path.exists():
+            raise InvalidArgument(f"--{name}", str(path), "a path that is there", "Check the path.")
+    if not command:
+        raise InvalidArgument(
+            "COMMAND", "none", "the server's command behind --", "Give: -- degarble serve CKPT."
+        )
+    read_answers(asked.answers)
+    how = How(
+        asked.checkpoint, tuple(command), asked.url, asked.answers, asked.against, asked.loader,
+        not asked.structure_only, not asked.cpu, asked.seconds, _token(asked.token_file),
+    )  # fmt: skip
+    return how, asked.health_host, asked.health_port
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sequence of a container."""
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"degarble: {text}\n")
+        sys.stderr.flush()
+
+    try:
+        how, host, port = read_line(sys.argv[1:] if arguments is None else arguments)
+        return prove_and_serve(how, host, port, say) or EXIT_AGREES
+    except Refused as error:
+        say(str(error))
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

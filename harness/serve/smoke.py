@@ -1,0 +1,267 @@
+"""Is a server's text coherent? Known answers, an echo, a likelihood, and a measure of garbage.
+
+`python -m degarble.harness.serve.smoke URL --answers FILE` asks a server with OpenAI's interface:
+its models, completions and a chat. The answers are the reference's own, made once by
+`... smoke --make CKPT --prompts FILE --answers FILE`: what it says greedily, and how likely it
+finds the prompts. A garbled server fails the answers; one that only rounds otherwise may leave an
+answer late, so a share of its characters is asked for, not all.
+
+Refuses, with status 2, files that are none and servers that cannot be asked; what is incoherent is
+status 1, check by check. A token is read from a variable, never from the line.
+Kept honest by suites/serve/test_smoke.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from degarble.harness.errors import DegarbleError, InvalidArgument, UnreadableFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TOKEN_VARIABLE = "DEGARBLE_SMOKE_TOKEN"  # noqa: S105  the name of a variable
+NEW_TOKENS = 24
+LEAST_ALIKE = 0.5  # of an answer's characters, from its beginning
+LIKELIHOOD_SLACK = 0.5  # nats a token that a text may be less likely than to the reference
+_STRANGE = 0.02  # characters that are no text
+_ONE_WORD = 0.6  # of all words
+_SQUEEZED = 0.08  # bytes left by zlib: a loop
+_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """One check: its name, whether it holds, and what was seen."""
+
+    name: str
+    holds: bool | None  # None: the server has no such thing
+    told: str
+
+    def line(self) -> str:
+        """Tell it in a line."""
+        word = {True: "ok", False: "FAILED", None: "not asked"}[self.holds]
+        return f"{word:9} {self.name}: {self.told}"
+
+
+class Server:
+    """A server with OpenAI's interface, asked one thing after the other."""
+
+    def __init__(self, url: str, token: str | None = None, seconds: float = _SECONDS) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgument("URL", url, "http://HOST:PORT", "Give the server's address.")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._token, self._seconds = token, seconds
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """Ask a path; the status and the document that came back."""
+        data = None if body is None else json.dumps(body).encode()
+        head = {"content-type": "application/json"}
+        if self._token:
+            head["authorization"] = f"Bearer {self._token}"
+        asked = Request(self._url + path, data, head)  # noqa: S310  http or https, see above
+        try:
+            with urlopen(asked, timeout=self._seconds) as answer:  # noqa: S310  as above
+                return answer.status, _document(answer.read())
+        except HTTPError as error:
+            return error.code, _document(error.read())
+        except (URLError, OSError) as error:
+            raise InvalidArgument(
+                "URL", self._url, f"a server that answers ({error})", "Start it, or wait for it."
+            ) from error
+
+
+def smoke(server: Server, answers: dict[str, Any]) -> Iterator[Said]:
+    """Make every check, one after the other."""
+    status, found = server.ask("/v1/models")
+    names = [each.get("id") for each in found.get("data", []) if isinstance(each, dict)]
+    yield Said("models", status == 200 and bool(names), f"{status}: {', '.join(map(str, names))}")
+    if not names:
+        return
+    model = str(names[0])
+    for each in answers["answers"]:
+        yield from _answered(server, model, each)
+    first = answers["answers"][0]["prompt"]
+    yield _echoed(server, model, first)
+    for each in answers["answers"]:
+        yield _likely(server, model, each)
+    yield _chat(server, model)
+
+
+def _answered(server: Server, model: str, known: dict[str, Any]) -> Iterator[Said]:
+    body = {"model": model, "prompt": known["prompt"], "temperature": 0, "max_tokens": NEW_TOKENS}
+    status, found = server.ask("/v1/completions", body)
+    if status != 200:
+        yield Said("known answer", False, f"{status}: {_error(found)}")
+        return
+    text, expected = str(found["choices"][0]["text"]), known["answer"]
+    share = alike(text, expected)
+    told = f"{share:.0%} of {_shown(expected)} to {_shown(known['prompt'])}; {_shown(text)}"
+    yield Said("known answer", share >= LEAST_ALIKE, told)
+    reason = garbage(text)
+    yield Said("text", not reason, reason or f"{len(text.split())} words")
+
+
+def alike(text: str, expected: str) -> float:
+    """The share of an answer that a text begins with; spaces at its ends do not count."""
+    said, wanted = text.strip(), expected.strip()
+    if not wanted:
+        return float(not said)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted, strict=False))
+    return sum(1 for _ in same) / len(wanted)
+
+
+def garbage(text: str) -> str:
+    """Why a text is garbage by its form alone; empty where it is none."""
+    if not text.strip():
+        return "no text at all"
+    strange = sum(1 for c in text if c == "\ufffd" or not (c.isprintable() or c.isspace()))
+    if strange > _STRANGE * len(text):
+        return f"{strange} of {len(text)} characters are no text"
+    words = text.split()
+    most, count = Counter(words).most_common(1)[0]
+    if len(words) >= 8 and count > _ONE_WORD * len(words):
+        return f"{_shown(most)} is {count} of {len(words)} words"
+    raw = text.encode("utf-8", "surrogatepass")
+    left = len(zlib.compress(raw, 9)) / len(raw)
+    if len(raw) >= 256 and left < _SQUEEZED:
+        return f"it repeats itself: {left:.0%} of it says all"
+    return ""
+
+
+def _echoed(server: Server, model: str, prompt: str) -> Said:
+    body = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 1, "temperature": 0}
+    status, found = server.ask("/v1/completions", body)
+    if status != 200:
+        return Said("echo", None, f"{status}: {_error(found)}")
+    text = str(found["choices"][0]["text"])
+    holds = text.strip().startswith(prompt.strip())
+    return Said("echo", holds, f"{_shown(prompt)} came back as {_shown(text)}")
+
+
+def _likely(server: Server, model: str, known: dict[str, Any]) -> Said:
+    """How likely a server finds a text, beside the reference."""
+    body = {"model": model, "prompt": known["prompt"], "echo": True, "max_tokens": 1}
+    status, found = server.ask("/v1/completions", body | {"logprobs": 1, "temperature": 0})
+    if status != 200:
+        return Said("likelihood", None, f"{status}: {_error(found)}")
+    scores = (found["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
+    known_scores = [each for each in scores[:-1] if isinstance(each, (int, float))]
+    if not known_scores:
+        return Said("likelihood", None, "no log-probabilities came back")
+    mean, least = sum(known_scores) / len(known_scores), known["mean"] - LIKELIHOOD_SLACK
+    told = f"{mean:.2f} nats a token of {_shown(known['prompt'])}, {known['mean']:.2f} expected"
+    return Said("likelihood", mean >= least, told)
+
+
+def _chat(server: Server, model: str) -> Said:
+    talk = [{"role": "user", "content": "Say one short sentence about a tree."}]
+    body = {"model": model, "messages": talk, "temperature": 0, "max_tokens": NEW_TOKENS}
+    status, found = server.ask("/v1/chat/completions", body)
+    if status == 400 and (found.get("error") or {}).get("code") == "chat_unavailable":
+        return Said("chat", None, "the tokenizer has no marks of a conversation")
+    if status != 200:
+        return Said("chat", False, f"{status}: {_error(found)}")
+    said = found["choices"][0]["message"]
+    text = str(said.get("content") or said.get("reasoning_content") or "")
+    reason = garbage(text)
+    return Said("chat", not reason, reason or _shown(text))
+
+
+def read_answers(path: Path) -> dict[str, Any]:
+    """Read known answers; a file that holds none is refused."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        answers = found["answers"]
+        sound = bool(answers) and all(
+            isinstance(each["prompt"], str)
+            and isinstance(each["answer"], str)
+            and isinstance(each["mean"], (int, float))
+            for each in answers
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _no_answers(path, str(error)) from error
+    if not sound:
+        raise _no_answers(path, "prompt, answer and mean of each")
+    return {"answers": answers}
+
+
+def _no_answers(path: Path, why: str) -> UnreadableFile:
+    return UnreadableFile(
+        "--answers", str(path), f"known answers ({why[:200]})",
+        "Make them: smoke --make CKPT --prompts FILE --answers FILE; see docs/container.md.",
+    )  # fmt: skip
+
+
+def make_answers(checkpoint: Path, prompts: Sequence[str]) -> dict[str, Any]:
+    """What the reference says greedily, and how likely it finds each prompt."""
+    # Imports torch, which asking a server does without.
+    from degarble.harness.runs.generate import Manner, Talker  # noqa: PLC0415
+    from degarble.harness.runs.model import open_model  # noqa: PLC0415
+    from degarble.harness.talk.generation import Limits  # noqa: PLC0415
+
+    made = []
+    with open_model(checkpoint) as model:
+        talker = Talker(model, Manner(limits=Limits(NEW_TOKENS)))
+        for prompt, speech in zip(prompts, talker.speak(list(prompts)).speeches, strict=True):
+            mean = -talker.surprise(prompt).loss
+            made.append({"prompt": prompt, "answer": speech.text, "mean": mean})
+    return {"model": checkpoint.resolve().name, "answers": made}
+
+
+def _document(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _error(found: dict[str, Any]) -> str:
+    error = found.get("error")
+    return _shown(error.get("message") if isinstance(error, dict) else found)
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask a server, or make the answers to be expected."""
+    parser = argparse.ArgumentParser(prog="python -m degarble.harness.serve.smoke")
+    parser.add_argument("url", nargs="?", help="http://HOST:PORT")
+    parser.add_argument("--answers", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--make", type=Path, metavar="CKPT", help="write FILE by the reference")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one a line, for --make")
+    asked = parser.parse_args(arguments)
+    try:
+        if asked.make is not None and asked.prompts is not None:
+            lines = asked.prompts.read_text(encoding="utf-8").splitlines()
+            made = make_answers(asked.make, [each for each in lines if each.strip()])
+            asked.answers.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            return 0
+        if asked.url is None:
+            parser.error("a URL, or --make CKPT with --prompts FILE")
+        known = read_answers(asked.answers)
+        checks = list(smoke(Server(asked.url, os.environ.get(TOKEN_VARIABLE)), known))
+    except (DegarbleError, OSError) as error:
+        sys.stderr.write(f"smoke: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{each.line()}\n" for each in checks))
+    return int(any(each.holds is False for each in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
