@@ -157,7 +157,9 @@ class ModelV4(Wiring):
         projected = self.bound(f"{prefix}proj", **self.quantised(f"{prefix}proj", x))
         rows = block.ratio * compressor_windows(block)
         if None in carried:
-            empty = projected["latent"].new_zeros(rows, projected["latent"].shape[1])
+            # A kernel may project into BF16; what is carried stays in the working dtype.
+            latent, work = projected["latent"], self.bound.numerics.work
+            empty = latent.new_zeros(rows, latent.shape[1], dtype=work)
             carried = [pair or (empty, empty) for pair in carried]
         pairs = [pair for pair in carried if pair is not None]
         return self.bound(

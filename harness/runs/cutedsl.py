@@ -18,8 +18,10 @@ from degarble.harness.anatomy.parameters import parameter_named
 from degarble.harness.errors import Refused
 from degarble.harness.pairings import Paired, replace_call
 from degarble.harness.record.kernel_table import KernelTable
+from degarble.harness.runs import cutedsl_attention as attention
 from degarble.harness.runs import cutedsl_experts as experts
 from degarble.harness.runs import cutedsl_linears as linears
+from degarble.harness.runs import cutedsl_mixing as mixing
 from degarble.harness.runs import cutedsl_rows as rows
 from degarble.harness.runs.cutedsl_parts import NoKernelError, Part, Prepared, Work
 from degarble.references.numerics import HeadNorm
@@ -65,8 +67,19 @@ PAIRINGS: Mapping[str, Pairing] = {
     "attn.indexer.wq_b": linears.linear,
     "attn.indexer.wk": linears.linear,
     "attn.indexer.compressor.proj": linears.compressor,
-    "attn.hc_post": rows.streams_post,
-    "ffn.hc_post": rows.streams_post,
+    "hc_head": mixing.head,
+    "attn.hc_pre": mixing.pre,
+    "ffn.hc_pre": mixing.pre,
+    "attn.hc_post": mixing.post,
+    "ffn.hc_post": mixing.post,
+    "attn.compressor.pool": attention.pool,
+    "attn.indexer.q": attention.indexer_q,
+    "attn.indexer.k": attention.indexer_k,
+    "attn.indexer.weights_proj": attention.indexer_weights,
+    "attn.indexer.compressor.pool": attention.indexer_pool,
+    "attn.indexer.scores": attention.indexer_scores,
+    "attn.indexer.topk": attention.indexer_topk,
+    "ffn.experts.combine": experts.combine,
     "ffn.gate": linears.wide,
     "ffn.topk": experts.topk,
     "ffn.w13": linears.linear,
@@ -86,6 +99,7 @@ _OF_V4: Mapping[str, Pairing] = {
     "attn.norm": rows.norm,
     "ffn.norm": rows.norm,
     "attn.kv_write": rows.cache_row,
+    "attn.attend": attention.attend,
 }
 _OF_V32: Mapping[str, Pairing] = {
     "norm": rows.residual_norm,

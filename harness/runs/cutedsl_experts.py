@@ -19,6 +19,7 @@ import torch
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.runs.cutedsl_linears import Rows, input_scale, product, way_of
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
+from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.kernels.common.quantise_problem import QuantiseProblem
 from degarble.kernels.common.router_problem import RouterProblem
 
@@ -216,6 +217,31 @@ def routed_act(part: Part) -> Compute:
             x.shape[0], columns, LINEAR.name, "swiglu", experts=count, limit=limit
         )
         return _quantised(work, slots, x, _expert_scales(work, names), problem)
+
+    return compute
+
+
+def combine(part: Part) -> Compute:
+    """The sum over a token's slots, each by its routing weight where that comes last."""
+    c = part.config
+    weighting = BEFORE_W2 if part.facts.weight_before_w2 else AFTER_W2
+
+    def problem(tokens: int) -> MoeProblem:
+        return MoeProblem(
+            tokens, c.hidden_size, c.moe_intermediate_size, c.n_routed_experts,
+            c.num_experts_per_tok, c.n_routed_experts, weighting=weighting,
+        )  # fmt: skip
+
+    problem(1)
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        places = torch.arange(x.shape[0] * x.shape[1], dtype=torch.int32, device=x.device)
+        (made,) = work.run(
+            "simt_moe_rows", problem(x.shape[0]), rows=own(x.flatten(0, 1)), places=places,
+            weights=work.fp32("weights"),
+        )  # fmt: skip
+        return {"out": made}
 
     return compute
 

@@ -26,7 +26,13 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.record.kernel_table import Launch
-from degarble.kernels.common import gemm_problem, gemv_problem, w4a16_problem
+from degarble.kernels.common import (
+    gemm_problem,
+    gemv_problem,
+    moe_problem,
+    sparse_attention_problem,
+    w4a16_problem,
+)
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 if TYPE_CHECKING:
@@ -143,6 +149,42 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return tuple(getattr(made, name) for name in names.get(problem.part, ("out",)))
 
 
+def _combine(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    tactic = moe_problem.choose_tactic(problem, target_of_device().name)
+    job = module.Job(problem, tactic, target_of_device().name, settings)
+    rows = _there(t["rows"])
+    out = torch.empty(problem.tokens, problem.hidden, dtype=torch.float32, device=rows.device)
+    if problem.tokens:
+        module.combine(job, module.Sum(rows, t["places"], t["weights"], None, out))
+    return out
+
+
+def _operand(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    turning = module.Turning(t["turns"], t["positions"]) if "turns" in t else None
+    norm = module.Norm(t["weight"], t["bias"]) if "weight" in t else None
+    made = module.indexer_operand(t["rows"], problem, settings, turning=turning, norm=norm)
+    return made.values
+
+
+def _scores(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    return module.indexer_scores(module.Scored(**t), problem, settings)
+
+
+def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    window = module.Keys(t["window_slots"], t["window_cache"])
+    entries = None
+    if problem.entries is not None:
+        entries = module.Keys(t["entries_slots"], t["entries_cache"])
+    operands = module.Operands(t["q"], t["sink"], window, entries)
+    return tuple(module.sparse_attention(operands, problem, settings))
+
+
+def _pool(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    carried = module.Carried(*(t[name] for name in module.Carried._fields))
+    windows = module.Windows(*(t[name] for name in module.Windows._fields))
+    return tuple(module.pool(carried, windows, problem, settings))
+
+
 ENTRIES: Mapping[str, Entry] = {
     "simt_embed": Entry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
     "simt_rmsnorm": Entry(_rmsnorm),
@@ -172,6 +214,19 @@ ENTRIES: Mapping[str, Entry] = {
         lambda p, _: "by table" if p.vocabulary else p.scoring,
     ),
     "simt_mhc": Entry(_mhc, lambda p, _: str(p.part)),
+    "simt_mhc_project": Entry(
+        lambda m, p, s, t: m.mhc_project(t["streams"], t["split"], p, s), lambda p, _: str(p.kind)
+    ),
+    "simt_compressor": Entry(
+        _pool, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
+    ),
+    "simt_indexer_operand": Entry(_operand, lambda p, _: f"turned {p.pairing}, {p.format}"),
+    "sm90_indexer_scores": Entry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
+    "simt_indexer_topk": Entry(lambda m, p, s, t: m.indexer_topk(t["scores"], p, s)),
+    "sm90_sparse_attention": Entry(
+        _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
+    ),
+    "simt_moe_rows": Entry(_combine, lambda p, _: f"sum of slots, weights {p.weighting}"),
 }
 
 

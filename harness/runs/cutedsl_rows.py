@@ -1,4 +1,4 @@
-"""Row-wise components in place of the references': embedding, norms, heads, cache rows, mHC.
+"""Row-wise components in place of the references': embedding, norms, heads, cache rows.
 
 Owns what each hands to its kernel. A component that a kernel does in one pass with its neighbour is
 still done alone here, so that a capture shows it: a cache row is written into pages of the format
@@ -7,7 +7,7 @@ the kernel that turns back, with the sines negated, in rows of 512 of which the 
 zeros and thrown away: bit for bit what the narrower row would be.
 
 Gives the reason where no kernel fits. Kept honest by suites/runs/test_cutedsl.py.
-Shape letters: T tokens, H heads, L width of a row (512), D hidden, S streams.
+Shape letters: T tokens, H heads, L width of a row (512).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
 from degarble.harness.runs.cutedsl_turns import Turns
-from degarble.kernels.common.attention_rows import PLAIN, ROTATED, WIDTH
+from degarble.kernels.common.attention_rows import GEOMETRIES, PLAIN, ROTATED, WIDTH
 from degarble.kernels.common.embed_problem import EmbedProblem
 from degarble.kernels.common.inverse_rope_problem import BackProblem
-from degarble.kernels.common.kv_problem import ENTRIES, Pages, ReadProblem, WriteProblem
-from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.common.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
 from degarble.kernels.common.rmsnorm_problem import NormProblem
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 _NORM_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ENTRY_OF_CACHE = {"exact": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 _PAGE = 64  # entries
-_TURNS = Turns()
+TURNS = Turns()
 
 
 def embed(part: Part) -> Compute:
@@ -54,7 +53,7 @@ def embed(part: Part) -> Compute:
 
 def norm(part: Part) -> Compute:
     """RMSNorm with weight."""
-    kind = _norm_weight(part, part.name)
+    kind = norm_weight(part, part.name)
     NormProblem(1, part.shapes[part.name][0], part.config.rms_norm_eps, kind)
 
     def compute(work: Work) -> Outputs:
@@ -67,7 +66,7 @@ def residual_norm(part: Part) -> Compute:
     """V3.2's norm: a kernel only where no residual is added in front, in the first layer."""
     if any(each.name == "residual" for each in part.component.inputs):
         raise NoKernelError("no kernel adds the residual in front of a norm")
-    kind = _norm_weight(part, part.name)
+    kind = norm_weight(part, part.name)
     NormProblem(1, part.shapes[part.name][0], part.config.rms_norm_eps, kind)
 
     def compute(work: Work) -> Outputs:
@@ -77,7 +76,8 @@ def residual_norm(part: Part) -> Compute:
     return compute
 
 
-def _norm_weight(part: Part, name: str) -> str:
+def norm_weight(part: Part, name: str) -> str:
+    """In which dtype a kernel reads a norm's weight."""
     return "fp32" if part.dtypes[name] == "F32" else "bf16"
 
 
@@ -87,24 +87,27 @@ def _normed(part: Part, work: Work, x: Tensor, kind: str) -> Tensor:
     return work.run("simt_rmsnorm", problem, values=x, weight=weight)[0]
 
 
-def _rope_of(part: Part, width: int) -> Rope:
-    """The block's rope; rows of another geometry have no kernel."""
+def rope_of(part: Part, width: int) -> Rope:
+    """The block's rope; rows of another geometry than kernels know have none."""
     block = part.component.block
     assert block is not None, "only blocks rotate"
     rope: Rope = part.config.rope(block)
-    if (width, rope.dims) != (WIDTH, ROTATED):
-        raise NoKernelError(f"rows of {width} with {rope.dims} turned; kernels have 512 and 64")
+    if width not in GEOMETRIES or rope.dims != ROTATED:
+        known = " or ".join(map(str, GEOMETRIES))
+        raise NoKernelError(
+            f"rows of {width} with {rope.dims} turned; kernels have {known} with 64"
+        )
     return rope
 
 
 def query_heads(part: Part) -> Compute:
     """V4's query heads: weightless norm and rotation."""
-    rope, heads = _rope_of(part, part.config.head_dim), part.config.num_attention_heads
+    rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
     HeadsProblem(1, heads, 1, part.config.rms_norm_eps)
 
     def compute(work: Work) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = _TURNS.reaching(rope, positions)
+        turns = TURNS.reaching(rope, positions)
         problem = HeadsProblem(x.shape[0], heads, turns.shape[0], part.config.rms_norm_eps)
         rows = x.reshape(x.shape[0], heads, WIDTH)
         made = work.run("simt_qnorm_rope", problem, heads=rows, turns=turns, positions=positions)
@@ -115,12 +118,12 @@ def query_heads(part: Part) -> Compute:
 
 def inverse_rope(part: Part) -> Compute:
     """Attention's output turned back, heads side by side."""
-    rope, heads = _rope_of(part, part.config.head_dim), part.config.num_attention_heads
+    rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
     BackProblem(1, heads, 1)
 
     def compute(work: Work) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = _TURNS.reaching(rope, positions)
+        turns = TURNS.reaching(rope, positions)
         problem = BackProblem(x.shape[0], heads, turns.shape[0])
         (made,) = work.run("simt_inverse_rope", problem, heads=x, turns=turns, positions=positions)
         return {"out": made.flatten(1)}
@@ -131,12 +134,12 @@ def inverse_rope(part: Part) -> Compute:
 def rope(part: Part) -> Compute:
     """V3.2's query heads and shared key: their last values turned, in rows of 512."""
     c = part.config
-    rope, heads = _rope_of(part, WIDTH), c.num_attention_heads
+    rope, heads = rope_of(part, WIDTH), c.num_attention_heads
     BackProblem(1, heads, 1)
 
     def compute(work: Work) -> Outputs:
         q, positions = work.bf16("q"), own(work.inputs["positions"])
-        table = _TURNS.reaching(rope, positions)
+        table = TURNS.reaching(rope, positions)
         half = table.shape[1] // 2
         forth = own(torch.cat((table[:, :half], -table[:, half:]), dim=1))
 
@@ -160,11 +163,11 @@ def rope(part: Part) -> Compute:
 
 def latent_row(part: Part) -> Compute:
     """V4's shared row: norm and rotation, as they are written into pages of BF16 entries."""
-    rope, kind = _rope_of(part, part.config.head_dim), _norm_weight(part, part.name)
+    rope, kind = rope_of(part, part.config.head_dim), norm_weight(part, part.name)
 
     def compute(work: Work) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = _TURNS.reaching(rope, positions)
+        turns = TURNS.reaching(rope, positions)
         more = {
             "weight": work.weights.plain(part.name, _NORM_WEIGHTS[kind]),
             "turns": turns, "positions": positions,
@@ -173,14 +176,14 @@ def latent_row(part: Part) -> Compute:
             "positions": turns.shape[0], "epsilon": part.config.rms_norm_eps, "weight": kind,
             "source": "latent",
         }  # fmt: skip
-        return {"out": _through_pages(work, x, "bf16", told, more)}
+        return {"out": through_pages(work, x, "bf16", told, more)}
 
     return compute
 
 
 def cache_row(part: Part) -> Compute:
     """Rows as the cache gives them back, in the format that the model's arithmetic names."""
-    _rope_of(part, part.config.head_dim)
+    rope_of(part, part.config.head_dim)
     kind = str(part.facts.numerics.switches.kv_cache)
     if part.facts.numerics.exact or kind not in _ENTRY_OF_CACHE:
         raise NoKernelError(f"no kernel writes {kind} entries of rows of 512")
@@ -188,41 +191,20 @@ def cache_row(part: Part) -> Compute:
 
     def compute(work: Work) -> Outputs:
         told = {"source": "row"}
-        return {"out": _through_pages(work, work.bf16(), entry, told, {})}
+        return {"out": through_pages(work, work.bf16(), entry, told, {})}
 
     return compute
 
 
-def _through_pages(
+def through_pages(
     work: Work, x: Tensor, entry: str, told: dict[str, Any], more: dict[str, Tensor]
 ) -> Tensor:
     """Write rows into fresh pages, last row first in memory, and read them back in order."""
     count = x.shape[0]
-    pages = Pages(ENTRIES[entry].name, _PAGE, max(1, -(-count // _PAGE)))
+    pages = Pages(entry, _PAGE, max(1, -(-count // _PAGE)), width=x.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=x.device)
     slots = torch.arange(count - 1, -1, -1, device=x.device)
     written = WriteProblem(count, pages, **told)
     work.run("simt_kv_write", written, values=x, slots=slots, cache=cache, **more)
     read = ReadProblem(count, pages)
     return work.run("simt_kv_read", read, indices=slots.to(torch.int32), cache=cache)[0]
-
-
-def streams_post(part: Part) -> Compute:
-    """The sublayer's output spread over the streams."""
-    c = part.config
-    if c.hc_mult != STREAMS:
-        raise NoKernelError(f"{c.hc_mult} streams; the kernel has {STREAMS}")
-    MixProblem(1, c.hidden_size, "post", c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-
-    def compute(work: Work) -> Outputs:
-        streams = work.bf16("streams")
-        problem = MixProblem(
-            streams.shape[0], c.hidden_size, "post", c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
-        )
-        (made,) = work.run(
-            "simt_mhc", problem, streams=streams, layer=work.bf16(),
-            post=work.fp32("post"), mix=work.fp32("mix"),
-        )  # fmt: skip
-        return {"out": made}
-
-    return compute

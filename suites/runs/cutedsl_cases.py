@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.cli.kernels import settings_here
 from degarble.harness.runs import cutedsl_kernels
 from degarble.harness.runs.capture import How, capture
 from degarble.harness.runs.capture_filter import Wanted
@@ -51,7 +52,8 @@ def write_model(
 ) -> Model:
     """Write both; their values are the same."""
     chosen = config or CONFIGS[family]
-    made = Model(folder / f"{family}-{layout}-{seed}", folder / f"{family}-bf16-{seed}")
+    names = (f"{family}-{kind}-{seed}-{chosen.num_hidden_layers}" for kind in (layout, "bf16"))
+    made = Model(*(folder / name for name in names))
     for path, kind in ((made.checkpoint, layout), (made.reference, "bf16")):
         if not path.exists():
             write_checkpoint(path, Synthetic(chosen, kind, seed=seed))
@@ -68,7 +70,9 @@ def capture_by(
 ) -> Captured:
     """Capture a run by these kernels in place of the GPU's own."""
     wanted = Wanted.of(None, more.pop("components", None), None)
-    how = How(wanted, more.pop("new_tokens", 3), backend="cutedsl", **more)
+    how = How(
+        wanted, more.pop("new_tokens", 3), backend="cutedsl", settings=settings_here(), **more
+    )
     with pytest.MonkeyPatch.context() as patch:
         if kernels is not None:
             patch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: kernels)

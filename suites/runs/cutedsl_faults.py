@@ -1,0 +1,161 @@
+"""Faults planted in our kernels' own code, to be found by `capture --backend cutedsl` and `check`.
+
+Owns the faults by name: a function of a kernel's modules that is replaced while the kernel is
+traced, and the component in which a check has to find it. Nothing of this is in the kernels. While
+one is planted its kernel is compiled past every cache, so that no whole form answers in its place
+and no faulty one is kept. Faults of the GEMMs' parts are those of suites/kernels/gemm_faults.py;
+what may stop a GPU is left to that suite.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.common.settings import CompileSettings
+from degarble.suites.kernels import gemm_faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+KERNELS = "degarble.kernels"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function and what stands in its place; it is given the true one first."""
+
+    name: str
+    kernel: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    component: str  # the end of the name of one that has to be blamed
+    layout: str = "nvfp4-full"
+
+
+def _swapped(true: Any, first: Any, second: Any, *rest: Any) -> Any:
+    return true(second, first, *rest)
+
+
+def _half(true: Any, words: Any) -> Any:
+    return true(words[: len(words) // 2])
+
+
+def _next_code(true: Any, amax: Any, share: Any) -> Any:
+    return true(amax, share) + 1
+
+
+def _reversed(true: Any, *given: Any) -> Any:
+    return true(*given)[::-1]
+
+
+def _the_other_way(true: Any, numbers: Any, registers: Any, *, back: bool) -> Any:
+    return true(numbers, registers, back=not back)
+
+
+def _not_turned(_true: Any, numbers: Any, _registers: Any, **_back: Any) -> Any:
+    return import_module(f"{KERNELS}.common.nvfp4_words").rounded_words(numbers)
+
+
+def _without_bias(_true: Any, tensors: Any, at: Any, _expert: Any, form: Any) -> Any:
+    router = import_module(f"{KERNELS}.simt_router")
+    number = import_module("cutlass").Float32(tensors.logits[at])
+    return router.facts.score_of(number, form.scoring, router.square_root)
+
+
+def _not_normalised(_true: Any, score: Any, scale: Any, _epsilon: Any, _form: Any) -> Any:
+    return ops.multiply_rn(score, scale)
+
+
+def _streams_changed(true: Any, weights: Any, numbers: Any) -> Any:
+    return true([weights[1], weights[0], *weights[2:]], numbers)
+
+
+def _folded_once_less(_true: Any, number: Any) -> Any:
+    return number
+
+
+def _large_epsilon(true: Any, registers: Any, epsilon: Any, *rest: Any) -> Any:
+    return true(registers, ops.add_rn(epsilon, 1e-2), *rest)
+
+
+def _next_place(true: Any, *given: Any) -> Any:
+    page, within = true(*given)
+    return page, within + 1
+
+
+def _of_gemm(name: str, kernel: str, component: str, layout: str = "nvfp4-full") -> Fault:
+    known = gemm_faults.BY_NAME[name]
+    return Fault(name, kernel, known.module, known.function, known.instead, component, layout)
+
+
+def _of_rows(name: str, kernel: str, function: str, instead: Any, component: str) -> Fault:
+    return Fault(name, kernel, f"{KERNELS}.{kernel}", function, instead, component)
+
+
+_NVFP4, _FP8, _BF16 = "sm90_gemm_nvfp4", "sm90_gemm_fp8_block", "sm90_gemm_bf16"
+_QUANTISE, _WRITE = "simt_quantise_nvfp4", "simt_kv_write"
+FAULTS = (
+    _of_gemm("scale column", _NVFP4, "wq_a"),
+    _of_gemm("scales beyond K", _NVFP4, "experts.w2"),
+    _of_gemm("tensor scale twice", _NVFP4, "wq_b"),
+    _of_gemm("tensor scale left out", _NVFP4, "shared.w2"),
+    _of_gemm("swizzle of codes", _NVFP4, "wkv"),
+    _of_gemm("scale group of the step before", _FP8, "wo_b", "nvfp4-experts"),
+    _of_gemm("scales of rows changed", _FP8, "wo_b", "nvfp4-experts"),
+    _of_gemm("unwritten tile", _BF16, "wo_a"),
+    _of_gemm("rows of the other warpgroup", _BF16, "wo_a"),
+    _of_gemm("scaled without a scale", _BF16, "wo_a"),
+    _of_rows("gate and up", _QUANTISE, "swiglu_words", _swapped, "shared.act"),
+    _of_rows("maximum of half a block", _QUANTISE, "block_amax", _half, "wq_a.act_quant"),
+    _of_rows("the next scale", _QUANTISE, "scale_code_of", _next_code, "wq_b.act_quant"),
+    _of_rows("norm's weights reversed", "simt_rmsnorm", "weights_of", _reversed, "attn.norm"),
+    _of_rows("queries turned back", "simt_qnorm_rope", "turned_words", _the_other_way,
+             "q_head_norm_rope"),
+    _of_rows("epsilon of queries", "simt_qnorm_rope", "factor_of_row", _large_epsilon,
+             "q_head_norm_rope"),
+    _of_rows("output turned forth", "simt_inverse_rope", "turned_words", _the_other_way,
+             "inverse_rope"),
+    _of_rows("latent not turned", _WRITE, "turned_words", _not_turned, "kv_norm_rope"),
+    _of_rows("norm's epsilon of the latent", _WRITE, "factor_of_row", _large_epsilon,
+             "kv_norm_rope"),
+    Fault("entry of the next slot", _WRITE, f"{KERNELS}.common.kv_problem", "place_of",
+          _next_place, "kv_write"),
+    _of_rows("choice without bias", "simt_router", "biased_score", _without_bias, "topk"),
+    _of_rows("weights not normalised", "simt_router", "weight_of", _not_normalised, "topk"),
+    _of_rows("sums of lanes not folded", "simt_gemv_bf16", "warp_folded", _folded_once_less,
+             "ffn.gate"),
+    Fault("streams changed", "simt_mhc", f"{KERNELS}.common.mhc_problem", "weighted",
+          _streams_changed, "hc_post"),
+)  # fmt: skip
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Let a kernel be compiled with a fault as long as this lasts."""
+    kernel, module = import_module(f"{KERNELS}.{fault.kernel}"), import_module(fault.module)
+    instead = partial(fault.instead, getattr(module, fault.function))
+    with ExitStack() as stack:
+        for name in (each for each in vars(kernel) if each.startswith("compile_")):
+            if hasattr(getattr(kernel, name), "__wrapped__"):
+                fresh = _uncached(getattr(kernel, name).__wrapped__)
+                stack.enter_context(mock.patch.object(kernel, name, fresh))
+        stack.enter_context(mock.patch.object(module, fault.function, instead))
+        yield
+
+
+def _uncached(compile_form: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a form without the folder of compiled kernels, once as long as this is kept."""
+
+    @cache
+    def compiled(*given: Any) -> Any:
+        return compile_form(*given[:-1], CompileSettings())
+
+    return compiled

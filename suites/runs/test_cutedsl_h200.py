@@ -1,0 +1,87 @@
+"""Our kernels run small models on an H200: healthy runs agree, planted faults are found and named.
+
+Every healthy run is another one: other weights, prompts, recipe; lengths lie around what layers
+are made of (4, 128, the window). A planted fault has to be found in its own component, and in no
+other that its kernel does not compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.record.capture_reader import Capture
+from degarble.harness.record.verdict import Verdict
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
+from degarble.suites.runs import cutedsl_cases as cases
+from degarble.suites.runs import cutedsl_faults as faults
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.harness.anatomy.config import Config
+
+pytestmark = [pytest.mark.h200, pytest.mark.needs("cutlass")]
+
+SEEDS = range(6)
+LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("h200")
+
+
+def prompts(seed: int) -> tuple[tuple[int, ...], ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        tuple(torch.randint(6, 64, (length,), generator=generator).tolist())
+        for length in LENGTHS[seed % len(LENGTHS)]
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("family", "layout"), cases.CASES)
+def test_a_healthy_run_agrees(
+    folder: Path, tmp_path: Path, family: str, layout: str, seed: int
+) -> None:
+    config: Config = TINY_V4 if family == "v4" else TINY_V32
+    model = cases.write_model(folder, family, layout, seed, config)
+    cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(seed), device="cuda")
+    found = cases.checked(tmp_path / "run", model)
+    told = [f"{each.trouble.site}: {each.trouble.sentence}" for each in found.origins]
+    assert found.verdict is Verdict.AGREES, told
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_planted_fault_is_found_in_its_component(
+    folder: Path, tmp_path: Path, fault: faults.Fault
+) -> None:
+    model = cases.write_model(folder, "v4", fault.layout, 1)
+    with faults.planted(fault):
+        cases.capture_by(
+            None, model.checkpoint, tmp_path / "run", prompts(0), device="cuda", new_tokens=2
+        )
+    table: dict[str, Any] = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.DIFFERS, "nothing was found"
+    blamed = [each.trouble.component for each in found.origins]
+    assert any(name.endswith(fault.component) for name in blamed), blamed
+    others = [
+        name for name in blamed
+        if not any(each["kernel"] == fault.kernel for each in table.get(name, ()))
+    ]  # fmt: skip
+    assert not others, f"blamed, and computed by another kernel: {others}"
+
+
+@pytest.mark.parametrize(("family", "layout"), cases.CASES)
+def test_two_runs_have_equal_bits(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
+    model = cases.write_model(folder, family, layout)
+    kept = []
+    for name in ("first", "second"):
+        cases.capture_by(None, model.checkpoint, tmp_path / name, prompts(0), device="cuda")
+        calls = Capture.open(tmp_path / name).calls
+        kept.append([(str(site), each.sha256) for call in calls for site, each in call.sites()])
+    assert kept[0] == kept[1]
