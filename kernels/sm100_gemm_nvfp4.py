@@ -92,13 +92,14 @@ def gemm_kernel(
     walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
-        load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
+        tcgen05.load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
     elif warp == tensor_memory.MULTIPLYING_WARP:
         blocks = extents[2] // tcgen05.BLOCK
         multiply((held.ring, held.sums_ring), operands_of(held, form), walk, (steps, blocks), form)
     else:
         scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
-        store_tiles(held, store, walk, scale, form)
+        outlets = (store, held.pieces, held.sums, held.sums_ring)
+        tcgen05.store_tiles(outlets, walk, (scale,), form)
         tcgen05.give_back(held.base, form)
 
 
@@ -123,16 +124,6 @@ def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
     scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
     a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
     return mma, held.sums, (a, scales[0]), (b, scales[1]), shared.words
-
-
-@cute.jit
-def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
-    """Load all stages of all tiles."""
-    state = wgmma.producer_state(tensor_memory.footprint(form).stages)
-    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tiles = tensor_memory.tiles_of_boxes(schedule.tile_at(walk, number), form)
-        state = producer.produce_tile(ring, state, feedings, tiles, steps)
-    ring.producer_tail(state)
 
 
 @cute.jit
@@ -164,22 +155,6 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
         ring_of_sums.producer_commit(target)
         target.advance()
     ring_of_sums.producer_tail(target)
-
-
-@cute.jit
-def store_tiles(held: Any, store: Any, walk: Any, scale: Any, form: cutlass.Constexpr) -> None:
-    """Store tile after tile."""
-    thread, _, _ = cute.arch.thread_idx()
-    outlet = tcgen05.outlet_of(store, held.pieces, thread)
-    reading = tcgen05.reading_of(held.sums, thread)
-    state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
-    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        row, column = schedule.tile_at(walk, number)
-        place = (row, column * (form.tactic.columns // facts.PIECE_COLUMNS))
-        state, stored = tcgen05.store_tile(
-            outlet, reading, held.sums_ring, state, (place, stored, (scale,))
-        )
-    epilogue.drain(outlet)
 
 
 @cute.jit

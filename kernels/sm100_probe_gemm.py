@@ -61,7 +61,7 @@ def probe_kernel(
     if warp == tensor_memory.LOADING_WARP:
         if cutlass.const_expr(part == "load"):
             feedings = gemm.feedings_of(feeds, held.shared, form)
-            gemm.load(held.ring, feedings, walk, steps, form)
+            tcgen05.load(held.ring, feedings, walk, steps, form)
     elif warp == tensor_memory.MULTIPLYING_WARP:
         if cutlass.const_expr(part == "multiply"):
             blocks = extents[2] // tcgen05.BLOCK
@@ -77,7 +77,8 @@ def probe_kernel(
             write_sums(held, sums, form)
         if cutlass.const_expr(part == "store"):
             fill_sums(held, sums, form)
-            gemm.store_tiles(held, store, walk, Float32(1.0), form)
+            outlets = (store, held.pieces, held.sums, held.sums_ring)
+            tcgen05.store_tiles(outlets, walk, (Float32(1.0),), form)
         tcgen05.give_back(held.base, form)
 
 

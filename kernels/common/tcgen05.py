@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, cute, pipeline
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blockscaled_layout
 
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_producer as producer
+from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import gemm_tensor_memory as memory_facts
+from degarble.kernels.common import wgmma
 from degarble.kernels.common.gemm_problem import GemmForm
 
 BLOCK = facts.NVFP4.block
@@ -42,6 +45,14 @@ def fence(side: str) -> None:
 
 
 # ---- instructions and layouts --------------------------------------------------------------------
+
+
+def bf16_mma(form: GemmForm) -> Any:
+    """Return the instruction of BF16 operands: one thread block, both in shared memory."""
+    shape = (form.tactic.rows, form.tactic.columns, memory_facts.INSTRUCTION_K["bf16"])
+    majors = (OperandMajorMode.K, OperandMajorMode.K)
+    one, shared = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM
+    return cute.make_tiled_mma(tcgen05.MmaF16BF16Op(BFloat16, Float32, shape, one, shared, *majors))
 
 
 def nvfp4_mma(form: GemmForm) -> Any:
@@ -174,6 +185,19 @@ def shifted(tensor: Any, columns: Any) -> Any:
     return cute.make_tensor(cute.recast_ptr(base + columns, dtype=Float8E4M3FN), tensor.layout)
 
 
+# ---- load ----------------------------------------------------------------------------------------
+
+
+@cute.jit
+def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Load all stages of all tiles."""
+    state = wgmma.producer_state(memory_facts.footprint(form).stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tiles = memory_facts.tiles_of_boxes(schedule.tile_at(walk, number), form)
+        state = producer.produce_tile(ring, state, feedings, tiles, steps)
+    ring.producer_tail(state)
+
+
 # ---- multiply ------------------------------------------------------------------------------------
 
 
@@ -184,17 +208,19 @@ def bring_scales(scales: Scales, stage: Any) -> None:
 
 @cute.jit
 def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, begins: Any) -> None:
-    """Add the products of one stage; `begins`: the sums are new. A and B come with their scales.
+    """Add the products of one stage; `begins`: the sums are new. A and B may have scales beside.
 
     Trap: setting a field changes the object, which would escape from a loop that is traced; so the
     instruction is made anew.
     """
     mma = cute.make_tiled_mma(mma.op)
-    (a, a_scales), (b, b_scales) = a, b
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    for k in cutlass.range_constexpr(cute.size(a[0], mode=[2])):
         mma.set(tcgen05.Field.ACCUMULATE, cutlass.Boolean(True) if k else begins == 0)
         at = (None, None, k)
-        cute.gemm(mma, sums, [a[at], a_scales[at]], [b[at], b_scales[at]], sums)
+        if cutlass.const_expr(len(a) > 1):
+            cute.gemm(mma, sums, [a[0][at], a[1][at]], [b[0][at], b[1][at]], sums)
+        else:
+            cute.gemm(mma, sums, a[0][at], b[0][at], sums)
 
 
 # ---- stores --------------------------------------------------------------------------------------
@@ -253,3 +279,17 @@ def store_tile(
         epilogue.store_piece(outlet, numbers, (row, column + i), stored + i, scales)
     state.advance()
     return state, stored + Int32(pieces)
+
+
+@cute.jit
+def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Store tile after tile; `outlets` are D, buffers of pieces, sums and their ring."""
+    store, pieces, sums, ring = outlets
+    thread, _, _ = cute.arch.thread_idx()
+    outlet, reading = outlet_of(store, pieces, thread), reading_of(sums, thread)
+    state, stored = wgmma.consumer_state(memory_facts.accumulators(form)), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = schedule.tile_at(walk, number)
+        place = (row, column * (form.tactic.columns // facts.PIECE_COLUMNS))
+        state, stored = store_tile(outlet, reading, ring, state, (place, stored, scales))
+    epilogue.drain(outlet)

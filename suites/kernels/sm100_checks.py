@@ -1,4 +1,4 @@
-"""NVFP4 GEMM cases for sm_100a: operands, what D has to be to the bit, and the host model's answer.
+"""GEMM cases for sm_100a: operands, what D has to be to the bit, and the host model's answer.
 
 Owns the operands as a launch hands them over, the result that references.tensor_core defines from
 them, and the comparison of every bit. The model's answer is a stand-in where there is no GPU; it is
@@ -50,6 +50,8 @@ def named(form: facts.GemmForm) -> str:
 
 def drawn(case: gemm_checks.Case, device: str = "cpu") -> Drawn:
     """Draw operands, and compute what the tensor core returns, step by step in the order of K."""
+    if case.problem.operands == facts.BF16.name:
+        return drawn_bf16(case, device)
     sides = gemm_checks.nvfp4_sides(case, "cpu")
     p, whole = case.problem, []
     for operand, rows in zip(sides.given, (p.rows, p.columns), strict=True):
@@ -62,6 +64,16 @@ def drawn(case: gemm_checks.Case, device: str = "cpu") -> Drawn:
     want_MN = (sums_MN * (a.decode_scale * b.decode_scale)).bfloat16()
     moved = tuple(type(each)(*(t.to(device) for t in each)) for each in sides.given)
     return Drawn((moved[0], moved[1]), sums_MN, want_MN)
+
+
+def drawn_bf16(case: gemm_checks.Case, device: str) -> Drawn:
+    """Draw BF16 operands, and compute what the tensor core returns."""
+    a_MK, b_NK = gemm_checks.bf16_sides(case, "cpu").given
+    pad = (0, -case.problem.inner % 64)
+    rule = tensor_core.TCGEN05_F16
+    whole = (functional.pad(x, pad) for x in (a_MK, b_NK))
+    sums_MN = tensor_core.dense_gemm(*whole, rule=rule)
+    return Drawn((a_MK.to(device), b_NK.to(device)), sums_MN, sums_MN.bfloat16())
 
 
 def difference(case: gemm_checks.Case, out: Tensor, want: Tensor) -> str:
@@ -90,6 +102,11 @@ def matrices(form: facts.GemmForm, given: tuple[Any, Any], out: Tensor) -> dict[
     made = {}
     row_bytes = {load.name: load.row_bytes for load in facts.loads(form)}
     for side, operand in zip("ab", given, strict=True):
+        if form.operands == facts.BF16.name:
+            of_numbers = (0, row_bytes[side] // 2)
+            rows_of = bytes_of(operand, len(operand))
+            made[side] = Matrix(rows_of, 2, of_numbers, sm100_model.SWIZZLE)
+            continue
         name, rows = f"scales of {side}", ceil_div(len(operand.codes), facts.SCALE_TILE_ROWS)
         of_codes = (0, row_bytes[side] // CODE_ELEMENT)
         of_scales = (0, row_bytes[name] // SCALE_ELEMENT)
@@ -109,7 +126,9 @@ def on_model(
     out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16)
     of, steps = matrices(form, given, out), sm100_model.steps_of(p, form)
     *_, count = facts.grid(p, form.tactic, processors)
-    scale = given[0].decode_scale * given[1].decode_scale
+    scale = torch.ones(1)
+    if form.operands == facts.NVFP4.name:
+        scale = given[0].decode_scale * given[1].decode_scale
     instructions, stored = 0, torch.zeros(p.rows, 2 * p.columns, dtype=torch.uint8)
     for number in range(count):
         block = sm100_model.block_of(form, of)

@@ -30,6 +30,7 @@ KINDS = {
     "bf16": "kind::f16",
 }
 _BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\]")
+_WORD = r"(?:or\.b32 \s*%r\d+, %r\d+|mov\.b32 \s*%r\d+)"
 LEAST_WORD = 1 << 24  # of an instruction: its rows
 _COLUMNS = re.compile(r"mov\.b32 \s*(%r\d+), (\d+);\s*tcgen05\.alloc\S+ \s*\[%r\d+\], (%r\d+);")
 
@@ -58,15 +59,20 @@ def immediates(ptx: str, pattern: str) -> list[int]:
 def wanted_words(form: GemmForm) -> dict[str, list[int]]:
     """Return what the text has to hold of descriptors and of addresses in tensor memory."""
     count, tactic = tensor_memory.instructions(form), form.tactic
+    along = [i * CODE_BYTES // words.ATOM for i in range(1, count)]
+    of_operands = 2 * [words.operand_word(0, CORE_STRIDE, SWIZZLE)]
+    if form.operands != facts.NVFP4.name:
+        return {
+            "words of instructions": count * [words.dense_word(tactic.rows, tactic.columns)],
+            "words of operands": of_operands,
+            "columns of scales": [],
+            "steps along K": sorted(2 * along),
+        }
     a, b = tensor_memory.first_columns(form)
     of_b = tensor_memory.scale_columns(form)[1]
-    along = [i * CODE_BYTES // words.ATOM for i in range(1, count)]
     return {
         "words of instructions": count * [words.block_scaled_word(tactic.rows, tactic.columns)],
-        "words of operands": sorted(
-            2 * [words.operand_word(0, CORE_STRIDE, SWIZZLE)]
-            + 2 * [words.operand_word(0, SCALE_STRIDE, 0)]
-        ),
+        "words of operands": sorted(of_operands + 2 * [words.operand_word(0, SCALE_STRIDE, 0)]),
         "columns of scales": [*range(a, a + 4 * count, 4), *range(b, b + of_b, 4)],
         "steps along K": sorted(2 * along),
     }
@@ -77,9 +83,7 @@ def found_words(ptx: str) -> dict[str, list[int]]:
     (base,) = re.findall(r"ld\.shared\.b32 \s*(%r\d+),", ptx)
     before = [part[-400:] for part in ptx.split("tcgen05.mma.")[:-1]]
     return {
-        "words of instructions": [
-            word for word in immediates(ptx, r"or\.b32 \s*%r\d+, %r\d+") if word >= LEAST_WORD
-        ],
+        "words of instructions": [word for word in immediates(ptx, _WORD) if word >= LEAST_WORD],
         "words of operands": immediates(ptx, r"or\.b64 \s*%rd\d+, %rd\d+"),
         "columns of scales": immediates(ptx, rf"add\.s32 \s*%r\d+, {base}"),
         "steps along K": sorted(
@@ -114,9 +118,8 @@ def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
         "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
         "roundings unstated": (unstated_roundings(ptx), ()),
     }
-    if form.operands == facts.NVFP4.name:
-        found = found_words(ptx)
-        figures |= {name: (found[name], want) for name, want in wanted_words(form).items()}
+    found = found_words(ptx)
+    figures |= {name: (found[name], want) for name, want in wanted_words(form).items()}
     return [
         f"{name}: got {got}, want {want}" for name, (got, want) in figures.items() if got != want
     ]

@@ -142,15 +142,19 @@ class Memories:
         require((groups == groups[0]).all(), "groups of lanes hold different scales")
         return groups[0].T.reshape(-1).copy().view(np.uint8).reshape(-1, 4)[:rows]
 
-    def codes(self, descriptor: int, rows: int) -> Any:
-        """Return an operand's codes, row by row: the lower half of a byte first."""
+    def operand(self, descriptor: int, rows: int) -> Any:
+        """Return 32 bytes a row of an operand."""
         of = words.operand(descriptor)
         row = np.arange(rows)[:, None]
         at = of.start + row // words.ROWS_OF_CORE * of.stride + np.arange(CODE_BYTES)
         at = at + row % words.ROWS_OF_CORE * (of.swizzle or words.ATOM)
         if of.swizzle:
             at ^= at >> 3 & (of.swizzle - 1 & ~(words.ATOM - 1))
-        held = self.shared[at]
+        return self.shared[at]
+
+    def codes(self, descriptor: int, rows: int) -> Any:
+        """Return an operand's E2M1 codes, row by row: the lower half of a byte first."""
+        held = self.operand(descriptor, rows)
         return np.stack([held & 15, held >> 4], -1).reshape(rows, -1)
 
     def multiply(self, operands: tuple[int, ...], adds: bool) -> None:
@@ -159,21 +163,46 @@ class Memories:
         what = words.block_scaled(word)
         formats = (what.a_format, what.b_format, what.a_scale_id, what.b_scale_id)
         require(formats == (words.E2M1_OF_MXF4,) * 2 + (0, 0), f"formats {formats}")
-        require(what.rows == LANES, f"{what.rows} rows")
-        lane, columns = self.columns(d, what.columns)
-        require(lane == 0, f"sums in lane {lane}")
+        columns = self.columns_of_sums(d, what)
         given = (
             self.codes(a, what.rows),
             self.scales(a_scales, what.rows),
             self.codes(b, what.columns),
             self.scales(b_scales, what.columns),
         )
-        before = self.tensor[:, columns] if adds else np.zeros((LANES, what.columns), np.uint32)
-        sums = torch.from_numpy(np.ascontiguousarray(before).view(np.float32))
+        sums = self.sums_before(columns, adds)
         a_codes, a_scaled, b_codes, b_scaled = map(_tensor, given)
         found = tensor_core.block_scaled_gemm(a_codes, a_scaled, b_codes, b_scaled, sums)
         self.tensor[:, columns] = found.numpy().view(np.uint32)
         self.instructions += 1
+
+    def multiply_dense(self, operands: tuple[int, ...], adds: bool) -> None:
+        """Run one instruction on BF16 operands; `operands` are D, A, B, descriptor."""
+        d, a, b, word = operands
+        what = words.dense(word)
+        formats = (what.a_format, what.b_format)
+        require(formats == (words.BF16_OF_F16,) * 2, f"formats {formats}")
+        columns = self.columns_of_sums(d, what)
+        of_a, of_b = (
+            _tensor(self.operand(descriptor, rows)).view(torch.bfloat16)
+            for descriptor, rows in ((a, what.rows), (b, what.columns))
+        )
+        sums = self.sums_before(columns, adds)
+        found = tensor_core.dense_gemm(of_a, of_b, sums, rule=tensor_core.TCGEN05_F16)
+        self.tensor[:, columns] = found.numpy().view(np.uint32)
+        self.instructions += 1
+
+    def columns_of_sums(self, word: int, what: words.Instruction) -> slice:
+        """Return the columns of an instruction's sums."""
+        require(what.rows == LANES, f"{what.rows} rows")
+        lane, columns = self.columns(word, what.columns)
+        require(lane == 0, f"sums in lane {lane}")
+        return columns
+
+    def sums_before(self, columns: slice, adds: bool) -> torch.Tensor:
+        """Return the sums that an instruction adds to."""
+        held = self.tensor[:, columns]
+        return _tensor((held if adds else np.zeros_like(held)).view(np.float32))
 
 
 def _tensor(x: Any) -> torch.Tensor:

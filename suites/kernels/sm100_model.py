@@ -1,4 +1,4 @@
-"""A host model of the sm_100a NVFP4 GEMM: the same roles, rings and places, on numbers.
+"""A host model of the sm_100a GEMM kernels: the same roles, rings and places, on numbers.
 
 Owns a stand-in for a thread block: loading, multiplying and storing take turns over rings with the
 form's own stages, bytes and arrivals (kernels.common.gemm_problem, gemm_tensor_memory, the walk of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FIRST = ("loads", "tensor")  # which engine goes first where all roles wait
 CORE_STRIDE, SCALE_STRIDE = 1024, 128  # bytes between groups of eight rows
 SWIZZLE = 128
+WIDE = facts.SCALE_TILE_ROWS // tensor_memory.ROWS_OF_COLUMN  # columns of a scale tile
 
 
 @dataclass
@@ -167,13 +168,13 @@ class Block:
 
     @property
     def words(self) -> int:
-        """Words of four scales along a stage's K."""
+        """Instructions along a stage's K; for each a word of four scales a row."""
         return tensor_memory.instructions(self.form)
 
     def clear_beyond(self, stage: int, end: tuple[int, int]) -> None:
         """Clear scales beyond K in the word that K ends within."""
         word, kept = end
-        if not kept or word >= self.words:
+        if self.form.operands != facts.NVFP4.name or not kept or word >= self.words:
             return
         for side in "ab":
             for tile in range(self.tiles_of_scales(side)):
@@ -184,34 +185,42 @@ class Block:
 
     def multiply_stage(self, stage: int, column: int, into: int, *, begins: bool) -> None:
         """Start a stage's copies of scales and its matrix instructions."""
-        first = dict(zip("ab", tensor_memory.first_columns(self.form), strict=True))
-        wide = facts.SCALE_TILE_ROWS // tensor_memory.ROWS_OF_COLUMN
-        for side in "ab":
-            count = self.tiles_of_scales(side)
-            for tile in range(count):
-                for k in range(self.words):
-                    at = self.layout.operand(f"scales of {side}", stage)
-                    at += (tile * self.words + k) * facts.SCALE_TILE_BYTES
-                    to = self.base + first[side] + (k * count + tile) * wide
-                    word = words.operand_word(at, SCALE_STRIDE, 0)
-                    self.tensor.append(partial(self.memories.copy_scales, to, word))
-        skipped = tensor_memory.columns_skipped(column, self.form)
+        scales = []
+        if self.form.operands == facts.NVFP4.name:
+            self.bring_scales(stage)
+            scales = self.places_of_scales(column)
+        tactic = self.form.tactic
+        make = words.block_scaled_word if scales else words.dense_word
+        run = self.memories.multiply if scales else self.memories.multiply_dense
         for k in range(self.words):
             a, b = (
                 words.operand_word(self.layout.operand(side, stage), CORE_STRIDE, SWIZZLE)
                 + k * CODE_BYTES // words.ATOM
                 for side in "ab"
             )
-            given = (
-                self.base + into * self.form.tactic.columns,
-                a,
-                b,
-                words.block_scaled_word(self.form.tactic.rows, self.form.tactic.columns),
-                self.base + first["a"] + k * wide,
-                self.base + first["b"] + k * wide * self.tiles_of_scales("b") + skipped,
-            )
-            adds = not (begins and k == 0)
-            self.tensor.append(partial(self.memories.multiply, given, adds))
+            to = self.base + into * tactic.columns
+            given = (to, a, b, make(tactic.rows, tactic.columns), *(scales[k] if scales else ()))
+            self.tensor.append(partial(run, given, not (begins and k == 0)))
+
+    def bring_scales(self, stage: int) -> None:
+        """Start a stage's copies of scales."""
+        first = dict(zip("ab", tensor_memory.first_columns(self.form), strict=True))
+        for side in "ab":
+            count = self.tiles_of_scales(side)
+            for tile in range(count):
+                for k in range(self.words):
+                    at = self.layout.operand(f"scales of {side}", stage)
+                    at += (tile * self.words + k) * facts.SCALE_TILE_BYTES
+                    to = self.base + first[side] + (k * count + tile) * WIDE
+                    word = words.operand_word(at, SCALE_STRIDE, 0)
+                    self.tensor.append(partial(self.memories.copy_scales, to, word))
+
+    def places_of_scales(self, column: int) -> list[tuple[int, int]]:
+        """Return where each instruction finds the scales of A and of B."""
+        a, b = (self.base + first for first in tensor_memory.first_columns(self.form))
+        b += tensor_memory.columns_skipped(column, self.form)
+        count = self.tiles_of_scales("b")
+        return [(a + k * WIDE, b + k * WIDE * count) for k in range(self.words)]
 
     def store(
         self, tiles: list[tuple[int, int]], scale: torch.Tensor

@@ -82,6 +82,12 @@ def block_scaled_word(rows: int, columns: int) -> int:
     return rows >> 4 << 24 | columns >> 3 << 17 | E2M1_OF_MXF4 << 10 | E2M1_OF_MXF4 << 7
 
 
+def dense_word(rows: int, columns: int) -> int:
+    """Make the descriptor of kind f16 for BF16 operands and float32 sums."""
+    formats = BF16_OF_F16 << 10 | BF16_OF_F16 << 7 | 1 << 4
+    return rows >> 4 << 24 | columns >> 3 << 17 | formats
+
+
 @dataclass(frozen=True)
 class Operand:
     """A descriptor of shared memory: where it begins, bytes between cores, bytes of a swizzle."""

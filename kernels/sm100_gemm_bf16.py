@@ -1,0 +1,199 @@
+"""D = A B^T on Blackwell, BF16 in and out, float32 inside: the sm_100a skeleton with nothing added.
+
+Owns the sm_100a form of BF16 operands: a warp loads by TMA, one multiplies by tcgen05 from shared
+memory into tensor memory, four store by TMA. Two tiles have sums at once, so that one is stored
+while the next is multiplied. Steps of K are taken in order, sixteen at a time:
+references.tensor_core.TCGEN05_F16 says every bit of the float32 sum.
+
+The wrapper checks and launches, allocates no more than D, never waits for the GPU. Refuses other
+dtypes, shapes, strides and alignments by name. Compiled, never run: kept honest by
+suites/kernels/test_sm100_gemm_bf16.py as far as that reaches.
+Shape letters: M rows of A and D, N rows of B, K inner
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Int32, Int64, cute
+from torch import Tensor
+
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_epilogue as epilogue
+from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_producer as producer
+from degarble.kernels.common import gemm_schedule as schedule
+from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.common import operands, tcgen05, wgmma
+from degarble.kernels.common.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM100A, TARGETS
+
+ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four store, one multiplies, one loads."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.memory.SmemAllocator()
+    mma, count = tcgen05.bf16_mma(form), tensor_memory.footprint(form).stages
+    layouts_ = tcgen05.operand_layouts(mma, form, count, BFloat16)
+    shared = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts_)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    tcgen05.allocate(address, form)
+    wgmma.begin(form.tactic)
+
+    base = tcgen05.base_of(address)
+    sums = tcgen05.sums_of(mma, base, form)
+    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    steps = ceil_div(extents[2], form.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        tcgen05.load(ring, feedings_of(feeds, shared, form), walk, steps, form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        fragments = (mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1]))
+        multiply((ring, sums_ring), (mma, sums, *fragments), walk, steps, form)
+    else:
+        tcgen05.store_tiles((store, sD, sums, sums_ring), walk, (), form)
+        tcgen05.give_back(base, form)
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Sum up tile after tile."""
+    ring, sums_ring = rings
+    mma, sums, a, b = work
+    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        sums_ring.producer_acquire(target)
+        tcgen05.fence("after")
+        into = sums[None, None, None, target.index]
+        for step in cutlass.range(steps, unroll=1):
+            ring.consumer_wait(state)
+            tcgen05.fence("after")
+            at = (None, None, None, state.index)
+            tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), step == 0)
+            ring.consumer_release(state)
+            state.advance()
+        sums_ring.producer_commit(target)
+        target.advance()
+    sums_ring.producer_tail(target)
+
+
+def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
+    """Return the boxes of the feeds in numbers."""
+    return tuple((load.rows, form.tactic.inner) for load in facts.loads(form))
+
+
+def layouts(form: GemmForm) -> tuple[Any, ...]:
+    """Return how TMA writes A's and B's stages."""
+    count, swizzle = tensor_memory.footprint(form).stages, wgmma.Swizzle.K_SW128
+    return tuple(wgmma.staged_layout(BFloat16, *box, count, swizzle) for box in boxes_of(form))
+
+
+def feedings_of(feeds: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
+    """Cut both feeds for this thread block."""
+    views = (
+        cute.make_tensor(tensor.iterator, layout.outer)
+        for tensor, layout in zip(shared, layouts(form), strict=True)
+    )
+    return tuple(map(producer.feeding, feeds, views, boxes_of(form)))
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    m, n, k, clusters = extents
+    k = cute.assume(k, divby=facts.BF16.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    mA, mB, mD = (
+        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
+        for pointer, rows, columns in zip(pointers, (m, n, m), (k, k, n), strict=True)
+    )
+    feeds = tuple(map(producer.feed_of, (mA, mB), layouts(form), boxes_of(form)))
+    store = epilogue.store_of(mD, tensor_memory.LANES)
+    gemm_kernel(feeds, store, (m, n, k), form).launch(
+        grid=[1, 1, clusters],
+        block=[tensor_memory.threads(), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = tuple(
+        operands.pointer(element, None, contract.TMA_ALIGNMENT) for element in ELEMENTS
+    )
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+
+
+def gemm_bf16(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a_MK.device) if out is None else out
+    shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
+    for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
+        operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
+    contract.require_output(problem, out)
+    contract.require_place((a_MK, b_NK, out), SM100A)
+    if problem.rows:
+        form = form or facts.choose_form(problem, SM100A.name)
+        launch(compile_form(form, settings), form, problem, (a_MK, b_NK, out))
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, B, D."""
+    device = tensors[0].device.index or 0
+    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
+    extents = (problem.rows, problem.columns, problem.inner, clusters)
+    pointers = tuple(
+        operands.pointer(element, tensor, contract.TMA_ALIGNMENT)
+        for element, tensor in zip(ELEMENTS, tensors, strict=True)
+    )
+    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
