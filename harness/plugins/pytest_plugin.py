@@ -35,6 +35,7 @@ from degarble.harness.plugins.presence import (
     missing_requirement,
     missing_vllm,
 )
+from degarble.harness.runs.ranks import place_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -109,8 +110,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(group)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and read options and environment once."""
+    if not place_in(os.environ).leads and getattr(config.option, "xmlpath", None):
+        config.option.xmlpath = None  # rank 0 writes the one file
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     config.stash[_OMITTED] = _Omissions()

@@ -6,8 +6,8 @@ for, and the ledger does not know it; or a step crashed or did not finish: that 
 What the step `ledger` itself finds no entry excuses. The steps are in the table of night_table; a
 step is a function of what was asked and of what the steps before it said.
 
-Refuses torchrun with more than one process, by name, and a ledger that cannot be read, before
-anything runs. Kept honest by suites/runs/test_night.py, with small steps, and by suites/nights.
+Refuses workers of xdist, and a ledger that cannot be read, before anything runs.
+Kept honest by suites/runs/test_night.py, with small steps, and by suites/nights.
 """
 
 from __future__ import annotations
@@ -169,15 +169,13 @@ def excused(asked: Asked, ledger: Ledger | None, name: str, result: StepResult) 
     )
 
 
-def require_alone(environment: Mapping[str, str]) -> None:
-    """Refuse to run as one of several processes."""
-    world, worker = environment.get("WORLD_SIZE", "1"), environment.get("PYTEST_XDIST_WORKER")
-    if world != "1" or worker:
+def require_no_workers(environment: Mapping[str, str]) -> None:
+    """Refuse to run as one of xdist's workers: steps have an order."""
+    worker = environment.get("PYTEST_XDIST_WORKER")
+    if worker:
         raise InvalidArgument(
-            "WORLD_SIZE" if world != "1" else "PYTEST_XDIST_WORKER", worker or world,
-            "a night in one process: this version does not spread one over torchrun or xdist",
-            "Start pytest itself; a sharded checkpoint is audited with "
-            "`degarble audit CKPT --loader vllm:tp=8`.",
+            "PYTEST_XDIST_WORKER", worker, "a night whose steps run in their order",
+            "Start pytest without -n. Several ranks: torchrun, see docs/nights.md.",
         )  # fmt: skip
 
 
@@ -196,5 +194,6 @@ def _key_of(asked: Asked) -> str:
     """A digest of what every step depends on."""
     places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
     told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
+    ranks = asked.ranks
     where = (machine(), provenance("").versions, asked.commit, asked.name)
-    return digest_of(told, where, [(str(each), files_told(each)) for each in places])
+    return digest_of(told, ranks, where, [(str(each), files_told(each)) for each in places])

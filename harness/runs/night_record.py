@@ -44,6 +44,7 @@ class Asked:
     backend: str = "torch"
     gpu: bool = False  # asked by a marker of a device, so that one is here
     repeats: int = REPEATS
+    ranks: int = 1  # that make captures together
     museum: str = MUSEUMS[0]
     store: str | None = None
     ledger: Path | None = None

@@ -47,10 +47,11 @@ from degarble.harness.runs.report_folder import write_page
 from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     Results = Mapping[str, StepResult]
+    CaptureRun = Callable[[Asked, Path, Path], str]  # says why there is none, else nothing
 
 NEW_TOKENS = 4
 _QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
@@ -139,7 +140,7 @@ def codecs(_: Asked, __: Results) -> StepResult:
     return StepResult(Verdict.DIFFERS, sentence, lines=tuple(wrong))
 
 
-def captures(asked: Asked, _: Results) -> StepResult:
+def captures(asked: Asked, _: Results, run: CaptureRun | None = None) -> StepResult:
     """Capture the same prompts in processes of their own, or take the user's captures."""
     if asked.captures is not None:
         found = _given(asked.captures)
@@ -151,7 +152,7 @@ def captures(asked: Asked, _: Results) -> StepResult:
         out = folder / f"run-{number + 1}"
         if out.exists():
             shutil.rmtree(out)  # of a process that was interrupted, or of another night
-        _capture(asked, prompts, out)
+        _capture(asked, prompts, out, run or _alone)
         made.append(out)
     processes = f"{len(made)} {'process' if len(made) == 1 else 'processes'}"
     return _captured(made, f"The same prompts were captured in {processes}.")
@@ -188,16 +189,25 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _capture(asked: Asked, prompts: Path, out: Path) -> None:
-    line = [sys.executable, "-m", "degarble.harness.cli.main", "--quiet", "capture"]
+def capture_line(asked: Asked, prompts: Path, out: Path) -> list[str]:
+    """What Python is given to make one capture of a night."""
+    line = ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
     line += [str(asked.checkpoint), "--out", str(out), "--prompts", str(prompts)]
-    line += ["--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
+    return [*line, "--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
+
+
+def _alone(asked: Asked, prompts: Path, out: Path) -> str:
+    line = [sys.executable, *capture_line(asked, prompts, out)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603  ours
-    if done.returncode:
-        told = " ".join(done.stderr.split())[-400:] or f"exit status {done.returncode}"
+    return "" if not done.returncode else done.stderr or f"exit status {done.returncode}"
+
+
+def _capture(asked: Asked, prompts: Path, out: Path, run: CaptureRun) -> None:
+    said = run(asked, prompts, out)
+    if said:
         raise InvalidArgument(
-            f"degarble capture of {asked.name}", told, "a run that ends well",
-            "Run that command by itself.",
+            f"degarble capture of {asked.name}", " ".join(said.split())[-400:],
+            "a run that ends well", "Run that command by itself.",
         )  # fmt: skip
 
 

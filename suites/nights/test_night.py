@@ -7,22 +7,26 @@ and hold it against the ledger; then page, document and summary are written.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from degarble.harness.plugins.presence import DEVICES
-from degarble.harness.runs.night import Night, require_alone, today
+from degarble.harness.runs.night import Night, require_no_workers, today
 from degarble.harness.runs.night_pages import write_night
+from degarble.harness.runs.night_ranks import follow, lead, over_ranks
 from degarble.harness.runs.night_record import Asked
 from degarble.harness.runs.night_table import STEPS
+from degarble.harness.runs.ranks import place_in, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from degarble.harness.plugins.night_options import NightOptions
     from degarble.harness.plugins.pytest_plugin import RunOptions
+    from degarble.harness.runs.night_record import StepResult
 
 FOLDER = Path("out") / "nights"
 MARKS = ("b200", "h200", "night")
@@ -46,6 +50,7 @@ def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> Asked:
         backend=run.backend,
         gpu=gpu,
         repeats=said.repeats,
+        ranks=place_in(os.environ).world,
         museum=said.museum,
         store=said.store,
         ledger=said.ledger,
@@ -57,26 +62,39 @@ def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> Asked:
 @pytest.fixture(scope="module")
 def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
     """The night on this machine's device, or on the CPU; written when its steps are done."""
-    require_alone(os.environ)
+    require_no_workers(os.environ)
     begun: dict[bool, Night] = {}
-    yield begun
-    for night in begun.values():
-        written = write_night(night)
-        night.close()
-        summary = run_options.night.summary
-        if summary is not None:
-            with summary.open("a", encoding="utf-8") as file:
-                file.write(written.summary.read_text(encoding="utf-8"))
+    with nullcontext() if place_in(os.environ).alone else together():
+        yield begun
+        for night in begun.values():
+            written = write_night(night)
+            night.close()
+            summary = run_options.night.summary
+            if summary is not None:
+                with summary.open("a", encoding="utf-8") as file:
+                    file.write(written.summary.read_text(encoding="utf-8"))
+
+
+def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
+    if gpu not in nights:
+        asked = asked_of(run, run.night, gpu=gpu)
+        steps = STEPS if asked.ranks == 1 else over_ranks(STEPS, asked.ranks)
+        nights[gpu] = Night(asked, steps)
+    return nights[gpu]
 
 
 @pytest.mark.needs("--checkpoint", "--reference")
 @pytest.mark.parametrize(("mark", "step"), PLACES)
 def test_night(mark: str, step: str, run_options: RunOptions, nights: dict[bool, Night]) -> None:
-    gpu = mark in DEVICES
-    if gpu not in nights:
-        nights[gpu] = Night(asked_of(run_options, run_options.night, gpu=gpu), STEPS)
+    gpu, place = mark in DEVICES, place_in(os.environ)
+    if not place.leads:
+        pytest.skip(f"rank 0 judges: {follow(step)}")
+
+    def ran() -> StepResult:
+        return _begun(nights, run_options, gpu=gpu).result(step)
+
+    result = ran() if place.alone else lead(step, ran)
     night = nights[gpu]
-    result = night.result(step)
     told = "\n".join([f"{result.verdict}: {result.sentence}", *result.lines])
     if night.red(step):
         pytest.fail(told, pytrace=False)

@@ -14,7 +14,7 @@ import pytest
 from degarble.harness.errors import InvalidArgument, Undecided, UnreadableFile
 from degarble.harness.history.ledger import Failure
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.night import Night, Step, require_alone
+from degarble.harness.runs.night import Night, Step, require_no_workers
 from degarble.harness.runs.night_closing import ledger
 from degarble.harness.runs.night_pages import markdown, write_night
 from degarble.harness.runs.night_record import Asked, StepResult
@@ -266,9 +266,8 @@ def test_a_bad_ledger_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_refused_by_name() -> None:
-    require_alone({})
-    require_alone({"WORLD_SIZE": "1"})
-    for environment in ({"WORLD_SIZE": "8"}, {"PYTEST_XDIST_WORKER": "gw0"}):
-        with pytest.raises(InvalidArgument, match="one process"):
-            require_alone(environment)
+def test_workers_of_xdist_are_refused_by_name() -> None:
+    require_no_workers({})
+    require_no_workers({"WORLD_SIZE": "8"})
+    with pytest.raises(InvalidArgument, match="PYTEST_XDIST_WORKER"):
+        require_no_workers({"PYTEST_XDIST_WORKER": "gw0"})
