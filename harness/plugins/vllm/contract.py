@@ -16,6 +16,7 @@ import ast
 import enum
 import inspect
 import json
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,9 +108,11 @@ FUNCTIONS: tuple[str, ...] = (
     "vllm.plugins:load_plugins_by_group",
     "vllm.model_executor.models.registry:_ModelRegistry.register_model",
 )
-# Plain values and enums: what a key is called, which levels there are.
+# Plain values, enums, records: what a key is called, which levels there are, what a batch tells.
 VALUES: tuple[str, ...] = (
     f"{_BACKEND}:AttentionCGSupport",
+    "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
+    f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
     "vllm.plugins:DEFAULT_PLUGINS_GROUP",
     "vllm.plugins:STAT_LOGGER_PLUGINS_GROUP",
     f"{_V4}.nvidia.model:DeepseekV4ForCausalLM.packed_modules_mapping",
@@ -160,6 +163,8 @@ def described(found: Any) -> dict[str, Any]:
     """Describe an object: what of it would break us if it changed."""
     if inspect.isclass(found) and issubclass(found, enum.Enum):
         return {"kind": "enum", "members": {each.name: each.value for each in found}}
+    if is_dataclass(found) and inspect.isclass(found):
+        return {"kind": "dataclass", "fields": [each.name for each in fields(found)]}
     if inspect.isclass(found):
         return {"kind": "class", "abstract": sorted(getattr(found, "__abstractmethods__", ()))}
     if isinstance(found, (staticmethod, classmethod)):

@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 BOTH = (SM90A, SM100A)
 # By part and format. `shown_on`: its suites ran on such a GPU; a form that only compiles is no
-# entry. Row kernels and GEMMs were captured in CUDA graphs by their benches (docs/design-notes).
+# entry. All were captured in CUDA graphs, by their suites or benches on an H200.
 KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("linear", BF16): Kernel("sm90_gemm_bf16", (SM90A,), (SM90A,)),
     ("linear", FP8_E8M0): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
@@ -51,6 +51,8 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("linear", NVFP4): Kernel("sm90_gemm_nvfp4", (SM90A,), (SM90A,)),
     ("linear", NVFP4_A16): Kernel("sm90_gemm_w4a16", BOTH, (SM90A,)),
     ("act_quant", NVFP4): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
+    ("experts", NVFP4): Kernel("simt_moe_rows, sm90_moe_nvfp4", (SM90A,), (SM90A,)),
+    ("attend", FP8_CACHE): Kernel("sm90_sparse_attention", (SM90A,), (SM90A,)),
     ("rows", FP8_CACHE): Kernel("simt_rmsnorm, simt_qnorm_rope, simt_kv_write", BOTH, (SM90A,)),
     ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
 }

@@ -56,7 +56,9 @@ def test_our_kernel_is_chosen(part: str, form: str, target: str, module: str) ->
     [
         ("linear", "MXFP4", "sm_90a", "degarble has one for BF16 or "),
         ("linear", parts.BF16, "sm_100a", "degarble has sm90_gemm_bf16 on sm_90a"),
-        ("attend", parts.FP8_CACHE, "sm_90a", "expected degarble has none"),
+        ("compressor", parts.FP8_CACHE, "sm_90a", "expected degarble has none"),
+        ("attend", "bfloat16", "sm_90a", "degarble has one for fp8_ds_mla"),
+        ("experts", "MXFP4", "sm_90a", "degarble has one for NVFP4"),
         ("act_quant", parts.FP8_E8M0, "sm_90a", "degarble has one for NVFP4"),
     ],
 )

@@ -1,9 +1,10 @@
 """DeepSeek-V4's attention layer of vLLM with our row kernels and output projection.
 
 Owns what the layer overrides: norms of query and latent rows, heads normed and turned, latent rows
-normed, turned, quantised and written to the paged cache by slot; heads turned back and wo_a. Slots,
-block tables, the split of a batch and sparse attention itself stay vLLM's: its metadata are read as
-they are. The builder declares the level of CUDA graphs that all parts together allow.
+normed, turned, quantised and written to the paged cache by slot; sparse attention over the window's
+and the compressed caches; heads turned back and wo_a. Slots, block tables and the split of a batch
+stay vLLM's: its metadata are read as they are. The builders declare the level of CUDA graphs that
+all parts together allow.
 
 vLLM 0.33 chooses the attention class of V4 by a fixed table (a registered backend would be passed
 over in silence), so the layer is made by vLLM and becomes ours by `adopt`, object by object.
@@ -29,6 +30,8 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     DeepseekV4FlashMLAAttention,
     DeepseekV4FlashMLABackend,
     DeepseekV4FlashMLAMetadataBuilder,
+    compute_global_topk_indices_and_lens,
+    get_forward_context,
 )
 from degarble.harness.plugins.vllm.options import OURS
 
@@ -88,6 +91,7 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
     backend_cls = Backend
     swa_backend_cls = WindowBackend
     degarble_rows: bool
+    degarble_attend: bool
     degarble_o_proj: bool
 
     def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -114,6 +118,46 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
         heads = turned(q, turns, positions, self.eps)
         return functional.pad(heads, (0, 0, 0, self.padded_heads - q.shape[1]))
 
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Any) -> None:
+        """Attend straight to the paged caches: decoded tokens, then those of prompts."""
+        metadata = get_forward_context().attn_metadata
+        if not self.degarble_attend or not isinstance(metadata, dict):
+            super().forward_mqa(q, kv, positions, output)
+            return
+        near, own = metadata[self.swa_cache_layer.prefix], metadata.get(self.prefix)
+        require_cache(self.prefix, self.swa_cache_layer.kv_cache, near.block_size)
+        first = near.num_decode_tokens
+        for mode, begin, count, slots, lengths in (
+            ("decode", 0, first, near.decode_swa_indices, near.decode_swa_lens),
+            ("prefill", first, near.num_prefill_tokens, near.prefill_swa_indices,
+             near.prefill_swa_lens),
+        ):  # fmt: skip
+            if count:
+                end = begin + count
+                window = (slots[:count].reshape(count, -1), lengths[:count])
+                entries = self._entries(near, own, (begin, end))
+                attend(self, mode, (q[begin:end], output[begin:end]), window, entries)
+
+    def _entries(self, near: Any, own: Any, tokens: tuple[int, int]) -> Any:
+        """Return slots and lengths of the compressed entries that some tokens attend to."""
+        if own is None or self.compress_ratio <= 1:
+            return None
+        begin, end = tokens
+        if self.compress_ratio == 4:  # the indexer's choice, filled in by the layer
+            chosen = self.topk_indices_buffer[begin:end]
+        elif begin == 0 and near.num_decode_tokens:  # all of them, made with the metadata
+            slots = own.c128a_global_decode_topk_indices
+            return slots.reshape(end, -1), own.c128a_decode_topk_lens[:end]
+        else:
+            chosen = own.c128a_prefill_topk_indices[: end - begin]
+        return compute_global_topk_indices_and_lens(
+            chosen,
+            near.token_to_req_indices[begin:end],
+            own.block_table,
+            own.block_size // self.compress_ratio,
+            near.is_valid_token[begin:end],
+        )
+
     def _o_proj(self, o: Any, positions: Tensor) -> Tensor:
         """Turn heads back, multiply each group by its part of wo_a, then wo_b."""
         if not self.degarble_o_proj:
@@ -137,8 +181,8 @@ def adopt(attention: Any, start: Start) -> None:
     module = attention.prefix
     rows = start.kernel(module, "rows", attention.kv_cache_dtype)
     o_proj = start.options.side("o_proj") == OURS  # noted where wo_a asked for its method
+    attend = start.kernel(module, "attend", attention.kv_cache_dtype)
     for part, there in (
-        ("attend", True),
         ("compressor", attention.compressor is not None),
         ("indexer", attention.indexer is not None),
     ):
@@ -146,6 +190,7 @@ def adopt(attention: Any, start: Start) -> None:
             start.kernel(module, part, attention.kv_cache_dtype)
     attention.__class__ = DegarbleAttention
     attention.degarble_rows, attention.degarble_o_proj = rows is not None, o_proj
+    attention.degarble_attend = attend is not None
     attention.swa_cache_layer.backend_cls = WindowBackend
 
 
@@ -162,6 +207,36 @@ def require_cache(name: str, cache: Tensor, entries: int) -> None:
 def pages_of(cache: Tensor) -> Tensor:
     """View pages with their padding as rows of bytes, [N, B]."""
     return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
+
+
+def attend(
+    layer: Any,
+    mode: str,
+    heads: tuple[Tensor, Tensor],
+    window: tuple[Tensor, Tensor],
+    entries: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Attend by our kernel, all heads with their padding, whose sinks are -inf."""
+    from degarble.kernels import sm90_sparse_attention as ours  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.common import sparse_attention_problem as facts  # noqa: PLC0415
+    from degarble.kernels.common.kv_problem import Pages  # noqa: PLC0415
+
+    def keys(listed: tuple[Tensor, Tensor], cache: Tensor) -> tuple[Any, Any]:
+        slots, lengths = listed
+        pages = Pages("fp8", cache.shape[1], cache.shape[0], cache.stride(0))
+        given = ours.Keys(slots.contiguous(), pages_of(cache), lengths.contiguous())
+        return given, facts.KeyList(slots.shape[1], pages)
+
+    q_THL, out_THL = heads
+    tokens, count, _ = q_THL.shape
+    near, of_near = keys(window, layer.swa_cache_layer.kv_cache)
+    far, of_far = (None, None) if entries is None else keys(entries, layer.kv_cache)
+    problem = facts.AttentionProblem(
+        tokens, count, of_near, of_far, mode=mode, lengths=True, scale=layer.scale
+    )
+    lse = torch.empty(tokens, count, dtype=torch.float32, device=q_THL.device)
+    given = ours.Operands(q_THL, layer.attn_sink.data, near, far)
+    ours.sparse_attention(given, problem, settings(), results=ours.Results(out_THL, lse))
 
 
 def write_latent(

@@ -9,13 +9,14 @@ suites/plugins/vllm/bound/test_config.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.harness.plugins.vllm import parts
 from degarble.harness.plugins.vllm.bound import linears
+from degarble.harness.plugins.vllm.bound.experts import ModelOptOfDegarble
 from degarble.harness.plugins.vllm.bound.start import Start
 from degarble.harness.plugins.vllm.bound.upstream import (
     DeepseekV4FP8Config,
@@ -29,9 +30,6 @@ from degarble.harness.plugins.vllm.bound.upstream import (
 )
 from degarble.harness.plugins.vllm.installed import NAME
 from degarble.harness.plugins.vllm.proof import EXPERTS_INSIDE
-
-if TYPE_CHECKING:
-    from torch import nn
 
 MODEL_TYPE = "deepseek_v4"
 _WO_A = ".attn.wo_a"
@@ -97,7 +95,7 @@ class DegarbleConfig(QuantizationConfig):
             )
         return NAME
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of a module; None for what is not quantised by design."""
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
@@ -133,13 +131,13 @@ class DegarbleConfig(QuantizationConfig):
             raise UnknownName.among("module of vLLM", module, formats)
         return formats[module]
 
-    def _experts(self, layer: nn.Module, prefix: str) -> Any:
+    def _experts(self, layer: Any, prefix: str) -> Any:
         stored = self._format(prefix)
-        kernel = self.start.kernel(prefix, "experts", stored)
-        assert kernel is None, "the table has no kernel for experts"
+        if self.start.kernel(prefix, "experts", stored, _tactic("experts")) is not None:
+            return ModelOptOfDegarble(prefix, layer.moe_config)
         return self._theirs_config().get_quant_method(layer, prefix)
 
-    def _their_linear(self, layer: nn.Module, prefix: str, stored: str) -> Any:
+    def _their_linear(self, layer: Any, prefix: str, stored: str) -> Any:
         """Return vLLM's own method of a format, where its V4 has one."""
         if stored == parts.BF16:
             return UnquantizedLinearMethod()
@@ -167,6 +165,7 @@ def _tactic(form: str) -> str:
         parts.NVFP4: "gemm_problem",
         parts.NVFP4_A16: "w4a16_problem",
         **dict.fromkeys(parts.FP8, "gemm_problem"),
+        "experts": "moe_problem",
     }
     return f"by rows: kernels/common/{tables[form]}.py TACTICS" if form in tables else ""
 

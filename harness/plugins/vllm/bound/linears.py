@@ -3,6 +3,7 @@
 Owns parameters under the names that vLLM's loader writes to, what is made of them once they are
 loaded (scales in the order that a kernel reads, the checks of fused partners), and one product a
 call. The kernels' modules are imported when weights are ready: they need the CuTe DSL.
+Trap: vLLM's newer loader is for classes on its list; the older one has no place for tensor scales.
 
 Refuses partners whose tensor scales differ (one product has one), a bias, and activations that are
 not BF16. Nothing is computed another way where a kernel refuses: its refusal is the answer.
@@ -28,6 +29,7 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     create_fp8_scale_parameter,
     create_fp8_weight_parameter,
     per_token_group_quant_fp8,
+    register_weight_loader_v2_supported_method,
     set_weight_attrs,
     validate_fp8_block_shape,
 )
@@ -101,6 +103,7 @@ class Linear(LinearMethodBase):
         """Multiply BF16 rows by the loaded weight."""
 
 
+@register_weight_loader_v2_supported_method
 class Bf16Linear(Linear):
     """BF16 by BF16."""
 
@@ -130,6 +133,7 @@ def by_bf16(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     return gemm_bf16(x_MK, weight_NK, problem, settings())
 
 
+@register_weight_loader_v2_supported_method
 class Fp8Linear(Linear):
     """E4M3 with float32 or UE8M0 scales of 128 x 128; activations 1 x 128 by vLLM's quantiser."""
 
@@ -181,6 +185,7 @@ def by_fp8(codes_MK: Tensor, scales_MG: Tensor, weight_NK: Tensor, scales_HG: Te
     return gemm_fp8_block(given, problem, settings())
 
 
+@register_weight_loader_v2_supported_method
 class Nvfp4Linear(Linear):
     """E2M1 with E4M3 scales of 16 and one float32 a tensor: W4A4, or W4A16 where asked for."""
 

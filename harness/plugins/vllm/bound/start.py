@@ -116,7 +116,7 @@ def ranks_of(config: Any) -> tuple[int, int, int]:
     """Return (tp, ep, pp) as the loader proof counts them."""
     parallel = config.parallel_config
     tp = parallel.tensor_parallel_size
-    ep = tp * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
+    ep = tp if parallel.enable_expert_parallel else 1
     return tp, ep, parallel.pipeline_parallel_size
 
 
@@ -127,6 +127,7 @@ def require_served(config: Any) -> None:
         "speculative decoding": config.speculative_config is not None,
         "LoRA": config.lora_config is not None,
         "expert load balancing": parallel.enable_eplb,
+        "data parallelism": parallel.data_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "online quantisation": config.model_config.quantization_config is not None,
         "a dummy load format": config.load_config.load_format == "dummy",

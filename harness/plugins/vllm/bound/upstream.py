@@ -14,12 +14,16 @@ VERSION = require_vllm()
 try:
     from vllm.config import get_current_vllm_config
     from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.forward_context import get_forward_context
     from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported
     from vllm.model_executor.layers.linear import (
         LinearBase,
         LinearMethodBase,
         UnquantizedLinearMethod,
+        register_weight_loader_v2_supported_method,
     )
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -36,6 +40,7 @@ try:
         PerTensorScaleParameter,
     )
     from vllm.model_executor.utils import set_weight_attrs
+    from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
     from vllm.models.deepseek_v4.nvidia.flashmla import (
         DeepseekSparseSWAFlashMLABackend,
         DeepseekSparseSWAFlashMLAMetadataBuilder,
@@ -68,6 +73,8 @@ __all__ = [
     "DeepseekV4FlashMLABackend",
     "DeepseekV4FlashMLAMetadataBuilder",
     "DeepseekV4ForCausalLM",
+    "FusedMoEMethodBase",
+    "FusedMoeWeightScaleSupported",
     "LinearBase",
     "LinearMethodBase",
     "ModelRegistry",
@@ -76,14 +83,17 @@ __all__ = [
     "QuantizationConfig",
     "RoutedExperts",
     "UnquantizedLinearMethod",
+    "compute_global_topk_indices_and_lens",
     "create_fp8_scale_parameter",
     "create_fp8_weight_parameter",
     "current_platform",
     "get_current_vllm_config",
+    "get_forward_context",
     "get_tensor_model_parallel_rank",
     "init_logger",
     "per_token_group_quant_fp8",
     "register_quantization_config",
+    "register_weight_loader_v2_supported_method",
     "set_weight_attrs",
     "validate_fp8_block_shape",
 ]
