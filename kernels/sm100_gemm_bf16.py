@@ -62,7 +62,7 @@ def gemm_kernel(
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     tcgen05.allocate(address, form)
-    wgmma.begin(form.tactic)
+    tcgen05.begin(form.tactic)
 
     base = tcgen05.base_of(address)
     sums = tcgen05.sums_of(mma, base, form)
@@ -118,7 +118,8 @@ def feedings_of(feeds: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[An
         cute.make_tensor(tensor.iterator, layout.outer)
         for tensor, layout in zip(shared, layouts(form), strict=True)
     )
-    return tuple(map(producer.feeding, feeds, views, boxes_of(form)))
+    sharing = tcgen05.sharing_of(form)
+    return tuple(map(producer.feeding, feeds, views, boxes_of(form), (sharing["a"], sharing["b"])))
 
 
 @cute.jit
@@ -136,11 +137,15 @@ def launch_gemm(
         cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
         for pointer, rows, columns in zip(pointers, (m, n, m), (k, k, n), strict=True)
     )
-    feeds = tuple(map(producer.feed_of, (mA, mB), layouts(form), boxes_of(form)))
+    sharers = tcgen05.sharers(form)
+    feeds = tuple(
+        map(producer.feed_of, (mA, mB), layouts(form), boxes_of(form), (sharers["a"], sharers["b"]))
+    )
     store = epilogue.store_of(mD, tensor_memory.LANES)
     gemm_kernel(feeds, store, (m, n, k), form).launch(
-        grid=[1, 1, clusters],
+        grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
+        cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
         stream=stream,
     )

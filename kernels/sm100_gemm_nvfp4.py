@@ -113,7 +113,7 @@ def prepared(form: GemmForm) -> Prepared:
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     tcgen05.allocate(address, form)
-    wgmma.begin(form.tactic)
+    tcgen05.begin(form.tactic)
     base = tcgen05.base_of(address)
     return Prepared(mma, shared, sD, ring, sums_ring, base, tcgen05.sums_of(mma, base, form))
 
@@ -180,7 +180,9 @@ def clear_beyond(words: Any, stage: Any, end: tuple[Any, Any]) -> None:
 
 def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
     """Cut every feed for this thread block."""
-    return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form)))
+    share = tcgen05.sharing_of(form)
+    sharing = [share[load.side] for load in facts.loads(form)]
+    return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form), sharing))
 
 
 def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
@@ -283,7 +285,7 @@ def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm
         for name, (pointer, rows, columns) in shaped.items()
     }
     feeds = tuple(
-        producer.feed_of(matrices[load_.name], layout, box)
+        producer.feed_of(matrices[load_.name], layout, box, tcgen05.sharers(form)[load_.side])
         for load_, layout, box in zip(facts.loads(form), layouts(form), boxes_of(form), strict=True)
     )
     return feeds, epilogue.store_of(matrices["d"], tensor_memory.LANES)
@@ -304,8 +306,9 @@ def launch_gemm(
         cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
     )
     gemm_kernel(feeds, store, tensor_scales, (m, n, k), form).launch(
-        grid=[1, 1, clusters],
+        grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
+        cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
         stream=stream,
     )

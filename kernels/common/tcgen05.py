@@ -23,7 +23,7 @@ from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import gemm_tensor_memory as memory_facts
 from degarble.kernels.common import wgmma
-from degarble.kernels.common.gemm_problem import GemmForm
+from degarble.kernels.common.gemm_problem import GemmForm, Tactic
 
 BLOCK = facts.NVFP4.block
 BARRIER_OF_STORES = 2  # 0 and 1 belong to the thread block
@@ -88,6 +88,17 @@ def scale_layouts(mma: Any, form: GemmForm, stages: int) -> tuple[Any, ...]:
 # ---- rings ---------------------------------------------------------------------------------------
 
 
+def sharing_of(form: GemmForm) -> dict[str, tuple[Any, int, Any]]:
+    """Return by side who receives a box within the cluster: place, number, mask."""
+    share = wgmma.sharing_of(form.tactic)
+    return {"a": share.a, "b": share.b}
+
+
+def sharers(form: GemmForm) -> dict[str, int]:
+    """Return by side how many thread blocks receive a box at once."""
+    return {"a": form.tactic.cluster_columns, "b": form.tactic.cluster_rows}
+
+
 def cluster_layout(form: GemmForm) -> Any:
     """Return the thread blocks of a cluster: none multiply together, rows, columns."""
     return cute.make_layout((1, form.tactic.cluster_rows, form.tactic.cluster_columns, 1))
@@ -122,6 +133,13 @@ def ring_of_sums(memory: Any, form: GemmForm) -> Any:
 
 
 # ---- tensor memory -------------------------------------------------------------------------------
+
+
+def begin(tactic: Tactic) -> None:
+    """Let no thread go on before all barriers exist, and tensor memory's address is there."""
+    wgmma.begin(tactic)
+    if tactic.cluster_rows * tactic.cluster_columns > 1:
+        cute.arch.sync_threads()  # a cluster's barrier is relaxed: it orders no memory
 
 
 @cute.jit

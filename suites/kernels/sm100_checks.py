@@ -8,7 +8,7 @@ Shape letters: M rows of D, N columns of D, K inner, B blocks of K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TARGET = "sm_100a"
+CLUSTERS = ((2, 1), (1, 2), (2, 2))
 CODE_ELEMENT, SCALE_ELEMENT = 4, 8  # bytes that TMA counts in, as the launch says
 
 
@@ -43,9 +44,19 @@ def forms(operands: str = "nvfp4") -> list[facts.GemmForm]:
     return gemm_checks.forms(operands, TARGET)
 
 
+def clustered(form: facts.GemmForm) -> list[facts.GemmForm]:
+    """Return a form with clusters whose thread blocks share loads."""
+    return [
+        replace(form, tactic=replace(form.tactic, cluster_rows=rows, cluster_columns=columns))
+        for rows, columns in CLUSTERS
+    ]
+
+
 def named(form: facts.GemmForm) -> str:
-    """Name a form by its tile."""
-    return f"{form.tactic.rows}x{form.tactic.columns}"
+    """Name a form by its tile and cluster."""
+    tactic = form.tactic
+    cluster = f"{tactic.cluster_rows}x{tactic.cluster_columns}"
+    return f"{tactic.rows}x{tactic.columns}" + (f"-{cluster}" if cluster != "1x1" else "")
 
 
 def drawn(case: gemm_checks.Case, device: str = "cpu") -> Drawn:

@@ -118,6 +118,13 @@ def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
         "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
         "roundings unstated": (unstated_roundings(ptx), ()),
     }
+    sharers = {"a": form.tactic.cluster_columns, "b": form.tactic.cluster_rows}
+    shared = sum(sharers[load.side] > 1 for load in facts.loads(form))
+    figures["loads shared"] = (len(re.findall(r"complete_tx::bytes\.multicast", ptx)), shared)
+    figures["releases shared"] = (
+        len(re.findall(r"tcgen05\.commit\S+multicast", ptx)),
+        int(max(sharers.values()) > 1),
+    )
     found = found_words(ptx)
     figures |= {name: (found[name], want) for name, want in wanted_words(form).items()}
     return [

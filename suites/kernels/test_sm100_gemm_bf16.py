@@ -28,6 +28,7 @@ pytestmark = pytest.mark.needs("cutlass")
 
 FORMS = blackwell.forms("bf16")
 SETTINGS = CompileSettings()
+CLUSTERED = [clustered for form in FORMS for clustered in blackwell.clustered(form)]
 each_form = pytest.mark.parametrize("form", FORMS, ids=blackwell.named)
 
 
@@ -47,7 +48,7 @@ def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@each_form
+@pytest.mark.parametrize("form", [*FORMS, *CLUSTERED], ids=blackwell.named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: GemmForm) -> None:
     assert not code.complaints(kernels.compile_form(form, SETTINGS), form)
 
@@ -102,10 +103,10 @@ def test_tails(form: GemmForm, inner: int) -> None:
 
 @pytest.mark.b200
 @pytest.mark.parametrize("extents", [(4096, 7168, 4096), (33, 7168, 18432)])
-def test_tile_shape_does_not_change_a_bit(extents: tuple[int, int, int]) -> None:
+def test_tile_and_cluster_shape_do_not_change_a_bit(extents: tuple[int, int, int]) -> None:
     kernels = import_module("degarble.kernels.sm100_gemm_bf16")
     found = []
-    for form in FORMS:
+    for form in (*FORMS, *CLUSTERED):
         case = checks.with_form(form, extents, "ordinary", 9)
         given = checks.bf16_sides(case, "cuda").given
         out = kernels.gemm_bf16(*given, case.problem, SETTINGS, form=form)

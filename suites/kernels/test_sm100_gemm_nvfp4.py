@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 FORMS = blackwell.forms()
+CLUSTERED = [clustered for form in FORMS for clustered in blackwell.clustered(form)]
 each_form = pytest.mark.parametrize("form", FORMS, ids=blackwell.named)
 SETTINGS = CompileSettings()
 FUZZED, AT_ONCE = 120, 40
@@ -62,8 +63,16 @@ def test_every_bit_of_a_descriptor_is_seen_in_the_text(kernels: ModuleType) -> N
     )
 
 
+def test_clusters_share_loads_and_releases(kernels: ModuleType) -> None:
+    form = blackwell.clustered(FORMS[2])[0]
+    kernel = kernels.compile_form(form, SETTINGS)
+    assert not code.complaints(kernel, form)
+    wrong = replace(kernel, ptx=kernel.ptx.replace("complete_tx::bytes.multicast", "", 1))
+    assert "loads shared: got 2, want 3" in code.complaints(wrong, form)
+
+
 @pytest.mark.slow
-@each_form
+@pytest.mark.parametrize("form", [*FORMS, *CLUSTERED], ids=blackwell.named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: GemmForm) -> None:
     assert not code.complaints(kernels.compile_form(form, SETTINGS), form)
 
@@ -130,7 +139,7 @@ def test_fuzzed_shapes(seed: int) -> None:
 def test_tile_and_cluster_shape_do_not_change_a_bit(extents: tuple[int, int, int]) -> None:
     """One instruction is one step of arithmetic, so a result depends on the order of K alone."""
     kernels = import_module("degarble.kernels.sm100_gemm_nvfp4")
-    tactics = [form.tactic for form in FORMS]
+    tactics = [form.tactic for form in (*FORMS, *CLUSTERED)]
     tactics += [replace(tactic, group=group) for tactic in tactics[-1:] for group in (1, 4)]
     found = []
     for tactic in tactics:
