@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 30  # of tensors, on each rank
 MOST_REQUESTS = 64
 MOST_SECONDS = 3600.0
 _BYTES, _SECONDS = 256 << 20, 600.0
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _WORDS = ("layers", "components", "tokens")
 
 
@@ -57,7 +57,7 @@ class Asked:
         if not isinstance(requests, list) or len(requests) > MOST_REQUESTS:
             raise _wrong("requests", requests, f"a list of at most {MOST_REQUESTS} ids")
         for each in requests:
-            if not (isinstance(each, str) and _ID.fullmatch(each)):
+            if not (isinstance(each, str) and REQUEST_ID.fullmatch(each)):
                 raise _wrong("requests", each, "ids of letters, digits, and . _ : -")
         return cls(
             Wanted.of(*words),

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import traceback
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
@@ -20,9 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from degarble.harness.runs.capture_asked import REQUEST_ID
 from degarble.harness.serve import metrics as metering
 from degarble.harness.serve.asked import completion_asked
 from degarble.harness.serve.asked_chat import chat_asked
+from degarble.harness.serve.capturing import PATH
 from degarble.harness.serve.fields import read_object
 from degarble.harness.serve.hearing import Gone, Hearing, Quiet
 from degarble.harness.serve.refusals import ApiError, of_model, stopping
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from degarble.harness.serve.asked import Asked
+    from degarble.harness.serve.capturing import Switch
     from degarble.harness.serve.desk import Desk
     from degarble.harness.serve.engine import Engine
     from degarble.harness.serve.gate import Gate
@@ -57,8 +61,16 @@ def written(document: Mapping[str, Any]) -> bytes:
 class Service:
     """The handlers, with what they need."""
 
-    def __init__(self, desk: Desk, engine: Engine, gate: Gate, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        engine: Engine,
+        gate: Gate,
+        metrics: Metrics,
+        switch: Switch | None = None,
+    ) -> None:
         self._desk, self._engine, self._gate, self._metrics = desk, engine, gate, metrics
+        self._switch = switch
         self.stopping = False
 
     @property
@@ -78,6 +90,8 @@ class Service:
             Route("/health/live", self._health_live),
             Route("/metrics", self._metrics_text),
         ]
+        if self._switch is not None:
+            routes.append(Route(PATH, self._capture, methods=["GET", "POST", "DELETE"]))
         known = {route.path for route in routes}
         return Counted(Router(routes, redirect_slashes=False), self._gate, self._metrics, known)
 
@@ -109,6 +123,16 @@ class Service:
         }
         return Response(self._metrics.text(gauges), media_type=metering.MEDIA_TYPE)
 
+    async def _capture(self, request: Request) -> Response:
+        switch = self._switch
+        assert switch is not None, "the path is there only with its switch"
+        if request.method == "GET":
+            return _answer(switch.state())
+        if request.method == "DELETE":
+            return _answer(await run_in_threadpool(switch.stop))
+        body = await _body(request, self._desk)
+        return _answer(await run_in_threadpool(lambda: switch.start(read_object(body))))
+
     async def _completions(self, request: Request) -> Response:
         return await self._speak(request, completion_asked)
 
@@ -123,8 +147,9 @@ class Service:
             told = "the model is starting; try again"
             raise ApiError(503, told, None, "starting", retry_after=1)
         asked = await run_in_threadpool(lambda: reader(read_object(body), self._desk))
-        reply = Reply(asked, self._desk)
-        hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds)
+        name = _request_id(request)
+        reply = Reply(asked, self._desk, name)
+        hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds, name)
         if asked.stream:
             return _Stream(hearing, reply)
         reply.begin()  # what a stream begins with stands in the whole as well
@@ -133,6 +158,12 @@ class Service:
                 if not isinstance(piece, Quiet):
                     reply.hear(piece)
         return _answer(reply.whole())
+
+
+def _request_id(request: Request) -> str:
+    """The client's own id of a request, where it is one; else a new one."""
+    said = request.headers.get("x-request-id", "")
+    return said if REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
 
 
 async def _body(request: Request, desk: Desk) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,11 @@ from degarble.harness.talk.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from degarble.harness.serve.capturing import Switch
     from degarble.harness.serve.metrics import Metrics
     from degarble.harness.talk.speaker import Speaker
     from degarble.harness.talk.tokenizer import Tokenizer
@@ -43,11 +46,12 @@ class Ticket:
     """The sequences of one request. `dropped`: nobody wants to hear them any more."""
 
     tell: Tell
+    request: str = ""  # its id
     dropped: bool = False
     begin: float = field(default_factory=time.monotonic)
 
 
-class _Line:
+class Line:
     """One sequence, from its arrival to its end."""
 
     def __init__(self, ticket: Ticket, place: int, ask: Ask) -> None:
@@ -56,6 +60,11 @@ class _Line:
         self.voice: Voice | None = None
         self.scoring: Scoring | None = None
         self._unsaid: list[Scored] = []
+
+    @property
+    def request(self) -> str:
+        """The id of the request, and the place in it."""
+        return f"{self.ticket.request}-{self.place}"
 
     def join(self, speaker: Speaker, tokenizer: Tokenizer) -> Voice:
         """Make what takes part in steps."""
@@ -101,12 +110,19 @@ class _Line:
 class Engine:
     """The thread, and the door to it."""
 
-    def __init__(self, speaker: Speaker, tokenizer: Tokenizer, most: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        speaker: Speaker,
+        tokenizer: Tokenizer,
+        most: int,
+        metrics: Metrics,
+        switch: Switch | None = None,
+    ) -> None:
         self._speaker, self._tokenizer = speaker, tokenizer
-        self._most, self._metrics = most, metrics
+        self._most, self._metrics, self._switch = most, metrics, switch
         self._changed = threading.Condition()
-        self._waiting: deque[_Line] = deque()
-        self._active: list[_Line] = []
+        self._waiting: deque[Line] = deque()
+        self._active: list[Line] = []
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="degarble-engine", daemon=True)
         self.ready = False
@@ -135,9 +151,9 @@ class Engine:
         """How many sequences run, and how many wait."""
         return len(self._active), len(self._waiting)
 
-    def submit(self, asks: Sequence[Ask], tell: Tell) -> Ticket:
+    def submit(self, asks: Sequence[Ask], tell: Tell, request: str = "") -> Ticket:
         """Take the sequences of one request in, or none of them."""
-        ticket = Ticket(tell)
+        ticket = Ticket(tell, request)
         if len(asks) > self._most:
             told = f"{len(asks)} choices in one request; {self._most} may run and wait in all"
             raise ApiError(400, told, "n", "invalid_value")
@@ -148,7 +164,7 @@ class Engine:
             if taken + len(asks) > self._most:
                 told = f"{taken} sequences run or wait, {self._most} may; try again"
                 raise ApiError(429, told, None, "queue_full", retry_after=1)
-            self._waiting.extend(_Line(ticket, n, ask) for n, ask in enumerate(asks))
+            self._waiting.extend(Line(ticket, n, ask) for n, ask in enumerate(asks))
             self._changed.notify()
         return ticket
 
@@ -164,8 +180,10 @@ class Engine:
         except Exception as error:  # noqa: BLE001  told to whoever started the server
             self.failure = error
         while self._admit():
-            if self._active:
-                self._step()
+            groups = [self._active]
+            if self._switch is not None:
+                groups = self._switch.parted(self._active)
+            self._active = [line for group in groups if group for line in self._step(group)]
         for line in (*self._active, *self._waiting):
             line.ticket.tell(Failed(line.place, stopping()))
         self._active, self._waiting = [], deque()
@@ -199,39 +217,47 @@ class Engine:
                 self._metrics.observe("queue_seconds", time.monotonic() - line.ticket.begin)
         return True
 
-    def _wanted(self, line: _Line) -> bool:
+    def _wanted(self, line: Line) -> bool:
         if line.ticket.dropped:
             self._metrics.count("sequences_total", end="dropped")
         return not line.ticket.dropped
 
-    def _step(self) -> None:
-        begin, active = time.perf_counter(), self._active
+    def _step(self, active: list[Line]) -> list[Line]:
+        """Compute one step of some lines; those that go on."""
+        begin = time.perf_counter()
         starts = [each.speech.fed for each in active]
         pieces = [each.voice.next_piece() for each in active if each.voice is not None]
         fresh = sum(len(p) for p, each in zip(pieces, active, strict=True) if not each.speech.ids)
         try:
-            hidden = self._speaker.hidden(
-                [each.speech.sequence for each in active], [torch.tensor(p) for p in pieces]
-            )
-            rows = hidden.split([len(piece) for piece in pieces])
-            logits = self._speaker.logits(torch.stack([row[-1] for row in rows]))
+            with self._watching(active, pieces):
+                hidden = self._speaker.hidden(
+                    [each.speech.sequence for each in active], [torch.tensor(p) for p in pieces]
+                )
+                rows = hidden.split([len(piece) for piece in pieces])
+                logits = self._speaker.logits(torch.stack([row[-1] for row in rows]))
         except Exception as error:  # noqa: BLE001  whatever it is, it ends these sequences alone
             self._metrics.count("step_failures_total")
             for line in active:
                 self._fail(line, error)
-            self._active = []
-            return
+            return []
         self._metrics.count("prompt_tokens_total", fresh)
         left = [
             line
             for line, start, row, predicted in zip(active, starts, rows, logits, strict=True)
             if self._hear(line, start, row, predicted)
         ]
-        self._active = left
         self._metrics.observe("step_seconds", time.perf_counter() - begin)
         self._metrics.observe("step_sequences", len(active))
+        return left
 
-    def _hear(self, line: _Line, start: int, hidden: Tensor, logits: Tensor) -> bool:
+    def _watching(
+        self, active: list[Line], pieces: list[list[int]]
+    ) -> AbstractContextManager[None]:
+        if self._switch is None:
+            return nullcontext()
+        return self._switch.watching(active, pieces)
+
+    def _hear(self, line: Line, start: int, hidden: Tensor, logits: Tensor) -> bool:
         """Take what a step gave to one sequence; whether it goes on."""
         assert line.voice is not None, "a line joins before it runs"
         try:
@@ -250,6 +276,6 @@ class Engine:
             return False
         return True
 
-    def _fail(self, line: _Line, error: Exception) -> None:
+    def _fail(self, line: Line, error: Exception) -> None:
         self._metrics.count("sequences_total", end="failed")
         line.ticket.tell(Failed(line.place, error))

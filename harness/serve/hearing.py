@@ -38,13 +38,15 @@ QUIET = Quiet()
 class Hearing:
     """What the engine says about one request. Use it as a context."""
 
-    def __init__(self, asked: Asked, engine: Engine, receive: Receive, bounds: Bounds) -> None:
+    def __init__(
+        self, asked: Asked, engine: Engine, receive: Receive, bounds: Bounds, request: str = ""
+    ) -> None:
         self._bounds, self._receive = bounds, receive
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Heard | Quiet | Exception] = asyncio.Queue()
         self._open = len(asked.asks)
         self._engine = engine
-        self._ticket = engine.submit(asked.asks, self._tell)
+        self._ticket = engine.submit(asked.asks, self._tell, request)
 
     async def __aenter__(self) -> Self:
         """Begin to watch the client and the clock."""

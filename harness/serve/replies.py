@@ -167,10 +167,11 @@ def _spelt(text: str, value: float | None) -> Change:
 class Reply:
     """The answer to one request."""
 
-    def __init__(self, asked: Asked, desk: Desk) -> None:
+    def __init__(self, asked: Asked, desk: Desk, request: str | None = None) -> None:
         self._asked, self._desk = asked, desk
+        kind = "cmpl" if asked.chat is None else "chatcmpl"
         self._head = {
-            "id": f"{'cmpl' if asked.chat is None else 'chatcmpl'}-{uuid.uuid4().hex}",
+            "id": f"{kind}-{request or uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": desk.name,
             "system_fingerprint": desk.mark,

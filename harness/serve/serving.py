@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.runs.model import open_model
 from degarble.harness.serve.app import Service
+from degarble.harness.serve.capturing import Switch
 from degarble.harness.serve.desk import Desk
 from degarble.harness.serve.engine import Engine
 from degarble.harness.serve.gate import Gate
@@ -37,6 +38,7 @@ class Serving:
     anyone: bool = False
     numerics: str | None = None
     bounds: Bounds = field(default_factory=Bounds)
+    captures: Path | None = None  # the folder that the capture switch writes to
 
 
 def serve(how: Serving, say: Callable[[dict[str, str]], None]) -> None:
@@ -48,9 +50,10 @@ def serve(how: Serving, say: Callable[[dict[str, str]], None]) -> None:
     ):
         desk = Desk(model, how.name or how.checkpoint.resolve().name, how.bounds)
         metrics = Metrics()
-        engine = Engine(model.speaker, desk.tokenizer, how.bounds.sequences, metrics)
+        switch = None if how.captures is None else Switch(how.captures, model)
+        engine = Engine(model.speaker, desk.tokenizer, how.bounds.sequences, metrics, switch)
         gate = Gate.of(how.host, how.token, anyone=how.anyone)
-        service = Service(desk, engine, gate, metrics)
+        service = Service(desk, engine, gate, metrics, switch)
 
         def stopping() -> None:
             service.stopping = True
@@ -70,5 +73,7 @@ def serve(how: Serving, say: Callable[[dict[str, str]], None]) -> None:
         finally:
             engine.stop()
             engine.join()
+            if switch is not None:
+                switch.close()
     if engine.failure is not None:
         raise engine.failure

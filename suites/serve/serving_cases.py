@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from degarble.harness.runs.generate import Manner, Talker
 from degarble.harness.runs.model import open_model
 from degarble.harness.serve.app import Counted, Service
+from degarble.harness.serve.capturing import Switch
 from degarble.harness.serve.desk import Desk
 from degarble.harness.serve.engine import Engine
 from degarble.harness.serve.gate import Gate
@@ -63,16 +64,22 @@ class Running:
 
 @contextmanager
 def running(
-    checkpoint: Path, bounds: Bounds = BOUNDS, token: str | None = None, *, endless: bool = False
+    checkpoint: Path,
+    bounds: Bounds = BOUNDS,
+    token: str | None = None,
+    *,
+    endless: bool = False,
+    captures: Path | None = None,
 ) -> Iterator[Running]:
     """Serve a checkpoint in this process; `endless`: no token ends a text."""
     with open_model(checkpoint) as model:
         desk, metrics = Desk(model, "words", bounds), Metrics()
-        engine = Engine(model.speaker, desk.tokenizer, bounds.sequences, metrics)
+        switch = None if captures is None else Switch(captures, model)
+        engine = Engine(model.speaker, desk.tokenizer, bounds.sequences, metrics, switch)
         if endless:
             object.__setattr__(desk.tokenizer, "ends", frozenset())
         gate = Gate.of("127.0.0.1", token, anyone=False)
-        service = Service(desk, engine, gate, metrics)
+        service = Service(desk, engine, gate, metrics, switch)
         app = service.app()
         client = TestClient(app, base_url=LOCAL)
         engine.start()

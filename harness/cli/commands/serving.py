@@ -20,6 +20,7 @@ from degarble.harness.errors import (
     MissingDependency,
     UnreadableFile,
 )
+from degarble.harness.record.files import require_folder
 
 TOKEN_VARIABLE = "DEGARBLE_SERVE_TOKEN"  # noqa: S105  the name of a variable
 _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 512
@@ -62,6 +63,12 @@ class ServeOptions:
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of one request, waiting included.")
     ] = 600.0
+    captures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Let requests to /capture write captures of others into DIR."
+        ),
+    ] = None
     numerics: Annotated[
         str | None,
         typer.Option(
@@ -104,6 +111,7 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
         options.without_token,
         options.numerics,
         bounds,
+        options.captures,
     )
 
     def say(found: dict[str, str]) -> None:
@@ -128,6 +136,13 @@ def _require(options: ServeOptions) -> None:
     values.within("--max-sequences", options.max_sequences, 1, 1 << 16)
     values.within("--time-limit", options.time_limit, 1, 1 << 20)
     values.one_of("--numerics", options.numerics, ARITHMETICS)
+    if options.captures is not None:
+        require_folder("--captures", options.captures)
+        if options.without_token and not _is_loopback(options.host):
+            raise InvalidArgument(
+                "--captures", str(options.captures), "a token, or the loopback address",
+                "Captures hold what others asked: leave --without-token out.",
+            )  # fmt: skip
     if options.name is not None and not (options.name and options.name.isprintable()):
         raise InvalidArgument("--name", options.name, "a printable name", "Give another one.")
 

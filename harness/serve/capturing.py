@@ -1,0 +1,219 @@
+"""The capture switch of a live server: requests are captured by id while others go on beside them.
+
+Owns the state between web side and computing thread: one capture at a time, opened and closed by
+requests, into a folder that the operator named; a request never names a place. A captured request
+runs in steps of its own, so that a capture holds nothing of others; company changes no token. Each
+step is written whole or, where it would exceed the bytes asked for, not at all, and ends it.
+
+Refuses a second capture, what asking refuses (harness/runs/capture_asked.py), filters that choose
+nothing of the model, and closing what is not open. A disk that is full ends the capture, and no
+request. Kept honest by suites/serve/test_capturing.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import DegarbleError
+from degarble.harness.record.capture_types import Phase
+from degarble.harness.record.capture_writer import CaptureWriter
+from degarble.harness.runs.capture import How, facts_of
+from degarble.harness.runs.capture_asked import Asked, Roll
+from degarble.harness.runs.capture_recorder import Recorder
+from degarble.harness.serve.refusals import ApiError, wrong_input
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from degarble.harness.record.capture_types import Step
+    from degarble.harness.record.capture_writer import SentCall
+    from degarble.harness.runs.model import OpenModel
+    from degarble.harness.serve.engine import Line
+
+PATH = "/capture"
+
+
+class _Whole:
+    """A sink that gives steps on whole, within bytes."""
+
+    def __init__(self, writer: CaptureWriter, nbytes: int) -> None:
+        self._writer, self._left = writer, nbytes
+        self._step: Step | None = None
+        self._calls: list[SentCall] = []
+        self._seen: set[int] = set()
+        self.full = False
+
+    def step(self, step: Step) -> None:
+        """Begin a step."""
+        self._step, self._calls = step, []
+
+    def call(self, call: SentCall) -> None:
+        """Keep a call until its step has ended."""
+        for each in (*call.inputs.values(), *call.outputs.values()):
+            if id(each.payload) not in self._seen:
+                self._seen.add(id(each.payload))
+                self._left -= each.payload.nbytes
+        self.full |= self._left < 0
+        if self.full:
+            self._calls = []
+        else:
+            self._calls.append(call)
+
+    def end(self) -> None:
+        """Write the step."""
+        self._seen.clear()
+        if self._step is not None and not self.full:
+            self._writer.step(self._step)
+            for call in self._calls:
+                self._writer.call(call)
+        self._step, self._calls = None, []
+
+
+class _Open:
+    """One capture under way."""
+
+    def __init__(self, folder: Path, model: OpenModel, asked: Asked) -> None:
+        bound = model.speaker.bound
+        asked.wanted.require_choosing(bound.calls)
+        self.folder, self.roll = folder, Roll(asked)
+        facts = facts_of(model.checkpoint.root, model, How(asked.wanted))
+        self.writer = CaptureWriter(folder, facts | {"backend": "torch", "asked": asked.document()})
+        self.sink = _Whole(self.writer, asked.nbytes)
+        self.recorder = Recorder(self.sink, asked.wanted)
+        self.plain = dict(bound.calls)
+        self.recorder.wrap(bound)
+        self.watched = dict(bound.calls)
+        bound.calls.update(self.plain)
+        self.lines: list[Line] = []
+        self.error: Exception | None = None
+
+    @property
+    def ended(self) -> str | None:
+        """By what it ended, if it did."""
+        if self.error is not None:
+            return "error"
+        return "bytes" if self.sink.full else "seconds" if self.roll.late else None
+
+    def document(self) -> dict[str, Any]:
+        """Tell it."""
+        return {
+            "capture": self.folder.name, "requests": self.roll.ids, "ended": self.ended,
+            "calls": self.writer.tally.calls, "asked": self.roll.asked.document(),
+            "error": None if self.error is None else str(self.error),
+        }  # fmt: skip
+
+
+class Switch:
+    """The door for the web side, and the wrapping for the computing thread."""
+
+    def __init__(self, folder: Path, model: OpenModel) -> None:
+        self._folder, self._model = folder, model
+        self._lock = threading.Lock()  # held while a captured step runs
+        self._open: _Open | None = None
+        self._number = 0
+
+    def start(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Open a capture of requests that come from now on."""
+        with self._lock:
+            if self._open is not None:
+                told = f"{self._open.folder.name} is open; end it first"
+                raise ApiError(409, told, None, "capture_open")
+            try:
+                asked = Asked.of_json(raw)
+                self._open = _Open(self._free(), self._model, asked)
+            except DegarbleError as error:
+                raise wrong_input("capture", error) from error
+            return {"state": "open"} | self._open.document()
+
+    def state(self) -> dict[str, Any]:
+        """Tell what is captured now."""
+        found = self._open
+        return {"state": "closed"} if found is None else {"state": "open"} | found.document()
+
+    def stop(self) -> dict[str, Any]:
+        """Close it; what was captured is whole on the disk."""
+        with self._lock:
+            found, self._open = self._open, None
+            if found is None:
+                raise ApiError(409, "no capture is open", None, "capture_closed")
+            return {"state": "closed"} | _closed(found)
+
+    def close(self) -> None:
+        """Close what is open when the server ends."""
+        if self._open is not None:
+            self.stop()
+
+    def _free(self) -> Path:
+        while True:
+            self._number += 1
+            folder = self._folder / f"capture-{self._number:04}"
+            if not folder.exists():
+                return folder
+
+    def parted(self, lines: Sequence[Line]) -> list[list[Line]]:
+        """Part the lines of a step: those that are captured have steps of their own."""
+        if self._open is None:
+            return [list(lines)]
+        mine = [line for line in lines if self._takes(line)]
+        others = [line for line in lines if line not in mine]
+        return [group for group in (others, mine) if group]
+
+    def _takes(self, line: Line) -> bool:
+        found = self._open
+        if found is None or found.ended is not None:
+            return False
+        if line in found.lines:
+            return True
+        # A request that has begun would lack its beginning.
+        if line.speech.fed or found.roll.owner(line.request) is None:
+            return False
+        found.lines.append(line)
+        return True
+
+    @contextmanager
+    def watching(self, lines: Sequence[Line], pieces: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Watch a step, if it is of captured lines."""
+        with self._lock:
+            found = self._open
+            if found is None or found.error is not None or lines[0] not in found.lines:
+                yield
+                return
+            calls = self._model.speaker.bound.calls
+            calls.update(found.watched)
+            try:
+                _begin(found, lines, pieces)
+                yield
+            finally:
+                calls.update(found.plain)
+            try:
+                found.sink.end()
+            except (DegarbleError, OSError) as error:
+                found.error = error
+
+
+def _begin(found: _Open, lines: Sequence[Line], pieces: Sequence[Sequence[int]]) -> None:
+    starts = [line.speech.fed for line in lines]
+    tokens = [token for piece in pieces for token in piece]
+    positions = [
+        start + n for start, piece in zip(starts, pieces, strict=True) for n in range(len(piece))
+    ]
+    numbers = [found.lines.index(line) for line in lines]
+    owners = [n for n, piece in zip(numbers, pieces, strict=True) for _ in piece]
+    decodes = all(start and len(piece) == 1 for start, piece in zip(starts, pieces, strict=True))
+    found.recorder.begin(Phase.DECODE if decodes else Phase.PREFILL, tokens, positions, owners)
+
+
+def _closed(found: _Open) -> dict[str, Any]:
+    told = found.document()
+    sequences = [
+        {"prompt": list(line.ask.prompt), "new": line.speech.ids, "text": line.speech.text}
+        for line in found.lines
+    ]
+    with found.writer as writer:
+        if found.error is None:
+            tally = writer.finish(sequences=sequences, requests=found.roll.ids, ended=told["ended"])
+            told["calls"] = tally.calls
+    return told
