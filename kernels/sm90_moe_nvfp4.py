@@ -12,6 +12,7 @@ by suites/kernels/test_sm90_moe_nvfp4.py. Shape letters: T tokens, K chosen, D h
 expert, E experts here, G experts in all, R rows at most
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,9 +23,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.layouts import ceil_div
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
+from degarble.harness.formats.quantised import QuantisedTensor, require, require_same
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.kernels import simt_moe_rows as rows
 from degarble.kernels import sm90_gemm_nvfp4 as gemm
 from degarble.kernels.common import gemm_contract as contract
@@ -260,6 +264,41 @@ class MoeWeights(NamedTuple):
     w2: ExpertWeights
 
 
+def expert_weights(
+    experts: Sequence[Sequence[QuantisedTensor]], input_scale_E: Tensor
+) -> ExpertWeights:
+    """Stack matrices as a checkpoint has them: of every expert w1 and w3, or w2 alone.
+
+    Refuses other formats, layouts, directions and orders than kernels read, and mixtures.
+    """
+    every = [matrix for matrices in experts for matrix in matrices]
+    require_same(*every)
+    for matrix in every:
+        require(
+            matrix,
+            format=NVFP4,
+            layout=SWIZZLE_128X4,
+            direction=ScaleDirection.DECODE,
+            nibble_order=NibbleOrder.LOW_EVEN,
+        )
+    kinds = {(len(matrices), *(matrix.shape for matrix in matrices)) for matrices in experts}
+    if len(kinds) != 1 or len({matrix.shape for matrix in every}) != 1:
+        raise ShapeMismatch(
+            "experts' matrices", sorted(map(str, kinds)), "one shape", "Pass one layer's experts."
+        )
+    codes, scales, decode = (
+        torch.stack([torch.stack([read(matrix) for matrix in matrices]) for matrices in experts])
+        for read in (
+            lambda matrix: matrix.codes,
+            lambda matrix: matrix.block_scale,
+            lambda matrix: matrix.decode_scale.reshape(()),
+        )
+    )
+    if len(experts[0]) == 1:
+        codes, scales, decode = codes[:, 0], scales[:, 0], decode[:, 0]
+    return ExpertWeights(codes, scales, decode, input_scale_E)
+
+
 class Routing(NamedTuple):
     """Which experts a token has, and with which weights, as simt_router writes them."""
 
@@ -391,13 +430,13 @@ def empty_output(problem: MoeProblem, given: Given) -> Tensor:
 
 def require_given(problem: MoeProblem, given: Given) -> None:
     """Refuse what kernels would misread."""
-    require, shape = operands.require_tensor, (problem.tokens, problem.hidden)
-    require("x", given.x, torch.bfloat16, shape, 32)
+    check, shape = operands.require_tensor, (problem.tokens, problem.hidden)
+    check("x", given.x, torch.bfloat16, shape, 32)
     if given.shared is not None:
-        require("shared expert's output", given.shared, torch.bfloat16, shape, 16)
+        check("shared expert's output", given.shared, torch.bfloat16, shape, 16)
     of_slots = (problem.tokens, problem.chosen)
-    require("experts of tokens", given.routing.experts, torch.int32, of_slots, 4)
-    require("routing weights", given.routing.weights, torch.float32, of_slots, 4)
+    check("experts of tokens", given.routing.experts, torch.int32, of_slots, 4)
+    check("routing weights", given.routing.weights, torch.float32, of_slots, 4)
     require_local(problem, given.routing.local)
     require_weights("w13", given.weights.w13, problem, (problem.experts, GATE_AND_UP))
     require_weights("w2", given.weights.w2, problem, (problem.experts,))
@@ -422,12 +461,12 @@ def require_weights(
     """Refuse experts' matrices that kernels would misread; `leading` counts matrices."""
     sides = (problem.width, problem.hidden)
     n, k = sides if len(leading) > 1 else sides[::-1]
-    require, tma = operands.require_tensor, contract.TMA_ALIGNMENT
+    check, tma = operands.require_tensor, contract.TMA_ALIGNMENT
     size = moe_problem.scale_bytes(n, k)
-    require(f"codes of {name}", weights.codes, torch.uint8, (*leading, n, k // 2), tma)
-    require(f"scales of {name}", weights.scales, torch.uint8, (*leading, size), tma)
-    require(f"decode scales of {name}", weights.decode_scale, torch.float32, leading, 4)
-    require(f"input scales of {name}", weights.input_scale, torch.float32, leading[:1], 4)
+    check(f"codes of {name}", weights.codes, torch.uint8, (*leading, n, k // 2), tma)
+    check(f"scales of {name}", weights.scales, torch.uint8, (*leading, size), tma)
+    check(f"decode scales of {name}", weights.decode_scale, torch.float32, leading, 4)
+    check(f"input scales of {name}", weights.input_scale, torch.float32, leading[:1], 4)
 
 
 def tensors_of(given: Given) -> list[Tensor]:

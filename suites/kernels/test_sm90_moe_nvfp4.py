@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch
+from degarble.harness.errors import (
+    DialectMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ScaleDirectionMismatch,
+    ShapeMismatch,
+)
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.dialects import CANONICAL, DIALECTS
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.types import ScaleDirection
 from degarble.kernels.common import moe_problem as facts
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.suites.kernels import gemm_code as code
@@ -19,6 +31,8 @@ from degarble.suites.kernels.moe_checks import Case
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+    from degarble.harness.formats.quantised import QuantisedTensor
 
 pytestmark = pytest.mark.needs("cutlass")
 
@@ -108,6 +122,36 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     few = replace(SMALL, experts=2)
     with pytest.raises(InvalidArgument, match="experts held here"):
         kernels.moe_nvfp4(given.x, routing, weights, few, checks.SETTINGS)
+
+
+def quantised(seed: int, rows: int = 96, **changes: Any) -> QuantisedTensor:
+    values = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    made = quantise(values, NVFP4, CANONICAL).with_layout(SWIZZLE_128X4)
+    return replace(made, **changes)
+
+
+def test_weights_of_a_checkpoint_are_stacked_and_others_refused(kernels: ModuleType) -> None:
+    experts = [[quantised(2 * e), quantised(2 * e + 1)] for e in range(3)]
+    w13 = kernels.expert_weights(experts, torch.ones(3))
+    kernels.require_weights("w13", w13, SMALL, (3, 2))
+    assert torch.equal(w13.codes[2, 1], experts[2][1].codes)
+    assert torch.equal(w13.scales[1, 0], experts[1][0].block_scale)
+    assert w13.decode_scale[2, 0] == experts[2][0].decode_scale
+    alone = kernels.expert_weights([[expert[0]] for expert in experts], torch.ones(3))
+    assert alone.codes.shape == (3, 96, 32)
+    linear = quantised(5).with_layout(LINEAR)
+    encode = quantised(5).with_direction(ScaleDirection.ENCODE)
+    for error, wrong in (
+        (LayoutMismatch, [linear, linear]),
+        (ScaleDirectionMismatch, [encode, encode]),
+        (DialectMismatch, [quantised(5, dialect=DIALECTS["modelopt"]), quantised(6)]),
+        (ShapeMismatch, [quantised(5, rows=128), quantised(6, rows=128)]),
+        (ShapeMismatch, [quantised(5)]),
+    ):
+        with pytest.raises(error):
+            kernels.expert_weights([experts[0], wrong], torch.ones(2))
+    with pytest.raises(LayoutMismatch):
+        kernels.expert_weights([[linear, linear]], torch.ones(1))
 
 
 def test_faults_have_names_of_their_own() -> None:
