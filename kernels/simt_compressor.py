@@ -117,68 +117,92 @@ def place_of(tensors: Tensors, sequence: Any) -> Place:
     return Place(start, begin, count, ring)
 
 
-def pair_at(address: Any) -> list[Any]:
-    """Read two float32 numbers."""
-    text = "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
-    return list(
-        cute.arch.inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[address])
+@cute.jit
+def read_new_rows(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    told: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Read eight rows as if all came in this call; `told` is first token, part, chunk of E.
+
+    So they are on their way before it is known where the sequence begins.
+    """
+    first, part, chunk = told
+    rLatent, rGate = registers
+    of_row, of_gate, of_entry = (
+        n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
     )
+    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32)
+    for row in cutlass.range_constexpr(AT_ONCE):
+        number = part * AT_ONCE + row
+        column = chunk + row // form.ratio * of_entry  # with overlap a window has its own half
+        at = Int64(ops.maximum(first + number, Int32(0))) * of_row + Int64(column)
+        cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
+        cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
+        bias = number % form.ratio * of_gate + column
+        cute.autovec_copy(tensors.ape[None, bias], rBias[None, row])
+    for row in cutlass.range_constexpr(AT_ONCE):
+        for channel in cutlass.range_constexpr(CHANNELS):
+            biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
+            rGate[channel, row] = biased
 
 
-def read_rows(
-    tensors: Tensors, place: Place, told: tuple[Any, Any, Any, Any], form: PoolForm
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Read latents and gates of eight rows; `told` is first position, part, chunk of E, rings.
+@cute.jit
+def read_old_rows(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    place: Place,
+    told: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Put rows of the ring where a window began before this call; `told`: as before, and rings.
 
-    Where a row lies is chosen, not branched on: behind a branch each load would be waited for.
+    Which rows are old is chosen, not branched on: behind a branch each load would be waited for.
     """
     first, part, chunk, rings = told
+    rLatent, rGate = registers
     of_row, of_gate, of_entry = (
         n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
     )
     carries = (place.ring >= 0) & (place.ring < rings)
     ring = Int64(ops.select(carries, place.ring, Int32(0))) * form.ring_rows
-    new_rows, old_rows = (each.iterator.toint() for each in (tensors.projected, tensors.rings))
-    found = []
-    for row in range(AT_ONCE):
-        number = part * AT_ONCE + row
-        position = first + number
-        column = chunk + row // form.ratio * of_entry  # with overlap a window has its own half
-        is_new = position >= place.start
-        is_old = (position >= 0) & (position < place.start) & carries
-        token = Int64(place.begin + ops.select(is_new, position - place.start, Int32(0)))
-        old = ring + Int64(ops.select(is_old, position, Int32(0)) % form.ring_rows)
-        row_at = ops.select(is_old, old, token) * of_row + Int64(column)
-        address = ops.select(is_old, old_rows, new_rows) + row_at * (4 * CHANNELS)
-        bias = tensors.ape[None, number % form.ratio * of_gate + column].iterator.toint()
-        pairs = (pair_at(address), pair_at(address + 4 * form.columns), pair_at(bias))
-        found.append(((is_new, is_old, position >= 0), pairs))
-    latents, gates = [], []
-    for (is_new, is_old, is_there), (latent, gate, bias) in found:
+    rOld, rOldGate = (
+        cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
+    )
+    for row in cutlass.range_constexpr(AT_ONCE):
+        position = ops.maximum(first + (part * AT_ONCE + row), Int32(0))
+        column = chunk + row // form.ratio * of_entry
+        at = (ring + Int64(position % form.ring_rows)) * of_row + Int64(column)
+        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
+        cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
+    for row in cutlass.range_constexpr(AT_ONCE):
+        position = first + (part * AT_ONCE + row)
+        is_new, is_there = position >= place.start, position >= 0
+        is_old = is_there & carries
         lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        latents.append([ops.select(is_new | is_old, number, lost) for number in latent])
-        gates.append(
-            [
-                ops.select(is_new, ops.add_rn(number, more), ops.select(is_old, number, before))
-                for number, more in zip(gate, bias, strict=True)
-            ]
-        )
-    return latents, gates
+        for channel in cutlass.range_constexpr(CHANNELS):
+            latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
+            gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
+            rLatent[channel, row] = ops.select(is_new, Float32(rLatent[channel, row]), latent)
+            rGate[channel, row] = ops.select(is_new, Float32(rGate[channel, row]), gate)
 
 
 @cute.jit
 def pool_window(
     tensors: Tensors,
+    registers: tuple[Any, Any],
     shared: tuple[Any, Any, Any],
-    place: Place,
-    told: tuple[Any, ...],
+    told: tuple[Any, Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Pool a thread's channels; `told`: window, first position, part, chunks, rings."""
-    window, first, part, chunk, within, rings = told
-    of_rows = read_rows(tensors, place, (first, part, chunk, rings), form)
-    latents, gates = ([list(each) for each in zip(*rows, strict=True)] for rows in of_rows)
+    """Pool a thread's channels; `told` is window, part, chunk of E and of the block."""
+    window, part, chunk, within = told
+    latents, gates = (
+        [[Float32(of[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
+        for of in registers
+    )
     peaks = [facts.peak_of(of_channel) for of_channel in gates]
     if cutlass.const_expr(form.parts > 1):
         put_own(shared[0], within, part, peaks)
@@ -277,12 +301,18 @@ def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
         token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
     known = (token >= 0) & (token < tokens) & (sequence >= 0) & (sequence < sequences)
     if known:
+        rLatent, rGate = (
+            cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
+        )
+        registers, back = (rLatent, rGate), form.ring_rows - 1
+        read_new_rows(tensors, registers, (token - back, part, chunk), form)
         place = place_of(tensors, sequence)
         last = place.start + (token - place.begin)
         closes = (last + 1) % form.ratio == 0
         if closes:
-            first = last - (form.ring_rows - 1)
-            pool_window(tensors, shared, place, (window, first, part, chunk, within, rings), form)
+            if last - back < place.start:
+                read_old_rows(tensors, registers, place, (last - back, part, chunk, rings), form)
+            pool_window(tensors, registers, shared, (window, part, chunk, within), form)
         if (group == 0) & (thread == 0):
             tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
         if cutlass.const_expr(form.alone):  # noqa: SIM102  one is known in tracing
@@ -297,19 +327,16 @@ def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
 
 @cute.kernel
 def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
-    """Put a sequence's last token of a ring's row there."""
+    """Put a sequence's last token of a ring's row there, a few columns a thread."""
     thread, _, _ = cute.arch.thread_idx()
-    row, sequence, _ = cute.arch.block_idx()
-    row = Int32(row)
+    row, sequence, group = cute.arch.block_idx()
+    row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
     place = place_of(tensors, Int32(sequence))
     last = place.start + place.count - 1
     position = last - (last - row) % form.ring_rows
-    if (place.count > 0) & (position >= place.start):
+    if (place.count > 0) & (position >= place.start) & (column < form.columns // CHANNELS):
         token = place.begin + (position - place.start)
-        for column in cutlass.range(
-            Int32(thread), form.columns // CHANNELS, KEEPING_THREADS, unroll=1
-        ):
-            keep_row(tensors, place, (token, column, rings), form)
+        keep_row(tensors, place, (token, column, rings), form)
 
 
 @cute.jit
@@ -332,7 +359,9 @@ def launch_pool(
         )
     if cutlass.const_expr(not form.alone):
         keep_kernel(tensors, rings, form).launch(
-            grid=[form.ring_rows, sequences, 1], block=[KEEPING_THREADS, 1, 1], stream=stream
+            grid=[form.ring_rows, sequences, -(-form.columns // CHANNELS // KEEPING_THREADS)],
+            block=[KEEPING_THREADS, 1, 1],
+            stream=stream,
         )
 
 

@@ -56,6 +56,7 @@ WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
 OF_TILE = 4  # sums of a lane in a tile of 16 x 8
 ADDING_WARPS = 4  # of a thread block, a token each
+CHUNKS = ROW_BYTES // 16  # of a row of a stage
 NAMES = ("streams", "weight", "partial sums", "products", "squares")
 
 
@@ -73,13 +74,20 @@ class Tensors(NamedTuple):
     squares: Any
 
 
-class Source(NamedTuple):
-    """Where a thread block's rows lie: addresses, tokens, first token, 16-byte chunks of a row."""
+class Feed(NamedTuple):
+    """What a thread fetches of every stage: one chunk of every sixteenth row or so.
+
+    Addresses of its first row of streams and of the weight at step 0, bytes from row to row of
+    either, its row and chunk, where that lies in shared memory, tokens left, chunks of a row.
+    """
 
     streams: Any
     weight: Any
-    tokens: Any
-    first: Any
+    to_next: Any
+    row: Any
+    chunk: Any
+    shared: Any
+    left: Any
     of_row: Any
 
 
@@ -95,28 +103,54 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     return list(made)
 
 
-@cute.jit
-def ask(source: Source, base: Any, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
-    """Have a stage fetched: place is step of K and slot of the ring; beyond K there are zeros."""
-    step, slot = place
+def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm) -> Feed:
+    """Return what a thread fetches; `told` is first token of the block, tokens, chunks of a row."""
+    first, tokens, of_row = told
     thread, _, _ = cute.arch.thread_idx()
-    threads, chunks = 32 * form.warps, ROW_BYTES // 16
+    row, chunk = Int32(thread) // CHUNKS, Int32(thread) % CHUNKS
+    streams, weight = (each.iterator.toint() for each in (tensors.streams, tensors.weight))
+    own, of_weight = (
+        (Int64(each) * Int64(of_row) + Int64(chunk)) * 16 for each in (first + row, row)
+    )
+    at = base + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
+    apart = Int64(of_row) * (16 * form.rows_at_once)
+    return Feed(
+        streams + own, weight + of_weight, apart, row, chunk, at, tokens - first - row, of_row
+    )
+
+
+@cute.jit
+def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Have a stage fetched: place is step of K and slot of the ring.
+
+    Behind the end of K and of the tokens there are zeros: nothing is read where no bytes are asked
+    for. A chunk lies at the same place in all rows of a thread, an even number apart.
+    """
+    step, slot = place
+    inside = step * CHUNKS + feed.chunk < feed.of_row
+    to = feed.shared + slot * (form.stage_rows * ROW_BYTES)
+    address = feed.streams + Int64(step) * ROW_BYTES
+    for turn in cutlass.range_constexpr(form.tokens_of_block // form.rows_at_once):
+        row = turn * form.rows_at_once
+        fetch(to + row * ROW_BYTES, address, inside & (feed.left > row))
+        address = address + feed.to_next
+    to = to + form.tokens_of_block * ROW_BYTES
+    address = feed.weight + Int64(step) * ROW_BYTES
+    rows = PARTS * form.tiles * TILE
+    for turn in cutlass.range_constexpr(-(-rows // form.rows_at_once)):
+        row = turn * form.rows_at_once
+        if cutlass.const_expr(row + form.rows_at_once <= rows):  # noqa: SIM114  known in tracing
+            fetch(to + row * ROW_BYTES, address, inside)
+        elif feed.row < rows - row:
+            fetch(to + row * ROW_BYTES, address, inside)
+        address = address + feed.to_next
+
+
+def fetch(to: Any, address: Any, wanted: Any) -> None:
+    """Copy 16 bytes into shared memory, or zeros."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
-    for turn in cutlass.range_constexpr(-(-form.stage_rows * chunks // threads)):
-        number = Int32(thread) + turn * threads
-        if number < form.stage_rows * chunks:
-            row, chunk = number // chunks, number % chunks
-            at = step * chunks + chunk
-            inside = at < source.of_row
-            of_weight = row >= form.tokens_of_block
-            token = ops.minimum(source.first + row, source.tokens - 1)  # behind: computed and lost
-            own = ops.select(of_weight, row - form.tokens_of_block, token)
-            begin = ops.select(of_weight, source.weight, source.streams)
-            where = Int64(own) * Int64(source.of_row) + Int64(ops.select(inside, at, Int32(0)))
-            to = base + (slot * form.stage_rows + row) * ROW_BYTES
-            to += facts.chunk_place(row, chunk) * 16
-            size = ops.select(inside, Int32(16), Int32(0))
-            cute.arch.inline_ptx(text, read_only_args=[to, begin + where * 16, size])
+    size = ops.select(wanted, Int32(16), Int32(0))
+    cute.arch.inline_ptx(text, read_only_args=[to, address, size])
 
 
 def row_words(base: Any, row: Any, chunk: Any) -> list[Any]:
@@ -190,11 +224,10 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
     tokens, of_row, steps, per_piece, per_group, partials = extents
     part = Int32(part)
     first = Int32(block) * form.tokens_of_block
-    streams, weight = (each.iterator.toint() for each in (tensors.streams, tensors.weight))
-    source = Source(streams, weight, tokens, first, of_row)
     memory = cutlass.memory.SmemAllocator()
     ring = memory.allocate_tensor(Uint32, cute.make_layout(form.shared_bytes // 4), 128)
     base = Int32(ring.iterator.toint())
+    feed = feed_of(tensors, base, (first, tokens, of_row), form)
     shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
     rows = form.tokens_of_warp // 8
     rWhole, rSums = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
@@ -206,14 +239,14 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
     count = ops.minimum(begin + of_part, steps) - begin
     for ahead in cutlass.range_constexpr(STAGES - 1):
         if ahead < count:
-            ask(source, base, (begin + ahead, Int32(ahead)), form)
+            ask(feed, (begin + ahead, Int32(ahead)), form)
         cute.arch.cp_async_commit_group()
     for number in cutlass.range(count, unroll=1):
         cute.arch.cp_async_wait_group(STAGES - 2)
         cute.arch.sync_threads()
         following = number + STAGES - 1
         if following < count:
-            ask(source, base, (begin + following, following % STAGES), form)
+            ask(feed, (begin + following, following % STAGES), form)
         cute.arch.cp_async_commit_group()
         stage = base + number % STAGES * (form.stage_rows * ROW_BYTES)
         add_stage(stage, (rSums, rSquares), form)

@@ -56,7 +56,7 @@ class PoolProblem:
             )
         rows.geometry(self.width)
         for name in ("tokens", "sequences", "windows", "rings"):
-            rows.require_extent(name, getattr(self, name))
+            rows.require_extent(name, getattr(self, name), int(name == "rings"))
         rows.require_extent("rows of all rings", self.rings * self.ring_rows)
         if self.tokens < self.sequences:
             raise ShapeMismatch(

@@ -149,6 +149,11 @@ class ProjectForm:
         return self.tokens_of_block + PARTS * rows_of(self.kind)
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows of a stage that a thread block fetches at once, 16 bytes a thread."""
+        return 32 * self.warps * 16 // ROW_BYTES
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a thread block."""
         return STAGES * self.stage_rows * ROW_BYTES

@@ -84,7 +84,7 @@ class Case:
     @property
     def columns(self) -> int:
         """Columns of latents, and of gates."""
-        return PoolProblem(0, 0, 0, 0, self.ratio, self.width).columns
+        return PoolProblem(0, 0, 0, 1, self.ratio, self.width).columns
 
     def drawn(self, offset: int, *shape: int) -> Tensor:
         """Draw float32 numbers."""

@@ -52,6 +52,7 @@ def test_refuses_by_name() -> None:
         ((4, 1, 1, 1, 4, 256), ShapeMismatch, "width of a row"),
         ((1, 2, 1, 1, 4), ShapeMismatch, "tokens"),
         ((-1, 0, 1, 1, 4), ShapeMismatch, "tokens"),
+        ((1, 1, 1, 0, 4), ShapeMismatch, "rings"),
         ((1, 1, 1, 1 << 30, 4), ShapeMismatch, "rows of all rings"),
     ):
         with pytest.raises(error, match=name):

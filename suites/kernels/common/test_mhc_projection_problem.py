@@ -54,6 +54,9 @@ def test_two_thread_blocks_fit_and_every_bank_is_read_once() -> None:
     for kind in facts.WEIGHTS:
         form = facts.ProjectForm(kind, few=False, target="sm_90a")
         assert 2 * (form.shared_bytes + 2048) <= 228 * 1024
+        for each in (form, facts.ProjectForm(kind, few=True, target="sm_90a")):
+            assert each.rows_at_once % 2 == 0  # so chunks keep their place from row to row
+            assert each.tokens_of_block % each.rows_at_once == 0
     for half in (0, 1):
         for row in range(0, 8, 2):
             read = {
