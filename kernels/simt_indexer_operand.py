@@ -5,9 +5,11 @@ Entry point: `indexer_operand(rows, problem, settings, turning=None, norm=None, 
 and keys of V3.2 the first 64 by halves; V3.2's keys are normed first; V4's keys come turned from
 the compressor. Values leave as BF16, or as FP8 codes with a float32 scale a row.
 
-Owns one source for sm_90a and sm_100a: a warp has a row of 128. A position outside of the table of
-turns makes the turned values NaN, and a NaN or an infinity makes its whole block NaN where blocks
-are coded: seen, not hidden. The result may be written where the rows were read, unless it is coded.
+Owns one source for sm_90a and sm_100a: eight lanes have a row of 128. A position outside of the
+table of turns makes the turned values NaN, and a NaN or an infinity makes its whole block NaN where
+blocks are coded: seen, not hidden. The result may be written where the rows were read, unless it is
+coded.
+
 The wrapper checks and launches, allocates no more than what it returns, and never waits for the
 GPU. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
 suites/kernels/test_simt_indexer_operand.py. Shape letters: T tokens, N heads, I width,
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.errors import InvalidArgument
@@ -40,11 +42,11 @@ from degarble.kernels.common.latent_words import (
     NAN,
     amax_bits,
     fp8_numbers,
+    fp8_words,
     vectors,
-    warp_folded,
 )
 from degarble.kernels.common.nvfp4_words import (
-    emit,
+    INSTRUCTIONS,
     numbers_of,
     rounded_words,
     square_root,
@@ -56,7 +58,8 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = facts.OF_LANE // 2
-THREADS = facts.WARPS * facts.LANES
+THREADS = facts.WARPS * 32
+VECTOR = 4  # words of 16 bytes
 
 
 class Turning(NamedTuple):
@@ -96,15 +99,33 @@ class Tensors(NamedTuple):
 
 
 def loaded(tensor: Any, at: Any, words: int) -> list[Any]:
-    """Read words that lie side by side."""
-    registers = cute.make_rmem_tensor(words, Uint32)
-    cute.autovec_copy(tensor[None, at], registers)
+    """Read words that lie side by side, from a vector on."""
+    registers = cute.make_rmem_tensor(cute.make_layout((VECTOR, words // VECTOR)), Uint32)
+    for vector in range(words // VECTOR):
+        cute.autovec_copy(tensor[None, at + vector], registers[None, vector])
     return words_of(registers)
 
 
-def four_of(tensor: Any, at: Any) -> list[Any]:
-    """Read four float32 numbers."""
-    return [ops.number_of(word) for word in loaded(tensor, at, facts.OF_LANE)]
+def put(tensor: Any, at: Any, words: list[Any]) -> None:
+    """Write words side by side, from a vector on."""
+    for vector in range(len(words) // VECTOR):
+        store(tensor, at + vector, words[vector * VECTOR : (vector + 1) * VECTOR])
+
+
+def numbers_at(tensor: Any, lane: Any) -> list[Any]:
+    """Read a lane's float32 numbers."""
+    vectors_of_lane = facts.OF_LANE // VECTOR
+    words = loaded(tensor, lane * vectors_of_lane, facts.OF_LANE)
+    return [ops.number_of(word) for word in words]
+
+
+def row_folded(number: Any) -> Any:
+    """Fold a number over the lanes of a row; each of them has the result."""
+    distance = facts.LANES // 2
+    while distance:
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+        distance //= 2
+    return number
 
 
 def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) -> list[Any]:
@@ -114,13 +135,13 @@ def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) 
         total = terms[0]
         for term in terms[1:]:
             total = ops.add_rn(total, term)
-        return ops.multiply_rn(warp_folded(total), 1.0 / facts.WIDTH)
+        return ops.multiply_rn(row_folded(total), 1.0 / facts.WIDTH)
 
     middle = mean(numbers)
     centred = [ops.subtract_rn(number, middle) for number in numbers]
     variance = mean([ops.multiply_rn(number, number) for number in centred])
     factor = ops.divide_rn(1.0, square_root(ops.add_rn(variance, epsilon)))
-    weights, biases = four_of(tensors.weight, lane), four_of(tensors.bias, lane)
+    weights, biases = numbers_at(tensors.weight, lane), numbers_at(tensors.bias, lane)
     return [
         ops.add_rn(ops.multiply_rn(ops.multiply_rn(number, factor), weight), bias)
         for number, weight, bias in zip(centred, weights, biases, strict=True)
@@ -130,52 +151,59 @@ def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) 
 @cute.jit
 def load_turn(
     tensors: Tensors, place: tuple[Any, Any], positions: Any, form: cutlass.Constexpr
-) -> tuple[Any, bool]:
-    """Return a lane's cosines and sines of (token, lane), and whether it turns at all."""
+) -> tuple[Any, Any]:
+    """Return cosines and sines of (token, lane) as words, and whether the lane turns at all."""
     token, lane = place
-    of_half = facts.LANES // 2
-    halves = form.pairing == "halves"
-    width = 4 if halves else 2
-    rTurn = cute.make_rmem_tensor(cute.make_layout((width, 2)), Uint32)
+    turning = facts.LANES // 2  # lanes that turn
+    of_lane = pairs_of_lane(form)
+    rTurn = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2 * of_lane // VECTOR)), Uint32)
     rTurn.fill(NAN)
-    turns = lane < of_half if halves else lane >= of_half
+    turns = lane < turning if form.pairing == "halves" else lane >= turning
     position = Int64(tensors.positions[token])
     if turns & (position >= 0) & (position < Int64(positions)):
-        group = lane % (of_half // 2) if halves else lane % of_half
-        row = position * (facts.TABLE_WIDTH // width) + Int64(group)
-        cute.autovec_copy(tensors.turns[None, row], rTurn[None, 0])
-        cute.autovec_copy(tensors.turns[None, row + facts.PAIRS // width], rTurn[None, 1])
+        first = lane % (facts.PAIRS // of_lane) * (of_lane // VECTOR)
+        row = position * (facts.TABLE_WIDTH // VECTOR) + Int64(first)
+        for i in cutlass.range_constexpr(of_lane // VECTOR):
+            cute.autovec_copy(tensors.turns[None, row + i], rTurn[None, i])
+            of_sine = row + facts.PAIRS // VECTOR + i
+            cute.autovec_copy(tensors.turns[None, of_sine], rTurn[None, of_lane // VECTOR + i])
     return rTurn, turns
+
+
+def pairs_of_lane(form: OperandForm) -> int:
+    """Pairs of which a lane has a value: both of each, or one where pairs are of two halves."""
+    return facts.OF_LANE if form.pairing == "halves" else facts.OF_LANE // 2
 
 
 def turned(numbers: list[Any], rTurn: Any, turns: Any, lane: Any, form: OperandForm) -> list[Any]:
     """Return a lane's numbers, turned where it has some that turn; not rounded."""
-    width = 4 if form.pairing == "halves" else 2
-    cos, sin = ([ops.number_of(Uint32(rTurn[i, part])) for i in range(width)] for part in (0, 1))
+    angles = [ops.number_of(word) for word in words_of(rTurn)]
+    cos, sin = angles[: pairs_of_lane(form)], angles[pairs_of_lane(form) :]
     made: list[Any] = []
     if form.pairing == "interleaved":
-        for pair in range(2):
-            even, odd = numbers[2 * pair], numbers[2 * pair + 1]
-            made += codecs.rope_rotate(even, odd, cos[pair], sin[pair])
+        for pair, (c, s) in enumerate(zip(cos, sin, strict=True)):
+            made += codecs.rope_rotate(numbers[2 * pair], numbers[2 * pair + 1], c, s)
     else:
         distance = facts.PAIRS // facts.OF_LANE
-        is_first = lane % (2 * distance) < distance
+        # The first of a pair loses what the second gains: a sine of the other sign is exact.
+        sign = ops.select(lane % (2 * distance) < distance, Float32(-1.0), Float32(1.0))
         for number, c, s in zip(numbers, cos, sin, strict=True):
             other = cute.arch.shuffle_sync_bfly(number, offset=distance)
-            first, second = ops.select(is_first, number, other), ops.select(is_first, other, number)
-            made.append(ops.select(is_first, *codecs.rope_rotate(first, second, c, s)))
+            part = ops.multiply_rn(other, ops.multiply_rn(s, sign))
+            made.append(ops.add_rn(ops.multiply_rn(number, c), part))
     return [ops.select(turns, new, old) for new, old in zip(made, numbers, strict=True)]
 
 
 def transformed(numbers: list[Any], lane: Any) -> list[Any]:
     """Return a lane's numbers of the row's Hadamard transform, not rounded."""
-    for distance in (1, 2):
+    distance = 1
+    while distance < facts.OF_LANE:
         made = list(numbers)
         for i in range(facts.OF_LANE):
             if not i & distance:
                 made[i] = ops.add_rn(numbers[i], numbers[i + distance])
                 made[i + distance] = ops.subtract_rn(numbers[i], numbers[i + distance])
-        numbers = made
+        numbers, distance = made, 2 * distance
     distance = 1
     while distance < facts.LANES:
         # A product with 1 or -1 is exact: the fma is the sum or the difference, rounded once.
@@ -194,24 +222,22 @@ def scale_code_of(words: list[Any], form: OperandForm) -> Any:
     return fp8_scale_code(bits) if form.format == "fp8" else facts.mxfp4_scale_code(bits)
 
 
-def fp8_word(words: list[Any], factor: Any) -> Any:
-    """Return the codes of a lane's four values."""
-    scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
-    low, high = (
-        emit("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", Uint16, *scaled[i : i + 2])
-        for i in (0, 2)
-    )
-    return Uint32(low) + ops.shift_left(Uint32(high), 16)
+def codes_of(words: list[Any], factor: Any) -> list[Any]:
+    """Return the FP8 codes of a lane's values, four a word."""
+    half, made = facts.OF_LANE // 4, []
+    for start in range(0, len(words), half):
+        made += fp8_words(words[start : start + half], factor)
+    return made
 
 
 def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
     """Return the BF16 words of what a lane's values are coded as."""
     scale, factor = codecs.ue8m0_decode(code), fp8_factor(code)
     if form.format == "fp8":
-        numbers = fp8_numbers([fp8_word(words, factor)])
+        numbers = fp8_numbers(codes_of(words, factor))
     else:
         scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
-        numbers = [facts.mxfp4_number(number) for number in scaled]
+        numbers = [facts.mxfp4_number(number, INSTRUCTIONS) for number in scaled]
     return rounded_words([ops.multiply_rn(number, scale) for number in numbers])
 
 
@@ -219,35 +245,36 @@ def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
 def operand_kernel(
     tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Give each row a warp."""
+    """Give each row eight lanes; lanes too many repeat the last row, and write nothing."""
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     rows, heads, positions = extents
     lane = Int32(thread) % facts.LANES
-    row = Int32(group) * facts.WARPS + Int32(thread) // facts.LANES
-    if row < rows:
-        at = Int64(row) * facts.LANES + Int64(lane)
-        words = loaded(tensors.rows, at, WORDS)
-        numbers = numbers_of(words)
-        if cutlass.const_expr(form.normed):
-            words = rounded_words(layer_normed(numbers, tensors, lane, epsilon))
-            numbers = numbers_of(words)
-        if cutlass.const_expr(form.pairing != "none"):
-            rTurn, turns = load_turn(tensors, (row // heads, lane), positions, form)
-            words = rounded_words(turned(numbers, rTurn, turns, lane, form))
-            numbers = numbers_of(words)
-        if cutlass.const_expr(form.hadamard):
-            words = rounded_words(transformed(numbers, lane))
-        if cutlass.const_expr(form.format != "exact"):
-            code = scale_code_of(words, form)
-            if cutlass.const_expr(form.coded):
-                store(tensors.out, at, [fp8_word(words, fp8_factor(code))])
-                if lane == 0:
-                    tensors.scales[Int64(row)] = codecs.ue8m0_decode(code)
-            else:
-                store(tensors.out, at, coded_values(words, code, form))
+    own = Int32(group) * facts.ROWS + Int32(thread) // facts.LANES
+    row = cutlass.min(own, rows - 1)
+    at = Int64(row) * (facts.WIDTH // 2 // VECTOR) + Int64(lane * (WORDS // VECTOR))
+    words = loaded(tensors.rows, at, WORDS)
+    if cutlass.const_expr(form.normed):
+        words = rounded_words(layer_normed(numbers_of(words), tensors, lane, epsilon))
+    if cutlass.const_expr(form.pairing != "none"):
+        rTurn, turns = load_turn(tensors, (row // heads, lane), positions, form)
+        words = rounded_words(turned(numbers_of(words), rTurn, turns, lane, form))
+    if cutlass.const_expr(form.hadamard):
+        words = rounded_words(transformed(numbers_of(words), lane))
+    code, out = Uint32(0), words
+    if cutlass.const_expr(form.format != "exact"):
+        code = scale_code_of(words, form)
+        if cutlass.const_expr(form.coded):
+            out = codes_of(words, fp8_factor(code))
         else:
-            store(tensors.out, at, words)
+            out = coded_values(words, code, form)
+    if own < rows:
+        if cutlass.const_expr(form.coded):
+            put(tensors.out, Int64(row) * facts.LANES + Int64(lane), out)
+            if lane == 0:
+                tensors.scales[Int64(row)] = codecs.ue8m0_decode(code)
+        else:
+            put(tensors.out, at, out)
 
 
 @cute.jit
@@ -260,8 +287,7 @@ def launch_operand(
 ) -> None:
     """Launch on extents that are known now: rows, heads, positions, thread blocks."""
     rows, heads, positions, blocks = extents
-    of_turn = 4 if form.pairing == "halves" else 2
-    widths = (WORDS, of_turn, 0, 4, 4, 1 if form.coded else WORDS, 0)
+    widths = (VECTOR, VECTOR, 0, VECTOR, VECTOR, VECTOR, 0)
     views = zip(pointers, widths, strict=True)
     tensors = Tensors(*(vectors(address, width) for address, width in views))
     operand_kernel(tensors, (rows, heads, positions), epsilon, form).launch(
@@ -276,7 +302,7 @@ def launch_operand(
 def compile_form(form: OperandForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
     extents = tuple(Int32(1) for _ in range(4))
-    arguments = (_pointers(form, (None,) * 7), extents, Float32(1e-6), form, any_stream())
+    arguments = (_pointers((None,) * 7), extents, Float32(1e-6), form, any_stream())
     return compile_kernel(launch_operand, arguments, TARGETS[form.target], settings)
 
 
@@ -299,21 +325,18 @@ def indexer_operand(
     device = require_device(tensors)
     if problem.tokens:
         form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), form, problem, tensors)
+        launch(compile_form(form, settings), problem, tensors)
     return out
 
 
 def launch(
-    kernel: CompiledKernel,
-    form: OperandForm,
-    problem: OperandProblem,
-    tensors: tuple[Tensor | None, ...],
+    kernel: CompiledKernel, problem: OperandProblem, tensors: tuple[Tensor | None, ...]
 ) -> None:
     """Launch on checked tensors: rows, turns, positions, weight, bias, values, scales."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
     numbers = (problem.rows, problem.heads, problem.positions, facts.grid(problem))
     extents = tuple(Int32(number) for number in numbers)
-    kernel(_pointers(form, tensors), extents, Float32(problem.epsilon), current_stream(device))
+    kernel(_pointers(tensors), extents, Float32(problem.epsilon), current_stream(device))
 
 
 def empty_operand(problem: OperandProblem, device: torch.device) -> Operand:
@@ -330,7 +353,7 @@ def require_operands(
 ) -> None:
     """Refuse inputs that the kernel would misread."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
-    require_tensor("rows", x_TNI, torch.bfloat16, shape, 8)
+    require_tensor("rows", x_TNI, torch.bfloat16, shape, 16)
     for name, given, wanted in (
         ("turning", turning, problem.pairing != "none"),
         ("norm", norm, problem.normed),
@@ -355,7 +378,7 @@ def require_output(problem: OperandProblem, out: Operand) -> None:
     """Refuse outputs that do not hold what is written."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     dtype = torch.float8_e4m3fn if problem.coded else torch.bfloat16
-    require_tensor("values", out.values, dtype, shape, 8)
+    require_tensor("values", out.values, dtype, shape, 16)
     if (out.scales is not None) is not problem.coded:
         raise InvalidArgument(
             "scales", None, "scales exactly where codes leave", f"coded={problem.coded}."
@@ -364,9 +387,9 @@ def require_output(problem: OperandProblem, out: Operand) -> None:
         require_tensor("scales", out.scales, torch.float32, shape[:2], 4)
 
 
-def _pointers(form: OperandForm, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return what the entry takes; None becomes a pointer that is not read."""
     elements = (Uint32, Uint32, Int64, Uint32, Uint32, Uint32, Float32)
-    alignments = (8, 16, 8, 16, 16, 4 if form.coded else 8, 4)
+    alignments = (16, 16, 8, 16, 16, 16, 4)
     places = zip(elements, tensors, alignments, strict=True)
     return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

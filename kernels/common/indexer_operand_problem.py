@@ -5,9 +5,9 @@ Hadamard transform, stored; then rounding as the sources have it: none, FP8 with
 MXFP4 with one scale for 32 values. Scales are powers of two, rounded up from amax. Owns the
 problem, the form, the grid, and MXFP4's scale and rounding, which run on tensors as well.
 
-A lane has values 4 lane to 4 lane + 3. The order of every sum is stated: LayerNorm's in a lane from
-the first value on, then lanes folded by distance 16, 8, 4, 2, 1; Hadamard's by distance 1, 2, 4 up
-to 64. Stored means rounded to BF16, nearest even.
+Eight lanes have a row, each 16 values side by side. The order of every sum is stated: LayerNorm's
+in a lane from the first value on, then lanes folded by distance 4, 2, 1; Hadamard's by distance 1,
+2, 4 up to 64. Stored means rounded to BF16, nearest even.
 Refuses what no form serves. Kept honest by suites/kernels/common/test_indexer_operand_problem.py.
 """
 
@@ -20,11 +20,14 @@ from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common.e2m1_words import OPERATORS, SIGN_AND_EXPONENT, Primitives
 
 WIDTH = 128
-LANES = 32
+LANES = 8  # of a row
 OF_LANE = WIDTH // LANES
-WARPS = 8  # rows of a thread block
+ROWS_OF_WARP = 32 // LANES
+WARPS = 8
+ROWS = WARPS * ROWS_OF_WARP  # of a thread block
 TURNED = 64  # values of a row
 PAIRS = TURNED // 2
 TABLE_WIDTH = TURNED  # 32 cosines, 32 sines
@@ -37,6 +40,7 @@ SMALLEST_MXFP4_AMAX: Final = 6.0 * 2.0**-126
 NAN_CODE = 255  # of a UE8M0 scale
 NAN_BF16 = 0x7F80  # amax from here on makes its block NaN: infinities as well
 _SIGN: Final = 0x8000_0000
+_SUMMAND: Final = 2.0**22
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ def choose_form(problem: OperandProblem, target: str) -> OperandForm:
 
 
 def grid(problem: OperandProblem) -> int:
-    """Thread blocks: a warp has a row."""
-    found: int = ceil_div(problem.rows, WARPS)
+    """Thread blocks: a warp has four rows."""
+    found: int = ceil_div(problem.rows, ROWS)
     return found
 
 
@@ -124,12 +128,13 @@ def mxfp4_scale_code(amax_bits: Any) -> Any:
     return ops.select(amax_bits >= NAN_BF16, NAN_CODE, code)
 
 
-def mxfp4_number(number: Any) -> Any:
+def mxfp4_number(number: Any, how: Primitives = OPERATORS) -> Any:
     """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most; the sign stays.
 
-    Adding 2**22 leaves steps of a half, 2**23 of one, 2**24 of two.
+    2**22 times the number's power of two, 1 at least, leaves steps of half that power in a sum.
     """
-    magnitude = ops.minimum(ops.absolute(number), codecs.E2M1_MAX)
-    magic = ops.select(magnitude < 2.0, 2.0**22, ops.select(magnitude < 4.0, 2.0**23, 2.0**24))
-    rounded = ops.subtract_rn(ops.add_rn(magnitude, magic), magic)
-    return ops.number_of((ops.bits_of(number) & _SIGN) + ops.bits_of(rounded))
+    bounded = how.limited(number)
+    sign_and_power = ops.number_of(ops.bits_of(bounded) & how.constant(SIGN_AND_EXPONENT))
+    power = how.at_least_one(sign_and_power)
+    rounded = ops.fma_rn(power, -_SUMMAND, ops.fma_rn(power, _SUMMAND, bounded))
+    return ops.number_of(ops.bits_of(rounded) | (ops.bits_of(number) & how.constant(_SIGN)))

@@ -84,7 +84,7 @@ class OperandCase:
 
 
 def lanes_folded(of_lane: Tensor) -> Tensor:
-    """Fold numbers [..., 32] by distance 16, 8, 4, 2, 1."""
+    """Fold numbers [..., 8] by distance 4, 2, 1."""
     while of_lane.shape[-1] > 1:
         first, second = of_lane.chunk(2, dim=-1)
         of_lane = first + second

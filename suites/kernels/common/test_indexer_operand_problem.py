@@ -89,5 +89,5 @@ def test_refuses_by_name() -> None:
 def test_extents_are_no_part_of_a_form() -> None:
     forms = {choose_form(checks.problem_of(n, 2 * n, 0), "sm_90a") for n in (1, 9)}
     assert len(forms) == 1
-    assert facts.grid(checks.problem_of(3, 3, 0)) == 2
+    assert [facts.grid(checks.problem_of(n, 3, 0)) for n in (3, 10, 11)] == [1, 1, 2]
     assert checks.problem_of(3, 3, 6).bytes_moved == 9 * (256 + 132) + 3 * (256 + 8)
