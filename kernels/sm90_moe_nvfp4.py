@@ -286,17 +286,16 @@ def expert_weights(
         raise ShapeMismatch(
             "experts' matrices", sorted(map(str, kinds)), "one shape", "Pass one layer's experts."
         )
-    codes, scales, decode = (
-        torch.stack([torch.stack([read(matrix) for matrix in matrices]) for matrices in experts])
-        for read in (
-            lambda matrix: matrix.codes,
-            lambda matrix: matrix.block_scale,
-            lambda matrix: matrix.decode_scale.reshape(()),
-        )
-    )
-    if len(experts[0]) == 1:
-        codes, scales, decode = codes[:, 0], scales[:, 0], decode[:, 0]
+    codes = _stacked([[matrix.codes for matrix in each] for each in experts])
+    scales = _stacked([[matrix.block_scale for matrix in each] for each in experts])
+    decode = _stacked([[matrix.decode_scale.reshape(()) for matrix in each] for each in experts])
     return ExpertWeights(codes, scales, decode, input_scale_E)
+
+
+def _stacked(experts: list[list[Tensor]]) -> Tensor:
+    """Stack expert by expert; of a single matrix each, without an extent of 1."""
+    made = torch.stack([torch.stack(each) for each in experts])
+    return made[:, 0].contiguous() if len(experts[0]) == 1 else made
 
 
 class Routing(NamedTuple):
