@@ -1,13 +1,13 @@
 """The warps that bring keys: slots to addresses, entries to BF16 rows of a tile in shared memory.
 
 Owns the way of a tile of 64 keys from the paged cache to shared memory as wgmma reads it (K along
-rows, 128-byte swizzle). A warp brings 16 rows. What is BF16 in the cache goes by asynchronous
-copies; codes go through registers, 16 bytes a lane at once, and are decoded as kv_read decodes
-them. A slot that is -1, or behind the length of its list, brings zeros and a bit in a mask; one
-beyond the cache brings zeros and a bit in another mask, by which its logit becomes NaN.
+rows, 128-byte swizzle). A warp brings 16 rows. What is BF16 in the cache goes there by asynchronous
+copies; codes wait in shared memory, where every thread has places of its own for those of the next
+tile, and are decoded on their way through registers (sm90_attention_decoding). A slot that is -1,
+or behind the length of its list, brings zeros and a bit in a mask; one beyond the cache brings
+zeros and a bit in another mask, by which its logit becomes NaN.
 
-The lines of the next tile are asked for before there is space for them. Refuses nothing: a kernel
-cannot. Kept honest by suites/kernels/test_sm90_sparse_attention.py.
+Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_sparse_attention.py.
 """
 
 from typing import Any, NamedTuple
@@ -16,20 +16,19 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels import sm90_attention_decoding as decoding
 from degarble.kernels import sm90_attention_instructions as ptx
 from degarble.kernels import sm90_w4a16_instructions as shared
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import kv_problem as entries_of
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat
-from degarble.kernels.common.latent_words import fp8_values, nvfp4_values
 
 WARP_ROWS = facts.TILE // (facts.WARPGROUP // rows.LANES)
 CHUNK = 16  # bytes
 CHUNKS = 2 * rows.WIDTH // CHUNK  # of a row
-LINE = 128  # bytes that a prefetch brings
 UNIT = 8  # bytes in which offsets of scales are counted; values lie at pieces of 16
-AT_ONCE = {8: 7, 4: 4}  # by the bits of a code: loads of a lane that are under way together
+QUARTER = 8  # lanes whose 16 bytes meet shared memory's banks together
 
 
 class List(NamedTuple):
@@ -49,6 +48,8 @@ class Rows(NamedTuple):
     cache: Any  # address
     values: Any  # offset in pieces
     scales: Any  # offset in units
+    low: Any  # the codes of the row's scales, where they are few enough
+    high: Any
     present: Any  # masks of the warp's rows
     beyond: Any
 
@@ -77,37 +78,42 @@ def within(key: Any, width: Any) -> Any:
     return key < width
 
 
-def rows_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], entry: Any) -> Rows:
-    """Read the slots of a warp's rows of a tile, and say where their entries are."""
+def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> Any:
+    """Begin to read the slot of a lane's row of a tile; -1 where none counts."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % rows.LANES, thread % facts.WARPGROUP // rows.LANES
-    far = tile >= widths[0]
-    of = List(*(ops.select(far, b, a) for a, b in zip(*lists, strict=True)))
+    far, of = list_of(lists, tile, widths)
     key = ops.select(far, tile - widths[0], tile) * facts.TILE + warp * WARP_ROWS + lane
     wanted = (lane < WARP_ROWS) & within(key, of.width)
     address = of.indices + Int64(key) * 4
-    index = Int32(ptx.index_if(address, ops.select(wanted, Uint32(1), Uint32(0))))
-    inside, outside = counts(index, of.capacity)
+    return Int32(ptx.index_if(address, ops.select(wanted, Uint32(1), Uint32(0))))
+
+
+def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tuple[Any, List]:
+    """Return whether a tile is one of the entries, and its list."""
+    far = tile >= widths[0]
+    return far, List(*(ops.select(far, b, a) for a, b in zip(*lists, strict=True)))
+
+
+def rows_of(
+    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], entry: EntryFormat
+) -> Rows:
+    """Return where the entries of a warp's rows of a tile are."""
+    _, of = list_of(lists, tile, widths)
+    inside, outside = counts(slot, of.capacity)
     present = Uint32(cute.arch.vote_ballot_sync(inside))
     beyond = Uint32(cute.arch.vote_ballot_sync(outside))
-    values, scales = slot_address(Uint32(ops.select(inside, index, Int32(0))), of, entry)
-    return Rows(of.cache, values, scales, present, beyond)
+    values, scales = slot_address(Uint32(ops.select(inside, slot, Int32(0))), of, entry)
+    low = high = Uint32(0)
+    if entry.scale_bytes == UNIT:
+        start = of.cache + Int64(scales) * UNIT
+        low, high = ptx.words_if(start, ops.select(inside, Uint32(1), Uint32(0)), 2)
+    return Rows(of.cache, values, scales, low, high, present, beyond)
 
 
 def bit(mask: Any, place: Any) -> Any:
     """Return a bit of a mask."""
     return ops.shift_right(mask, Uint32(place)) & 1
-
-
-def ask_for_lines(found: Rows, entry: EntryFormat) -> None:
-    """Prefetch the lines of a warp's rows; a line that two entries share is asked for twice."""
-    thread, _, _ = cute.arch.thread_idx()
-    there = bit(found.present, thread % rows.LANES)
-    start = found.cache + Int64(found.values) * CHUNK
-    for line in range(-(-entry.value_bytes // LINE)):
-        ptx.prefetch_if(start + line * LINE, there)
-    if entry.scale_bytes:
-        ptx.prefetch_if(found.cache + Int64(found.scales) * UNIT, there)
 
 
 def of_row(words: Any, row: Any) -> Any:
@@ -130,43 +136,118 @@ def copy_values(found: Rows, tile_at: Any, entry: EntryFormat) -> None:
         ptx.copy_16(target, source, bit(found.present, row) * CHUNK)
 
 
-def decoded(words: list[Any], scale: Any, part: int, entry: EntryFormat) -> list[Any]:
-    """Return the BF16 words of eight values of 16 bytes of codes; `scale` has the scales' codes."""
-    if entry.code_bits == 8:
-        return fp8_values(words[2 * part : 2 * part + 2], scale)
-    return nvfp4_values(words[part], ops.shift_right(scale, 8 * (part // 2)) & 0xFF)
+class Standing(NamedTuple):
+    """Which 16 bytes of codes of a row are a lane's, and how they go to a tile."""
+
+    active: Any
+    chunk: Any
+    upper: Any  # of the rows that a warp takes at once
+    order: Any  # the part with which the lane begins: neighbours write to different banks
+    targets: list[Any]  # of parts, in that order, for the warp's first row
+    waits_at: Any  # where the codes of the first turn wait
 
 
-def decode_codes(found: Rows, tile_at: Any, entry: EntryFormat) -> None:
-    """Decode what the cache has as codes."""
+def parts_of(entry: EntryFormat) -> int:
+    """Return how many 16 bytes of BF16 become of 16 bytes of codes."""
+    return 16 // entry.code_bits
+
+
+def standing_of(codes_at: Any, entry: EntryFormat) -> Any:
+    """Return what a lane does in every turn; None where there are no codes."""
+    if not entry.code_bytes:
+        return None
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = Uint32(thread % rows.LANES), Uint32(thread % facts.WARPGROUP // rows.LANES)
-    of_codes = entry.code_bytes // CHUNK  # chunks of a row
-    values = CHUNK * 8 // entry.code_bits  # of a chunk
-    scale_size = max(1, values // entry.block)
-    turns = of_codes * WARP_ROWS // rows.LANES
-    at_once = AT_ONCE[entry.code_bits]
-    for begin in range(0, turns, at_once):
-        loaded = []
-        for turn in range(begin, min(begin + at_once, turns)):
-            item = lane + turn * rows.LANES
-            row, chunk = item // of_codes, item % of_codes
-            there = bit(found.present, row)
-            source = found.cache + Int64(of_row(found.values, row)) * CHUNK + Int64(chunk) * CHUNK
-            of_scale = found.cache + Int64(of_row(found.scales, row)) * UNIT
-            of_scale = of_scale + Int64(scale_of_chunk(chunk, values, entry.block))
-            words = ptx.words_if(source, there, 4)
-            loaded.append((row, chunk, words, ptx.scale_if(of_scale, there, scale_size)))
-        for row, chunk, words, scale in loaded:
-            for part in range(values // rows.HALF):
-                place = chunk * (values // rows.HALF) + part
-                target = tile_at + address_in_tile(warp * WARP_ROWS + row, place)
-                shared.store_words(target, decoded(words, scale, part, entry))
+    chunks, parts = entry.code_bytes // CHUNK, parts_of(entry)
+    chunk, upper = lane % chunks, lane // chunks
+    order = lane // (QUARTER // parts) % parts
+    row = warp * WARP_ROWS + upper
+    targets = [address_in_tile(row, chunk * parts + (order ^ part)) for part in range(parts)]
+    together = facts.rows_at_once(entry)
+    taking = chunks * together
+    # Trap: lanes that take no part read all the same, and must not read beyond shared memory.
+    waits_at = codes_at + (warp * taking + ops.minimum(lane, taking - 1)) * CHUNK
+    return Standing(lane < taking, chunk, upper, order, targets, waits_at)
 
 
-def scale_of_chunk(chunk: Any, values: int, block: int) -> Any:
-    """Return the first byte of scales of a chunk of so many values."""
-    return chunk * (values // block) if values >= block else chunk // (block // values)
+class Waiting(NamedTuple):
+    """What a thread has of the next tile beside what waits in shared memory."""
+
+    scales: Any  # of E2M1 codes
+    words: Any  # of turns for which there is no space
+
+
+def ask_ahead(
+    found: Rows, turn: int, stands: Standing, waiting: Waiting, entry: EntryFormat
+) -> None:
+    """Begin to read a lane's codes of one turn, and scales where they are many."""
+    row = stands.upper + turn * facts.rows_at_once(entry)
+    there = bit(found.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
+    values = found.cache + Int64(of_row(found.values, row)) * CHUNK
+    source = values + Int64(stands.chunk) * CHUNK
+    if entry.code_bits == 4:
+        of_scale = found.cache + Int64(of_row(found.scales, row)) * UNIT
+        of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, entry))
+        waiting.scales[turn] = ptx.scale_if(of_scale, there, 2)
+    if turn < facts.turns_ahead(entry):
+        target = stands.waits_at + turn * facts.turn_bytes(entry)
+        ptx.copy_16_if(target, source, there * CHUNK, stands.active)
+    else:
+        first = (turn - facts.turns_ahead(entry)) * 4
+        for i, word in enumerate(ptx.words_if(source, there, 4)):
+            waiting.words[first + i] = word
+
+
+def scale_of_turn(
+    found: Rows, turn: int, stands: Standing, waiting: Waiting, entry: EntryFormat
+) -> Any:
+    """Return the codes of a lane's scales in one turn: one of E4M3, two of E2M1."""
+    if entry.code_bits == 4:
+        return Uint32(waiting.scales[turn])
+    row = Uint32(turn * facts.rows_at_once(entry))
+    byte = scale_of_chunk(stands.chunk, entry)
+    word = ops.select(byte < 4, of_row(found.low, row), of_row(found.high, row))
+    return ops.shift_right(word, byte % 4 * 8) & 0xFF
+
+
+def decode_turn(
+    found: Rows, turn: int, stands: Standing, waiting: Waiting, at: tuple[Any, EntryFormat]
+) -> None:
+    """Decode what a lane has waiting of one turn; `at` is the tile's address, and the format."""
+    tile_at, entry = at
+    parts, together = parts_of(entry), facts.rows_at_once(entry)
+    factors = decoding.factors_of(scale_of_turn(found, turn, stands, waiting, entry), entry)
+    for part in range(parts):
+        own, count = stands.order ^ part, 4 // parts
+        if turn < facts.turns_ahead(entry):
+            source = stands.waits_at + turn * facts.turn_bytes(entry) + own * (CHUNK // parts)
+            words = shared.shared_words(source, count)
+        else:
+            first = (turn - facts.turns_ahead(entry)) * 4
+            words = [Uint32(waiting.words[first + i]) for i in range(4)]
+            words = chosen_part(words, own, count)
+        row = turn * together
+        target = (stands.targets[part] ^ row % 8 * CHUNK) + row * 128
+        factor = factors[0]
+        if len(factors) > 1:
+            factor = ops.select(own < parts // 2, factors[0], factors[1])
+        ptx.store_16_if(tile_at + target, decoding.decoded(words, factor, entry), stands.active)
+
+
+def chosen_part(words: list[Any], part: Any, count: int) -> list[Any]:
+    """Return a part of words, the number of which is known to lanes alone."""
+    made = words[:count]
+    for i in range(1, len(words) // count):
+        other = words[i * count : (i + 1) * count]
+        made = [ops.select(part == i, b, a) for a, b in zip(made, other, strict=True)]
+    return made
+
+
+def scale_of_chunk(chunk: Any, entry: EntryFormat) -> Any:
+    """Return the first byte of the scales of 16 bytes of codes."""
+    values = CHUNK * 8 // entry.code_bits
+    each = entry.block
+    return chunk * (values // each) if values >= each else chunk // (each // values)
 
 
 class Places(NamedTuple):
@@ -175,6 +256,7 @@ class Places(NamedTuple):
     tiles: Any
     full: Any  # barriers, one a stage; those that say empty lie behind them
     masks: Any
+    codes: Any  # of the next tile
 
 
 @cute.jit
@@ -190,27 +272,44 @@ def produce(
     warp = thread % facts.WARPGROUP // rows.LANES
     steps = walk[2]
     entry = ENTRIES[form.entry]
-    found = rows_of(lists, tile_of_step(Int32(0), walk, widths), widths, entry)
+    turns = facts.turns(entry)
+    stands = standing_of(places.codes, entry)
+    waiting = Waiting(
+        cute.make_rmem_tensor(max(1, turns), Uint32),
+        cute.make_rmem_tensor(max(1, 4 * (turns - facts.turns_ahead(entry))), Uint32),
+    )
+    waiting.scales.fill(0)
+    waiting.words.fill(0)
+    tile = tile_of_step(Int32(0), walk, widths)
+    found = rows_of(slot_of(lists, tile, widths), lists, tile, widths, entry)
+    slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths)
+    for turn in cutlass.range_constexpr(turns):
+        ask_ahead(found, turn, stands, waiting, entry)
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), steps, unroll=1):
-        following = rows_of(lists, tile_of_step(step + 1, walk, widths), widths, entry)
-        ask_for_lines(following, entry)
-        empty = places.full + facts.STAGES * 8 + stage * 8
-        shared.await_phase(empty, phase)
+        tile = tile_of_step(step + 1, walk, widths)
+        following = rows_of(slot, lists, tile, widths, entry)
+        slot = slot_of(lists, tile_of_step(step + 2, walk, widths), widths)
+        if cutlass.const_expr(entry.quantised > 0):
+            ptx.end_of_copies()  # this thread's own codes; nobody else reads them
+        shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
         tile_at = places.tiles + stage * (facts.TILE * rows.WIDTH * 2)
+        full = places.full + stage * 8
         if cutlass.const_expr(entry.quantised < rows.WIDTH):
             copy_values(found, tile_at, entry)
-        if cutlass.const_expr(entry.quantised > 0):
-            decode_codes(found, tile_at, entry)
+        ptx.arrive_behind_copies(full)
+        for turn in cutlass.range_constexpr(turns):
+            decode_turn(found, turn, stands, waiting, (tile_at, entry))
+            ask_ahead(following, turn, stands, waiting, entry)
         mask_at = places.masks + (stage * (facts.WARPGROUP // rows.LANES) + warp) * 8
         if thread % rows.LANES == 0:
             ptx.store_word(mask_at, found.present)
             ptx.store_word(mask_at + 4, found.beyond)
-        full = places.full + stage * 8
-        ptx.arrive_behind_copies(full)
-        ptx.arrive(full)
+        cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
+        shared.arrive(full, thread % rows.LANES == 0)
         found = following
         stage, phase = shared_next(stage, phase)
+    ptx.end_of_copies()
 
 
 def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:

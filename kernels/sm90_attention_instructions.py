@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass import Float32, Uint32
 
+from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.sm90_w4a16_instructions import emit
 
 
@@ -138,3 +139,36 @@ def word_at(address: Any) -> Any:
 def store_8(address: Any, words: list[Any]) -> None:
     """Write 8 bytes to global memory."""
     emit("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
+
+
+def store_numbers(address: Any, first: Any, second: Any) -> None:
+    """Write two float32 to shared memory."""
+    emit("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, first, second)
+
+
+def numbers_of_rank(address: Any, rank: int, count: int) -> list[Any]:
+    """Read float32 numbers of a thread block of the cluster."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = (
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
+        f"ld.shared::cluster.v{count}.f32 {{{names}}}, [there]; }}"
+    )
+    return list(emit(text, [Float32] * count, address, Uint32(rank)))
+
+
+def copy_16_if(target: Any, source: Any, size: Any, taken: Any) -> None:
+    """Begin to copy 16 bytes, or write zeros, where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
+        "@part cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; }"
+    )
+    emit(text, [], target, source, size, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
+    """Write 16 bytes to shared memory where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
+        "@part st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }"
+    )
+    emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))

@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels import simt_attention_merge as merging
+from degarble.kernels import sm90_attention_cluster as cluster
 from degarble.kernels import sm90_attention_gather as gather
 from degarble.kernels import sm90_attention_instructions as ptx
 from degarble.kernels import sm90_w4a16_instructions as shared
@@ -32,6 +33,8 @@ from degarble.kernels.common.sparse_attention_problem import AttentionForm
 
 NAN = float("nan")
 QUADS = 4  # lanes that share a row
+STEP = 16  # keys of a wgmma
+STEPS_OF_KEYS = facts.KEYS // STEP
 BLOCKS = facts.KEYS // 8  # of eight columns in a warpgroup's products
 EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups that multiply
 CONSUMER_THREADS = facts.CONSUMERS * facts.WARPGROUP
@@ -99,10 +102,10 @@ def attention_kernel(
     """Take a role by warpgroup: two multiply, the last one brings keys."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
-    memory = shared_memory()
+    memory = shared_memory(form)
     if thread == 0:
         for stage in range(facts.STAGES):
-            shared.begin_barrier(memory.places.full + stage * 8, 2 * facts.WARPGROUP)
+            shared.begin_barrier(memory.places.full + stage * 8, facts.arrivals())
             empty = memory.places.full + (facts.STAGES + stage) * 8
             shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
         cute.arch.mbarrier_init_fence()
@@ -113,6 +116,10 @@ def attention_kernel(
     if group == facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
         gather.produce(lists, widths, walk, memory.places, form)
+        if cutlass.const_expr(form.together > 1):
+            for _ in range(2):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
     else:
         cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)
         lane = Lane(
@@ -131,13 +138,23 @@ def attention_kernel(
         totals.fill(0.0)
         consume(memory, lane, walk[2], (sums, peaks, totals), scale)
         share_totals(memory, lane, totals)
-        if cutlass.const_expr(form.partial):
-            store_partial(addresses, place, lane, (sums, peaks, totals))
+        state = (sums, peaks, totals)
+        if cutlass.const_expr(form.together == 0):
+            store_partial(addresses, place, lane, state)
+        elif cutlass.const_expr(form.together == 1):
+            store_output(addresses, place, lane, state, memory)
         else:
-            store_output(addresses, place, lane, (sums, peaks, totals), memory)
+            places = memory.places.tiles, memory.shares_at  # nobody reads either any more
+            cluster.leave(*places, lane, state)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
+            cluster.write_rows(addresses, place, places, (warp, lane.lane), form.together)
+            cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+            cute.arch.cluster_wait()
 
 
-def shared_memory() -> Memory:
+def shared_memory(form: AttentionForm) -> Memory:
     """Divide the shared memory of a thread block."""
     allocator = cutlass.memory.SmemAllocator()
     swizzle = wgmma.Swizzle.K_SW128
@@ -159,19 +176,23 @@ def shared_memory() -> Memory:
     barriers = allocator.allocate_array(Int64, 2 * facts.STAGES)
     masks = allocator.allocate_array(Uint32, MASK_WORDS * warps * facts.STAGES)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
-    places = gather.Places(keys_at, Uint32(barriers.toint()), Uint32(masks.toint()))
+    codes = allocator.allocate_array(
+        Uint32, facts.ahead_bytes(form.entry) // 4 or 4, byte_alignment=16
+    )
+    others = (Uint32(each.toint()) for each in (barriers, masks, codes))
+    places = gather.Places(keys_at, *others)
     queries, keys, shares = tensors
-    counts_at = Uint32(counts.toint())
-    return Memory(queries, keys, shares, queries_at, shares_at, counts_at, places)
+    at = (queries_at, shares_at, Uint32(counts.toint()))
+    return Memory(queries, keys, shares, *at, places)
 
 
 def place_of(extents: tuple[Any, ...]) -> Place:
-    """Return what this thread block has: groups of heads count fastest, then splits."""
+    """Return what this thread block has: splits count fastest, then groups of heads."""
     block, _, _ = cute.arch.block_idx()
     tokens, heads, splits, *_ = extents
     groups = (heads + facts.HEADS - 1) // facts.HEADS
     token, rest = block // (groups * splits), block % (groups * splits)
-    return Place(token, rest // groups, rest % groups * facts.HEADS, tokens, heads, splits)
+    return Place(token, rest % splits, rest // splits * facts.HEADS, tokens, heads, splits)
 
 
 def lists_of(
@@ -211,13 +232,13 @@ def lists_of(
     return (near, far), widths, walk
 
 
-def wgmma_of_output() -> Any:
+def wgmma_of_output(source: Any = warpgroup.OperandSource.SMEM) -> Any:
     """Return the instruction for 64 rows of shares and 256 columns of keys, taken as values."""
     operation = warpgroup.MmaF16BF16Op(
         BFloat16,
         Float32,
-        (facts.HEADS, facts.COLUMNS, 16),
-        warpgroup.OperandSource.SMEM,
+        (facts.HEADS, facts.COLUMNS, STEP),
+        source,
         OperandMajorMode.K,
         OperandMajorMode.MN,
     )
@@ -258,24 +279,76 @@ def consume(
     values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
     shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
-    stage, phase = Uint32(0), Uint32(0)
-    for _ in cutlass.range(Int32(0), steps, unroll=1):
-        shared.await_phase(memory.places.full + stage * 8, phase)
-        cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
-        wgmma.multiply_stage(
-            products, logits, a[None, None, None, 0], b[None, None, None, stage], begins=True
-        )
-        present, beyond = masks_of(memory.places.masks, stage, lane)
+    state = (sums, peaks, totals)
+    of_registers = wgmma_of_output(warpgroup.OperandSource.RMEM)
+    own_shares = of_registers.make_fragment_A(
+        of_registers.partition_shape_A((facts.HEADS, facts.KEYS))
+    )
+    pairs = (products, logits, a, b), ((of_registers, own_shares), (output, shares), sums, values)
+    if steps > 0:
+        stage, phase = Uint32(0), Uint32(0)
+        begin_products(memory, pairs[0], (stage, phase))
+        for _ in cutlass.range(Int32(1), steps, unroll=1):
+            warpgroup.wait_group(0)
+            weigh(memory, lane, (logits, own_shares), state, (to_powers, stage))
+            begin_sums(lane, pairs[1], stage)
+            following = gather.shared_next(stage, phase)
+            begin_products(memory, pairs[0], following)
+            warpgroup.wait_group(1)
+            give_back(memory, lane, stage)
+            stage, phase = following
         warpgroup.wait_group(0)
-        hide(logits, present, beyond, lane)
-        weigh(memory, lane, logits, (sums, peaks, totals), to_powers)
-        wgmma.multiply_stage(
-            output, sums, shares[None, None, None, 0], values[None, None, None, stage], begins=False
-        )
+        weigh(memory, lane, (logits, own_shares), state, (to_powers, stage))
+        begin_sums(lane, pairs[1], stage)
         warpgroup.wait_group(0)
-        cute.arch.sync_warp()
-        shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
-        stage, phase = gather.shared_next(stage, phase)
+        give_back(memory, lane, stage)
+
+
+@cute.jit
+def begin_products(memory: Memory, pair: tuple[Any, ...], at: tuple[Any, Any]) -> None:
+    """Wait for a tile and begin to multiply queries with a warpgroup's keys of it."""
+    products, logits, a, b = pair
+    stage, phase = at
+    shared.await_phase(memory.places.full + stage * 8, phase)
+    cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
+    wgmma.multiply_stage(
+        products, logits, a[None, None, None, 0], b[None, None, None, stage], begins=True
+    )
+
+
+@cute.jit
+def begin_sums(lane: Lane, pair: tuple[Any, ...], stage: Any) -> None:
+    """Begin to add shares times values of a tile: first of the warpgroup's own keys.
+
+    Those come from registers, so that products are under way while the other's shares are awaited.
+    """
+    (of_registers, own_shares), (output, shares), sums, values = pair
+    add_products(of_registers, sums, own_shares, (values, stage), (0, lane.half * STEPS_OF_KEYS))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
+    other = (1 - lane.half) * STEPS_OF_KEYS
+    add_products(output, sums, shares[None, None, None, 0], (values, stage), (other, other))
+    warpgroup.commit_group()
+
+
+@cute.jit
+def add_products(
+    mma: Any, sums: Any, shares: Any, values: tuple[Any, Any], first: tuple[Any, Any]
+) -> None:
+    """Add shares times values of a warpgroup's keys; `first` says where they begin in both."""
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in wgmma.multiply_stage
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    tensor, stage = values
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(STEPS_OF_KEYS):
+        a = shares[None, None, first[0] + k]
+        cute.gemm(mma, sums, a, tensor[None, None, first[1] + k, stage], sums)
+
+
+def give_back(memory: Memory, lane: Lane, stage: Any) -> None:
+    """Say that this warp reads a stage no more."""
+    cute.arch.sync_warp()
+    shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
 
 
 def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
@@ -302,10 +375,22 @@ def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
 
 @cute.jit
 def weigh(
-    memory: Memory, lane: Lane, logits: Any, state: tuple[Any, Any, Any], to_powers: Any
+    memory: Memory,
+    lane: Lane,
+    registers: tuple[Any, Any],
+    state: tuple[Any, Any, Any],
+    step: tuple[Any, Any],
 ) -> None:
-    """Turn logits into shares in shared memory, beside the peak of both warpgroups' keys."""
+    """Turn logits into shares, in registers and for the other warpgroup in shared memory.
+
+    Both take powers beside the peak of both warpgroups' keys.
+    """
     sums, peaks, totals = state
+    logits, own_shares = registers
+    words = cute.recast_tensor(own_shares, Uint32)
+    to_powers, stage = step
+    present, beyond = masks_of(memory.places.masks, stage, lane)
+    hide(logits, present, beyond, lane)
     tops = []
     for row in cutlass.range_constexpr(2):
         top = logits[2 * row]
@@ -336,11 +421,10 @@ def weigh(
             place = gather.address_in_tile(Uint32(lane.row) + 8 * row, chunk)
             word = ptx.pair_rounded(pair[0], pair[1])
             ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
+            words[block * 2 + row] = word
         totals[row] = ops.fma_rn(totals[row], factor, total)
         factors.append(factor)
     rescale(sums, factors)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
 
 
 def rescale(sums: Any, factors: list[Any]) -> None:
@@ -448,6 +532,7 @@ def launch_attention(
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
         block=[facts.THREADS, 1, 1],
+        cluster=[max(1, form.together), 1, 1],
         min_blocks_per_mp=1,
         stream=stream,
     )

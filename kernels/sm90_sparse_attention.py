@@ -11,8 +11,9 @@ so many slots of each list count. A token without keys has zeros, and -inf as LS
 natural logarithm of the sum over keys, without the sink. Heads come out as they are, not turned
 back. What no slot names is never read.
 
-Decoding goes in splits of 640 keys that a second kernel merges in order: the bits of a token depend
-on its own keys and the widths of lists, never on the other tokens. The wrapper checks and launches,
+Decoding goes in splits of 576 keys that are merged in order, in a cluster or, where they are more
+than eight, by a second kernel: the bits of a token depend on its own keys and the widths of lists,
+never on the other tokens. The wrapper checks and launches,
 and never waits for the GPU. Refuses other dtypes, shapes, strides and alignments by name. Kept
 honest by suites/kernels/test_sm90_sparse_attention.py. T tokens, H heads, L 512, W, K list widths.
 """
@@ -96,9 +97,9 @@ def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
 
 
 def empty_workspace(problem: AttentionProblem, device: torch.device) -> Workspace | None:
-    """Allocate what splits need; None without splits."""
+    """Allocate what splits need that do not merge in a cluster; None without them."""
     splits = facts.choose_splits(problem)
-    if splits == 1:
+    if splits <= facts.MOST_TOGETHER:
         return None
     shape = (problem.tokens, splits, problem.heads)
     made = (torch.empty(*shape, n, dtype=torch.float32, device=device) for n in (rows.WIDTH, 2))
@@ -204,7 +205,7 @@ def require_operands(
     require_tensor("output", results.out, torch.bfloat16, shape, 16)
     require_tensor("LSE", results.lse, torch.float32, (tokens, heads), 4)
     splits = facts.choose_splits(problem)
-    if (workspace is not None) != (splits > 1):
+    if (workspace is not None) != (splits > facts.MOST_TOGETHER):
         raise InvalidArgument("workspace", workspace, f"one for {splits} splits", "Leave it out.")
     if workspace is not None:
         of_splits = (tokens, splits, heads)

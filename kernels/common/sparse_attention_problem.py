@@ -22,9 +22,10 @@ from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.kv_problem import ENTRIES
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.kv_problem import Pages
+    from degarble.kernels.common.kv_problem import EntryFormat, Pages
 
 TILE = 64  # keys that are looked at together
 HEADS = 64  # of a thread block: the rows of a wgmma
@@ -39,9 +40,11 @@ REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.
 ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
 MOST_HEADS = 128
 MOST_SPLITS = 32
-TILES_OF_SPLIT = 10  # 640 keys: 1024 + 128 of them in two splits, so that 64 tokens fill an H200
+MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
+TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
 MODES = ("prefill", "decode")
-COUNTS_BYTES = 4 * TILE * CONSUMERS  # of peaks or sums of 64 heads, a float32 each
+COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
+MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
 BARRIER_BYTES = 8 * 2 * STAGES
 MASK_BYTES = 4 * 2 * STAGES * (WARPGROUP // rows.LANES)
 
@@ -148,7 +151,7 @@ class AttentionForm:
 
     entry: str
     lengths: bool
-    partial: bool  # sums go to the merging kernel, else the output is written
+    together: int  # splits that merge in a cluster; 1: there are none, 0: another kernel merges
     target: str
 
 
@@ -166,20 +169,50 @@ class SharedMemory:
     queries: int
     keys: int
     shares: int
+    codes: int
     others: int
 
     @property
     def total(self) -> int:
-        """All of it, with what alignment may cost."""
-        return self.queries + self.keys + self.shares + self.others + ALIGNMENT
+        """All of it: what is aligned most comes first."""
+        return self.queries + self.keys + self.shares + self.codes + self.others
 
 
-def shared_memory() -> SharedMemory:
-    """Return what a thread block keeps: queries, tiles of keys, shares, peaks and barriers."""
+def rows_at_once(entry: EntryFormat) -> int:
+    """Return the rows of which a warp's lanes take 16 bytes of codes each, side by side."""
+    return rows.LANES * 16 // entry.code_bytes
+
+
+def turn_bytes(entry: EntryFormat) -> int:
+    """Return the bytes of codes that four warps take at once."""
+    return WARPGROUP // rows.LANES * rows_at_once(entry) * entry.code_bytes
+
+
+def turns(entry: EntryFormat) -> int:
+    """Return how often a warp takes codes of a tile."""
+    if not entry.code_bytes:
+        return 0
+    return TILE // (WARPGROUP // rows.LANES * rows_at_once(entry))
+
+
+def turns_ahead(entry: EntryFormat) -> int:
+    """Return of how many turns the codes wait in shared memory; those of others in registers."""
+    return min(turns(entry), MOST_AHEAD // turn_bytes(entry)) if entry.code_bytes else 0
+
+
+def ahead_bytes(entry: str) -> int:
+    """Return the bytes in which codes of the next tile wait."""
+    of = ENTRIES[entry]
+    return turns_ahead(of) * turn_bytes(of) if of.code_bytes else 0
+
+
+def shared_memory(entry: str) -> SharedMemory:
+    """Return what a thread block keeps: queries, tiles of keys, shares, codes and barriers."""
     return SharedMemory(
         queries=2 * HEADS * rows.WIDTH,
         keys=2 * TILE * rows.WIDTH * STAGES,
         shares=2 * HEADS * TILE,
+        codes=ahead_bytes(entry),
         others=COUNTS_BYTES + BARRIER_BYTES + MASK_BYTES,
     )
 
@@ -200,14 +233,21 @@ def choose_splits(problem: AttentionProblem) -> int:
     return made
 
 
+def arrivals() -> int:
+    """Return how many arrivals fill a stage: every thread's copies, and every warp's words."""
+    return WARPGROUP + WARPGROUP // rows.LANES
+
+
 def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     """Return the form that answers a problem."""
     entry = problem.window.pages.entry
-    return AttentionForm(entry, problem.lengths, choose_splits(problem) > 1, target)
+    splits = choose_splits(problem)
+    together = splits if splits <= MOST_TOGETHER else 0
+    return AttentionForm(entry, problem.lengths, together, target)
 
 
 def grid(problem: AttentionProblem) -> int:
-    """Thread blocks: tokens, splits and groups of heads, the last one fastest."""
+    """Thread blocks: tokens, groups of heads and splits, the last one fastest."""
     return problem.tokens * choose_splits(problem) * problem.head_groups
 
 

@@ -66,8 +66,8 @@ def _without_first(_true: Any, index: Any, capacity: Any) -> Any:
     return (index > 0) & (index < capacity), index >= capacity
 
 
-def _unseen(true: Any, index: Any, capacity: Any) -> Any:
-    return true(index, capacity)[0], index > (1 << 30)
+def _two_further(true: Any, *given: Any) -> Any:
+    return true(*given) + 2
 
 
 def _never_far(true: Any, step: Any, walk: Any, widths: Any) -> Any:
@@ -75,18 +75,23 @@ def _never_far(true: Any, step: Any, walk: Any, widths: Any) -> Any:
 
 
 _DECODE, _PREFILL = checks.Case(far=600, seed=3), checks.Case(far=600, mode="prefill", seed=3)
+# Few keys, so that the sink's share is no rounding error; two splits.
+_SINK = checks.Case(near=9, far=20, mode="prefill", gaps=0.0, seed=3)
+_SINK_APART = checks.Case(near=9, far=20, splits=2, gaps=0.0, seed=3)
+_APART = checks.Case(far=600, splits=9, seed=3)
 _LENGTHS = checks.Case(tokens=4, far=600, lengths=True, seed=5)
 _FEW = checks.Case(tokens=64, near=9, far=4, gaps=0.0, heads=8, pages=(1, 1))
 _NVFP4 = checks.Case(far=200, entry="nvfp4", mode="prefill", seed=4)
 
 FAULTS = (
-    Fault("sink left out", _MERGE, "inverse_total", _without_sink, _PREFILL),
-    Fault("sink left out of the merge", _MERGE, "inverse_total", _without_sink, _DECODE),
+    Fault("sink left out", _MERGE, "inverse_total", _without_sink, _SINK),
+    Fault("sink left out of the merge", _MERGE, "inverse_total", _without_sink, _SINK_APART),
     Fault("merge without rescaling", _MERGE, "factor_of", _first_only, _DECODE),
+    Fault("merging kernel without rescaling", _MERGE, "factor_of", _first_only, _APART),
     Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _PREFILL),
     Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _PREFILL),
     Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _PREFILL),
-    Fault("scale of the next block of 16", _GATHER, "scale_of_chunk", _next_group, _NVFP4),
+    Fault("scales of the next blocks of 16", _GATHER, "scale_of_chunk", _two_further, _NVFP4),
     Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
     Fault("list one too short", _GATHER, "within", _one_less, _PREFILL),
     Fault("slot 0 taken for none", _GATHER, "counts", _without_first, _FEW),
@@ -114,7 +119,7 @@ def compiled(fault: Fault) -> tuple[Any, Any]:
     with planted(fault):
         kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
         merge = None
-        if form.partial:
+        if form.together == 0:
             merge = merging.compile_form.__wrapped__(MergeForm(SM90A.name), CompileSettings())
     return kernel, merge
 

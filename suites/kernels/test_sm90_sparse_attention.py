@@ -31,10 +31,9 @@ pytestmark = pytest.mark.needs("cutlass")
 
 FUZZED, AT_ONCE = 500, 50
 FORMS = [
-    AttentionForm(entry, lengths, partial, "sm_90a")
+    AttentionForm(entry, lengths, together, "sm_90a")
     for entry in ENTRIES
-    for lengths in (True, False)
-    for partial in (False, True)
+    for lengths, together in ((True, 2), (False, 1), (True, 0), (False, 8))
 ]
 IN_CI = FORMS[0]
 
@@ -45,7 +44,7 @@ def kernels() -> ModuleType:
 
 
 def _named(form: AttentionForm) -> str:
-    return f"{form.entry}{'-lengths' * form.lengths}{'-partial' * form.partial}"
+    return f"{form.entry}{'-lengths' * form.lengths}-{form.together}"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,9 @@ def test_compiles_without_spills_into_the_products_that_were_meant(
     assert code.registers <= facts.REGISTER_FILE // facts.THREADS, code
     assert unstated_roundings(kernel.ptx) == ()
     products = re.findall(r"wgmma\.mma_async\S+?\.(m\d+n\d+k\d+)\.", kernel.ptx)
-    assert products.count("m64n32k16") == 512 // 16
-    assert products.count("m64n256k16") == facts.TILE // 16
+    # A tile's products are written twice each: before a loop or behind it, and in it.
+    assert products.count("m64n32k16") == 2 * 512 // 16
+    assert products.count("m64n256k16") == 2 * facts.TILE // 16
     registers = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
     assert registers == sorted((facts.PRODUCER_REGISTERS, facts.CONSUMER_REGISTERS))
 
@@ -117,7 +117,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         ),
         (InvalidArgument, "lengths of the window", whole, replace(case.problem, lengths=False)),
         (ShapeMismatch, "lists of keys", _changed(whole, entries=None), case.problem),
-        (InvalidArgument, "workspace", whole, replace(case.problem, splits=2)),
+        (InvalidArgument, "workspace", whole, replace(case.problem, splits=9)),
         (InvalidArgument, "one CUDA device", whole, case.problem),
     ):
         workspace = None
@@ -172,6 +172,15 @@ def test_is_within_the_gates(case: checks.Case) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_one_key_comes_out_as_kv_read_has_it(entry: str) -> None:
+    """Bytes that no writer makes: every code and scale, subnormals and NaN."""
+    wrong, lost = checks.rows_as_outputs(entry)
+    assert not wrong
+    assert 0 < lost < 1
+
+
+@pytest.mark.h200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_cases(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -208,6 +217,21 @@ def test_bits_are_a_tokens_own(kernels: ModuleType, mode: str) -> None:
 def _of_token(keys: Any, token: int, more: int) -> Any:
     slots = torch.nn.functional.pad(keys.slots[token : token + 1], (0, more), value=-1)
     return keys._replace(slots=slots.contiguous(), lengths=keys.lengths[token : token + 1].clone())
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_a_cluster_merges_as_the_kernel_does(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, splits: int
+) -> None:
+    case = checks.Case(tokens=3, heads=70, far=1024, lengths=True, splits=splits, seed=6)
+    given = checks.drawn(case)
+    together = checks.on_device(case, given)
+    monkeypatch.setattr(facts, "MOST_TOGETHER", 1)
+    assert kernels.empty_workspace(case.problem, given.q.device) is not None
+    apart = checks.on_device(case, given)
+    assert torch.equal(together[0], apart[0])
+    assert torch.equal(together[1], apart[1])
 
 
 @pytest.mark.h200

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import torch
 
 from degarble.suites.kernels import attention_checks as checks
 from degarble.suites.kernels.attention_faults import FAULTS, Fault, compiled, planted, verdict
@@ -23,6 +25,17 @@ def test_is_planted_and_taken_back(fault: Fault) -> None:
     with planted(fault):
         assert getattr(module, fault.function) is not true
     assert getattr(module, fault.function) is true
+
+
+def test_a_sink_left_out_is_beyond_the_gates() -> None:
+    for fault in FAULTS:
+        if fault.function != "inverse_total":
+            continue
+        given = checks.drawn(fault.case, "cpu")
+        wanted = checks.formula(fault.case, given)
+        without = replace(given, sink=given.sink - torch.inf)
+        out, lse = checks.formula(fault.case, without)
+        assert "output" in checks.complaint((out.bfloat16(), lse.float()), wanted)
 
 
 @pytest.mark.h200

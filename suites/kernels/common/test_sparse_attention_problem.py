@@ -9,7 +9,7 @@ import pytest
 
 from degarble.harness.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.common import sparse_attention_problem as facts
-from degarble.kernels.common.kv_problem import Pages
+from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat, Pages
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
 from degarble.kernels.common.targets import SM90A
 
@@ -54,27 +54,40 @@ def test_a_walk_that_leaves_a_tile_out_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return first, near, max(0, steps - split)
 
     monkeypatch.setattr(facts, "tiles_of_split", shorter)
-    assert walked(PROBLEM, (2, 16)) != [[*range(10)], [*range(10, 18)]]
+    assert walked(PROBLEM, (2, 16)) != [[*range(9)], [*range(9, 18)]]
 
 
 def test_splits_are_those_of_the_widths_alone() -> None:
-    assert walked(PROBLEM, (2, 16)) == [[*range(10)], [*range(10, 18)]]
+    assert walked(PROBLEM, (2, 16)) == [[*range(9)], [*range(9, 18)]]
     many = replace(PROBLEM, tokens=4096, heads=8, lengths=True)
     assert facts.tiles_each(many) == facts.tiles_each(PROBLEM) == facts.TILES_OF_SPLIT
     assert facts.choose_splits(replace(PROBLEM, mode="prefill")) == 1
-    assert facts.choose_form(PROBLEM, SM90A.name).partial
-    assert not facts.choose_form(replace(PROBLEM, mode="prefill"), SM90A.name).partial
+    for splits, together in ((0, 2), (1, 1), (8, 8), (9, 0)):
+        form = facts.choose_form(replace(PROBLEM, splits=splits), SM90A.name)
+        assert form.together == together
+    assert facts.choose_form(replace(PROBLEM, mode="prefill"), SM90A.name).together == 1
 
 
-def test_a_thread_block_has_room() -> None:
-    held = facts.shared_memory()
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_thread_block_has_room(entry: str) -> None:
+    held = facts.shared_memory(entry)
     assert held.queries == 64 * 1024
     assert held.total <= SM90A.shared_memory_bytes
     registers = facts.CONSUMERS * facts.CONSUMER_REGISTERS + facts.PRODUCER_REGISTERS
     assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
-    # Half of a tile's columns is where a warpgroup's output goes.
-    assert 2 * facts.TILE * facts.COLUMNS == 2 * facts.HEADS * facts.COLUMNS
+    # Sums of 64 heads go where the tiles were, and half an output where half of a tile was.
+    assert held.keys >= 4 * facts.HEADS * 512
+    assert facts.HEADS <= facts.TILE
+    assert facts.arrivals() == 128 + 4
     assert facts.REGISTER_FILE // facts.THREADS > facts.HEADS * facts.COLUMNS // facts.WARPGROUP
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.name)
+def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
+    turns, at_once = facts.turns(entry), facts.rows_at_once(entry) if entry.code_bytes else 0
+    assert 4 * turns * at_once * entry.code_bytes == 64 * entry.code_bytes
+    assert at_once * entry.code_bytes <= 32 * 16
+    assert 0 <= turns - facts.turns_ahead(entry) <= 1
 
 
 def test_figures_follow() -> None:
