@@ -1,9 +1,9 @@
 """The instructions by which sparse attention gathers, waits and exponentiates, each with operands.
 
 Owns what PTX does and the DSL has no word for here: copies of 16 bytes that bring zeros where a key
-is absent, loads that do nothing there, prefetches, barriers, float32 numbers in shared memory,
-powers and logarithms of two. No kernel and no address lives here. Refuses nothing: a kernel cannot.
-Kept honest by suites/kernels/test_sm90_sparse_attention.py.
+is absent, loads that do nothing there, barriers, float32 numbers in shared memory, that of other
+thread blocks included, powers and logarithms of two. No kernel and no address lives here. Refuses
+nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_sparse_attention.py.
 """
 
 from typing import Any
@@ -28,11 +28,6 @@ def end_of_copies() -> None:
 def arrive_behind_copies(barrier: Any) -> None:
     """Let a barrier count this thread as soon as its copies so far are done."""
     emit("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", [], barrier)
-
-
-def arrive(barrier: Any) -> None:
-    """Arrive with every thread."""
-    emit("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", [], barrier)
 
 
 def words_if(address: Any, present: Any, count: int) -> list[Any]:
@@ -62,12 +57,6 @@ def index_if(address: Any, present: Any) -> Any:
         "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
     )
     return emit(text, [Uint32], address, present)
-
-
-def prefetch_if(address: Any, present: Any) -> None:
-    """Ask for a line of global memory to be brought to the L2 cache."""
-    text = "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; @there prefetch.global.L2 [{$r0}]; }"
-    emit(text, [], address, present)
 
 
 def store_word(address: Any, word: Any) -> None:
