@@ -54,7 +54,7 @@ def gemm_kernel(
     """Take a role by warp: four store, one multiplies, one loads."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = cutlass.memory.SmemAllocator()
-    mma, count = tcgen05.bf16_mma(form), tensor_memory.footprint(form).stages
+    mma, count = tcgen05.dense_mma(form, BFloat16), tensor_memory.footprint(form).stages
     layouts_ = tcgen05.operand_layouts(mma, form, count, BFloat16)
     shared = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts_)
     pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)

@@ -168,6 +168,10 @@ TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
         Tactic(512, rows=128, columns=128, inner=64),
         Tactic(ANY, rows=128, columns=256, inner=64),
     ),
+    (SM100A.name, FP8_BLOCK.name): (
+        Tactic(256, rows=128, columns=64, inner=128),
+        Tactic(ANY, rows=128, columns=128, inner=128),
+    ),
     (SM100A.name, NVFP4.name): (
         Tactic(128, rows=128, columns=64, inner=256),
         Tactic(512, rows=128, columns=128, inner=256),

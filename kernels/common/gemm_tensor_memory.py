@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 LANES = 128  # rows of tensor memory; PTX ISA 9.1, tensor memory addressing
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two; PTX ISA 9.1, tcgen05.alloc
-INSTRUCTION_K = {"nvfp4": 64, "bf16": 16}  # of one tcgen05.mma; PTX ISA 9.1, tcgen05.mma shapes
+INSTRUCTION_K = {
+    "nvfp4": 64,
+    "bf16": 16,
+    "fp8_block": 32,
+}  # of one tcgen05.mma; PTX ISA 9.1, tcgen05.mma shapes
 SCALES_OF_WORD = 4  # a column of 32 bits holds a row's four scales
 ROWS_OF_COLUMN = 32  # of scales: row i is lane i mod 32, column i div 32
 SWIZZLE_BYTES = 128  # a row of a stage of codes
@@ -31,6 +35,7 @@ SWIZZLE_BYTES = 128  # a row of a stage of codes
 STORING_WARPS, MULTIPLYING_WARP, LOADING_WARP = 4, 4, 5
 WARPS = 6
 ACCUMULATORS = 2  # where two sums and the scales fit: stores overlap with the next tile
+STAGE_ACCUMULATORS = 4  # where every stage has sums of its own, promoted one by one
 ADDRESS_BYTES = 16  # where tcgen05.alloc leaves its address
 
 
@@ -62,7 +67,8 @@ def scale_columns(form: GemmForm) -> tuple[int, int]:
 def accumulators(form: GemmForm) -> int:
     """Sums of tiles that tensor memory holds at once."""
     left = TARGETS[form.target].tensor_memory_columns - sum(scale_columns(form))
-    count: int = min(ACCUMULATORS, left // form.tactic.columns)
+    most = STAGE_ACCUMULATORS if form.operands == facts.FP8_BLOCK.name else ACCUMULATORS
+    count: int = min(most, left // form.tactic.columns)
     if count < 1:
         raise InvalidArgument(
             "columns of a tile", form.tactic.columns, "tensor memory that holds it", "Use fewer."

@@ -47,12 +47,22 @@ def fence(side: str) -> None:
 # ---- instructions and layouts --------------------------------------------------------------------
 
 
-def bf16_mma(form: GemmForm) -> Any:
-    """Return the instruction of BF16 operands: one thread block, both in shared memory."""
-    shape = (form.tactic.rows, form.tactic.columns, memory_facts.INSTRUCTION_K["bf16"])
-    majors = (OperandMajorMode.K, OperandMajorMode.K)
-    one, shared = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM
-    return cute.make_tiled_mma(tcgen05.MmaF16BF16Op(BFloat16, Float32, shape, one, shared, *majors))
+def dense_mma(form: GemmForm, element: Any) -> Any:
+    """Return the instruction of operands without scales: one thread block, shared memory."""
+    inner = memory_facts.INSTRUCTION_K[form.operands]
+    rest = (
+        (form.tactic.rows, form.tactic.columns, inner),
+        tcgen05.CtaGroup.ONE,
+        tcgen05.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    operation: Any
+    if element is BFloat16:
+        operation = tcgen05.MmaF16BF16Op(element, Float32, *rest)
+    else:
+        operation = tcgen05.MmaF8F6F4Op(element, element, Float32, *rest)
+    return cute.make_tiled_mma(operation)
 
 
 def nvfp4_mma(form: GemmForm) -> Any:

@@ -28,7 +28,9 @@ REGISTERS = 255  # of a thread; CUDA C++ Programming Guide 13.0
 KINDS = {
     "nvfp4": "kind::mxf4nvf4.block_scale.block16",
     "bf16": "kind::f16",
+    "fp8_block": "kind::f8f6f4",
 }
+FORMATS = {"bf16": words.BF16_OF_F16, "fp8_block": words.E4M3_OF_F8F6F4}
 _BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\]")
 _WORD = r"(?:or\.b32 \s*%r\d+, %r\d+|mov\.b32 \s*%r\d+)"
 LEAST_WORD = 1 << 24  # of an instruction: its rows
@@ -63,7 +65,8 @@ def wanted_words(form: GemmForm) -> dict[str, list[int]]:
     of_operands = 2 * [words.operand_word(0, CORE_STRIDE, SWIZZLE)]
     if form.operands != facts.NVFP4.name:
         return {
-            "words of instructions": count * [words.dense_word(tactic.rows, tactic.columns)],
+            "words of instructions": count
+            * [words.dense_word(tactic.rows, tactic.columns, FORMATS[form.operands])],
             "words of operands": of_operands,
             "columns of scales": [],
             "steps along K": sorted(2 * along),

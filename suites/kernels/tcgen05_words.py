@@ -15,8 +15,7 @@ from dataclasses import dataclass
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}  # layout type to bytes; 1 is 128 with atoms of 32 bytes
 ATOM = 16  # bytes that a swizzle moves as one
 ROWS_OF_CORE = 8
-E2M1_OF_MXF4, BF16_OF_F16 = 1, 1  # code of an operand's format, by kind
-KINDS = {"mxf4nvf4": E2M1_OF_MXF4, "f16": BF16_OF_F16}
+E2M1_OF_MXF4, BF16_OF_F16, E4M3_OF_F8F6F4 = 1, 1, 0  # code of an operand's format, by kind
 
 
 class WrongWord(AssertionError):
@@ -82,9 +81,9 @@ def block_scaled_word(rows: int, columns: int) -> int:
     return rows >> 4 << 24 | columns >> 3 << 17 | E2M1_OF_MXF4 << 10 | E2M1_OF_MXF4 << 7
 
 
-def dense_word(rows: int, columns: int) -> int:
-    """Make the descriptor of kind f16 for BF16 operands and float32 sums."""
-    formats = BF16_OF_F16 << 10 | BF16_OF_F16 << 7 | 1 << 4
+def dense_word(rows: int, columns: int, code: int = BF16_OF_F16) -> int:
+    """Make the descriptor of kind f16 or f8f6f4 with float32 sums; both operands are alike."""
+    formats = code << 10 | code << 7 | 1 << 4
     return rows >> 4 << 24 | columns >> 3 << 17 | formats
 
 

@@ -103,6 +103,8 @@ def test_what_is_not_there_is_refused() -> None:
 
 def test_words_are_made_as_they_are_read() -> None:
     assert words.block_scaled_word(128, 192) == SCALED
+    assert words.dense_word(128, 256) == DENSE
+    assert words.dense(words.dense_word(128, 256, words.E4M3_OF_F8F6F4)).a_format == 0
     assert words.operand_word(BASE, 1024, 128) == OPERAND
     assert words.operand_word(BASE, 128, 0) == SCALES
     for start, stride, swizzle in ((2048, 512, 64), (4096, 256, 32), (16 * 16383, 16, 0)):
