@@ -172,6 +172,11 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         patch=options.patch,
     )
 
+    if options.backend == "vllm":
+        from degarble.harness.plugins.vllm_capture import from_vllm  # noqa: PLC0415  an engine
+
+        return from_vllm(options.checkpoint, prompts, options.out, how)
+
     def told(nbytes: int) -> None:
         if nbytes and not (terminal.json_wanted or terminal.quiet):
             terminal.err().print(f"About {size(nbytes)} will be written.", markup=False)
