@@ -56,14 +56,17 @@ from degarble.kernels.common.latent_words import (
     words_at,
 )
 from degarble.kernels.common.nvfp4_words import numbers_of, rounded_words, store
-from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.operands import (
+    DRIVERS_CHOICE,
+    pointer,
+    require_device,
+    require_tensor,
+)
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
-# CUDA driver API 13.0, CU_SHAREDMEM_CARVEOUT_DEFAULT; without it a bound on registers asks a GPU.
-DRIVERS_CHOICE = -1
 ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
 ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
 TORCH_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
