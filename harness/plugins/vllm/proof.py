@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _FEW = 3  # findings, names that a refusal repeats
 # Names are those of harness/checkpoint's rules: vLLM's own module around experts is left out there.
 EXPERTS_INSIDE = ".routed_experts"
+# vLLM 0.33 models/deepseek_v4 gives these no quantisation config.
+PLAIN = (".compressor.fused_wkv_wgate", ".indexer.weights_proj", ".ffn.gate")
 NO_DRAFTER = "the plugin serves no drafter"
 
 
@@ -75,6 +77,7 @@ def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven
         proof = prove(checkpoint, loader_map)
         require_no_errors(proof.findings)
         counts, formats = proof.summary(), formats_of(inventory, loader_map)
+        require_plain(formats)
         return Proven(
             manifest=manifest_of(checkpoint, folder),
             recipe=recipe_told(formats),
@@ -132,6 +135,16 @@ def formats_of(inventory: Inventory, loader_map: LoaderMap) -> dict[str, str]:
                 "degarble convert brings partners into one format.",
             )  # fmt: skip
     return {module: next(iter(formats)) for module, formats in found.items()}
+
+
+def require_plain(formats: Mapping[str, str]) -> None:
+    """Refuse stored formats of modules that vLLM builds in BF16 whatever a method says."""
+    for module, stored in formats.items():
+        if module.endswith(PLAIN) and stored != "BF16":
+            raise LayoutMismatch(
+                f"stored format of {module}", stored, "BF16: vLLM 0.33 builds it unquantised",
+                "degarble convert --to vllm decodes it.",
+            )  # fmt: skip
 
 
 def recipe_told(formats: Mapping[str, str]) -> str:

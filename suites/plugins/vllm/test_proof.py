@@ -89,6 +89,12 @@ def test_partners_of_two_formats_are_refused(folder: Path) -> None:
             proof.formats_of(inventory, loader_map)
 
 
+def test_what_vllm_builds_plain_must_be_stored_plain() -> None:
+    proof.require_plain({"model.layers.1.attn.compressor.fused_wkv_wgate": "BF16", "m": FP8})
+    with pytest.raises(LayoutMismatch, match=r"compressor\.fused_wkv_wgate = 'NVFP4'"):
+        proof.require_plain({"model.layers.1.attn.compressor.fused_wkv_wgate": "NVFP4"})
+
+
 def test_a_stream_that_is_the_checkpoint_passes(proven: proof.Proven) -> None:
     assert len(list(proof.guarded(stream(proven), proven, spread=False))) == len(proven.stored)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.harness.plugins.vllm import parts
 from degarble.harness.plugins.vllm.bound import linears
 from degarble.harness.plugins.vllm.bound.experts import ModelOptOfDegarble
@@ -24,8 +24,10 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     ModelRegistry,
     QuantizationConfig,
     RoutedExperts,
+    UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
     get_current_vllm_config,
+    get_current_vllm_config_or_none,
     register_quantization_config,
 )
 from degarble.harness.plugins.vllm.installed import NAME
@@ -33,6 +35,12 @@ from degarble.harness.plugins.vllm.proof import EXPERTS_INSIDE
 
 MODEL_TYPE = "deepseek_v4"
 _WO_A = ".attn.wo_a"
+# What vLLM builds for stored experts, if its config keys agree with the file.
+_THEIR_EXPERTS = {
+    parts.NVFP4: "ModelOptNvFp4FusedMoE",
+    "MXFP4": "Mxfp4MoEMethod",
+    **dict.fromkeys(parts.FP8, "Fp8MoEMethod"),
+}
 
 
 class DegarbleConfig(QuantizationConfig):
@@ -53,7 +61,12 @@ class DegarbleConfig(QuantizationConfig):
 
     @property
     def weight_block_size(self) -> list[int] | None:
-        """Blocks of FP8 weights; vLLM's V4 pads shared experts to them."""
+        """Blocks of FP8 weights; vLLM's V4 pads shared experts to them.
+
+        Trap: vLLM asks while it still makes its config, when nothing can be proven yet.
+        """
+        if self._start is None and get_current_vllm_config_or_none() is None:
+            return self.raw.get("weight_block_size")
         formats = set(self.start.proven.formats.values())
         return [linears.FP8_BLOCK] * 2 if formats & set(parts.FP8) else None
 
@@ -135,7 +148,16 @@ class DegarbleConfig(QuantizationConfig):
         stored = self._format(prefix)
         if self.start.kernel(prefix, "experts", stored, _tactic("experts")) is not None:
             return ModelOptOfDegarble(prefix, layer.moe_config)
-        return self._theirs_config().get_quant_method(layer, prefix)
+        if stored == parts.BF16:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        made = self._theirs_config().get_quant_method(layer, prefix)
+        if type(made).__name__ != _THEIR_EXPERTS.get(stored):
+            raise LayoutMismatch(
+                f"experts {prefix}", type(made).__name__,
+                f"a method of vLLM for {stored}, which is stored",
+                "vLLM reads expert_dtype and moe_quant_algo of config.json: say there what is so.",
+            )  # fmt: skip
+        return made
 
     def _their_linear(self, layer: Any, prefix: str, stored: str) -> Any:
         """Return vLLM's own method of a format, where its V4 has one."""

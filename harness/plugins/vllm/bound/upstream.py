@@ -12,11 +12,11 @@ from degarble.harness.plugins.vllm.installed import require_vllm
 VERSION = require_vllm()
 
 try:
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.forward_context import get_forward_context
     from vllm.logger import init_logger
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported
     from vllm.model_executor.layers.linear import (
@@ -82,12 +82,14 @@ __all__ = [
     "PerTensorScaleParameter",
     "QuantizationConfig",
     "RoutedExperts",
+    "UnquantizedFusedMoEMethod",
     "UnquantizedLinearMethod",
     "compute_global_topk_indices_and_lens",
     "create_fp8_scale_parameter",
     "create_fp8_weight_parameter",
     "current_platform",
     "get_current_vllm_config",
+    "get_current_vllm_config_or_none",
     "get_forward_context",
     "get_tensor_model_parallel_rank",
     "init_logger",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.harness.plugins.vllm import parts
 from degarble.harness.plugins.vllm.options import Options
 from degarble.harness.plugins.vllm.proof import Proven
@@ -24,6 +24,7 @@ FORMATS = {
     f"{LAYER}ffn.shared_experts.down_proj": parts.BF16,
     f"{LAYER}ffn.experts": parts.NVFP4,
     "model.layers.1.ffn.experts": "MXFP4",
+    "model.layers.2.ffn.experts": parts.BF16,
     "model.layers.1.attn.wo_a": parts.FP8_E8M0,
     "model.layers.1.attn.wq_b": "MXFP8",
 }
@@ -101,17 +102,31 @@ def test_unknown_modules_are_refused(module: Any) -> None:
 def test_vllm_has_what_is_asked_of_it(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = import_module("vllm.models.deepseek_v4.quant_config").DeepseekV4FP8Config
     monkeypatch.setattr(theirs, "get_quant_method", lambda *_: "their FP8")
-    config = made(module, parts={"linear": "vllm", "experts": "vllm", "o_proj": "vllm"})
+    config = made(module, parts={"linear": "vllm", "o_proj": "vllm"})
     plain = type(method(module, config, f"{LAYER}ffn.shared_experts.down_proj")).__name__
     assert plain == "UnquantizedLinearMethod"
     assert method(module, config, f"{LAYER}attn.wq_b") == "their FP8"
     assert method(module, config, "model.layers.1.attn.wo_a") == "their FP8"
     with pytest.raises(InvalidArgument, match="no NVFP4 linear"):
         method(module, config, f"{LAYER}attn.fused_wqa_wkv")
-    routed = module.RoutedExperts.__new__(module.RoutedExperts)
-    name = "model.layers.1.ffn.experts.routed_experts"
-    assert config.get_quant_method(routed, name) == "their FP8"
     assert {each.by for each in config.start.running} == {"vllm"}
+
+
+def test_vllms_experts_are_those_that_are_stored(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM chooses by keys of config.json; what the file holds may be something else."""
+    theirs = import_module("vllm.models.deepseek_v4.quant_config").DeepseekV4FP8Config
+    built = type("Mxfp4MoEMethod", (), {})
+    monkeypatch.setattr(theirs, "get_quant_method", lambda *_: built())
+    monkeypatch.setattr(module, "UnquantizedFusedMoEMethod", lambda _: "plain")
+    routed = module.RoutedExperts.__new__(module.RoutedExperts)
+    object.__setattr__(routed, "moe_config", None)
+    config = made(module, parts={"experts": "vllm"})
+    assert type(config.get_quant_method(routed, "model.layers.1.ffn.experts")) is built
+    assert config.get_quant_method(routed, "model.layers.2.ffn.experts") == "plain"
+    with pytest.raises(LayoutMismatch, match="expert_dtype and moe_quant_algo"):
+        config.get_quant_method(routed, f"{LAYER}ffn.experts")
 
 
 def test_experts_get_our_method_or_a_refusal(module: Any) -> None:
@@ -132,6 +147,8 @@ def test_vllm_pads_shared_experts_to_our_blocks(module: Any) -> None:
     config = made(module)
     config.start.proven = Proven("", "", "", {"m": parts.BF16}, {})
     assert config.weight_block_size is None
+    before = module.DegarbleConfig({"weight_block_size": [128, 128]})
+    assert before.weight_block_size == [128, 128]  # asked before anything could be proven
 
 
 def test_only_v4_is_taken_and_only_where_asked(module: Any) -> None:
