@@ -79,6 +79,9 @@ class Bound:
         self.weights = weights
         self.observer = observer
         self.ranks = 1  # of a candidate that is judged by this: sums run over them
+        # Of a candidate as well: components whose FP8 products a tensor core cuts so many bits
+        # below the largest.
+        self.fraction_bits: Mapping[str, int] = {}
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, Fetched] = {}
         self._inputs: dict[str, frozenset[str]] = {}

@@ -37,6 +37,7 @@ class Call:
     activation: str | None = None
     facts: Facts | None = None
     ranks: int = 1  # over which the candidate sums behind linears that are cut along K
+    fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
 
     @classmethod
     def of(
@@ -53,7 +54,8 @@ class Call:
             outputs = twin.calls[component](inputs, weights)
         name = next(iter(weights), None)
         form = facts.activation(name) if "codes" in inputs and name is not None else None
-        return cls(what.role, inputs, outputs, weights, form, facts, twin.ranks)
+        bits = twin.fraction_bits.get(component)
+        return cls(what.role, inputs, outputs, weights, form, facts, twin.ranks, bits)
 
     @property
     def x(self) -> Tensor:

@@ -41,6 +41,7 @@ from degarble.harness.engine.budget_rules import (
     stored_between,
     summed,
 )
+from degarble.harness.engine.budget_tensor_core import FP8_ACTIVATIONS, cut_in_steps
 from degarble.harness.errors import Undecided
 from degarble.harness.formats.element_formats import BF16, FP32
 
@@ -97,6 +98,9 @@ def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
     x, weights = operand(_rows(call.x)), call.weights.values()
     made = _side_by_side([summed(x, _matrix(w), output_format(out)) for w in weights])
+    if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
+        values = torch.cat([w.values(torch.float32) for w in weights])
+        made = cut_in_steps(made, x.rows, values, call.fraction_bits)
     made = replace(made, slack=made.slack.reshape(out.shape))
     if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
         return made

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.sites import Port, Site
 from degarble.harness.engine.blame import Kind, Trouble, blamed_on_edge, is_memory, source_of
+from degarble.harness.engine.budget_tensor_core import HOPPER_FP8_BITS
 from degarble.harness.engine.edges import Wires
 from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.forms import earlier_of, same_values
@@ -82,6 +83,7 @@ def localise(
 ) -> Localised:
     """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
     twin.ranks = ranks_of(run)
+    twin.fraction_bits = fraction_bits_of(run)
     known = Known.of(twin, recipe)
     work = _Work(known, run, Judge(known, reference, looked), Wires(known, run))
     calls = work.calls
@@ -91,6 +93,13 @@ def localise(
             work.component(component, calls[name])
     strange = sorted(calls.keys() - known.components.keys())
     return work.result(strange)
+
+
+def fraction_bits_of(run: SeenRun) -> dict[str, int]:
+    """Components whose kernel sums FP8 products in a tensor core, and how many bits that keeps."""
+    stated = run.facts.get("fraction_bits", {})
+    known = stated.items() if isinstance(stated, dict) else ()
+    return {name: bits for name, bits in known if type(bits) is int and bits >= HOPPER_FP8_BITS}
 
 
 def ranks_of(run: SeenRun) -> int:

@@ -41,6 +41,14 @@ class KernelTable:
         """Count what a component's call launched."""
         self.launches.setdefault(component, Counter()).update(launches)
 
+    def components_by(self, kernel: str) -> list[str]:
+        """Components that a kernel computed, alone or with others."""
+        return [
+            component
+            for component, counted in self.launches.items()
+            if any(launch.kernel == kernel for launch in counted)
+        ]
+
     def document(self) -> dict[str, Any]:
         """The machine's view: kernels with their calls, and reasons, by component."""
         kernels = {

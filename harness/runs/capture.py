@@ -23,6 +23,7 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.manifest import Manifest
+from degarble.harness.engine.budget_tensor_core import HOPPER_FP8_BITS
 from degarble.harness.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.pairings import Paired
 from degarble.harness.record.capture_reader import Capture
@@ -196,7 +197,7 @@ def capture(
             spoken = talker.speak(prompts)
             writer.finish(
                 sequences=[_sequence(each) for each in spoken.speeches],
-                **({} if paired.table is None else {"kernels": paired.table.document()}),
+                **_facts_of_kernels(paired),
             )
     return Captured(folder, Capture.open(folder), spoken, paired, patched)
 
@@ -254,6 +255,15 @@ def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
             found["conventions"] = {name: conventions[name] for name in sorted(conventions)}
         found |= {"by_backend": list(paired.taken), "fell_to_torch": list(paired.fallen)}
     return found if patched is None else found | {"patch": patched.document()}
+
+
+def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
+    """Which kernels computed what, and whose sums a tensor core cut: known behind the run only."""
+    table = paired.table
+    if table is None:
+        return {}
+    cut = table.components_by("sm90_gemm_fp8_block")
+    return {"kernels": table.document(), "fraction_bits": dict.fromkeys(cut, HOPPER_FP8_BITS)}
 
 
 def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: How) -> int:

@@ -189,6 +189,9 @@ def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
     if isinstance(taken, list) and isinstance(fallen, list):
         told["computed by the backend"] = _by_role(taken)
         told["fell to torch"] = _by_role(fallen)
+    if facts.get("fraction_bits"):
+        cut = facts["fraction_bits"]
+        told["FP8 sums cut by the tensor core"] = _by_role(list(cut))
     if facts.get("device"):
         told["device of the candidate"] = str(facts["device"])
     return told if device == CPU else told | {"device of the twin": device}
