@@ -59,9 +59,9 @@ UNITS: Mapping[str, Unit] = {
     "runs": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} pairings talk"),
     # F5 edge
     "api": _row(5, _ALL_BELOW_EDGE),
-    "plugins": _row(5, f"{_ALL_BELOW_EDGE} api"),
+    "plugins": _row(5, f"{_ALL_BELOW_EDGE} api serve"),
     "serve": _row(5, f"{_ALL_BELOW_EDGE} api"),
-    "cli": _row(5, f"{_ALL_BELOW_EDGE} api serve"),
+    "cli": _row(5, f"{_ALL_BELOW_EDGE} api serve plugins"),
     "suites": _row(5, f"{_ALL_BELOW_EDGE} api plugins serve cli"),
     "conftest": _row(5, "plugins"),
 }
