@@ -144,6 +144,9 @@ def _grouped(call: Call, out: Tensor) -> Budget:
         summed(a, b, output_format(out))
         for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
     ]
+    if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
+        parts = zip(made, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+        made = [cut_in_steps(each, a, b, call.fraction_bits) for each, a, b in parts]
     return _side_by_side(made)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.runs.cutedsl_linears import Rows, input_scale, product, way_of
+from degarble.harness.runs.cutedsl_linears import Rows, act_quant, input_scale, product, way_of
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.kernels.common.quantise_problem import QuantiseProblem
@@ -182,7 +182,7 @@ def w13_act_quant(part: Part) -> Compute:
     names = _names(part, _FIRST)
     activation = part.facts.activation(names[0][0])
     if activation != "NVFP4":
-        raise NoKernelError(f"no kernel quantises activations to {activation}")
+        return act_quant(part)  # a token once for all of its experts
     _require_shares(part)
     columns, count = part.shapes[names[0][0]][-1], len(names)
     QuantiseProblem(1, columns, LINEAR.name, experts=count)

@@ -133,6 +133,10 @@ def _quantise(module: Any, problem: Any, settings: CompileSettings, t: Given) ->
     return made.codes, made.scales, *([] if made.values is None else [made.values])
 
 
+def _quantise_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    return tuple(module.quantise_fp8(t["values"], problem, settings))
+
+
 def _rmsnorm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return module.rmsnorm(t["values"], t["weight"], problem, settings).values
 
@@ -199,6 +203,7 @@ ENTRIES: Mapping[str, Entry] = {
     "simt_quantise_nvfp4": Entry(
         _quantise, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
+    "simt_quantise_fp8": Entry(_quantise_fp8, lambda p, _: f"{p.source}, {p.scales}"),
     "simt_qnorm_rope": Entry(
         lambda m, p, s, t: m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, s)
     ),

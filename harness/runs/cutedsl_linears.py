@@ -20,6 +20,7 @@ from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
+from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.common.gemm_problem import GemmProblem, choose_form
 from degarble.kernels.common.gemv_problem import ROWS, GemvProblem, inner_held, rows_of_form
 from degarble.kernels.common.quantise_problem import QuantiseProblem
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from degarble.harness.runs.cutedsl_parts import Compute, Outputs, Part, Work
 
 _ACT_QUANT = ".act_quant"
+_TILE = 128  # rows of FP8 weights that share a scale
 _FP8_SCALES = {"UE8M0": "ue8m0", "F32": "float32"}
 # A code by a power of two has at most four significant bits, so that BF16 holds it.
 _EXACT_IN_BF16 = ("BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32", "MXFP4", "MXFP8")
@@ -195,13 +197,62 @@ def linear(part: Part) -> Compute:
     return compute
 
 
+def _act_quant_fp8(columns: int, scales: str) -> Compute:
+    """E4M3 codes and a scale for 128 values of a row."""
+    Fp8Problem(1, columns, scales)
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        problem = Fp8Problem(x.shape[0], x.shape[1], scales)  # of wo_a: all groups side by side
+        codes, block_scale = work.run("simt_quantise_fp8", problem, values=x)
+        return {"codes": codes.view(torch.uint8), "block_scale": block_scale}
+
+    return compute
+
+
+def _grouped_fp8(part: Part, way: Way) -> Compute:
+    """One product a group; a tile of 128 x 128 weights under one scale may have several groups."""
+    name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
+    if rank % _TILE and _TILE % rank:
+        raise NoKernelError(f"groups of {rank} rows share scales of {_TILE} with parts of others")
+
+    def fp8(work: Work, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+        tensor = weight.quantised()
+        found = []
+        for group in range(groups):
+            rows = slice(group * rank, (group + 1) * rank)
+            tiles = slice(rows.start // _TILE, -(-rows.stop // _TILE))
+            parts = tensor.codes[rows], tensor.block_scale[tiles]
+            found.append((work.weights.there(parts[0]), work.weights.there(parts[1])))
+        return found
+
+    def compute(work: Work) -> Outputs:
+        rows = rows_in(work)
+        codes, scales = _known(rows.codes), _known(rows.block_scale)
+        weights = work.weights.made(name, "fp8 by group", partial(fp8, work))
+        pairs = zip(codes.chunk(groups, 1), scales.chunk(groups, 1), weights, strict=True)
+        problem = replace(way.problem, rows=codes.shape[0])
+        made = [
+            work.run(
+                way.kernel, problem, a=own(a).view(torch.float8_e4m3fn), a_scales=own(of_a),
+                b=b.view(torch.float8_e4m3fn), b_scales=of_b,
+            )[0]
+            for a, of_a, (b, of_b) in pairs
+        ]  # fmt: skip
+        return {"out": torch.cat(made, dim=-1)}
+
+    return compute
+
+
 def grouped(part: Part) -> Compute:
     """V4's wo_a: one matrix for each group of heads, a product each."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     whole = replace(part, shapes={name: (rank, part.shapes[name][1])})
     way = way_of(whole, name)
+    if way.kernel == "sm90_gemm_fp8_block":
+        return _grouped_fp8(part, way)
     if way.kernel != "sm90_gemm_bf16":
-        raise NoKernelError(f"groups of {part.format_of(name)} have no kernel; BF16 ones do")
+        raise NoKernelError(f"groups of {part.format_of(name)} have no kernel; BF16 and FP8 do")
 
     def compute(work: Work) -> Outputs:
         x = work.bf16()
@@ -298,6 +349,8 @@ def act_quant(part: Part) -> Compute:
     """NVFP4 codes and linear scales of the input of a linear."""
     names = tuple(part.shapes)
     activation = part.facts.activation(names[0])
+    if activation is not None and activation.startswith("FP8_1X128"):
+        return _act_quant_fp8(part.shapes[names[0]][-1], _FP8_SCALES[activation.rpartition("_")[2]])
     if activation != "NVFP4":
         raise NoKernelError(f"no kernel quantises activations to {activation}")
     QuantiseProblem(1, part.shapes[names[0]][-1], LINEAR.name)

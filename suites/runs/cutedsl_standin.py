@@ -139,6 +139,20 @@ def _quantise(p: Any, t: Given) -> Made:
     return codes, scales.flatten(), *([x] if p.keeps_values else [])
 
 
+def _quantise_fp8(p: Any, t: Given) -> Made:
+    require_tensor("values", t["values"], BF16, (p.rows, p.columns), 32)
+    blocks = t["values"].float().reshape(p.rows, -1, 128)
+    amax = blocks.abs().amax(-1).clamp(min=1e-4)
+    if p.scales == "float32":
+        scale = amax / 448.0
+        codes = (blocks / scale[..., None]).clamp(-448, 448)
+        return codes.flatten(1).to(torch.float8_e4m3fn), scale
+    mantissa, exponent = torch.frexp(amax * torch.tensor(1.0 / 448.0))
+    power = exponent - (mantissa == 0.5).int()
+    codes = (blocks * torch.exp2(-power.float())[..., None]).clamp(-448, 448)
+    return codes.flatten(1).to(torch.float8_e4m3fn), (power + 127).to(U8)
+
+
 def _turned(x: Tensor, turns: Tensor, sign: float) -> Tensor:
     """Turn pairs of the last values by [T, 64] of cosines and sines; x is [T, H, L]."""
     cos, sin, plain = turns[:, None, :32], sign * turns[:, None, 32:], x.shape[-1] - 64
@@ -270,6 +284,7 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_gemm_fp8_block": _gemm_fp8,
     "sm90_gemm_w4a16": _w4a16,
     "simt_quantise_nvfp4": _quantise,
+    "simt_quantise_fp8": _quantise_fp8,
     "simt_qnorm_rope": _qnorm_rope,
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_write": _kv_write,
