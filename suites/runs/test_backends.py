@@ -117,7 +117,7 @@ REFUSED = {
     "HERE:wrong": "a dict of out",
     "HERE:late": "ZeroDivisionError",
     "cutedsl": "an NVIDIA GPU of sm_90a or sm_100a",
-    "vllm": "a backend with kernels",
+    "vllm": "vLLM 0.33 in this environment",
 }
 
 
