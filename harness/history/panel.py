@@ -33,7 +33,7 @@ from degarble.harness.record.trend_blocks import Trend, Trends
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -65,15 +65,16 @@ class History:
     @property
     def latest(self) -> tuple[Moved, ...]:
         """The latest change of every series that has moved."""
-        found: dict[tuple[str, str], Moved] = {}
-        for each in self.moves:  # the latest first
-            found.setdefault((each.measure, each.place), each)
-        return tuple(found.values())
+        return _first_of_each(self.moves)
 
     @property
     def lost(self) -> tuple[Moved, ...]:
-        """The red changes that stand: until a series was back for two nights."""
-        return tuple(each for each in self.latest if each.red and self._stands(each))
+        """Of every series the latest red change that stands: until it was back for two nights.
+
+        A further change does not end it: what lost a fifth, and then a hundredth, is not back.
+        """
+        red = (each for each in self.moves if each.red and self._stands(each))
+        return _first_of_each(red)
 
     def _stands(self, move: Moved) -> bool:
         """Whether one of the last two nights is still worse than its measure allows."""
@@ -81,6 +82,14 @@ class History:
         values = nights.values[:, nights.places.index(move.place)]
         away = (values[np.isfinite(values)][-2:] - move.before) * measure.worse
         return bool((away > measure.red * abs(move.before)).any())
+
+
+def _first_of_each(moves: Iterable[Moved]) -> tuple[Moved, ...]:
+    """The first change of every series; the latest stand first."""
+    found: dict[tuple[str, str], Moved] = {}
+    for each in moves:
+        found.setdefault((each.measure, each.place), each)
+    return tuple(found.values())
 
 
 def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> History:

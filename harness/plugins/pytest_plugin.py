@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from degarble.harness.errors import (
+    InvalidArgument,
     MissingDependency,
     MissingDevice,
     Refused,
@@ -113,8 +114,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and read options and environment once."""
-    if not place_in(os.environ).leads and getattr(config.option, "xmlpath", None):
-        config.option.xmlpath = None  # rank 0 writes the one file
+    if config.getoption("--checkpoint") and not _leads() and hasattr(config.option, "xmlpath"):
+        config.option.xmlpath = None  # of a night over ranks rank 0 writes the one file
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     config.stash[_OMITTED] = _Omissions()
@@ -308,6 +309,13 @@ def _night(config: pytest.Config) -> NightOptions:
     try:
         return night_options(config)
     except Refused as error:
+        _refuse(error)
+
+
+def _leads() -> bool:
+    try:
+        return place_in(os.environ).leads
+    except InvalidArgument as error:
         _refuse(error)
 
 

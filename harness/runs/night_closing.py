@@ -99,8 +99,9 @@ def _with(store: Store, run: Run) -> History:
 
 
 def _moved(found: History) -> StepResult:
-    """Red while the latest move of a series is a red one that stands; others are told once."""
+    """Red while a red move of a series stands; others are told once."""
     red = found.lost
+    series = {(each.measure, each.place) for each in red}
     failures = tuple(
         Failure(f"{each.measure}.{each.place}", Verdict.DIFFERS, None, each.sentence)
         for each in red
@@ -109,7 +110,11 @@ def _moved(found: History) -> StepResult:
         Verdict.DIFFERS if red else Verdict.AGREES,
         f"{red[0].sentence}." if red else history_sentence(found),
         failures=failures,
-        judged=tuple(f"{e.measure}.{e.place}" for e in found.latest if e not in red),
+        judged=tuple(
+            f"{each.measure}.{each.place}"
+            for each in found.latest
+            if (each.measure, each.place) not in series
+        ),
         lines=tuple(f"{each.measure}: {each.sentence}" for each in found.fresh),
     )
 

@@ -8,6 +8,7 @@ Kept honest by suites/runs/test_ranks.py and test_capture_ranks.py.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,7 +58,14 @@ def together() -> Iterator[None]:
     """Meet the other ranks, and part from them at the end."""
     from torch import distributed  # noqa: PLC0415  heavy: a process alone does without
 
-    distributed.init_process_group("gloo", timeout=LONGEST)
+    try:
+        distributed.init_process_group("gloo", timeout=LONGEST)
+    except (ValueError, distributed.DistError) as error:
+        at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise InvalidArgument(
+            "MASTER_ADDR:MASTER_PORT", at, f"where the ranks meet ({error})",
+            "Start with torchrun, or unset RANK and WORLD_SIZE for one process.",
+        ) from error  # fmt: skip
     try:
         yield
     finally:

@@ -58,6 +58,17 @@ def test_a_slower_kernel_stays_red_until_it_is_back_for_two_nights(
         assert history_panel(history_of(store, store.streams()[0])).verdict is verdict
 
 
+@pytest.mark.parametrize("later", [0.69, 0.75])
+def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float) -> None:
+    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+        for number, speed in enumerate([0.9] * 40 + [0.7] * 30 + [later] * 10):
+            store.add(run(number, values={"speed": {"gemm": speed}}))
+        found = history_of(store, store.streams()[0])
+    assert [each.red for each in found.moves] == [False, True]
+    assert found.lost == found.moves[1:]
+    assert history_panel(found).verdict is Verdict.DIFFERS
+
+
 def test_the_difference_to_the_last_green_run(tmp_path: Path) -> None:
     with Store(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(3):

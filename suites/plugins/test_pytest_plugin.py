@@ -273,3 +273,27 @@ def test_wrong(judge):
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*128 of 128 elements are each beyond their budget*"])
     result.stdout.fnmatch_lines(["*cause: M43.whole: the factor 2*"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "night", "written"),
+    [("1", True, False), ("0", True, True), ("1", False, True), ("", False, True)],
+)
+def test_of_a_night_over_ranks_the_first_writes_the_results(
+    house: House, rank: str, night: bool, written: bool
+) -> None:
+    house.monkeypatch.setenv("WORLD_SIZE", "2")
+    house.monkeypatch.setenv("RANK", rank)
+    (house.pytester.path / "ckpt").mkdir()
+    more = ("--checkpoint", "ckpt") if night else ()
+    status, told = house.run("def test_plain(): pass", "--junitxml", "out.xml", *more)
+    assert status == 0, told
+    assert (house.pytester.path / "out.xml").exists() == written
+
+
+def test_a_night_of_a_rank_that_is_none_is_refused(house: House) -> None:
+    house.monkeypatch.setenv("WORLD_SIZE", "2")
+    house.monkeypatch.setenv("RANK", "")
+    (house.pytester.path / "ckpt").mkdir()
+    with pytest.raises(pytest.exit.Exception, match="RANK of WORLD_SIZE"):
+        house.pytester.parseconfigure("-p", PLUGIN, "--checkpoint", "ckpt")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.errors import InvalidArgument
-from degarble.harness.runs.ranks import Place, environment_of_child, free_port, place_in
+from degarble.harness.runs.ranks import (
+    Place,
+    environment_of_child,
+    free_port,
+    place_in,
+    together,
+)
 
 
 def test_a_process_alone_leads() -> None:
@@ -35,6 +41,20 @@ def test_a_rank_of_several_is_one_of_them() -> None:
 def test_no_place_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match="RANK of WORLD_SIZE"):
         place_in(environment)
+
+
+@pytest.mark.parametrize(("address", "port"), [(None, None), ("127.0.0.1", "none")])
+def test_ranks_without_a_place_to_meet_are_refused(
+    address: str | None, port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in told.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match="MASTER_ADDR"), together():
+        pass
 
 
 def test_a_child_has_a_meeting_point_of_its_own() -> None:
