@@ -105,15 +105,18 @@ def _linear(call: Call, out: Tensor) -> Budget:
     if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
         return made
     (weight,) = call.weights.values()
-    return _over_ranks(made, _rows(call.x), weight.values(torch.float32), call.ranks)
+    return _over_ranks(
+        made, _rows(call.x), weight.values(torch.float32), call.ranks, on_the_way=True
+    )
 
 
-def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int) -> Budget:
-    """Every rank stores its term, and a sum on its way is stored behind each further one."""
+def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
+    """Every rank stores its term; `on_the_way`: a sum is stored behind each further one as well."""
     terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
-    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0)
-    what = f"terms of {ranks} ranks, and their sums"
-    return stored_between(made, amplitude.reshape(made.slack.shape), 0.5 * ranks, what)
+    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(made.slack.shape)
+    if on_the_way:
+        return stored_between(made, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
+    return stored_between(made, amplitude, 0.5, f"terms of {ranks} ranks")
 
 
 def _matrix(weight: Weight) -> Tensor:
@@ -177,7 +180,8 @@ def _routed(call: Call, out: Tensor) -> Budget:
         weights = [call.weights[name].values(torch.float32) for name in names]
         made.append(_side_by_side([summed(x_own, w, output_format(out)) for w in weights]))
         if call.ranks > 1 and parts == ("w2",):
-            made[-1] = _over_ranks(made[-1], per_slot[at], weights[0], call.ranks)
+            own = per_slot[at]
+            made[-1] = _over_ranks(made[-1], own, weights[0], call.ranks, on_the_way=False)
         slack[at] = made[-1].slack
     return replace(made[-1], slack=slack, repeats=_most(made))
 

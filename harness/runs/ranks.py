@@ -19,7 +19,8 @@ from degarble.harness.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-LONGEST = timedelta(days=1)  # that ranks wait for each other
+LONGEST = timedelta(days=1)  # that ranks wait for what another one does
+MEETING = timedelta(minutes=5)  # that they wait for one who never came
 _AGENT = "TORCHELASTIC_"  # prefix of what torchrun tells the processes that it started itself
 
 
@@ -59,7 +60,10 @@ def together() -> Iterator[None]:
     from torch import distributed  # noqa: PLC0415  heavy: a process alone does without
 
     try:
-        distributed.init_process_group("gloo", timeout=LONGEST)
+        store, rank, world = next(distributed.rendezvous("env://", timeout=MEETING))
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=LONGEST
+        )
     except (ValueError, distributed.DistError) as error:
         at = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise InvalidArgument(

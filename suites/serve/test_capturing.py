@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,12 @@ from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_writer import CaptureWriter
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.check import CheckRun, Wanted
+from degarble.harness.runs.model import open_model
+from degarble.harness.serve.capturing import Switch
+from degarble.harness.serve.engine import Line, Ticket
+from degarble.harness.serve.words import Ask
+from degarble.harness.talk.generation import Limits
+from degarble.harness.talk.sampling import Sampling
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.talking_cases import write_speaker
 from degarble.suites.serve.proven_cases import TINY
@@ -101,6 +108,23 @@ def test_a_capture_keeps_its_bounds(tmp_path: Path) -> None:
         assert found["ended"] == "bytes"
         assert Capture.open(tmp_path / "captures" / found["capture"]).complete
         assert found["capture"] == "capture-0002"
+
+
+def test_behind_its_end_a_captured_line_shares_steps_with_others(tmp_path: Path) -> None:
+    """The line stands first in the step: it was alone when its capture ended by seconds."""
+    with open_model(write_speaker(tmp_path / "model")) as model:
+        switch = Switch(tmp_path / "captures", model)
+        switch.start({"requests": ["mine"], "seconds": 1})
+        mine, other = (
+            Line(Ticket(print, name), 0, Ask((7, 8, 9), Sampling(), Limits(5)))
+            for name in ("mine", "other")
+        )
+        assert switch.parted([mine, other]) == [[other], [mine]]
+        sleep(1.1)
+        [both] = switch.parted([mine, other])
+        with switch.watching(both, [[1], [2]]):
+            pass
+        switch.close()
 
 
 def test_a_disk_that_fails_ends_the_capture_and_no_request(
