@@ -58,9 +58,10 @@ def place_in(environment: Mapping[str, str]) -> Place:
 def together() -> Iterator[None]:
     """Meet the other ranks, and part from them at the end."""
     from torch import distributed  # noqa: PLC0415  heavy: a process alone does without
+    from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415  as above
 
     try:
-        store, rank, world = next(distributed.rendezvous("env://", timeout=MEETING))
+        store, rank, world = next(rendezvous("env://", timeout=MEETING))
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=LONGEST
         )
