@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.errors import InvalidArgument
+from degarble.harness.history.changes import LONGEST
 from degarble.harness.history.records import MEASURES
 from degarble.harness.history.told import bands, counted, last_green, moved
 from degarble.harness.record.blocks import (
@@ -77,9 +78,12 @@ class History:
         return _first_of_each(red)
 
     def _stands(self, move: Moved) -> bool:
-        """Whether one of the last two nights is still worse than its measure allows."""
+        """Whether one of its last two nights is still worse than its measure allows.
+
+        What no night has measured since before the longest window is retired.
+        """
         measure, nights = next(each for each in self.measured if each[0].name == move.measure)
-        values = nights.values[:, nights.places.index(move.place)]
+        values = nights.values[-LONGEST:, nights.places.index(move.place)]
         away = (values[np.isfinite(values)][-2:] - move.before) * measure.worse
         return bool((away > measure.red * abs(move.before)).any())
 

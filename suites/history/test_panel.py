@@ -69,6 +69,17 @@ def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float
     assert history_panel(found).verdict is Verdict.DIFFERS
 
 
+@pytest.mark.parametrize(("since", "verdict"), [(7, Verdict.DIFFERS), (8, Verdict.AGREES)])
+def test_a_lost_series_that_nobody_measures_any_more_is_retired(
+    tmp_path: Path, since: int, verdict: Verdict
+) -> None:
+    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+        for number in range(45 + since):
+            speeds = {"renamed": 0.9} if number >= 45 else {"gemm": 0.9 if number < 40 else 0.7}
+            store.add(run(number, values={"speed": speeds}))
+        assert history_panel(history_of(store, store.streams()[0])).verdict is verdict
+
+
 def test_the_difference_to_the_last_green_run(tmp_path: Path) -> None:
     with Store(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(3):
