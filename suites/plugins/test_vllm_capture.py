@@ -77,12 +77,14 @@ def test_one_rank_agrees_and_only_what_was_asked_for_is_there(tmp_path: Path) ->
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_agree(two_ranks: Path) -> None:
     found = checked(joined(two_ranks / "healthy"))
     assert found.verdict is Verdict.AGREES
     assert not found.localised.notes
 
 
+@pytest.mark.slow
 def test_faults_of_loading_and_of_ranks_are_found(two_ranks: Path) -> None:
     found = checked(joined(two_ranks / "faulty"))
     assert found.verdict is Verdict.DIFFERS

@@ -60,6 +60,7 @@ def test_ranks_make_one_capture_that_agrees(
     assert done.status == 0, done.out
 
 
+@pytest.mark.slow
 def test_a_part_that_every_rank_loads_is_named(
     line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
