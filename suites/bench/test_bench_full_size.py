@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from degarble.suites.bench import bench_full_size as bench
 from degarble.suites.bench.figures import measure
 from degarble.suites.bench.timing import Settings
 
-if TYPE_CHECKING:
-    import pytest
 
-
+@pytest.mark.slow
 def test_it_measures_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PEAK_BYTES", 1)  # the planted fault: nothing fits in one byte
     runs = (("official", "vllm:tp=8"), ("official", "vllm:tp=2,ep=8"))

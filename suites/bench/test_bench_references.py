@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from degarble.suites.bench import bench_references as bench
 from degarble.suites.bench.figures import measure
 from degarble.suites.bench.timing import Settings
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@pytest.mark.slow
 def test_it_measures_without_peers() -> None:
     section = measure("references", Settings(size=64, rounds=1, threads=1, peers=False))
     (table,) = section.tables

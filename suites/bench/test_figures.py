@@ -104,6 +104,7 @@ def test_neighbours_and_machine_are_told() -> None:
     assert "no-such-package absent" in machine(("no-such-package",))
 
 
+@pytest.mark.slow
 def test_the_formats_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "TURN_SECONDS", 0.0)
     monkeypatch.setattr(bench_formats, "_peak_ratio", lambda *_arguments: 1.25)

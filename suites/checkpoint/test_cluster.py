@@ -33,6 +33,7 @@ def shown_by(mode: str) -> dict[str, Any]:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_cluster_of_this_machine_writes_the_same_bytes_and_is_gone() -> None:
     found = shown_by("started")
     assert found["told"] == "Ray cluster, started here for this run: machines 1, cores 2."
@@ -47,6 +48,7 @@ def test_a_cluster_of_this_machine_writes_the_same_bytes_and_is_gone() -> None:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_dead_workers_and_machines_are_named_and_the_next_run_goes_on() -> None:
     found = shown_by("joined")
     assert found["told"] == "Ray cluster, joined: machines 2, cores 2."

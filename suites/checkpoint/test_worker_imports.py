@@ -16,7 +16,8 @@ BOUND = 1_000_000_000
 PROGRAM = (sys.executable, "-m", "degarble.suites.checkpoint.memory_runs")
 
 
-@pytest.mark.parametrize("mode", ["quantise", pytest.param("convert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["quantise", "convert"])
 def test_all_processes_together_stay_below_the_bound(mode: str, tmp_path: Path) -> None:
     assert watched(*PROGRAM, "write", str(tmp_path)).status == 0
     read = sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))

@@ -126,6 +126,7 @@ def test_an_output_that_takes_nothing_never_looks_like_a_difference(
     assert done.stderr.splitlines()[:1] == ([said] if said else [])
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_utf8_gets_escapes(tmp_path: Path) -> None:
     done = subprocess.run(
         [*LINE.split(), "demo", "--out", str(tmp_path)],

@@ -45,6 +45,7 @@ def failures(light: list[str], others: list[str], extra_path: Path) -> dict[str,
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.slow
 def test_every_module_imports_alone(tmp_path: Path) -> None:
     plants = {
         "planted_warning": "import warnings\nwarnings.warn('old', DeprecationWarning)\n",

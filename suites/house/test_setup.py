@@ -76,6 +76,7 @@ def test_named_python_alone_is_tried(checkout: Path) -> None:
     assert done.stderr.startswith("setup: no Python from 3.11 to 3.13 among: nowhere/python3.12.")
 
 
+@pytest.mark.slow
 def test_unreachable_index_is_told(checkout: Path) -> None:
     """Port 9 of the loopback address refuses at once, as a machine without a network does."""
     done = make(
