@@ -75,7 +75,9 @@ def gemm_kernel(
     walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
-        tcgen05.load(ring, feedings_of(feeds, shared, form), walk, steps, form)
+        tcgen05.load(
+            ring, tcgen05.plain_feedings(Float8E4M3FN, feeds, shared, form), walk, steps, form
+        )
     elif warp == tensor_memory.MULTIPLYING_WARP:
         fragments = (mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1]))
         multiply((ring, sums_ring), (mma, sums, *fragments), walk, steps, form)
@@ -162,27 +164,6 @@ def part_of(total: Any, piece: int) -> list[Any]:
     return [total[first + i] for i in range(facts.PIECE_COLUMNS)]
 
 
-def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
-    """Return the boxes of the feeds in numbers."""
-    return tuple((load.rows, form.tactic.inner) for load in facts.loads(form))
-
-
-def layouts(form: GemmForm) -> tuple[Any, ...]:
-    """Return how TMA writes A's and B's stages."""
-    count, swizzle = tensor_memory.footprint(form).stages, wgmma.Swizzle.K_SW128
-    return tuple(wgmma.staged_layout(Float8E4M3FN, *box, count, swizzle) for box in boxes_of(form))
-
-
-def feedings_of(feeds: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
-    """Cut both feeds for this thread block."""
-    views = (
-        cute.make_tensor(tensor.iterator, layout.outer)
-        for tensor, layout in zip(shared, layouts(form), strict=True)
-    )
-    sharing = tcgen05.sharing_of(form)
-    return tuple(map(producer.feeding, feeds, views, boxes_of(form), (sharing["a"], sharing["b"])))
-
-
 @cute.jit
 def launch_gemm(
     pointers: tuple[cute.Pointer, ...],
@@ -200,10 +181,7 @@ def launch_gemm(
         cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
         for pointer, shape in zip(pointers, shapes, strict=True)
     )
-    sharers = tcgen05.sharers(form)
-    feeds = tuple(
-        map(producer.feed_of, (mA, mB), layouts(form), boxes_of(form), (sharers["a"], sharers["b"]))
-    )
+    feeds = tcgen05.plain_feeds(Float8E4M3FN, (mA, mB), form)
     store = epilogue.store_of(mD, tensor_memory.LANES)
     gemm_kernel(feeds, store, Scales(of_a, of_b), (m, n, k), form).launch(
         grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],

@@ -321,3 +321,37 @@ def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.
         place = (row, column * (form.tactic.columns // facts.PIECE_COLUMNS))
         state, stored = store_tile(outlet, reading, ring, state, (place, stored, scales))
     epilogue.drain(outlet)
+
+
+# ---- operands without scales in tensor memory ----------------------------------------------------
+
+
+def plain_boxes(form: GemmForm) -> tuple[tuple[int, int], ...]:
+    """Return the boxes of A's and B's feeds in numbers."""
+    return tuple((load.rows, form.tactic.inner) for load in facts.loads(form))
+
+
+def plain_layouts(element: Any, form: GemmForm) -> tuple[Any, ...]:
+    """Return how TMA writes A's and B's stages."""
+    count, swizzle = memory_facts.footprint(form).stages, wgmma.Swizzle.K_SW128
+    return tuple(wgmma.staged_layout(element, *box, count, swizzle) for box in plain_boxes(form))
+
+
+def plain_feeds(element: Any, matrices: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
+    """Return the feeds of A and B."""
+    shared_by = sharers(form)
+    layouts, boxes = plain_layouts(element, form), plain_boxes(form)
+    return tuple(map(producer.feed_of, matrices, layouts, boxes, (shared_by["a"], shared_by["b"])))
+
+
+def plain_feedings(
+    element: Any, feeds: Any, shared: tuple[Any, Any], form: GemmForm
+) -> tuple[Any, ...]:
+    """Cut both feeds for this thread block."""
+    views = (
+        cute.make_tensor(tensor.iterator, layout.outer)
+        for tensor, layout in zip(shared, plain_layouts(element, form), strict=True)
+    )
+    sharing = sharing_of(form)
+    boxes = plain_boxes(form)
+    return tuple(map(producer.feeding, feeds, views, boxes, (sharing["a"], sharing["b"])))
