@@ -279,10 +279,11 @@ def _objection(item: pytest.Item, asked: set[str], run: RunOptions) -> tuple[str
             reason, binding = _unmet(name, run)
             if reason:
                 return name, reason, strict or binding
-    for marker in DEVICES:
-        reason = missing_device(marker) if marker in names else None
-        if reason:
-            return marker, reason, strict
+    # A suite of two devices runs on either of them.
+    devices = [marker for marker in DEVICES if marker in names]
+    reasons = [missing_device(marker) for marker in devices]
+    if reasons and None not in reasons:
+        return " or ".join(devices), reasons[-1], strict
     return "", None, False
 
 

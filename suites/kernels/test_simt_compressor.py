@@ -121,12 +121,14 @@ def test_the_stated_order_is_near_the_definition_and_faults_are_seen() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_every_call_is_near_the_definition(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_calls(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -134,6 +136,7 @@ def test_fuzzed_calls(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_cuts_company_and_repeats_change_no_bit(ratio: int) -> None:
     length = 3 * ratio + 2
@@ -157,6 +160,7 @@ def test_cuts_company_and_repeats_change_no_bit(ratio: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_a_prefix_goes_on_by_its_ring(ratio: int) -> None:
     """Two sequences share a prefix; the second has a copy of the first one's ring."""
@@ -173,6 +177,7 @@ def test_a_prefix_goes_on_by_its_ring(ratio: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("entry", ["fp8", "nvfp4", "bf16"])
 @pytest.mark.parametrize("width", [512, 128])
 def test_what_is_stored_is_kv_writes_of_the_pooled(
@@ -197,6 +202,7 @@ def test_what_is_stored_is_kv_writes_of_the_pooled(
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_a_graph_decodes_on(kernels: ModuleType, ratio: int) -> None:
     """One captured step of decode, replayed past a window's end, is the eager one."""
@@ -238,6 +244,7 @@ def test_a_graph_decodes_on(kernels: ModuleType, ratio: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_no_tokens_launch_nothing(kernels: ModuleType) -> None:
     problem = PoolProblem(0, 0, 0, 1, 4, 128)
     carried = kernels.Carried(

@@ -63,6 +63,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (7, 264), (300, 7168), (33, 20_000)])
 def test_equal_to_indexing_and_zeros_outside(
@@ -83,6 +84,7 @@ def test_equal_to_indexing_and_zeros_outside(
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_table_larger_than_32_bits_and_a_graph(kernels: ModuleType) -> None:
     problem = EmbedProblem(64, 400_000, 7168)  # 5.7 GB
     table = torch.empty(400_000, 7168, dtype=torch.bfloat16, device="cuda")

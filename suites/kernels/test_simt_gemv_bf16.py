@@ -104,12 +104,14 @@ def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_every_bit_is_that_of_the_definition() -> None:
     wrong = [why for case in checks.gemv_cases() if (why := checks.product_mismatch(case))]
     assert not wrong
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_shapes(seed: int) -> None:
     cases = checks.fuzzed_gemvs(seed, AT_ONCE)
@@ -117,6 +119,7 @@ def test_fuzzed_shapes(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_head_of_v4_pro(kernels: ModuleType, rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -133,6 +136,7 @@ def test_the_head_of_v4_pro(kernels: ModuleType, rows: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     problem = GemvProblem(3, 777, 1032)
     x = torch.empty(3, 1032, dtype=torch.bfloat16, device="cuda")

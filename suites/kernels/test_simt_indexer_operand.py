@@ -107,17 +107,20 @@ def test_a_wrong_bit_is_seen() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_every_bit_is_that_of_the_definition() -> None:
     assert not [why for case in checks.cases() if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_rows(seed: int) -> None:
     assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_graph_replays_on_changed_data_in_place(kernels: ModuleType) -> None:
     cases = [checks.OperandCase(checks.problem_of(30, 8, 0), which, 4) for which in checks.SPREADS]
     problem, rows = cases[0].problem, cases[0].rows.cuda()

@@ -105,23 +105,27 @@ def test_a_wrong_entry_is_seen() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_every_entry_is_that_of_a_stable_sort() -> None:
     assert not [why for case in checks.cases() if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_rows(seed: int) -> None:
     assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal() -> None:
     for case in checks.fuzzed(99, 10):
         assert torch.equal(checks.on_device(case), checks.on_device(case)), case.name
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     problem = TopkProblem(5, 40_000, 700, 4)
     cases = [checks.TopkCase(problem, spread, 5) for spread in checks.SPREADS]

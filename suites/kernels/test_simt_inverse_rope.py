@@ -76,12 +76,14 @@ def test_a_wrong_bit_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_every_bit_is_that_of_the_stated_order(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @each_kind
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE // 2))
 def test_fuzzed_heads(kind: str, seed: int) -> None:
@@ -91,12 +93,14 @@ def test_fuzzed_heads(kind: str, seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @each_kind
 def test_a_graph_replays_on_changed_data(kind: str) -> None:
     assert not checks.replay_mismatch(checks.Case(kind, 33, 16, "wide"), range(3))
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_turning_back_undoes_turning() -> None:
     case = checks.Case("back", 60, 16)
     turned = checks.on_device(checks.Case("norm", 60, 16))

@@ -103,12 +103,14 @@ def test_gaps_are_zeros_and_numbers_beyond_the_cache_are_nan() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_every_row_is_that_of_the_definition(case: checks.Case) -> None:
     assert not checks.read_mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_caches(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.read_mismatch(case))]
@@ -116,6 +118,7 @@ def test_fuzzed_caches(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_byte_of_a_foreign_cache_decodes(entry: str) -> None:
     """Bytes that no writer makes: codes and scales that are NaN, subnormal or the largest."""
@@ -128,6 +131,7 @@ def test_every_byte_of_a_foreign_cache_decodes(entry: str) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_graph_replays_on_changed_indices(kernels: ModuleType, entry: str) -> None:
     case = checks.Case(checks.write_problem(entry, 131), "wide")

@@ -149,12 +149,14 @@ def test_cases_have_names_of_their_own_and_fuzzed_ones_differ() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_every_byte_is_that_of_the_definition(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_caches(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -162,6 +164,7 @@ def test_fuzzed_caches(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_and_company_changes_no_entry() -> None:
     for case in checks.fuzzed(99, 20):
         assert torch.equal(checks.on_device(case), checks.on_device(case)), case.name
@@ -179,6 +182,7 @@ def test_two_runs_are_equal_and_company_changes_no_entry() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("duplicates", ["absent", "last"])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, entry: str, duplicates: str) -> None:
@@ -204,6 +208,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType, entry: str, duplic
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_no_tokens_and_no_pages_launch_nothing() -> None:
     for tokens, count in ((0, 2), (3, 0)):
         problem = checks.write_problem("fp8", tokens)

@@ -103,12 +103,14 @@ def test_what_is_wrong_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_parts_give_what_they_have_to(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_parts(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -116,6 +118,7 @@ def test_fuzzed_parts(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("tokens", checks.LENGTHS)
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
 def test_fused_is_unfused_bit_for_bit(tokens: int, sharpness: float) -> None:
@@ -125,6 +128,7 @@ def test_fused_is_unfused_bit_for_bit(tokens: int, sharpness: float) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_and_company_changes_no_token() -> None:
     for case in checks.fuzzed(99, 20):
         first, second = checks.on_device(case), checks.on_device(case)
@@ -143,6 +147,7 @@ def test_two_runs_are_equal_and_company_changes_no_token() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("part", PARTS)
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, part: str) -> None:
     cases = [checks.Case(MixProblem(131, 1032, part), seed=seed) for seed in range(3)]
@@ -165,6 +170,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType, part: str) -> None
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_nan_is_seen_everywhere_it_reaches(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(4, 64))
     inputs = {name: tensor.cuda() for name, tensor in checks.given(case).items()}
@@ -176,6 +182,7 @@ def test_a_nan_is_seen_everywhere_it_reaches(kernels: ModuleType) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_streams_may_be_written_where_they_were_read(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(100, 4096, "post"))
     inputs = {name: tensor.cuda() for name, tensor in checks.given(case).items()}

@@ -81,12 +81,14 @@ def test_errors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_products_and_squares(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_projections(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -94,6 +96,7 @@ def test_fuzzed_projections(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("kind", ["layer", "head"])
 def test_repeats_and_company_change_no_bit(kind: str) -> None:
     many = checks.Case(checks.FEW + 70, 1032, kind, "wide")
@@ -107,6 +110,7 @@ def test_repeats_and_company_change_no_bit(kind: str) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("part", ["all", "head", "coefficients"])
 @pytest.mark.parametrize("width", [256, 4096, 7168])
 def test_in_one_call_it_is_the_parts_in_turn_and_near_the_references(
@@ -138,6 +142,7 @@ def test_in_one_call_it_is_the_parts_in_turn_and_near_the_references(
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("tokens", [3, checks.FEW + 5])
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, tokens: int) -> None:
     cases = [checks.Case(tokens, 264, seed=seed) for seed in range(3)]

@@ -79,12 +79,14 @@ def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases("norm"), ids=lambda case: case.name.replace(" ", "-"))
 def test_every_bit_is_that_of_the_stated_order(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_heads(seed: int) -> None:
     found = checks.fuzzed("norm", seed, AT_ONCE)
@@ -93,6 +95,7 @@ def test_fuzzed_heads(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_and_the_result_may_lie_where_the_heads_were() -> None:
     for case in checks.fuzzed("norm", 99, 10):
         first = checks.on_device(case)
@@ -104,5 +107,6 @@ def test_two_runs_are_equal_and_the_result_may_lie_where_the_heads_were() -> Non
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_graph_replays_on_changed_data() -> None:
     assert not checks.replay_mismatch(checks.Case("norm", 33, 16, "wide"), range(3))

@@ -81,6 +81,7 @@ def drawn(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("scales", facts.SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_byte_is_canonical(kernels: ModuleType, shape: tuple[int, int], scales: str) -> None:
@@ -97,6 +98,7 @@ def test_every_byte_is_canonical(kernels: ModuleType, shape: tuple[int, int], sc
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("limit", [None, 10.0])
 def test_swiglu_is_that_of_the_nvfp4_kernel(kernels: ModuleType, limit: float | None) -> None:
     from degarble.kernels.common.quantise_problem import QuantiseProblem  # noqa: PLC0415

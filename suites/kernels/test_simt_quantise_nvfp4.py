@@ -183,12 +183,14 @@ def test_cases_have_names_of_their_own_and_fuzzed_ones_differ() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_every_byte_is_that_of_the_definition(case: checks.Case) -> None:
     assert not checks.mismatch(case)
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_shapes(seed: int) -> None:
     wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
@@ -196,6 +198,7 @@ def test_fuzzed_shapes(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_bit_for_bit() -> None:
     for case in checks.fuzzed(99, 20):
         first, second = checks.on_device(case), checks.on_device(case)
@@ -204,6 +207,7 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, source: str) -> None:
     problem = QuantiseProblem(257, 1056, source=source, limit=10.0 if source == "swiglu" else None)
@@ -231,6 +235,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType, source: str) -> No
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_the_fused_form_gives_what_two_launches_give(kernels: ModuleType) -> None:
     problem = QuantiseProblem(333, 2048, source=SWIGLU.name, limit=10.0, keeps_values=True)
     case = checks.Case(problem, "blocks", "one", seed=5)

@@ -137,12 +137,14 @@ def test_cases_have_names_of_their_own_and_fuzzed_ones_differ() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_every_bit_is_that_of_the_definition() -> None:
     wrong = [why for case in checks.norm_cases() if (why := checks.norm_mismatch(case))]
     assert not wrong
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_shapes(seed: int) -> None:
     cases = checks.fuzzed_norms(seed, AT_ONCE)
@@ -150,6 +152,7 @@ def test_fuzzed_shapes(seed: int) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_are_those_that_two_launches_give(layout: str) -> None:
     quantiser = import_module("degarble.kernels.simt_quantise_nvfp4")
@@ -169,6 +172,7 @@ def test_codes_are_those_that_two_launches_give(layout: str) -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_and_company_does_not_matter(kernels: ModuleType) -> None:
     for case in checks.fuzzed_norms(99, 10):
         first, second = checks.norm_on_device(case), checks.norm_on_device(case)
@@ -190,6 +194,7 @@ def test_two_runs_are_equal_and_company_does_not_matter(kernels: ModuleType) -> 
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("layout", [None, "128x4"])
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, layout: str | None) -> None:
     problem = NormProblem(257, 1040, layout=layout)

@@ -112,17 +112,20 @@ def test_a_wrong_choice_and_a_wrong_bit_are_seen(
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_every_bit_is_that_of_the_definition() -> None:
     assert not [why for case in checks.cases() if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_shapes(seed: int) -> None:
     assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_chooses_as_the_reference_does_on_the_cpu() -> None:
     case = checks.RouterCase(RouterProblem(8192, **checks.V4_PRO), "ordinary", 3)
     biased = routing.sqrt_softplus(case.logits) + case.bias
@@ -131,6 +134,7 @@ def test_chooses_as_the_reference_does_on_the_cpu() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_two_runs_are_equal_and_company_does_not_matter() -> None:
     for case in checks.fuzzed(99, 10):
         first, second = checks.on_device(case), checks.on_device(case)
@@ -139,6 +143,7 @@ def test_two_runs_are_equal_and_company_does_not_matter() -> None:
 
 
 @pytest.mark.h200
+@pytest.mark.b200
 def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     problem = RouterProblem(70, **checks.V32)
     cases = [checks.RouterCase(problem, "ordinary", seed) for seed in range(3)]

@@ -96,6 +96,17 @@ def test_what_can_run_runs(house: House) -> None:
     assert "4 passed, 1 deselected" in text
 
 
+def test_a_suite_of_two_devices_runs_on_either(house: House) -> None:
+    text = "import pytest\n@pytest.mark.h200\n@pytest.mark.b200\ndef test_both(): pass\n"
+    status, told = house.run(text + "def test_plain(): pass\n")
+    assert status == 0
+    assert "h200 or b200: 1 in test_planted.py: device is sm_90" in told
+    for device in ("h200", "b200"):
+        house.has(device)
+        assert "1 passed" in house.run(text)[1]
+        assert "1 passed" in house.run(text, "-m", device)[1]
+
+
 def test_asking_for_an_absent_device_ends_with_status_2(house: House) -> None:
     status, text = house.run(SUITE, "-m", "b200")
     assert status == 2
