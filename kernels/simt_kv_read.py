@@ -2,13 +2,14 @@
 
 Owns the reading forms of kv_problem, one an entry format. A warp has an entry; its lanes read codes
 and BF16 values in the order in which they lie, and write 16 bytes each. Decoding is exact before
-its one rounding to BF16, which changes nothing but fp8 values below BF16's normal ones.
+its one rounding to BF16, which changes nothing but fp8 values below BF16's normal ones, and values
+beside scales that are no powers of two (V3.2's).
 
 An index below 0 gives a row of zeros; one beyond the cache gives NaN: seen, not hidden. The same
 index may come any number of times. The wrapper checks and launches, and never waits for the GPU, so
 it may be captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
 suites/kernels/test_simt_kv_read.py: compiled for every target, and on an H200 equal to a decoder of
-plain torch bit for bit. Shape letters: R rows, L latent width (512), N pages, B bytes of a page.
+plain torch bit for bit. Shape letters: R rows, L width (512, 128, 576), N pages, B bytes of a page.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
+from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import kv_problem as facts
 from degarble.kernels.common.compiling import (
@@ -37,6 +39,7 @@ from degarble.kernels.common.latent_words import (
     nvfp4_values,
     put,
     registers_of,
+    scaled_values,
     vectors,
     words_at,
 )
@@ -67,7 +70,13 @@ class Tensors(NamedTuple):
 def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadForm) -> list[Any]:
     """Return the words of a half of an entry that begins with piece `start`."""
     entry = form.format
-    code = Uint32(tensors.cache_1[scales + Int64(place // (entry.block // rows.HALF))]) & 0xFF
+    block = Int64(place // (entry.block // rows.HALF))
+    if entry.inside:
+        rCodes = registers_of(2, 1)
+        cute.autovec_copy(tensors.cache_8[None, start * 2 + Int64(place)], rCodes[None, 0])
+        scale = ops.number_of(Uint32(tensors.cache_4[scales // 4 + block]))
+        return scaled_values(words_at(rCodes, 0), scale)
+    code = Uint32(tensors.cache_1[scales + block]) & 0xFF
     if entry.code_bits == 8:
         rCodes = registers_of(2, 1)
         cute.autovec_copy(tensors.cache_8[None, start * 2 + Int64(place)], rCodes[None, 0])
@@ -84,7 +93,7 @@ def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     lane = Int32(thread) % rows.LANES
     row = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
     entry = form.format
-    codes_end, held = entry.quantised // rows.HALF, rows.GEOMETRIES[form.width]
+    codes_end, held = entry.quantised // rows.HALF, rows.cached_geometry(form.width)
     if row < count:
         index = Int32(tensors.indices[row])
         rWords = registers_of(WORDS, held.slots)
@@ -102,16 +111,16 @@ def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
                 if cutlass.const_expr(facts.coded_only(entry, half)):
                     put(rWords, half, decoded(tensors, place, start, scales, form))
                 else:
-                    if (place >= codes_end) & (lane < held.lanes):
-                        rest = place + (entry.code_bytes // facts.VECTOR - codes_end)
+                    if (place >= codes_end) & (lane < held.lanes_of(half)):
+                        rest = place + (entry.rest_at // facts.VECTOR - codes_end)
                         cute.autovec_copy(
                             tensors.cache_16[None, start + Int64(rest)], rWords[None, half]
                         )
                     if cutlass.const_expr(facts.coded_at_all(entry, half)):  # noqa: SIM102  traced
                         if place < codes_end:
                             put(rWords, half, decoded(tensors, place, start, scales, form))
-        if lane < held.lanes:
-            for half in cutlass.range_constexpr(held.slots):
+        for half in cutlass.range_constexpr(held.slots):
+            if lane < held.lanes_of(half):
                 place = Int64(row) * held.chunks + half * rows.LANES
                 store(tensors.out, place + Int64(lane), words_at(rWords, half))
 

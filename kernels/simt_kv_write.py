@@ -2,7 +2,8 @@
 
 Owns the writing forms of kv_problem: latents (RMSNorm rounded to BF16, then RoPE rounded to BF16,
 as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries. A
-warp has a token; its row stays in registers from the load to the store.
+warp has a token; its row stays in registers from the load to the store. Of V3.2's rows the latent
+is normed, the key beside it turned; entries are fp8-v32, fp8-v32-ue8m0 and bf16.
 
 A slot below 0 or beyond the cache is skipped; whatever no token names is left as it was. A position
 outside of the table of turns makes the turned values NaN: seen, not hidden. Two tokens of a launch
@@ -12,7 +13,7 @@ are none. The wrapper checks and launches, and never waits for the GPU, so it ma
 
 Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
 suites/kernels/test_simt_kv_write.py: compiled for every target, and on an H200 byte for byte.
-Shape letters: T tokens, L latent width (512 or 128), P positions, N pages, B bytes of a page, S
+Shape letters: T tokens, L row width (512, 128 or 576), P positions, N pages, B bytes of a page, S
 slots.
 """
 
@@ -50,6 +51,7 @@ from degarble.kernels.common.latent_words import (
     nvfp4_scale_code,
     nvfp4_word,
     put,
+    quotient_words,
     registers_of,
     turned_words,
     vectors,
@@ -134,9 +136,12 @@ def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteF
 
 
 def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
-    """Return the code of the block's scale and the words of a lane's codes."""
+    """Return the code of the block's scale, or its bits, and the words of a lane's codes."""
     entry = form.format
     bits = amax_bits(words, entry.block // rows.HALF)
+    if entry.inside:
+        scale = facts.fp32_scale_bits(bits, entry)
+        return scale, quotient_words(words, ops.number_of(scale))
     if entry.code_bits == 8:
         code = facts.fp8_scale_code(bits)
         return code, fp8_words(words, facts.fp8_factor(code))
@@ -169,15 +174,16 @@ def load_weight(
 def norm_half(
     tensors: Tensors, row: Row, half: cutlass.Constexpr, lane: Any, form: cutlass.Constexpr
 ) -> None:
-    """Norm a half of the latent, and turn its tail, in registers."""
-    held = rows.GEOMETRIES[form.width]
+    """Norm a half of the latent, and turn its tail or the key, in registers."""
+    held = rows.cached_geometry(form.width)
     last = half == held.slots - 1
-    if cutlass.const_expr(not form.few):
-        load_weight(tensors, row.weight, half, lane, held)
-    weights, found = words_at(row.weight, half), words_at(row.words, half)
-    put(row.words, half, normed_words(found, weights, row.factor, form))
+    if cutlass.const_expr(half < facts.normed_slots(form)):
+        if cutlass.const_expr(not form.few):
+            load_weight(tensors, row.weight, half, lane, held)
+        weights, found = words_at(row.weight, half), words_at(row.words, half)
+        put(row.words, half, normed_words(found, weights, row.factor, form))
     if cutlass.const_expr(last):  # noqa: SIM102  one is known in tracing
-        if (lane >= held.first_turned_lane) & (lane < held.lanes):
+        if (lane >= held.first_turned_lane) & (lane < held.lanes_of(half)):
             if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
                 if row.inside:
                     group = lane - held.first_turned_lane
@@ -201,8 +207,8 @@ def put_half(
     chunk = half * rows.LANES + lane
     plain = chunk >= codes_end
     if cutlass.const_expr(not facts.coded_only(entry, half)):  # noqa: SIM102  known in tracing
-        if plain & (lane < rows.GEOMETRIES[form.width].lanes):
-            rest = chunk + (entry.code_bytes // facts.VECTOR - codes_end)
+        if plain & (lane < rows.cached_geometry(form.width).lanes_of(half)):
+            rest = chunk + (entry.rest_at // facts.VECTOR - codes_end)
             store(tensors.cache_16, start + Int64(rest), words)
     if cutlass.const_expr(facts.coded_at_all(entry, half)):
         code, codes = coded(words, form)
@@ -214,7 +220,10 @@ def put_half(
             else:
                 tensors.cache_4[start * 4 + Int64(chunk)] = codes[0]
         lanes = entry.block // rows.HALF
-        if (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
+        if cutlass.const_expr(entry.inside):
+            if chunk % lanes == 0:
+                tensors.cache_4[scales // 4 + Int64(chunk // lanes)] = code
+        elif (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
             code = ops.select(plain, Uint32(0), code)
             tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
 
@@ -234,7 +243,7 @@ def write_kernel(
     entries, pieces, multiplier, shift = pages
     lane = Int32(thread) % rows.LANES
     token = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
-    held = rows.GEOMETRIES[form.width]
+    held = rows.cached_geometry(form.width)
     entry, latent = form.format, form.source == "latent"
     if token < tokens:
         slot = Int64(tensors.slots[token])
@@ -247,16 +256,16 @@ def write_kernel(
             rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
             rTurn.fill(NAN)
             group = lane - held.first_turned_lane
-            if inside & (group >= 0) & (lane < held.lanes):
+            if inside & (group >= 0) & (lane < held.lanes_of(held.slots - 1)):
                 if cutlass.const_expr(form.few):
                     load_turn(tensors.turns, rTurn, (position, group))
                 else:
                     ask_for_turn(tensors.turns, (position, group))
             if cutlass.const_expr(form.few):
                 rWeight.fill(0)
-                for half in cutlass.range_constexpr(held.slots):
+                for half in cutlass.range_constexpr(facts.normed_slots(form)):
                     load_weight(tensors, rWeight, half, lane, held)
-            factor = factor_of_row(rWords, epsilon, form.width)
+            factor = factor_of_row(rWords, epsilon, facts.normed_width(form.width))
             row = Row(rWords, rWeight, rTurn, factor, position, inside)
 
         live = (slot >= 0) & (slot < capacity)
@@ -352,7 +361,8 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
     """Refuse tensors that the kernel would misread."""
     latent, last = problem.source == "latent", problem.duplicates == "last"
     tokens, pages = (problem.tokens,), problem.pages
-    of_weight, of_turns = (pages.width,), (problem.positions, rows.TABLE_WIDTH)
+    of_weight = (facts.normed_width(pages.width),)
+    of_turns = (problem.positions, rows.TABLE_WIDTH)
     wanted: tuple[tuple[bool, torch.dtype, tuple[int, ...]], ...] = (
         (True, torch.bfloat16, (*tokens, pages.width)),
         (latent, TORCH_WEIGHTS[problem.weight], of_weight),

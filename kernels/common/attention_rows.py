@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WIDTH = 512  # values of a row; DeepSeek-V4 config.json, head_dim
 ROTATED = 64  # of them turned, the last ones; qk_rope_head_dim
 PLAIN = WIDTH - ROTATED
+WITH_KEY = WIDTH + ROTATED  # V3.2's cached row: the latent, then the turned key beside it
 HALF = 8  # values of a lane's 16-byte load
 LANES = 32
 SLOTS = WIDTH // (LANES * HALF)
@@ -73,7 +75,8 @@ class Geometry:
     @property
     def slots(self) -> int:
         """Halves that a lane holds."""
-        return max(1, self.chunks // LANES)
+        held: int = ceil_div(self.chunks, LANES)
+        return held
 
     @property
     def lanes(self) -> int:
@@ -83,7 +86,11 @@ class Geometry:
     @property
     def first_turned_lane(self) -> int:
         """Lane that holds the first turned values, in the last slot."""
-        return self.lanes - ROTATED // HALF
+        return self.lanes_of(self.slots - 1) - ROTATED // HALF
+
+    def lanes_of(self, slot: int) -> int:
+        """Lanes that hold values in a slot, the first ones."""
+        return min(self.chunks - slot * LANES, LANES)
 
 
 GEOMETRIES: Mapping[int, Geometry] = MappingProxyType(
@@ -101,6 +108,11 @@ def geometry(width: int) -> Geometry:
             "Heads, latents and index keys of the known models have these.",
         )
     return GEOMETRIES[width]
+
+
+def cached_geometry(width: int) -> Geometry:
+    """Return how a cached row is held, which may have V3.2's key beside the latent."""
+    return Geometry(width) if width == WITH_KEY else geometry(width)
 
 
 def folded(numbers: Sequence[Any]) -> Any:

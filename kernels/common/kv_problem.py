@@ -6,8 +6,10 @@ the grid. Addresses and rules are written once for ints, tensors and kernels.
 
 A page holds the values of all its entries, then the scales of all its entries, then padding. The
 formats are fp8 (584 bytes, FlashMLA), nvfp4 (384, FlashInfer), nvfp4-v41 (288, FlashInfer: pages of
-64) and bf16. NVFP4 has no tensor scale and a smallest block scale of 2**-9, as references have it.
-NaN: a block that holds one reads as NaN altogether (fp8: an infinity too, as in the reference).
+64) and bf16. V3.2's rows of 576 are fp8-v32 (656 bytes, FlashMLA: 512 codes, four float32 scales,
+the BF16 key, entry by entry), fp8-v32-ue8m0 (scales are powers of two) or bf16. NVFP4 has no tensor
+scale and a smallest block scale of 2**-9, as references have it. NaN: a block with one reads as NaN
+altogether (fp8: an infinity too).
 
 Refuses unknown names and extents that do not fit. Kept honest by
 suites/kernels/common/test_kv_problem.py: rules equal to references.rounding for every BF16.
@@ -54,6 +56,8 @@ class EntryFormat:
     code_bits: int
     scale_bytes: int  # of an entry, padding included
     page_step: int  # a page is padded to a multiple of so many bytes
+    inside: bool = False  # float32 scales lie in an entry, between its codes and BF16 values
+    powers: bool = True  # FP8 scales are powers of two
 
     @property
     def code_bytes(self) -> int:
@@ -69,6 +73,16 @@ class EntryFormat:
     def entry_bytes(self) -> int:
         """All bytes of an entry."""
         return self.value_bytes + self.scale_bytes
+
+    @property
+    def rest_at(self) -> int:
+        """Bytes of an entry before its BF16 values."""
+        return self.code_bytes + self.inside * self.scale_bytes
+
+    @property
+    def step(self) -> int:
+        """Bytes from values to values of neighbouring entries."""
+        return self.value_bytes + self.inside * self.scale_bytes
 
     @property
     def scales(self) -> int:
@@ -88,14 +102,24 @@ _KINDS = {
     "nvfp4-v41": (0, 16, 4),
     "bf16": (None, 0, 0),
 }
+_KINDS_WITH_KEY = {"fp8-v32": False, "fp8-v32-ue8m0": True}  # of rows of 576; powers of two
 
 
 @cache
 def entry_format(name: str, width: int = rows.WIDTH) -> EntryFormat:
-    """Return how an entry of a row of 512 or 128 is kept; unknown names are refused."""
+    """Return how an entry of a row of 512, 128 or 576 is kept; unknown names are refused."""
+    if name in _KINDS_WITH_KEY:
+        if width != rows.WITH_KEY:
+            raise ShapeMismatch(
+                f"width of a row of {name}", width, f"{rows.WITH_KEY}", "V4's rows have fp8."
+            )
+        powers = _KINDS_WITH_KEY[name]
+        return EntryFormat(name, width, rows.WIDTH, 128, 8, 16, VECTOR, inside=True, powers=powers)
     if name not in _KINDS:
-        raise UnknownName.among("cache entry format", name, _KINDS)
+        raise UnknownName.among("cache entry format", name, {**_KINDS, **_KINDS_WITH_KEY})
     plain, block, bits = _KINDS[name]
+    if plain is None:
+        rows.cached_geometry(width)
     quantised = 0 if plain is None else rows.geometry(width).width - plain
     scales = width // block if block else 0  # those of values that stay BF16 are padding
     made = EntryFormat(name, width, quantised, block, bits, scales, VECTOR)
@@ -241,7 +265,8 @@ class ReadForm:
 def choose_write_form(problem: WriteProblem, target: str) -> WriteForm:
     """Return the form that answers a problem: few and many tokens differ, other extents do not."""
     weight = problem.weight if problem.source == "latent" else rows.WEIGHTS[0]
-    pages, few = problem.pages, problem.tokens <= FEW_TOKENS
+    pages = problem.pages
+    few = problem.tokens <= FEW_TOKENS or pages.width == rows.WITH_KEY  # which has one form
     return WriteForm(
         pages.entry, problem.source, weight, problem.duplicates, few, target, pages.width
     )
@@ -250,6 +275,16 @@ def choose_write_form(problem: WriteProblem, target: str) -> WriteForm:
 def choose_read_form(problem: ReadProblem, target: str) -> ReadForm:
     """Return the form that answers a problem."""
     return ReadForm(problem.pages.entry, target, problem.pages.width)
+
+
+def normed_width(width: int) -> int:
+    """Return how many values of a row are normed: all but V3.2's key."""
+    return min(width, rows.WIDTH)
+
+
+def normed_slots(form: WriteForm) -> int:
+    """Return the slots of a row that are normed, the first ones."""
+    return rows.geometry(normed_width(form.width)).slots
 
 
 def coded_at_all(entry: EntryFormat, slot: int) -> bool:
@@ -298,11 +333,13 @@ def place_of(slot: Any, magic: tuple[Any, Any], entries: Any, high: Any) -> tupl
 def value_piece(place: tuple[Any, Any], pieces: Any, entry: EntryFormat) -> Any:
     """Return which 16-byte piece of a cache an entry's values begin with; a page has `pieces`."""
     page, within = place
-    return page * pieces + within * (entry.value_bytes // VECTOR)
+    return page * pieces + within * (entry.step // VECTOR)
 
 
 def scale_within(within: Any, entries: Any, entry: EntryFormat) -> Any:
     """Return the byte of its page at which the scales of an entry begin."""
+    if entry.inside:
+        return within * entry.step + entry.code_bytes
     return entries * entry.value_bytes + within * entry.scale_bytes
 
 
@@ -320,6 +357,16 @@ def fp8_factor(scale_code: Any) -> Any:
     """Return what values are multiplied by before they are coded: a power of two, or NaN."""
     inverse = ops.shift_left(254 - ops.minimum(scale_code, 254), 23)
     return ops.number_of(ops.select(scale_code == 255, 0x7FC0_0000, inverse))
+
+
+def fp32_scale_bits(amax_bits: Any, entry: EntryFormat) -> Any:
+    """Return the bits of a block's float32 scale: a 448th, or fp8's power of two; or NaN."""
+    if entry.powers:
+        bits = ops.shift_left(fp8_scale_code(amax_bits), 23)
+    else:
+        amax = ops.maximum(codecs.bf16_decode(amax_bits), FP8_SMALLEST_AMAX)
+        bits = ops.bits_of(ops.divide_rn(amax, codecs.E4M3_MAX))
+    return ops.select(amax_bits >= NAN_BF16, 0x7FC0_0000, bits)
 
 
 def nvfp4_scale_number(amax_bits: Any) -> Any:

@@ -80,13 +80,14 @@ def factor_of_row(registers: Any, epsilon: Any, width: int = rows.WIDTH) -> Any:
 @cute.jit
 def load_row(vectors: Any, registers: Any, first: Any, lane: Any, row: cutlass.Constexpr) -> None:
     """Read a row that begins with vector `first`, lane by lane; lanes without values have zeros."""
-    if cutlass.const_expr(row.lanes < rows.LANES):
+    if cutlass.const_expr(row.lanes_of(row.slots - 1) < rows.LANES):
         registers.fill(0)
-        if lane < row.lanes:
-            cute.autovec_copy(vectors[None, first + Int64(lane)], registers[None, 0])
-    else:
-        for slot in cutlass.range_constexpr(row.slots):
-            place = first + Int64(slot * rows.LANES) + Int64(lane)
+    for slot in cutlass.range_constexpr(row.slots):
+        place = first + Int64(slot * rows.LANES) + Int64(lane)
+        if cutlass.const_expr(row.lanes_of(slot) < rows.LANES):
+            if lane < row.lanes_of(slot):
+                cute.autovec_copy(vectors[None, place], registers[None, slot])
+        else:
             cute.autovec_copy(vectors[None, place], registers[None, slot])
 
 
@@ -149,7 +150,16 @@ def fp8_words(words: list[Any], factor: Any) -> list[Any]:
     """Return the codes of a half, four a word; a product with a power of two is exact."""
     pair = pair_of(factor)
     product = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
-    scaled = numbers_of([emit(product, Uint32, word, pair) for word in words])
+    return e4m3_words(numbers_of([emit(product, Uint32, word, pair) for word in words]))
+
+
+def quotient_words(words: list[Any], scale: Any) -> list[Any]:
+    """Return the codes of a half's true quotients by a float32 scale."""
+    return e4m3_words([ops.divide_rn(number, scale) for number in numbers_of(words)])
+
+
+def e4m3_words(scaled: list[Any]) -> list[Any]:
+    """Return the codes of eight float32 numbers, four a word."""
     text = """{
         .reg .b16 p0, p1;
         cvt.rn.satfinite.e4m3x2.f32 p0, {$r1}, {$r0};
@@ -212,10 +222,14 @@ def fp8_numbers(words: list[Any]) -> list[Any]:
     return made
 
 
+def scaled_values(words: list[Any], scale: Any) -> list[Any]:
+    """Return the BF16 words of a half of E4M3 codes times a float32 scale."""
+    return rounded_words([ops.multiply_rn(number, scale) for number in fp8_numbers(words)])
+
+
 def fp8_values(words: list[Any], scale_code: Any) -> list[Any]:
     """Return the BF16 words of a half of codes and its UE8M0 scale."""
-    scale = codecs.ue8m0_decode(scale_code)
-    return rounded_words([ops.multiply_rn(number, scale) for number in fp8_numbers(words)])
+    return scaled_values(words, codecs.ue8m0_decode(scale_code))
 
 
 def nvfp4_values(word: Any, scale_code: Any) -> list[Any]:

@@ -7,7 +7,8 @@ references.rounding, which know nothing of kernels; addresses are counted entry 
 
 Kept honest by suites/kernels/test_simt_kv_write.py, which plants errors in what came back, and by
 test_kv_problem.py: what is decoded is what the references make of the row.
-Shape letters: T tokens, L width (512 or 128), N pages, B bytes of a page.
+Entries of V3.2 have their scales inside: those bytes count as values here, and none as scales.
+Shape letters: T tokens, L width (512, 128 or 576), N pages, B bytes of a page.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 SETTINGS = CompileSettings()
 POISON = 0xAA
+WITH_KEY = ("fp8-v32", "fp8-v32-ue8m0", "bf16")  # entries of rows of 576
 LENGTHS = (1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 257)  # ratio, page, window, and their neighbours
 SLOT_KINDS = ("spread", "in a row", "repeated")
 
@@ -70,7 +72,8 @@ class Case:
         if self.problem.source != "latent":
             return None
         generator = torch.Generator().manual_seed(self.seed + 1)
-        drawn = 1 + torch.randn(self.problem.pages.width, generator=generator) / 4
+        width = min(self.problem.pages.width, rows.WIDTH)
+        drawn = 1 + torch.randn(width, generator=generator) / 4
         return drawn.to({"bf16": torch.bfloat16, "fp32": torch.float32}[self.problem.weight])
 
     @cached_property
@@ -110,7 +113,10 @@ class Case:
             return self.values
         assert self.turns is not None
         assert self.positions is not None
-        made = plain.normed_rows(self.values, self.weight, self.problem.epsilon).bfloat16()
+        width = min(self.problem.pages.width, rows.WIDTH)  # V3.2's key is not normed
+        latent, key = self.values[:, :width], self.values[:, width:]
+        made = plain.normed_rows(latent, self.weight, self.problem.epsilon).bfloat16()
+        made = torch.cat((made, key), 1)
         turns = plain.turns_at(self.turns, self.positions)
         return plain.with_the_machines_nan(plain.turned_tail(made.float(), turns))
 
@@ -128,6 +134,10 @@ def coded(rows_TL: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
         return rest, torch.zeros(tokens, 0, dtype=torch.uint8)
     blocks = rows_TL[:, : entry.quantised].float().unflatten(1, (-1, entry.block))
     amax = blocks.abs().amax(-1, keepdim=True)
+    if entry.inside:
+        codes, scales = _fp8_with_key(blocks, amax, entry)
+        parts = (codes.flatten(1), scales.flatten(1).view(torch.uint8), rest)
+        return torch.cat(parts, 1), torch.zeros(tokens, 0, dtype=torch.uint8)
     codes, scales = _fp8(blocks, amax) if entry.code_bits == 8 else _nvfp4(blocks, amax)
     padding = torch.zeros(tokens, entry.scale_bytes - entry.scales, dtype=torch.uint8)
     return torch.cat((codes.flatten(1), rest), 1), torch.cat((scales.flatten(1), padding), 1)
@@ -143,6 +153,16 @@ def _fp8(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     return codes.masked_fill(lost, 0x7F), exponents.masked_fill(lost, 255)
 
 
+def _fp8_with_key(blocks: Tensor, amax: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
+    lost = ~amax.isfinite()
+    amax = amax.masked_fill(lost, 1.0).clamp(min=rounding.FP8_FLOOR)
+    scale = amax / torch.tensor(rounding.E4M3_LARGEST)  # a number would be inverted first
+    if entry.powers:
+        scale = rounding.power_of_two_above(amax * (1.0 / rounding.E4M3_LARGEST))
+    codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(lost, 0x7F), scale.masked_fill(lost, torch.nan)
+
+
 def _nvfp4(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     lost = amax.isnan()
     raw = amax.masked_fill(lost, 1.0).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR) / 6.0
@@ -155,12 +175,16 @@ def _nvfp4(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def decoded(values_T: Tensor, scales_T: Tensor, entry: EntryFormat) -> Tensor:
     """Return the BF16 rows of the bytes of entries."""
-    rest = values_T[:, entry.code_bytes :].contiguous().view(torch.bfloat16)
+    rest = values_T[:, entry.rest_at :].contiguous().view(torch.bfloat16)
     if not entry.quantised:
         return rest
     codes = values_T[:, : entry.code_bytes].contiguous()
     scales = scales_T[:, : entry.scales].contiguous()
-    if entry.code_bits == 8:
+    if entry.inside:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+        scales = values_T[:, entry.code_bytes : entry.rest_at].contiguous()
+        factors = scales.view(torch.float32)
+    elif entry.code_bits == 8:
         numbers = codes.view(torch.float8_e4m3fn).float()
         factors = codecs.ue8m0_decode(scales.to(torch.int64))
     else:
@@ -175,6 +199,8 @@ def decoded(values_T: Tensor, scales_T: Tensor, entry: EntryFormat) -> Tensor:
 def places(pages: Pages, slot: int) -> tuple[slice, slice]:
     """Return where in its page the values and the scales of a slot lie."""
     entry, within = pages.format, slot % pages.entries
+    if entry.inside:
+        return slice(within * entry.step, (within + 1) * entry.step), slice(0, 0)
     value = within * entry.value_bytes
     scale = pages.entries * entry.value_bytes + within * entry.scale_bytes
     return slice(value, value + entry.value_bytes), slice(scale, scale + entry.scale_bytes)
@@ -282,6 +308,26 @@ def cases() -> list[Case]:
         made += [Case(problem, spread) for problem in small for spread in plain.SPREADS]
         made.append(Case(write_problem(entry, 4097, 64, width=128), "wide"))
         made.append(Case(write_problem(entry, 8191, 256), "wide"))  # the last warp has one token
+    return made + cases_with_key()
+
+
+def cases_with_key() -> list[Case]:
+    """Return the named cases of V3.2's rows."""
+    made = []
+    for entry in WITH_KEY:
+        made += [Case(write_problem(entry, n, width=rows.WITH_KEY), "wide", seed=n) for n in (1, 5)]
+        for entries in (1, 64):
+            more = {"weight": "fp32", "duplicates": "last", "width": rows.WITH_KEY}
+            problem = write_problem(entry, 131, entries, **more)
+            made += [Case(problem, "wide", kind, entries) for kind in SLOT_KINDS]
+        for spread in plain.SPREADS:
+            of_both = [
+                write_problem(entry, 130, source=source, width=rows.WITH_KEY) for source in SOURCES
+            ]
+            made += [Case(problem, spread) for problem in of_both]
+        stride = 1152 * 9  # more than nine entries of every format need
+        made.append(Case(write_problem(entry, 9, 3, stride=stride, width=rows.WITH_KEY), "wide"))
+        made.append(Case(write_problem(entry, 8191, 64, width=rows.WITH_KEY), "wide"))
     return made
 
 
@@ -291,14 +337,15 @@ def fuzzed(seed: int, count: int) -> list[Case]:
     made = []
     for _ in range(count):
         duplicates = drawn.choice(("absent", "absent", "last"))
+        width = drawn.choice((512, 512, 128, rows.WITH_KEY))
         problem = write_problem(
-            drawn.choice(tuple(ENTRIES)),
+            drawn.choice(WITH_KEY if width == rows.WITH_KEY else tuple(ENTRIES)),
             drawn.choice((drawn.randint(1, 20), drawn.randint(1, 400))),
             drawn.choice((1, 2, 64, 256, drawn.randint(1, 300))),
             source=drawn.choice(("latent", "latent", "row")),
             weight=drawn.choice(("bf16", "fp32")),
             duplicates=duplicates,
-            width=drawn.choice((512, 512, 128)),
+            width=width,
         )
         kinds = SLOT_KINDS if duplicates == "last" else SLOT_KINDS[:2]
         spread, kind = drawn.choice(plain.SPREADS), drawn.choice(kinds)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +27,7 @@ from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain
 
 ALL = [facts.entry_format(name, width) for name in ENTRIES for width in (512, 128)]
+ALL += [facts.entry_format(name, 576) for name in checks.WITH_KEY]
 ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
 
 
@@ -41,6 +45,10 @@ def test_entries_have_the_bytes_that_others_read() -> None:
     )
     assert [facts.entry_format(name, 128).entry_bytes for name in ENTRIES] == [194, 168, 72, 256]
     assert [entry.scales for entry in (FP8, NVFP4, NVFP4_V41, BF16)] == [7, 28, 32, 0]
+    for name in ("fp8-v32", "fp8-v32-ue8m0"):  # FlashMLA: 512 codes, 16 bytes of scales, a key
+        entry = facts.entry_format(name, 576)
+        assert (entry.code_bytes, entry.rest_at, entry.step, entry.scales) == (512, 528, 656, 4)
+        assert entry.page_bytes(64) == 64 * 656
 
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
@@ -50,7 +58,9 @@ def test_every_byte_of_a_page_belongs_to_one_entry(entry: facts.EntryFormat, ent
     owners = np.zeros(stride, dtype=int)
     for within in range(entries):
         start = 16 * facts.value_piece((page, within), stride // 16, entry) - page * stride
-        owners[start : start + entry.value_bytes] += 1
+        owners[start : start + entry.code_bytes] += 1
+        rest = start + entry.rest_at
+        owners[rest : rest + entry.value_bytes - entry.code_bytes] += 1
         start = facts.scale_within(within, entries, entry)
         owners[start : start + entry.scale_bytes] += 1
     used = entries * entry.entry_bytes
@@ -71,6 +81,20 @@ def test_the_fp8_scale_of_every_magnitude() -> None:
     assert torch.equal(facts.fp8_factor(code[finite]), 1 / want)
     assert (code[~finite] == 255).all()
     assert facts.fp8_factor(code[~finite]).isnan().all()
+
+
+def test_the_float32_scale_of_every_magnitude() -> None:
+    amax, finite = codecs.bf16_decode(ALL_BF16), ALL_BF16 < 0x7F80
+    for name, powers in (("fp8-v32", False), ("fp8-v32-ue8m0", True)):
+        entry = facts.entry_format(name, 576)
+        assert entry.powers == powers
+        scale = facts.fp32_scale_bits(ALL_BF16, entry).int().view(torch.float32)
+        want = amax[finite].clamp(min=rounding.FP8_FLOOR) / torch.tensor(rounding.E4M3_LARGEST)
+        if powers:
+            scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
+            want = rounding.power_of_two_above(scaled)
+        assert torch.equal(scale[finite], want)
+        assert scale[~finite].isnan().all()
 
 
 def test_the_nvfp4_scale_of_every_magnitude() -> None:
@@ -129,7 +153,13 @@ def test_entries_decode_to_what_the_references_read(spread: str) -> None:
     for entry in ALL:
         x = plain.drawn(spread, (50, entry.width), 9)
         width = entry.quantised
-        through = {8: lambda v: rounding.through_fp8(v, 64), 4: rounding.through_nvfp4_row}
+        through: dict[int, Any] = {
+            8: lambda v: rounding.through_fp8(v, 64),
+            4: rounding.through_nvfp4_row,
+        }
+        if entry.inside:
+            rule = rounding.through_fp8 if entry.powers else rounding.through_fp8_f32
+            through[8] = partial(rule, block=128)
         want = x.clone()
         if width:
             want[:, :width] = through[entry.code_bits](x[:, :width]).bfloat16()
@@ -142,6 +172,9 @@ def test_refuses_by_name() -> None:
     for wrong, error, name in (
         (lambda: Pages("fp7", 64, 4), UnknownName, "cache entry format"),
         (lambda: Pages("fp8", 64, 4, width=256), ShapeMismatch, "width of a row"),
+        (lambda: Pages("fp8", 64, 4, width=576), ShapeMismatch, "width of a row"),
+        (lambda: Pages("bf16", 64, 4, width=577), ShapeMismatch, "width of a row"),
+        (lambda: Pages("fp8-v32", 64, 4), ShapeMismatch, "width of a row of fp8-v32"),
         (lambda: Pages("fp8", 0, 4), ShapeMismatch, "entries of a page"),
         (lambda: Pages("fp8", 1 << 20, 1 << 12), ShapeMismatch, "slots of a cache"),
         (lambda: Pages("fp8", 64, 1 << 20), ShapeMismatch, "pieces of a cache"),
