@@ -318,17 +318,8 @@ def multiply(
     warpgroup.commit_group()
 
 
-@cute.jit
-def launch_scores(
-    pointers: tuple[cute.Pointer, ...],
-    numbers: tuple[Int32, ...],
-    form: cutlass.Constexpr,
-    stream: CUstream,
-) -> None:
-    """Launch a form on extents that are known now; behind them tiles and chunks."""
-    *extents, tiles, chunks = numbers
-    e = Extents(*extents)
-    queries, pages, *others = pointers
+def feeds_of(queries: Any, pages: Any, e: Extents, form: ScoresForm) -> tuple[Any, ...]:
+    """Make the TMA atoms of queries, a box a token, and of keys, a box a part of a page."""
     size = facts.OPERANDS[form.operands].bytes
     heads = (e.heads, facts.WIDTH, e.tokens)
     mQ = cute.make_tensor(
@@ -340,7 +331,7 @@ def launch_scores(
         cute.make_layout((e.of_page, facts.WIDTH, e.pages), stride=(facts.WIDTH, 1, stride)),
     )
     element, inner = ELEMENTS[form.operands], inner_of(form)
-    feeds = tuple(
+    return tuple(
         producer.feed_of(
             tensor,
             wgmma.staged_layout(element, rows, inner, 1, wgmma.Swizzle.K_SW128),
@@ -348,6 +339,20 @@ def launch_scores(
         )
         for tensor, rows in ((mQ, form.padded), (mK, form.box))
     )
+
+
+@cute.jit
+def launch_scores(
+    pointers: tuple[cute.Pointer, ...],
+    numbers: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; behind them tiles and chunks."""
+    *extents, tiles, chunks = numbers
+    e = Extents(*extents)
+    queries, pages, *others = pointers
+    feeds = feeds_of(queries, pages, e, form)
     flat = cute.make_layout(FLAT)
     tensors = Tensors(*(cute.make_tensor(address, flat) for address in others))
     scores_kernel(feeds, tensors, e, form).launch(
@@ -365,7 +370,7 @@ def launch_scores(
 def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
     numbers = tuple(Int32(1) for _ in range(len(Extents._fields) + 2))
-    arguments = (_pointers(form, None, None), numbers, form, any_stream())
+    arguments = (pointers_of(form, None, None), numbers, form, any_stream())
     return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
 
 
@@ -438,10 +443,10 @@ def launch(
         chunk=keys,
     )
     numbers = tuple(Int32(number) for number in (*extents, tiles, chunks))
-    kernel(_pointers(form, given, out), numbers, current_stream(device))
+    kernel(pointers_of(form, given, out), numbers, current_stream(device))
 
 
-def _pointers(form: ScoresForm, given: Scored | None, out: Tensor | None) -> tuple[Any, ...]:
+def pointers_of(form: ScoresForm, given: Scored | None, out: Tensor | None) -> tuple[Any, ...]:
     """Return what the entry takes: queries, pages, then what Tensors names."""
     element, (of_weights, _, size) = ELEMENTS[form.operands], WEIGHTS[form.arithmetic]
     q, weights, positions, sequences, table, pages, scales = given or (None,) * 7

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import ceil_div, round_up
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.kernels.common.targets import SM90A, SM100A, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,8 @@ CONSUMERS = 2  # warpgroups that multiply, 64 keys each
 PIECE = 64
 KEYS = CONSUMERS * PIECE  # of a stage
 HEADS_STEP = 8  # columns of wgmma come in eights
+# The fewest columns of an instruction; PTX ISA 9.1, wgmma and tcgen05.mma of 128 rows.
+LEAST_COLUMNS = {SM90A.name: HEADS_STEP, SM100A.name: 16}
 MOST_COLUMNS = 256
 MOST_STAGES = 6
 ALIGNMENT = 1024  # of what TMA swizzles; PTX ISA 9.1, 5.5.6
@@ -184,12 +186,13 @@ class ScoresForm:
 
 def choose_form(problem: ScoresProblem, target: str) -> ScoresForm:
     """Return the form that answers a problem: several tokens at once where they share keys."""
-    if target != SM90A.name:
-        raise UnknownName.among("target of the indexer's scores", target, [SM90A.name])
+    if target not in LEAST_COLUMNS:
+        raise UnknownName.among("target of the indexer's scores", target, LEAST_COLUMNS)
     # Trap: cute lays out 8, 16, 32, ... rows in swizzled memory; 24 of them abort the process.
     padded = max(HEADS_STEP, 1 << (problem.heads - 1).bit_length())
     shared = problem.tokens > problem.sequences
     at_once = min(TOKENS_AT_ONCE, MOST_COLUMNS // padded) if shared else 1
+    padded = max(padded, LEAST_COLUMNS[target] // at_once)
     pages = problem.pages
     return ScoresForm(target, pages.operands, problem.arithmetic, padded, at_once, pages.box)
 

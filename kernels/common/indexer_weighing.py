@@ -71,21 +71,29 @@ def weights_of(tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr)
     for group in cutlass.range_constexpr(groups):
         j, eight = divmod(group, form.padded // facts.HEADS_STEP)
         token = tile * form.at_once + j
-        pair = []
-        for c in (0, 1):
-            head = head_of_thread(eight, c)
-            weight = Float32(0.0)
-            if (head < e.heads) & (token < e.tokens):
-                at = Int64(token) * Int64(e.heads) + Int64(head)
-                weight = Float32(tensors.weights[at])
-                if cutlass.const_expr(form.operands == "fp8"):
-                    weight = ops.multiply_rn(weight, Float32(tensors.scales[at]))
-            pair.append(weight)
+        pair = [weight_of(tensors, token, head_of_thread(eight, c), e, form) for c in (0, 1)]
         if cutlass.const_expr(stored):
-            found[group] = emit("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, *pair)
+            found[group] = pair_rounded(*pair)
         else:
             found[2 * group], found[2 * group + 1] = (ops.bits_of(weight) for weight in pair)
     return found
+
+
+@cute.jit
+def weight_of(tensors: Tensors, token: Any, head: Any, e: Extents, form: cutlass.Constexpr) -> Any:
+    """Return the weight of a token's head, scale and all; none beyond heads and tokens."""
+    weight = Float32(0.0)
+    if (head < e.heads) & (token < e.tokens):
+        at = Int64(token) * Int64(e.heads) + Int64(head)
+        weight = Float32(tensors.weights[at])
+        if cutlass.const_expr(form.operands == "fp8"):
+            weight = ops.multiply_rn(weight, Float32(tensors.scales[at]))
+    return weight
+
+
+def pair_rounded(low: Any, high: Any) -> Any:
+    """Return two numbers rounded to BF16, in one word."""
+    return emit("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, low, high)
 
 
 def head_of_thread(eight: int, place: int) -> Any:
@@ -116,29 +124,38 @@ def weighed(sums: Any, rWeights: Any, scales: list[Any], form: ScoresForm) -> li
             for distance in (1, 2):
                 other = cute.arch.shuffle_sync_bfly(total, offset=distance)
                 total = ops.add_rn(total, other)
-            if form.operands == "fp8":
-                total = ops.multiply_rn(total, scales[row])
-            if form.arithmetic == "stored":
-                word = emit("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", Uint32, total, Float32(0.0))
-                total = ops.number_of(word & Uint32(HIGH_HALF))
-            pair.append(total)
+            pair.append(finished(total, scales[row], form))
         made.append(pair)
     return made
+
+
+def finished(total: Any, scale: Any, form: ScoresForm) -> Any:
+    """Return a score of the sum over heads."""
+    if form.operands == "fp8":
+        total = ops.multiply_rn(total, scale)
+    if form.arithmetic == "stored":
+        word = emit("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", Uint32, total, Float32(0.0))
+        total = ops.number_of(word & Uint32(HIGH_HALF))
+    return total
 
 
 def added(sums: Any, rWeights: Any, at: tuple[int, int], total: Any, form: ScoresForm) -> Any:
     """Add two neighbouring heads' weighted products to a key's sum."""
     group, row = at
     pair = [sums[4 * group + 2 * row + c] for c in (0, 1)]
+    words = [group] if form.arithmetic == "stored" else [2 * group, 2 * group + 1]
+    return pair_added(pair, [Uint32(rWeights[word]) for word in words], total, form)
+
+
+def pair_added(pair: list[Any], weights: list[Any], total: Any, form: ScoresForm) -> Any:
+    """Add two products by their weights, a word each or, stored, both in one."""
     if form.arithmetic == "stored":
         word = rectified_pair(*pair)
-        weights = Uint32(rWeights[group])
-        word = emit("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, word, weights)
+        word = emit("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, word, weights[0])
         total = ops.add_rn(total, ops.number_of(ops.shift_left(word, 16)))
         return ops.add_rn(total, ops.number_of(word & Uint32(HIGH_HALF)))
-    for c in (0, 1):
-        weight = ops.number_of(Uint32(rWeights[2 * group + c]))
-        total = ops.fma_rn(rectified(pair[c]), weight, total)
+    for number, weight in zip(pair, weights, strict=True):
+        total = ops.fma_rn(rectified(number), ops.number_of(weight), total)
     return total
 
 
@@ -148,20 +165,25 @@ def key_scales_of(
 ) -> list[Any]:
     """Return the scales of a thread's two keys; 1 where none is read."""
     sequence, row, last = place
-    found = []
-    for distance in (0, 8):
-        scale = Float32(1.0)
-        if cutlass.const_expr(form.operands == "fp8"):
-            entry = row + distance
-            if entry < last:
-                at = Int64(sequence) * Int64(e.of_table) + Int64(entry // e.of_page)
-                page = Int32(tensors.table[at])
-                if (page >= 0) & (page < e.pages):
-                    start = Int64(page) * Int64(e.stride_words)
-                    within = e.of_page * (facts.WIDTH // facts.SCALE_BYTES) + entry % e.of_page
-                    scale = Float32(tensors.key_scales[start + Int64(within)])
-        found.append(scale)
+    found = [Float32(1.0)] * 2
+    if cutlass.const_expr(form.operands == "fp8"):
+        found = [key_scale_of(tensors, (sequence, row + i, last), e) for i in (0, 8)]
     return found
+
+
+@cute.jit
+def key_scale_of(tensors: Tensors, place: tuple[Any, Any, Any], e: Extents) -> Any:
+    """Return the scale of (sequence, entry, end); 1 where none is read."""
+    sequence, entry, last = place
+    scale = Float32(1.0)
+    if entry < last:
+        at = Int64(sequence) * Int64(e.of_table) + Int64(entry // e.of_page)
+        page = Int32(tensors.table[at])
+        if (page >= 0) & (page < e.pages):
+            start = Int64(page) * Int64(e.stride_words)
+            within = e.of_page * (facts.WIDTH // facts.SCALE_BYTES) + entry % e.of_page
+            scale = Float32(tensors.key_scales[start + Int64(within)])
+    return scale
 
 
 @cute.jit

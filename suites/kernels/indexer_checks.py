@@ -7,14 +7,15 @@ the exact scores in float64, and the budget: BF16's is the one by which `check` 
 -inf is compared exactly. Scores are NaN before a launch.
 
 Kept honest by suites/kernels/test_sm90_indexer_scores.py, which damages results, and by the faults
-of suites/kernels/indexer_faults.py. Shape letters: T tokens, N heads, I width, W entries, S
-sequences, P pages of a sequence.
+of suites/kernels/indexer_faults.py. The kernel is that of the installed GPU.
+Shape letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,11 +25,13 @@ from degarble.harness.engine.budget_rules import U
 from degarble.kernels.common import indexer_problem as facts
 from degarble.kernels.common.indexer_problem import KeyPages, ScoresForm, ScoresProblem
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = CompileSettings()
+MODULES = {SM90A.name: "sm90_indexer_scores", SM100A.name: "sm100_indexer_scores"}
 NAN_BYTE = 0xFF  # of BF16, E4M3 and float32 alike
 NONSENSE = 0x7F00_0000
 SPREADS = ("ordinary", "negative", "integers", "wide")
@@ -157,13 +160,17 @@ def paged(case: ScoresCase, generator: torch.Generator) -> tuple[Tensor, Tensor,
     return pages, table.to(device), keys
 
 
+def kernels_here() -> Any:
+    """Return the module of the GPU that is installed."""
+    return import_module(f"degarble.kernels.{MODULES[target_of_device().name]}")
+
+
 def on_device(case: ScoresCase, given: Any, form: ScoresForm | None = None) -> Tensor:
     """Run a case into NaN."""
-    from degarble.kernels import sm90_indexer_scores as kernels  # noqa: PLC0415  needs the DSL
-
     p = case.problem
     out = torch.full((p.tokens, p.entries), torch.nan, device=given.queries.device)
-    return kernels.indexer_scores(given, p, SETTINGS, form=form, out=out)
+    made: Tensor = kernels_here().indexer_scores(given, p, SETTINGS, form=form, out=out)
+    return made
 
 
 def exact_scores(case: ScoresCase, of: Sides) -> tuple[Tensor, Tensor]:
@@ -231,9 +238,7 @@ def alone_differ(case: ScoresCase) -> list[int]:
             sequences=given.sequences[token : token + 1].clone(),
             scales=None if given.scales is None else given.scales[token : token + 1].clone(),
         )
-        from degarble.kernels import sm90_indexer_scores as kernels  # noqa: PLC0415
-
-        got = kernels.indexer_scores(one, replace(p, tokens=1), SETTINGS)
+        got = kernels_here().indexer_scores(one, replace(p, tokens=1), SETTINGS)
         if not torch.equal(got[0].view(torch.int32), whole[token].view(torch.int32)):
             found.append(token)
     return found

@@ -92,4 +92,4 @@ def test_refuses_by_name() -> None:
         with pytest.raises(ShapeMismatch, match="page"):
             KeyPages("bf16", entries, count, stride)
     with pytest.raises(UnknownName, match="target"):
-        choose_form(problem_of(1, 64, 9), "sm_100a")
+        choose_form(problem_of(1, 64, 9), "sm_80")
