@@ -18,7 +18,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites lint types figures docs wheel nightly vllm-env vllm-test clean
+.PHONY: help setup demo test suites slow lint types figures docs wheel nightly vllm-env vllm-test clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -26,6 +26,7 @@ help:
 	@echo "make figures  measure what docs/figures.md states"
 	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
 	@echo "make vllm-test  hold the plugin against vLLM 0.33 itself, in .venv-vllm: docs/vllm.md"
+	@echo "make slow     the suites that make test leaves out because they take minutes each"
 	@echo "also: setup lint types suites docs wheel clean"
 
 setup:
@@ -45,6 +46,10 @@ types: setup
 
 suites: setup
 	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 300 $(ARGS)
+
+# Every form of every kernel compiled, the whole museum, weights by the gigabyte: hours on two cores.
+slow: setup
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 3600 -m slow $(ARGS)
 
 figures: setup
 	@$(BIN)/python -m degarble.suites.bench.figures $(ARGS)

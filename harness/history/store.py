@@ -16,20 +16,14 @@ import hashlib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import sqlalchemy as sql
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from degarble.harness.errors import (
-    InvalidArgument,
-    MissingDependency,
-    UnknownName,
-    UnreadableFile,
-    UnwritablePath,
-)
+from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile, UnwritablePath
+from degarble.harness.history.addresses import WRITES, engine_of
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -40,10 +34,8 @@ if TYPE_CHECKING:
     from degarble.harness.history.records import Run
 
 STORE_SCHEMA = 1
-_WAIT = 30  # seconds that one writer waits for another
 _DOUBLES = np.dtype("<f8")
 _LOCK = 0x6465_6761  # of all writers of one database: any number that nobody else takes
-_WRITES = "degarble_writes"  # what a connection is asked for
 _FEWEST = 4  # characters by which a run may be named
 
 _tables = sql.MetaData()
@@ -122,8 +114,9 @@ class Store:
     """An open store: use it as a context."""
 
     def __init__(self, url: str, *, create: bool = False) -> None:
-        self.name, self._engine = _engine_of(url, create=create)
+        self.name, self._engine = engine_of(url, create=create)
         self._create = create
+        self._trial: sql.Connection | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -166,7 +159,7 @@ class Store:
     @contextmanager
     def _writing(self) -> Iterator[sql.Connection]:
         """One transaction of the only writer."""
-        with self._engine.execution_options(**{_WRITES: True}).begin() as connection:
+        with self._engine.execution_options(**{WRITES: True}).begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
             yield connection
@@ -174,23 +167,48 @@ class Store:
     def add(self, run: Run) -> bool:
         """Add a run, whole or not at all; False where the store has it already."""
         with self._asked(writes=True), self._writing() as connection:
-            if connection.execute(sql.select(_runs.c.id).where(_runs.c.id == run.id)).first():
-                return False
-            connection.execute(
-                _runs.insert().values(
-                    id=run.id,
-                    subject=run.subject,
-                    night=run.night,
-                    started=run.started,
-                    machine=run.machine,
-                    commit_id=run.commit,
-                    verdict=str(run.verdict),
-                    facts=json.dumps(dict(run.facts), sort_keys=True),
-                )
+            return self._insert(connection, run)
+
+    @contextmanager
+    def trying(self, run: Run) -> Iterator[None]:
+        """Let the store answer as if a run were added; nothing of it stays."""
+        with self._asked(writes=True), self._engine.connect() as connection:
+            writing = connection.execution_options(**{WRITES: True})
+            with writing.begin() as transaction:
+                self._insert(writing, run)
+                self._trial = writing
+                try:
+                    yield
+                finally:
+                    self._trial = None
+                    transaction.rollback()
+
+    @contextmanager
+    def _reading(self) -> Iterator[sql.Connection]:
+        if self._trial is not None:
+            yield self._trial
+            return
+        with self._engine.connect() as connection:
+            yield connection
+
+    def _insert(self, connection: sql.Connection, run: Run) -> bool:
+        if connection.execute(sql.select(_runs.c.id).where(_runs.c.id == run.id)).first():
+            return False
+        connection.execute(
+            _runs.insert().values(
+                id=run.id,
+                subject=run.subject,
+                night=run.night,
+                started=run.started,
+                machine=run.machine,
+                commit_id=run.commit,
+                verdict=str(run.verdict),
+                facts=json.dumps(dict(run.facts), sort_keys=True),
             )
-            for measure, values in run.values.items():
-                if values:
-                    self._add_numbers(connection, run.id, measure, values)
+        )
+        for measure, values in run.values.items():
+            if values:
+                self._add_numbers(connection, run.id, measure, values)
         return True
 
     def _add_numbers(self, connection: sql.Connection, run: str, measure: str, values: Any) -> None:
@@ -214,7 +232,7 @@ class Store:
             .group_by(_runs.c.subject, _runs.c.machine)
             .order_by(last.desc(), _runs.c.subject, _runs.c.machine)
         )
-        with self._asked(), self._engine.connect() as connection:
+        with self._asked(), self._reading() as connection:
             return tuple(Stream(*row) for row in connection.execute(query))
 
     def runs(self, stream: Stream | None = None) -> tuple[Told, ...]:
@@ -224,7 +242,7 @@ class Store:
             query = query.where(
                 _runs.c.subject == stream.subject, _runs.c.machine == stream.machine
             )
-        with self._asked(), self._engine.connect() as connection:
+        with self._asked(), self._reading() as connection:
             return tuple(_told(row) for row in connection.execute(query))
 
     def run(self, name: str) -> Told:
@@ -250,7 +268,7 @@ class Store:
             .join_from(_numbers, _layouts)
             .where(_numbers.c.run == run.id)
         )
-        with self._asked(), self._engine.connect() as connection:
+        with self._asked(), self._reading() as connection:
             return {
                 measure: dict(zip(json.loads(places), _doubles(found).tolist(), strict=True))
                 for measure, places, found in connection.execute(query)
@@ -265,7 +283,7 @@ class Store:
             .where(_runs.c.subject == stream.subject, _runs.c.machine == stream.machine)
             .where(_numbers.c.layout.in_(self._layouts_of(measure)))
         )
-        with self._asked(), self._engine.connect() as connection:
+        with self._asked(), self._reading() as connection:
             found = [tuple(row) for row in connection.execute(query)]
         return _joined(runs, found, self._layouts_of(measure))
 
@@ -273,7 +291,7 @@ class Store:
         query = sql.select(_layouts.c.digest, _layouts.c.places).where(
             _layouts.c.measure == measure
         )
-        with self._asked(), self._engine.connect() as connection:
+        with self._asked(), self._reading() as connection:
             return {digest: json.loads(places) for digest, places in connection.execute(query)}
 
     @contextmanager
@@ -289,69 +307,6 @@ class Store:
                 "history store", f"{self.name}: {line}", "a store that answers",
                 "Check the file, or that the server runs and lets you in.",
             ) from None  # fmt: skip
-
-
-def _engine_of(url: str, *, create: bool) -> tuple[str, sql.Engine]:
-    """Return what the store may be called, and the library's engine."""
-    if "://" not in url:
-        path = Path(url)
-        if not create and not path.is_file():
-            raise UnreadableFile(
-                "--store", url, "a store of runs",
-                "Name the file of an existing store, or add a first run to it.",
-            )  # fmt: skip
-        if create and not path.parent.is_dir():
-            raise UnwritablePath(
-                "--store", url, "a file in a folder that exists", f"Make {path.parent}."
-            )
-        address = sql.URL.create("sqlite", database=str(path))
-        engine = sql.create_engine(address, connect_args={"timeout": _WAIT})
-        sql.event.listen(engine, "connect", _by_hand)
-        sql.event.listen(engine, "begin", _begin)
-        return path.name, engine
-    try:
-        address = sql.make_url(url)
-    except (SQLAlchemyError, ValueError):
-        raise _no_url(url.partition("://")[0]) from None
-    # Trap: of a password with a bare @, a part would be read as the host, and be told.
-    if set("[@") & set(address.host or ""):
-        raise _no_url(address.drivername)
-    if address.get_backend_name() not in {"postgresql", "sqlite"}:
-        raise _no_url(address.drivername)
-    if address.get_backend_name() == "sqlite":
-        return _engine_of(address.database or "", create=create)
-    if address.get_backend_name() == "postgresql":
-        address = address.set(drivername="postgresql+psycopg")
-    try:
-        return _named(address), sql.create_engine(address)
-    except (ImportError, NoSuchModuleError) as error:
-        raise MissingDependency(
-            "psycopg", str(error), "the driver of PostgreSQL",
-            'Install it with: pip install "degarble[postgres]"',
-        ) from error  # fmt: skip
-
-
-def _by_hand(connection: Any, _record: Any) -> None:
-    """Let nobody but `_begin` begin a transaction: Python's driver leaves tables out of one."""
-    connection.isolation_level = None
-
-
-def _begin(connection: sql.Connection) -> None:
-    """Begin as a writer at once where one will write: two of them wait and never meet halfway."""
-    writes = connection.get_execution_options().get(_WRITES)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _named(address: sql.URL) -> str:
-    """Name a store without user and password."""
-    host = f"{address.host or 'local'}{f':{address.port}' if address.port else ''}"
-    return f"{address.get_backend_name()} {address.database or ''} on {host}"
-
-
-def _no_url(scheme: str) -> InvalidArgument:
-    return InvalidArgument(
-        "--store", scheme, "the path of a SQLite file or a postgresql:// URL", "Name one of them."
-    )
 
 
 def _told(row: Any) -> Told:

@@ -67,19 +67,26 @@ class KernelTable:
 
 def table_lines(document: Mapping[str, Any]) -> list[str]:
     """Tell a table as a manifest has it: one line a role and set of kernels, or a role's reason."""
-    kernels, reasons = _mapping(document, "kernels"), _mapping(document, "reference")
     told = [f"Kernels on {document.get('target', 'an unknown target')}, by component:"]
+    told += [f"  {role:<{_WIDTH}} {words}" for role, words in kernels_by_role(document).items()]
+    reasons = _mapping(document, "reference")
+    for role, members in _by_role(reasons).items():
+        why = dict.fromkeys(reasons[name] for name in members)
+        told += [f"  {role:<{_WIDTH}} reference: {reason}" for reason in why]
+    return told
+
+
+def kernels_by_role(document: Mapping[str, Any]) -> dict[str, str]:
+    """Kernels with tactics and counts of launches, of each role."""
+    kernels, found = _mapping(document, "kernels"), {}
     for role, members in _by_role(kernels).items():
         counted: Counter[str] = Counter()
         for name in members:
             for each in kernels[name]:
                 counted[str(Launch(each["kernel"], each["tactic"]))] += each["launches"]
         words = ", ".join(f"{launch} x{count}" for launch, count in counted.items())
-        told.append(f"  {role:<{_WIDTH}} {words or 'not called'}")
-    for role, members in _by_role(reasons).items():
-        why = dict.fromkeys(reasons[name] for name in members)
-        told += [f"  {role:<{_WIDTH}} reference: {reason}" for reason in why]
-    return told
+        found[role] = words or "not called"
+    return found
 
 
 def _mapping(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
 from degarble.harness.history.panel import sentence_of as history_sentence
-from degarble.harness.history.records import Run
+from degarble.harness.history.records import MUSEUM, Run
 from degarble.harness.history.store import Store
 from degarble.harness.record.files import usable_folder
 from degarble.harness.record.verdict import SEVERITY, Verdict
@@ -28,6 +27,8 @@ from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from degarble.harness.runs.museum_scores import Score
 
     Results = Mapping[str, StepResult]
 
@@ -53,18 +54,31 @@ def museum(asked: Asked, _: Results) -> StepResult:
     looked += [each.fault for each in found.repeats if each.fault]
     looked += [each.case for each in found.healthy]
     judged = tuple(f"museum.{each}" for each in dict.fromkeys(looked))
+    values = {MUSEUM.name: {held(each): well(each) for each in scores if each.wanted is not None}}
     counts = f"{len(faults)} faults planted {len(found.outcomes)} times, {len(found.healthy)} "
     counts += "healthy runs"
     if not wrong and found.verdict is Verdict.AGREES:
         return StepResult(
-            Verdict.AGREES, f"{counts}: all that was said is true.", judged=judged, rows=rows
-        )
+            Verdict.AGREES, f"{counts}: all that was said is true.",
+            values=values, judged=judged, rows=rows,
+        )  # fmt: skip
     failures = tuple(
         Failure(f"museum.{each}", Verdict.DIFFERS, None, "missed, or a false alarm")
         for each in wrong
     )
     sentence = f"{counts}: the engine missed or mistook {', '.join(wrong) or 'a repeated run'}."
-    return StepResult(Verdict.DIFFERS, sentence, failures=failures, judged=judged, rows=rows)
+    return StepResult(Verdict.DIFFERS, sentence, values=values, failures=failures, judged=judged,
+                      rows=rows)  # fmt: skip
+
+
+def held(score: Score) -> str:
+    """A claim in the words in which more of it is better."""
+    return score.claim if score.at_least else f"no {score.claim}"
+
+
+def well(score: Score) -> float:
+    """The share of the cases in which that held."""
+    return score.share if score.at_least else 1.0 - score.share
 
 
 def history(asked: Asked, results: Results) -> StepResult:
@@ -75,27 +89,14 @@ def history(asked: Asked, results: Results) -> StepResult:
     if run is None:
         return StepResult(Verdict.UNDECIDED, "Nothing was measured, so nothing is kept.")
     with Store(asked.store, create=True) as store:
-        found = _with(store, run)
-        told = _moved(found)
+        with store.trying(run):
+            told = _moved(history_in(store, run))
         # The store keeps the verdict of the whole night, with these reds and the ledger's.
         whole = {**results, "history": told}
         closed = run_of(asked, {**whole, "ledger": ledger(asked, whole)})
         assert closed is not None, "it measured what `run` did"
         store.add(closed)
     return replace(told, facts={"run": closed.id})
-
-
-def _with(store: Store, run: Run) -> History:
-    """The history as it will be with a run that is not added yet."""
-    with TemporaryDirectory() as folder, Store(f"{folder}/trial.sqlite", create=True) as trial:
-        for each in store.runs():
-            if (each.subject, each.machine) == (run.subject, run.machine):
-                trial.add(replace(
-                    run, night=each.night, verdict=each.verdict, values=store.numbers(each),
-                    commit=each.commit, started=each.started, facts=each.facts,
-                ))  # fmt: skip
-        trial.add(run)
-        return history_in(trial, run)
 
 
 def _moved(found: History) -> StepResult:

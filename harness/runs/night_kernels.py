@@ -1,78 +1,211 @@
-"""Kernels in a night: known answers against the formats, and their rate beside a copy's.
+"""Kernels in a night: every suite that this device can run, and rates beside ceilings of the run.
 
-Owns the cases of the quantising kernel (every layout of scales, tails, a scale that divides and one
-that does not) and its rate over copy bandwidth in the same run, which goes into the history as
-`speed`. Both need a GPU: where none was asked for they say so and are UNDECIDED, never green.
-Refuses as the kernels do. The other kernels of this repository have suites of their own, marked for
-their device. Kept honest by suites/runs/test_night_kernels.py; on a GPU it has not run yet.
+Owns two steps. `kernels` runs suites/kernels by processes of their own, one a file, so that a
+kernel that breaks the device breaks no other's, and names each kernel whose suite fails; one that
+does not end is stopped and fails. `figures` runs suites/bench/bench_night.py, whose shares go into
+the history as `speed`. Both need a GPU: where none was asked for they say so and are UNDECIDED,
+never green; the same where no suite of this device is there. Refuses as target_of_device does.
+Kept honest by suites/runs/test_night_kernels.py, with stand-ins, and by suites/nights on a GPU.
 """
 
 from __future__ import annotations
 
-import statistics
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.layouts import to_layout
-from degarble.harness.formats.quantise import quantise
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import SPEED
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import share
 from degarble.harness.runs.night_record import Asked, StepResult
-from degarble.kernels.common.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
+SUITES = Path(__file__).resolve().parents[2] / "suites" / "kernels"
+BENCH = "degarble.suites.bench.bench_night"
+MARKERS = {SM90A.name: "h200", SM100A.name: "b200"}
+PROCESSES = 12  # at once: each compiles on one core, and they share the device
+SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
+_LONG = 200  # characters of what a failing case says
+_NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
-NAME = "quantise_nvfp4"
-EXTENTS = ((1, 16), (130, 528), (300, 7168))
-SCALES = (1.0, 0.0123)
-SPEED_EXTENT = (8192, 7168)
-_SETS, _ROUNDS = 8, 7  # buffers that leave nothing in the cache; timings of which the median counts
+
+@dataclass(frozen=True)
+class Suite:
+    """What the suite of a kernel said: its cases, the first that failed, and why none ran."""
+
+    kernel: str
+    cases: int = 0
+    failed: int = 0
+    first: str = ""
+    broken: str = ""  # why there is no answer
+
+    @property
+    def verdict(self) -> Verdict:
+        """DIFFERS where a case failed or the suite broke off."""
+        return Verdict.DIFFERS if self.failed or self.broken else Verdict.AGREES
+
+    @property
+    def sentence(self) -> str:
+        """What is read in one line."""
+        if self.broken:
+            return self.broken
+        if not self.failed:
+            return f"{self.cases:,} cases agree with their definitions"
+        return f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
 
 
 def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
-    """Run the kernels on values whose bytes the formats tell."""
+    """Run the suites of the kernels on this machine's device."""
     if not asked.gpu:
-        return _without(NAME)
-    wrong = []
-    cases = [(each, rows, columns, scale) for each in LAYOUTS for rows, columns in EXTENTS
-             for scale in SCALES]  # fmt: skip
-    for layout, rows, columns, scale in cases:
-        problem = QuantiseProblem(rows, columns, layout)
-        count = mismatches(problem, values_of(rows, columns), scale, _on_device)
-        if count:
-            wrong.append(f"{rows} x {columns}, {layout}, scale {scale}: {count:,} bytes differ")
-    judged = (f"kernels.{NAME}",)
-    if not wrong:
-        sentence = f"{NAME} gives every byte of the formats in {len(cases)} cases."
-        return StepResult(Verdict.AGREES, sentence, judged=judged)
-    told = Failure(f"kernels.{NAME}", Verdict.DIFFERS, None, wrong[0])
-    sentence = f"{NAME} differs from the formats in {len(wrong)} of {len(cases)} cases: {wrong[0]}."
-    lines = tuple(wrong)
-    return StepResult(Verdict.DIFFERS, sentence, failures=(told,), judged=judged, lines=lines)
+        return _without("kernels")
+    marker = MARKERS[target_of_device().name]
+    found = [each for each in _run_all(marker) if each.cases or each.broken]
+    if not found:
+        return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {marker} is here.")
+    wrong = [each for each in found if each.verdict is not Verdict.AGREES]
+    cases = sum(each.cases for each in found)
+    sentence = f"{len(found)} kernels agree with their definitions in {cases:,} cases."
+    if wrong:
+        first = f"{wrong[0].kernel}: {wrong[0].sentence}"
+        sentence = f"{len(wrong)} of {len(found)} kernels fail their suites. {first}."
+    return StepResult(
+        Verdict.DIFFERS if wrong else Verdict.AGREES,
+        sentence,
+        failures=tuple(
+            Failure(f"kernels.{each.kernel}", Verdict.DIFFERS, None, each.sentence)
+            for each in wrong
+        ),
+        judged=tuple(f"kernels.{each.kernel}" for each in found),
+        lines=tuple(f"{each.kernel}: {each.sentence}" for each in wrong),
+        rows=tuple((each.kernel, str(each.verdict), each.sentence) for each in found),
+    )
+
+
+def _run_all(marker: str) -> list[Suite]:
+    """Run every file with suites of a device, the longest ones first; in order of their names."""
+    files = [path for path in SUITES.rglob("test_*.py") if _is_marked(path, marker)]
+    files.sort(key=lambda path: -path.stat().st_size)
+    with (
+        TemporaryDirectory() as folder,
+        ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
+    ):
+        made = [(path, Path(folder) / f"{path.stem}.xml") for path in files]
+        return sorted(
+            pool.map(lambda each: run_suite(each[0], each[1], marker), made),
+            key=lambda each: each.kernel,
+        )
+
+
+def _is_marked(path: Path, marker: str) -> bool:
+    return f"mark.{marker}" in path.read_text(encoding="utf-8")
+
+
+def run_suite(path: Path, report: Path, marker: str) -> Suite:
+    """Run the cases of one file by a process of its own."""
+    kernel = path.stem.removeprefix("test_")
+    line = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider"]
+    line += ["--junitxml", str(report), str(path)]
+    environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_NIGHT}
+    try:
+        done = subprocess.run(  # noqa: S603  ours
+            line, env=environment, capture_output=True, text=True, check=False,
+            timeout=SUITE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Suite(kernel, broken=f"did not end in {SUITE_SECONDS // 60} minutes")
+    if done.returncode == _NO_CASES:
+        return Suite(kernel)
+    if done.returncode not in (0, 1) or not report.exists():
+        said = " ".join((done.stdout + done.stderr).split())[-_LONG:]
+        return Suite(kernel, broken=f"broke off with status {done.returncode}: {said}")
+    return suite_of(kernel, report)
+
+
+# Of torchrun and of the night's own pytest: a suite of a kernel is a run of its own.
+_OF_THE_NIGHT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+
+
+def suite_of(kernel: str, report: Path) -> Suite:
+    """Read JUnit: cases that ran, and the first that failed. What was skipped is no case."""
+    cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
+    ran = [case for case in cases if case.find("skipped") is None]
+    failed = [case for case in ran if _trouble(case) is not None]
+    if not ran:
+        return Suite(kernel, broken="skipped every case")
+    if not failed:
+        return Suite(kernel, len(ran))
+    trouble = _trouble(failed[0])
+    assert trouble is not None, "it was chosen for that"
+    why = " ".join((trouble.get("message") or "").split())[:_LONG]
+    return Suite(kernel, len(ran), len(failed), f"{failed[0].get('name')}: {why}")
+
+
+def _trouble(case: ET.Element) -> ET.Element | None:
+    found = case.find("failure")
+    return case.find("error") if found is None else found
 
 
 def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
-    """Measure what the kernels reach of a copy's bandwidth."""
+    """Measure what the kernels reach of a copy's bandwidth, or of cuBLAS, in this run."""
     if not asked.gpu:
         return _without("speed")
-    problem = QuantiseProblem(*SPEED_EXTENT)
-    source = [values_of(*SPEED_EXTENT).cuda() for _ in range(_SETS)]
-    target = [torch.empty_like(each) for each in source]
-    copied = _seconds([lambda n=n: target[n].copy_(source[n]) for n in range(_SETS)])  # type: ignore[misc]
-    scale = torch.ones(1, device="cuda")
-    ran = _seconds([lambda n=n: _launch(source[n], scale, problem) for n in range(_SETS)])  # type: ignore[misc]
-    bandwidth = 2 * source[0].nbytes / copied
-    reached = problem.bytes_moved / ran / bandwidth
-    sentence = f"{NAME} reaches {share(reached)} of copy bandwidth, {bandwidth / 1e12:.2f} TB/s."
-    return StepResult(Verdict.AGREES, sentence, values={SPEED.name: {f"kernels.{NAME}": reached}})
+    said = run_bench([sys.executable, "-m", BENCH, "--json"])
+    if isinstance(said, str):
+        return StepResult(Verdict.UNDECIDED, f"No rate was measured: {said}")
+    return told(said)
+
+
+def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
+    """Run the bench of a night; its document, or why there is none."""
+    try:
+        done = subprocess.run(  # noqa: S603  ours
+            line, capture_output=True, text=True, check=False, timeout=BENCH_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"{BENCH} did not end in {BENCH_SECONDS // 60} minutes."
+    last = done.stdout.strip().rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return f"status {done.returncode}: {' '.join(done.stderr.split())[-_LONG:] or 'no words'}"
+    return found if isinstance(found, dict) else f"not a document: {last[:_LONG]}"
+
+
+def told(document: Mapping[str, Any]) -> StepResult:
+    """Say what a bench measured; a kernel that could not be timed leaves the step undecided."""
+    speeds: Mapping[str, Mapping[str, Any]] = document["speeds"]
+    failed: Mapping[str, str] = document["failed"]
+    rows = [
+        (name, "measured", f"{share(each['share'])} of {each['of']}, {each['microseconds']:.1f} us")
+        for name, each in speeds.items()
+    ]
+    rows += [(name, "not measured", why) for name, why in failed.items()]
+    values = {f"kernels.{name}": float(each["share"]) for name, each in speeds.items()}
+    sentence = f"{len(speeds)} kernels were timed beside ceilings of the same run"
+    slowest = min(speeds, key=lambda name: speeds[name]["share"], default=None)
+    if slowest is not None:
+        sentence += f"; furthest from its own: {slowest}, {share(speeds[slowest]['share'])}"
+        sentence += f" of {speeds[slowest]['of']}"
+    if failed:
+        sentence = f"{', '.join(failed)} could not be timed. {sentence}"
+    return StepResult(
+        Verdict.UNDECIDED if failed or not speeds else Verdict.AGREES,
+        f"{sentence}.",
+        values={SPEED.name: values} if values else {},
+        lines=tuple(f"{name}: {' '.join(why.split())[:_LONG]}" for name, why in failed.items()),
+        rows=tuple(rows),
+    )
 
 
 def _without(what: str) -> StepResult:
@@ -80,53 +213,3 @@ def _without(what: str) -> StepResult:
         Verdict.UNDECIDED, f"{what} was not run: no GPU was asked for (-m b200, -m h200).",
         asked=False,
     )  # fmt: skip
-
-
-def values_of(rows: int, columns: int) -> Tensor:
-    """Values of many magnitudes, the same every night."""
-    generator = torch.Generator().manual_seed(rows * columns)
-    x_MK = torch.randn(rows, columns, generator=generator)
-    powers = torch.randint(-8, 4, (rows, columns // 16), generator=generator)
-    return (x_MK * torch.exp2(powers.float()).repeat_interleave(16, -1)).bfloat16()
-
-
-def mismatches(
-    problem: QuantiseProblem,
-    values: Tensor,
-    scale: float,
-    computed: Callable[[Tensor, float, QuantiseProblem], tuple[Tensor, Tensor]],
-) -> int:
-    """How many bytes of codes and scales are not those of the formats."""
-    wanted = quantise(values, NVFP4, decode_scale=torch.tensor(scale))
-    codes, scales = computed(values, scale, problem)
-    place = to_layout(wanted.block_scale, problem.scale_layout)
-    pairs = ((codes, wanted.codes), (scales.flatten(), place.flatten()))
-    return sum(int((mine.cpu() != theirs).sum()) for mine, theirs in pairs)
-
-
-def _on_device(values: Tensor, scale: float, problem: QuantiseProblem) -> tuple[Tensor, Tensor]:
-    made = _launch(values.cuda(), torch.full((1,), scale, device="cuda"), problem)
-    return made.codes, made.scales
-
-
-def _launch(values: Tensor, scale: Tensor, problem: QuantiseProblem) -> Any:
-    # Imports the DSL, which no CPU machine needs.
-    from degarble.kernels.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415
-
-    return quantise_nvfp4(values, scale, problem, CompileSettings())
-
-
-def _seconds(launches: list[Callable[[], object]]) -> float:
-    """Seconds of one launch: the median over rounds of events around all of them."""
-    for launch in launches:
-        launch()
-    found: list[float] = []
-    for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for launch in launches:
-            launch()
-        end.record()
-        end.synchronize()
-        found.append(float(begin.elapsed_time(end)) / 1e3 / len(launches))
-    return statistics.median(found)

@@ -23,9 +23,10 @@ from degarble.harness.record.page_json import page_from_json
 from degarble.harness.record.verdict import SCHEMA, SEVERITY, Verdict
 from degarble.harness.record.wording import visible
 from degarble.harness.runs.history_page import MANIFEST
-from degarble.harness.runs.machine import provenance
+from degarble.harness.runs.machine import machine, provenance
 from degarble.harness.runs.night_closing import history_in, run_of
 from degarble.harness.runs.night_record import to_plain
+from degarble.harness.runs.night_steps import RAN, where_of
 from degarble.harness.runs.report_folder import write_page
 
 if TYPE_CHECKING:
@@ -76,9 +77,14 @@ def page_of(night: Night) -> Page:
     for panel in (_kernels(night), _history(night), _texts(night, page)):
         if panel is not None:
             page = page.with_panel(panel)
-    return replace(
-        page, provenance=provenance(COMMAND), verdict=night.verdict, sentence=night.sentence
-    )
+    made = replace(provenance(COMMAND), machine=_where(night))
+    return replace(page, provenance=made, verdict=night.verdict, sentence=night.sentence)
+
+
+def _where(night: Night) -> str:
+    result = night.results.get("environment")
+    told = where_of(result.facts, gpu=night.asked.gpu) if result is not None else ""
+    return told or machine()
 
 
 def _identity(night: Night) -> str:
@@ -106,7 +112,23 @@ def _kernels(night: Night) -> Panel | None:
     columns = (Column("step"), Column("verdict", ColumnKind.VERDICT), Column("what it says"))
     rows = tuple((name, each.verdict, each.sentence) for name, each in found.items())
     sentence = " ".join(each.sentence for each in found.values())
-    return Panel(PanelKind.KERNELS, sentence, worst, (Table("Known answers", columns, rows),))
+    blocks = [Table("Known answers", columns, rows)]
+    tables = {"kernels": ("Suites of kernels on this device", "suite", "cases"),
+              "figures": ("Rates beside ceilings of the same run", "kernel", "rate")}  # fmt: skip
+    for name, (caption, what, last) in tables.items():
+        if name in found and found[name].rows:
+            blocks.append(_table(caption, found[name].rows, (what, "verdict", last)))
+    ran = _kernels_that_ran(night)
+    if ran:
+        names = tuple(Column(each) for each in ("role", "kernels, tactics, launches"))
+        blocks.append(Table("Which kernel and tactic ran", names, ran))
+    return Panel(PanelKind.KERNELS, sentence, worst, tuple(blocks))
+
+
+def _kernels_that_ran(night: Night) -> tuple[tuple[str, str], ...]:
+    result = night.results.get("captures")
+    facts = result.facts if result is not None else {}
+    return tuple((k.removeprefix(RAN), v) for k, v in facts.items() if k.startswith(RAN))
 
 
 def _history(night: Night) -> Panel | None:
@@ -171,9 +193,7 @@ def document_of(night: Night) -> dict[str, object]:
 def markdown(night: Night) -> str:
     """The summary for the page of a CI job."""
     asked = night.asked
-    where = night.results.get("environment")
-    about = [asked.night, where.facts.get("machine", "") if where is not None else "",
-             f"commit {asked.commit[:12]}" if asked.commit else ""]  # fmt: skip
+    about = [asked.night, _where(night), f"commit {asked.commit[:12]}" if asked.commit else ""]
     lines = [
         f"## {_SIGNS[night.verdict]} {night.verdict}: {_plain(asked.name)}",
         "",

@@ -21,8 +21,10 @@ from degarble.harness.checkpoint.rules import Level
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.history.documents import failures_of, values_of
 from degarble.harness.history.ledger import Failure
+from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_types import MANIFEST
 from degarble.harness.record.files import usable_folder, write_text
+from degarble.harness.record.kernel_table import kernels_by_role
 from degarble.harness.record.page import Subject
 from degarble.harness.record.verdict import SCHEMA, SEVERITY, Verdict
 from degarble.harness.runs import audit as auditing
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     CaptureRun = Callable[[Asked, Path, Path], str]  # says why there is none, else nothing
 
 NEW_TOKENS = 4
+RAN = "kernels of "  # a role: the fact that says which kernels and tactics computed it
 _QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 # Where the user names no prompts: short texts that differ in length.
 PROMPTS = (
@@ -81,7 +84,14 @@ def environment(asked: Asked, _: Results) -> StepResult:
             Verdict.UNDECIDED, "nvidia-smi does not tell driver and clocks.", facts=facts
         )
     what = ", ".join(dict.fromkeys(each["name"] for each in gpus)) or "no GPU"
-    return StepResult(Verdict.AGREES, f"{facts['machine']}; {what}.", facts=facts)
+    return StepResult(Verdict.AGREES, f"{what}; {facts['machine']}.", facts=facts)
+
+
+def where_of(facts: Mapping[str, str], *, gpu: bool) -> str:
+    """What a reader must know of the place: a GPU that was asked for comes first."""
+    told = [facts.get("GPU 0 name", ""), facts.get("GPU 0 driver_version", "")] if gpu else []
+    of_gpu = ", driver ".join(filter(None, told))
+    return "; ".join(filter(None, (of_gpu, facts.get("machine", ""))))
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -160,7 +170,10 @@ def captures(asked: Asked, _: Results, run: CaptureRun | None = None) -> StepRes
 
 def _captured(found: list[Path], sentence: str) -> StepResult:
     rows = tuple((each.name, "captured", str(each)) for each in found)
-    return StepResult(Verdict.AGREES, sentence, rows=rows)
+    table = Capture.open(found[0]).facts.get("kernels")
+    ran = kernels_by_role(table) if isinstance(table, dict) else {}
+    facts = {f"{RAN}{role}": words for role, words in ran.items()}
+    return StepResult(Verdict.AGREES, sentence, facts=facts, rows=rows)
 
 
 def _given(folder: Path) -> list[Path]:

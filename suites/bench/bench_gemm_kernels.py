@@ -34,7 +34,7 @@ from degarble.kernels.common.gemm_problem import (
     choose_form,
 )
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, target_of_device
+from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -54,6 +54,7 @@ SMALL_ROWS = (1, 16, 128, 512)
 CUBLAS = "cuBLAS, BF16"
 WANTED = {BF16.name: 0.85, NVFP4.name: 0.55}  # of cuBLAS in BF16
 WANTED_FP8 = 1.2  # of the BF16 form
+FAMILIES = {SM90A.name: "sm90", SM100A.name: "sm100"}
 SCALES = {BF16.name: "none", NVFP4.name: "e4m3", FP8_BLOCK.name: "float32"}
 
 
@@ -118,8 +119,9 @@ def cublas_arm(problem: GemmProblem) -> Arm:
 
 def kernel_arm(problem: GemmProblem, tactic: Tactic | None = None) -> Arm:
     """Run a kernel, in the form of the table or another one."""
-    kernels = import_module(f"degarble.kernels.sm90_gemm_{problem.operands}")
-    form = choose_form(problem, SM90A.name)
+    target = target_of_device().name
+    kernels = import_module(f"degarble.kernels.{FAMILIES[target]}_gemm_{problem.operands}")
+    form = choose_form(problem, target)
     if tactic:
         form = GemmForm(form.operands, form.scales, form.target, tactic)
     kernel, tactic = kernels.compile_form(form, CompileSettings()), form.tactic

@@ -91,6 +91,24 @@ def test_what_was_added_is_told_again(url: str, seed: int) -> None:
         assert store.nights(stream, "speed").values.shape == (0, 0)
 
 
+def test_a_run_that_is_tried_is_answered_and_leaves_nothing(url: str, seed: int) -> None:
+    runs = history(4, 3, seed)
+    with Store(url, create=True) as store:
+        for each in runs[:3]:
+            store.add(each)
+        [stream] = store.streams()
+        with store.trying(runs[3]):
+            assert [each.id for each in store.runs(stream)] == [each.id for each in runs]
+            assert len(store.nights(stream, "budgets").nights) == 4
+        assert store.streams()[0].runs == 3
+        with pytest.raises(UnknownName), store.trying(runs[3]):
+            store.run("beef")
+        assert store.streams()[0].runs == 3
+        assert store.add(runs[3]) is True
+    with Store(url) as store:
+        assert store.streams()[0].runs == 4
+
+
 def test_runs_of_one_night_are_averaged_and_missing_places_stay_open(url: str) -> None:
     with Store(url, create=True) as store:
         store.add(run(0, {"head": 0.1}, started="a"))

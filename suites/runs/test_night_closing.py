@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.history.records import BUDGETS, SPEED
+from degarble.harness.history.records import BUDGETS, MUSEUM, SPEED
 from degarble.harness.history.store import Store
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import museum as museum_run
@@ -142,6 +142,9 @@ def test_only_what_was_planted_and_ran_can_heal(
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
     found = closing.museum(asked(tmp_path), {})
     assert found.judged == ("museum.M01.inverse", "museum.v4 short")
+    assert found.values == {
+        MUSEUM.name: {"no alarms on healthy runs": 1.0, "healthy runs judged": 1.0}
+    }
     (tmp_path / "known.yaml").write_text(MUSEUM_LEDGER)
     kernels = StepResult(Verdict.AGREES, "well", judged=(KERNEL,))
     given = asked(tmp_path, ledger=tmp_path / "known.yaml")

@@ -1,65 +1,167 @@
-"""Known answers of a kernel: the definition agrees with itself, and a wrong byte is counted."""
+"""Kernels in a night: suites in processes of their own, rates in a document; never green unrun."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.layouts import to_layout
-from degarble.harness.formats.quantise import quantise
+from degarble.harness.history.records import SPEED
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import night_kernels
-from degarble.harness.runs.night_kernels import mismatches, values_of
+from degarble.harness.runs.night_kernels import Suite
 from degarble.harness.runs.night_record import Asked
-from degarble.kernels.common.quantise_problem import LAYOUTS, QuantiseProblem
+from degarble.kernels.common.targets import SM90A, TARGETS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
+SUITE = """
+import pytest
+
+@pytest.mark.night
+def test_good(): pass
+
+@pytest.mark.night
+@pytest.mark.parametrize("rows", (1, 2))
+def test_bad(rows): assert rows == 3, f"{rows} rows\\nare wrong"
+
+@pytest.mark.night
+def test_left(): pytest.skip("not here")
+
+def test_of_the_cpu(): raise AssertionError
+"""
+SPEEDS = {"gemm_bf16": {"share": 1.01, "of": "cuBLAS", "microseconds": 310.0},
+          "kv_write_fp8": {"share": 0.78, "of": "copy bandwidth", "microseconds": 5.0}}  # fmt: skip
 
 
-def by_definition(values: Tensor, scale: float, problem: QuantiseProblem) -> tuple[Tensor, Tensor]:
-    made = quantise(values, NVFP4, decode_scale=torch.tensor(scale))
-    return made.codes, to_layout(made.block_scale, problem.scale_layout)
+def asked(folder: Path, *, gpu: bool = True) -> Asked:
+    return Asked(folder, folder, folder, "2026-11-22", gpu=gpu)
 
 
-def with_wrong_byte(
-    values: Tensor, scale: float, problem: QuantiseProblem
-) -> tuple[Tensor, Tensor]:
-    codes, scales = by_definition(values, scale, problem)
-    codes[-1, -1] ^= 1
-    scales.view(-1)[0] ^= 1
-    return codes, scales
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night_kernels, "target_of_device", lambda: SM90A)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_is_compared(layout: str) -> None:
-    problem = QuantiseProblem(130, 528, layout)
-    values = values_of(130, 528)
-    assert torch.equal(values, values_of(130, 528))
-    assert mismatches(problem, values, 0.0123, by_definition) == 0
-    assert mismatches(problem, values, 0.0123, with_wrong_byte) == 2
+def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
+    path = tmp_path / "test_sm90_planted.py"
+    path.write_text(SUITE)
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", "night")
+    assert (found.kernel, found.cases, found.failed) == ("sm90_planted", 3, 2)
+    assert found.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
+    assert found.verdict is Verdict.DIFFERS
 
 
-def test_a_kernel_that_differs_turns_the_step_red(
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (5, "no tests ran", Suite("x")),
+        (2, "no kernel", Suite("x", broken="broke off with status 2: no kernel")),
+        (-11, "", Suite("x", broken="broke off with status -11: ")),
+    ],
+)  # fmt: skip
+def test_a_suite_without_answers_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str, expected: Suite
+) -> None:
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(line, status, text, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", "h200")
+    assert found == expected
+    assert found.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
+
+
+def test_a_suite_that_hangs_is_ended_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = Asked(tmp_path, tmp_path, tmp_path, "2026-11-22", gpu=True)
-    monkeypatch.setattr(night_kernels, "EXTENTS", ((1, 16), (130, 528)))
-    monkeypatch.setattr(night_kernels, "_on_device", by_definition)
-    assert night_kernels.kernels(asked, {}).verdict is Verdict.AGREES
-    monkeypatch.setattr(night_kernels, "_on_device", with_wrong_byte)
-    found = night_kernels.kernels(asked, {})
+    path = tmp_path / "test_x.py"
+    path.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(night_kernels, "SUITE_SECONDS", 0.5)
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", "h200")
+    assert found.broken.startswith("did not end in")
+
+
+def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testcase name="a"><skipped/></testcase></testsuites>')
+    assert night_kernels.suite_of("x", report).verdict is Verdict.DIFFERS
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_the_step_names_the_kernel_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = {"good": Suite("good", 7), "bad": Suite("bad", 5, 2, "test_tail[3]: 4 differ")}
+    for name in (*said, "other"):
+        mark = "b200" if name == "other" else "h200"
+        (tmp_path / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
+
+    def run(path: Path, _: Path, marker: str) -> Suite:
+        assert marker == "h200"
+        return said[path.stem.removeprefix("test_")]
+
+    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    found = night_kernels.kernels(asked(tmp_path), {})
     assert found.verdict is Verdict.DIFFERS
-    assert found.lines[0] == "1 x 16, linear, scale 1.0: 2 bytes differ"
+    assert found.judged == ("kernels.bad", "kernels.good")
+    assert [each.component for each in found.failures] == ["kernels.bad"]
+    assert found.lines == ("bad: 2 of 5 cases fail, first test_tail[3]: 4 differ",)
+    said["bad"] = Suite("bad", 5)
+    found = night_kernels.kernels(asked(tmp_path), {})
+    assert found.verdict is Verdict.AGREES
+    assert found.sentence == "2 kernels agree with their definitions in 12 cases."
+    said.update(good=Suite("good"), bad=Suite("bad"))
+    assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
+
+
+def test_every_target_has_suites_of_its_own_and_of_all() -> None:
+    assert set(night_kernels.MARKERS) == set(TARGETS)
+    for marker in night_kernels.MARKERS.values():
+        files = {path.stem for path in night_kernels.SUITES.rglob("test_*.py")
+                 if f"mark.{marker}" in path.read_text(encoding="utf-8")}  # fmt: skip
+        assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
+        own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
+        assert own[marker] in files
+
+
+def bench_of(text: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print('a line'); {text}"]
+
+
+def test_rates_are_kept_and_what_was_not_timed_is_told() -> None:
+    document = json.dumps({"target": "sm_90a", "speeds": SPEEDS, "failed": {}})
+    said = night_kernels.run_bench(bench_of(f"print({document!r})"))
+    assert isinstance(said, dict)
+    found = night_kernels.told(said)
+    assert found.verdict is Verdict.AGREES
+    assert found.values == {SPEED.name: {"kernels.gemm_bf16": 1.01, "kernels.kv_write_fp8": 0.78}}
+    assert "furthest from its own: kv_write_fp8, 78.0 % of copy bandwidth" in found.sentence
+    found = night_kernels.told({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
+    assert found.red
+    assert found.lines == ("rmsnorm: RuntimeError: a b",)
+    assert night_kernels.told({"speeds": {}, "failed": {}}).red
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_bench_that_breaks_is_undecided_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = night_kernels.run_bench(bench_of("sys.exit('REFUSED: no device')"))
+    assert said == "status 1: REFUSED: no device"
+    monkeypatch.setattr(night_kernels, "run_bench", lambda _: said)
+    found = night_kernels.figures(asked(tmp_path), {})
+    assert found.verdict is Verdict.UNDECIDED
+    assert found.red
+    assert found.sentence == "No rate was measured: status 1: REFUSED: no device"
 
 
 def test_without_a_gpu_both_say_so_and_claim_nothing(tmp_path: Path) -> None:
-    asked = Asked(tmp_path, tmp_path, tmp_path, "2026-11-22")
     for step in (night_kernels.kernels, night_kernels.figures):
-        found = step(asked, {})
+        found = step(asked(tmp_path, gpu=False), {})
         assert (found.verdict, found.red) == (Verdict.UNDECIDED, False)

@@ -30,7 +30,8 @@ Subject = Annotated[
 ]
 Machine = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs on this machine.")]
 Measure = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Only this: budgets, distance, speed or text.")
+    str | None,
+    typer.Option(metavar="NAME", help="Only this: budgets, distance, speed, text or museum."),
 ]
 _STORE = "degarble-history.sqlite"
 
