@@ -41,6 +41,7 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM90A, TARGETS
 
 CODES_OF_WORD = 8
+A_PLACE = 3  # what `multiply` is told of A before whether this warp has rows of it
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
 ELEMENTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, BFloat16)
 ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
@@ -193,6 +194,9 @@ def multiply(rings: Any, state: Any, source: Any, fragments: Any, work: Any) -> 
     mma, sums, b = fragments
     even, odd = a_fragment(mma), a_fragment(mma)
     *place, blocks, steps = work
+    if cutlass.const_expr(len(place) > A_PLACE):  # of warps without a row these stay zeros
+        even.fill(0.0)
+        odd.fill(0.0)
     state = load_a(ring, state, place, even, stages.kept(blocks, 0))
     decoded.consumer_wait(source)
     wgmma.multiply_stage(mma, sums, even, b[None, None, None, source.index], begins=True)
@@ -232,14 +236,17 @@ def finish(decoded: Any, source: Any) -> Any:
 @cute.jit
 def load_a(ring: Any, state: Any, work: Any, fragment: Any, mask: Any) -> Any:
     """Decode this thread's part of a stage of A, and give the stage back."""
-    shared, first, own = work
+    shared, first, own, *has_rows = work
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
     row = own + thread // facts.WARP * 16 + thread % facts.WARP // 4
     ring.consumer_wait(state)
-    stages.decode_fragment(
-        shared, cute.recast_tensor(fragment, Uint32), (row, first, thread % 4), (state.index, mask)
-    )
+    words, place = cute.recast_tensor(fragment, Uint32), (row, first, thread % 4)
+    if cutlass.const_expr(len(has_rows) > 0):
+        if has_rows[0]:
+            stages.decode_fragment(shared, words, place, (state.index, mask))
+    else:
+        stages.decode_fragment(shared, words, place, (state.index, mask))
     cute.arch.sync_warp()
     ring.consumer_release(state)
     state.advance()

@@ -53,8 +53,10 @@ from degarble.kernels.common.targets import SM90A, TARGETS
 # FC1: codes, scales, decode scales that it writes by, slots, weights; FC2: D.
 INPUTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, Int32, Int32, Int32)
 ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
-OUTPUTS = {GATE_AND_UP: (Uint32, Uint8, Float32, Int32, Float32), 1: (BFloat16,)}
-OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4), 1: (16,)}
+# FC1 that shows gate and up stores them behind the rest.
+OUTPUTS = {GATE_AND_UP: (Uint32, Uint8, Float32, Int32, Float32, Uint32), 1: (BFloat16,)}
+WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
+OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4, 16), 1: (16,)}
 
 
 class Groups(NamedTuple):
@@ -146,10 +148,15 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
         # Read what the epilogue needs before the products: nobody waits for it then.
         scales = scales_of(groups, expert, parts)
         if cute.arch.make_warp_uniform(groups.slots[at]) >= 0:
-            work = (shared, first, mine * facts.PIECE_ROWS, blocks, steps)
+            of_a: Any = (shared, first, mine * facts.PIECE_ROWS)
+            if cutlass.const_expr(form.gemm.tactic.blocks > 1):
+                of_a = (*of_a, warp_has_rows(groups, at))
+            work = (*of_a, blocks, steps)
             state, source = gemm.multiply(rings, state, source, (mma, sums, b), work)
             if cutlass.const_expr(parts == GATE_AND_UP):
                 written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
+                if cutlass.const_expr(form.shown):
+                    moe_epilogue.show_tile(outlet.leaving, sums, written, scales, form)
                 stored = moe_epilogue.requantise_tile(outlet, sums, written, stored, scales, form)
             else:
                 place = facts.piece_of(row, column, mine, tactic)
@@ -158,6 +165,14 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
             state, source = pass_over(rings, state, source, steps)
     if cutlass.const_expr(parts == 1):
         epilogue.drain(outlet)
+
+
+@cute.jit
+def warp_has_rows(groups: Groups, first: Any) -> Any:
+    """Say whether any of this warp's 16 rows has a slot; a group's rows come first in a tile."""
+    thread, _, _ = cute.arch.thread_idx()
+    row = first + thread % facts.WARPGROUP // facts.WARP * 16
+    return cute.arch.make_warp_uniform(groups.slots[row]) >= 0
 
 
 @cute.jit
@@ -228,7 +243,8 @@ def launch_grouped(
     grouped_kernel(feeds, leaving, groups, (n, k), form).launch(
         grid=[1, 1, blocks],
         block=[facts.threads(of_gemm), 1, 1],
-        min_blocks_per_mp=1,
+        min_blocks_per_mp=of_gemm.tactic.blocks,
+        preferred_smem_carveout=WHOLE_CARVEOUT if of_gemm.tactic.blocks > 1 else None,
         stream=stream,
     )
 
@@ -236,13 +252,19 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+def outputs_of(form: MoeForm) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return elements and alignments of what a form writes, and of what it writes by."""
+    parts = form.gemm.parts
+    count = None if form.shown or parts == 1 else -1
+    return OUTPUTS[parts][:count], OUTPUTS_ALIGNED[parts][:count]
+
+
 @cache
 def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a product; needs no GPU."""
-    parts = form.gemm.parts
     pointers = (
         rows.pointers_of(elements, (None,) * len(elements), aligned)
-        for elements, aligned in ((INPUTS, ALIGNED), (OUTPUTS[parts], OUTPUTS_ALIGNED[parts]))
+        for elements, aligned in ((INPUTS, ALIGNED), outputs_of(form))
     )
     arguments = (*pointers, tuple(Int32(1) for _ in range(5)), form, any_stream())
     return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
@@ -381,7 +403,7 @@ def multiply_rows(
 ) -> None:
     """Launch one product on checked tensors."""
     a, b, plan = given
-    device, parts = a.codes.device.index or 0, form.gemm.parts
+    device = a.codes.device.index or 0
     inputs = (
         *a,
         b.codes,
@@ -397,7 +419,7 @@ def multiply_rows(
     extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, blocks)
     compile_form(form, job.settings)(
         rows.pointers_of(INPUTS, inputs, ALIGNED),
-        rows.pointers_of(OUTPUTS[parts], outputs, OUTPUTS_ALIGNED[parts]),
+        rows.pointers_of(outputs_of(form)[0], outputs, outputs_of(form)[1]),
         tuple(map(Int32, extents)),
         current_stream(device),
     )

@@ -36,6 +36,7 @@ SCALE_TILE_ROWS = 128
 PIECE_ROWS, PIECE_COLUMNS = 64, 64  # what one warpgroup hands to one TMA store
 PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
 PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
+RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
 ALIGNMENT = 1024  # of whatever TMA swizzles; PTX ISA 9.1, 5.5.6
 MOST_STAGES = 8
 REGISTERS_OF_PROCESSOR = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0 and 10.0
@@ -132,6 +133,7 @@ class Tactic:
     cluster_rows: int = 1
     cluster_columns: int = 1
     group: int = 8
+    blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,8 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
     """
     count = consumers(form)
     first = Role("decoder", 1, 88) if form.operands == NVFP4.name else Role("producer", 1, 40)
-    left = (REGISTERS_OF_PROCESSOR // WARPGROUP - first.registers) // count // 8 * 8
+    whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP
+    left = (whole - first.registers) // count // 8 * 8
     return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
 
 
@@ -276,7 +279,8 @@ def threads(form: GemmForm) -> int:
 
 def registers_at_launch(form: GemmForm) -> int:
     """Registers a thread starts with: all of a processor's, in steps of 8."""
-    return min(255, REGISTERS_OF_PROCESSOR // threads(form) // 8 * 8)
+    together = threads(form) * form.tactic.blocks
+    return min(255, REGISTERS_OF_PROCESSOR // together // 8 * 8)
 
 
 def registers_of_roles(form: GemmForm) -> int:
@@ -308,9 +312,16 @@ def footprint(form: GemmForm) -> Footprint:
         decoded = DECODED_STAGES * form.tactic.columns * form.tactic.inner * 2
     output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
     stage = transaction_bytes(form)
-    stages = stages_that_fit(stage, decoded + output + ALIGNMENT, form.target)
+    others = shared_memory_of_others(form)
+    stages = stages_that_fit(stage, decoded + output + ALIGNMENT + others, form.target)
     barriers = 2 * (stages + (DECODED_STAGES if decoded else 0))
     return Footprint(stages, stage, decoded, output, barriers)
+
+
+def shared_memory_of_others(form: GemmForm) -> int:
+    """Return what thread blocks of the same processor hold of what one alone might use."""
+    most = TARGETS[form.target].shared_memory_bytes
+    return most - (most + RESERVED_BYTES) // form.tactic.blocks + RESERVED_BYTES
 
 
 def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:

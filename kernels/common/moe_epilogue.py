@@ -26,6 +26,7 @@ from degarble.kernels.common import nvfp4_words as words
 from degarble.kernels.common import wgmma
 
 WORDS_OF_CHUNK = 4
+LANE_COLUMNS = 8  # of a wgmma accumulator that a row's four lanes share, two each
 BLOCKS = facts.PIECE_COLUMNS // stages.BLOCK  # of a row of a piece
 TURNS = facts.PIECE_ROWS * BLOCKS // facts.WARPGROUP  # blocks of a piece that a thread quantises
 NUMBERS = facts.PIECE_ROWS * facts.PIECE_COLUMNS // facts.WARPGROUP  # of a piece in a thread
@@ -39,6 +40,7 @@ class Leaving(NamedTuple):
     hidden_scale: Any  # of each expert: decode scale of what is written
     slots: Any  # of each row
     weights: Any  # of each slot
+    shown: Any = None  # words of two numbers of gate beside up, row by row
 
 
 class Outlet(NamedTuple):
@@ -136,6 +138,31 @@ def requantise_tile(
         block = (column * pieces + piece) * BLOCKS
         quantise_piece(outlet, buffer, (row, block, blocks), scaling, form)
     return stored + pieces
+
+
+@cute.jit
+def show_tile(
+    leaving: Leaving, sums: Any, place: Any, scales: Any, form: cutlass.Constexpr
+) -> None:
+    """Store gate and up of a warpgroup's 64 rows as SwiGLU gets them: BF16 [R, 2 F], gate first.
+
+    `place` is that of `requantise_tile`.
+    """
+    row, column, _, blocks = place
+    parts, width = form.gemm.parts, Int64(blocks) * stages.BLOCK
+    part = form.gemm.tactic.columns // parts
+    thread, _, _ = cute.arch.thread_idx()
+    within = thread % facts.WARPGROUP
+    first = row + within // facts.WARP * 16 + within % facts.WARP // 4
+    for group in cutlass.range_constexpr(form.gemm.tactic.columns // LANE_COLUMNS):
+        matrix = group * LANE_COLUMNS // part
+        at = column * part + group * LANE_COLUMNS % part + within % 4 * 2
+        if at < width:
+            for half in cutlass.range_constexpr(2):
+                pair = [sums[4 * group + 2 * half + i] for i in range(2)]
+                made = words.rounded_words([epilogue.scaled(n, scales[matrix]) for n in pair])
+                start = Int64(first + 8 * half) * parts + matrix
+                leaving.shown[(start * width + at) // 2] = made[0]
 
 
 def block_at(outlet: Outlet, row: Any, block: Any, buffer: Any) -> list[Any]:

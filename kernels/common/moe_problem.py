@@ -100,6 +100,7 @@ class MoeForm:
     gemm: GemmForm
     limit: float | None = None
     weighted: bool = False  # whether the epilogue of FC1 multiplies by routing weights
+    shown: bool = False  # whether FC1 stores gate and up as well, for whoever wants to see them
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class CombineForm:
 # `rows_up_to` bounds the mean of an expert's slots. Measured: docs/design-notes/moe_kernel.md.
 TACTICS: Mapping[str, tuple[Tactic, ...]] = {
     SM90A.name: (
-        Tactic(48, rows=64, columns=128, inner=64),
+        Tactic(24, rows=64, columns=128, inner=64, blocks=2),
         Tactic(gemm.ANY, rows=128, columns=256, inner=64),
     )
 }
@@ -166,10 +167,10 @@ def columns_of(problem: MoeProblem, form: MoeForm) -> tuple[int, int]:
 
 
 def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:
-    """Thread blocks of a product: as many as processors, or fewer if there cannot be more tiles."""
+    """Thread blocks of a product: as many as run at once, or as there can be tiles if fewer."""
     tactic = form.gemm.tactic
     tiles = ceil_div(columns_of(problem, form)[0], tactic.columns)
-    return int(min(most_tiles(problem, tactic) * tiles, processors))
+    return int(min(most_tiles(problem, tactic) * tiles, processors * tactic.blocks))
 
 
 def first_scale_row(row: Any, first: Any, form: GemmForm) -> Any:

@@ -14,7 +14,7 @@ Letters: T tokens, K chosen, S slots, D hidden, F width, E experts here, G exper
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -272,6 +272,30 @@ def _of_expert(
     yield "rows of zeros", zeros, torch.zeros_like(zeros)
     behind = made.workspace.out[written:end].isnan()
     yield "rows of nobody", behind, torch.ones_like(behind)
+
+
+def shown(case: Case, given: Any, made: Result) -> str:
+    """Say how what FC1 shows differs from a product of gate and of up; run it in poisoned memory.
+
+    What it writes beside that has to be what it writes without showing.
+    """
+    kernels, job, p, plan = entry(), case.job, case.problem, made.workspace.plan
+    form = replace(facts.forms_of(p, job.target, job.tactic)[0], shown=True)
+    w13, w2 = given.weights
+    again = poisoned(case, given).workspace
+    both = torch.full_like(again.out[:, :1].expand(-1, 2 * p.width), torch.nan).contiguous()
+    leaving = (*again.hidden, w2.input_scale, plan.slots, given.routing.weights, both)
+    kernels.multiply_rows(job, form, (made.workspace.x, w13, plan), leaving)
+    for got, want in zip(again.hidden, made.workspace.hidden, strict=True):
+        if not torch.equal(got, want):
+            return f"{case.name}: another requantisation: {_first(got, want)}"
+    for expert, slots in enumerate(slots_of_experts(case, given.routing)):
+        x = quantised(given.x[slots // p.chosen], w13.input_scale[expert : expert + 1])
+        extents = (len(slots), p.width, p.hidden)
+        want = torch.cat([product(x, w13, (expert, part), extents) for part in range(2)], dim=1)
+        if not torch.equal(got := both[plan.places[slots].long()], want):
+            return f"{case.name}: gate and up of expert {expert}: {_first(got, want)}"
+    return ""
 
 
 def scale_codes(storage: Tensor, rows: tuple[int, int], width: int) -> Tensor:

@@ -55,13 +55,17 @@ def forms() -> list[facts.MoeForm]:
         form
         for tactic in facts.TACTICS[checks.TARGET]
         for weighting in facts.WEIGHTINGS
-        for form in facts.forms_of(problem_of(V4_PRO, 1, weighting), checks.TARGET, tactic)
+        for form in with_shown(facts.forms_of(problem_of(V4_PRO, 1, weighting), "sm_90a", tactic))
     ]
+
+
+def with_shown(forms: tuple[facts.MoeForm, ...]) -> tuple[facts.MoeForm, ...]:
+    return (*forms, replace(forms[0], shown=True))
 
 
 def named(form: facts.MoeForm) -> str:
     tactic = form.gemm.tactic
-    return f"{tactic.rows}x{tactic.columns}-{form.gemm.parts}-{form.weighted}"
+    return f"{tactic.rows}x{tactic.columns}-{form.gemm.parts}-{form.weighted}-{form.shown}"
 
 
 @pytest.fixture
@@ -202,6 +206,18 @@ def test_the_small_models() -> None:
     for tokens in (1, 8, 300):
         case = Case(MoeProblem(tokens, 256, 256, 8, 2, 8, 10.0), shared=True)
         assert not checks.mismatch(case)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("tactic", facts.TACTICS["sm_90a"], ids=lambda t: f"{t.rows}")
+@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
+def test_fc1_shows_what_its_swiglu_gets(weighting: str, tactic: Any) -> None:
+    case = Case(MoeProblem(300, 352, 416, 8, 2, 8, 10.0, weighting), "skewed", 3, tactic)
+    given = checks.given_of(case)
+    made = checks.on_device(case, given)
+    assert not checks.shown(case, given, made)
+    other = made._replace(workspace=made.workspace._replace(x=made.workspace.hidden))
+    assert checks.shown(case, given, other)
 
 
 @pytest.mark.h200
