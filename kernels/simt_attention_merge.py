@@ -66,8 +66,13 @@ def factor_of(peak: Any, largest: Any) -> Any:
     return ptx.power_of_two(ops.subtract_rn(peak, finite(largest)))
 
 
+def sink_of(start: Any, head: Any, sinks: cutlass.Constexpr) -> Any:
+    """Return a head's sink; -inf where there are none."""
+    return ptx.single_at(start + Int64(head) * 4) if sinks else Float32(-float("inf"))
+
+
 @cute.kernel
-def merge_kernel(addresses: Addresses, extents: tuple[Any, ...]) -> None:
+def merge_kernel(addresses: Addresses, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Give each head of a token a thread block."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -91,7 +96,7 @@ def merge_kernel(addresses: Addresses, extents: tuple[Any, ...]) -> None:
             read = ptx.singles_at(at)
             for i in cutlass.range_constexpr(VALUES):
                 sums[i] = ops.fma_rn(read[i], factor, sums[i])
-    inverse = inverse_total(total, largest, ptx.single_at(addresses.sink + Int64(head) * 4))
+    inverse = inverse_total(total, largest, sink_of(addresses.sink, head, form.sinks))
     words = [
         ptx.pair_rounded(*(ops.multiply_rn(sums[i + j], inverse) for j in range(2)))
         for i in range(0, VALUES, 2)
@@ -106,12 +111,13 @@ def merge_kernel(addresses: Addresses, extents: tuple[Any, ...]) -> None:
 def launch_merge(
     pointers: tuple[cute.Pointer, ...],
     extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
     """Launch on extents that are known now: heads, splits, thread blocks."""
     heads, splits, blocks = extents
     addresses = Addresses(*(Int64(each.toint()) for each in pointers))
-    merge_kernel(addresses, (heads, splits)).launch(
+    merge_kernel(addresses, (heads, splits), form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -123,5 +129,5 @@ def launch_merge(
 def compile_form(form: MergeForm, settings: CompileSettings) -> CompiledKernel:
     """Compile the form of a target; needs no GPU."""
     pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
-    arguments = (pointers, tuple(Int32(1) for _ in range(3)), any_stream())
+    arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
     return compile_kernel(launch_merge, arguments, TARGETS[form.target], settings)

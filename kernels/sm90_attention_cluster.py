@@ -52,15 +52,16 @@ def write_rows(
     place: Any,
     shared: tuple[Any, Any],
     position: tuple[Any, Any],
-    together: cutlass.Constexpr,
+    form: cutlass.Constexpr,
 ) -> None:
     """Write this thread block's rows; `position` is the warp among eight, and the lane."""
     warp, lane = position
+    together = form.together
     for turn in cutlass.range_constexpr(-(-facts.HEADS // (WARPS * together))):
         row = (warp + turn * WARPS) * together + place.split
         head = place.head + row
         if (row < facts.HEADS) & (head < place.heads):
-            merge_row(addresses, place, shared, (row, head, lane), together)
+            merge_row(addresses, place, shared, (row, head, lane), form)
 
 
 @cute.jit
@@ -69,9 +70,10 @@ def merge_row(
     place: Any,
     shared: tuple[Any, Any],
     which: tuple[Any, Any, Any],
-    together: cutlass.Constexpr,
+    form: cutlass.Constexpr,
 ) -> None:
     """Add up a row of all splits, divide, round once, write."""
+    together = form.together
     tiles_at, stats_at = shared
     row, head, lane = which
     row, lane = Uint32(row), Uint32(lane)
@@ -94,7 +96,8 @@ def merge_row(
                 for i in cutlass.range_constexpr(VALUES):
                     number = sums[turn * VALUES + i]
                     sums[turn * VALUES + i] = ops.fma_rn(read[i], factor, number)
-    inverse = merging.inverse_total(total, largest, ptx.single_at(addresses.sink + Int64(head) * 4))
+    sink = merging.sink_of(addresses.sink, head, form.sinks)
+    inverse = merging.inverse_total(total, largest, sink)
     number = Int64(place.token) * Int64(place.heads) + Int64(head)
     if lane == 0:
         ptx.store_single(addresses.lse + number * 4, merging.lse_of(total, largest))

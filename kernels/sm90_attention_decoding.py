@@ -1,8 +1,9 @@
 """Codes of cache entries to BF16 pairs, by conversions and products of pairs, for Hopper.
 
 Owns how 16 bytes of E4M3 or E2M1 codes in registers become words of two BF16 numbers. A code is
-exact in BF16; its product with the scale is as well, but where it is below BF16's normal numbers,
-and is rounded there as kv_read rounds it. A code or a scale that is NaN stays one.
+exact in BF16; its product with the scale is as well, but where it is below BF16's normal numbers or
+the scale is no power of two (V3.2), and is rounded there as kv_read rounds it. A code or a scale
+that is NaN stays one.
 
 Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_sparse_attention.py: on an
 H200 rows of every code, subnormals and NaN included, come out as kv_read has them.
@@ -49,6 +50,20 @@ def e4m3_pairs(word: Any, factor: Any) -> list[Any]:
     mul.rn.bf16x2 {$w0}, d0, {$r1}; mul.rn.bf16x2 {$w1}, d1, {$r1};
     }"""
     return list(shared.emit(text, [Uint32, Uint32], word, factor))
+
+
+def e4m3_scaled(words: list[Any], scale: Any) -> list[Any]:
+    """Return the four words of eight E4M3 codes times a float32 scale, rounded once."""
+    text = """{
+    .reg .b16 p0, p1, h0, h1, h2, h3; .reg .b32 d0, d1; .reg .f32 f0, f1, f2, f3, s;
+    mov.b32 {p0, p1}, {$r0}; mov.b32 s, {$r1};
+    cvt.rn.f16x2.e4m3x2 d0, p0; cvt.rn.f16x2.e4m3x2 d1, p1;
+    mov.b32 {h0, h1}, d0; mov.b32 {h2, h3}, d1;
+    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+    mul.rn.f32 f0, f0, s; mul.rn.f32 f1, f1, s; mul.rn.f32 f2, f2, s; mul.rn.f32 f3, f3, s;
+    cvt.rn.bf16x2.f32 {$w0}, f1, f0; cvt.rn.bf16x2.f32 {$w1}, f3, f2;
+    }"""
+    return [pair for word in words for pair in shared.emit(text, [Uint32, Uint32], word, scale)]
 
 
 def e2m1_pairs(word: Any, factor: Any) -> list[Any]:

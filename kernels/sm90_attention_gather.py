@@ -22,11 +22,11 @@ from degarble.kernels import sm90_w4a16_instructions as shared
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import kv_problem as entries_of
 from degarble.kernels.common import sparse_attention_problem as facts
-from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat
+from degarble.kernels.common.kv_problem import EntryFormat
 
 WARP_ROWS = facts.TILE // (facts.WARPGROUP // rows.LANES)
 CHUNK = 16  # bytes
-CHUNKS = 2 * rows.WIDTH // CHUNK  # of a row
+CHUNKS = 2 * rows.WIDTH // CHUNK  # of an output row, and of V4's keys
 UNIT = 8  # bytes in which offsets of scales are counted; values lie at pieces of 16
 QUARTER = 8  # lanes whose 16 bytes meet shared memory's banks together
 
@@ -126,12 +126,12 @@ def copy_values(found: Rows, tile_at: Any, entry: EntryFormat) -> None:
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = Uint32(thread % rows.LANES), Uint32(thread % facts.WARPGROUP // rows.LANES)
     first = entry.quantised // rows.HALF
-    count = CHUNKS - first
+    count = entry.width // rows.HALF - first
     for turn in range(count * WARP_ROWS // rows.LANES):
         item = lane + turn * rows.LANES
         row, chunk = item // count, item % count
         source = found.cache + Int64(of_row(found.values, row)) * CHUNK
-        source = source + entry.code_bytes + Int64(chunk) * CHUNK
+        source = source + entry.rest_at + Int64(chunk) * CHUNK
         target = tile_at + address_in_tile(warp * WARP_ROWS + row, chunk + first)
         ptx.copy_16(target, source, bit(found.present, row) * CHUNK)
 
@@ -271,7 +271,7 @@ def produce(
     thread, _, _ = cute.arch.thread_idx()
     warp = thread % facts.WARPGROUP // rows.LANES
     steps = walk[2]
-    entry = ENTRIES[form.entry]
+    entry = form.format
     turns = facts.turns(entry)
     stands = standing_of(places.codes, entry)
     waiting = Waiting(
@@ -293,9 +293,9 @@ def produce(
         if cutlass.const_expr(entry.quantised > 0):
             ptx.end_of_copies()  # this thread's own codes; nobody else reads them
         shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
-        tile_at = places.tiles + stage * (facts.TILE * rows.WIDTH * 2)
+        tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * 8
-        if cutlass.const_expr(entry.quantised < rows.WIDTH):
+        if cutlass.const_expr(entry.quantised < entry.width):
             copy_values(found, tile_at, entry)
         ptx.arrive_behind_copies(full)
         for turn in cutlass.range_constexpr(turns):

@@ -41,6 +41,15 @@ def words_if(address: Any, present: Any, count: int) -> list[Any]:
     return list(emit(text, [Uint32] * count, address, present))
 
 
+def word_if(address: Any, present: Any) -> Any:
+    """Read a word from global memory, or zero."""
+    text = (
+        "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, 0; "
+        "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
+    )
+    return emit(text, [Uint32], address, present)
+
+
 def scale_if(address: Any, present: Any, size: int) -> Any:
     """Read one or two bytes from global memory, or zeros."""
     text = (

@@ -24,6 +24,7 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels import simt_attention_merge as merging
 from degarble.kernels import sm90_attention_cluster as cluster
 from degarble.kernels import sm90_attention_gather as gather
+from degarble.kernels import sm90_attention_gather_with_key as with_key
 from degarble.kernels import sm90_attention_instructions as ptx
 from degarble.kernels import sm90_w4a16_instructions as shared
 from degarble.kernels.common import attention_rows as rows
@@ -85,6 +86,7 @@ class Memory(NamedTuple):
 
     queries: Any
     keys: Any
+    values: Any  # the same memory, 512 columns of it
     shares: Any
     queries_at: Any
     shares_at: Any
@@ -115,7 +117,8 @@ def attention_kernel(
     lists, widths, walk = lists_of(addresses, extents, place, form)
     if group == facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
-        gather.produce(lists, widths, walk, memory.places, form)
+        producer = with_key if form.format.inside else gather
+        producer.produce(lists, widths, walk, memory.places, form)
         if cutlass.const_expr(form.together > 1):
             for _ in range(2):
                 cute.arch.cluster_arrive()
@@ -129,7 +132,7 @@ def attention_kernel(
             thread % facts.WARPGROUP // rows.LANES,
             thread % rows.LANES,
         )
-        load_queries(addresses.q, place, memory.queries_at)
+        load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         output = wgmma_of_output()
         sums = wgmma.sums_of(output, facts.COLUMNS)
         sums.fill(0.0)
@@ -142,14 +145,14 @@ def attention_kernel(
         if cutlass.const_expr(form.together == 0):
             store_partial(addresses, place, lane, state)
         elif cutlass.const_expr(form.together == 1):
-            store_output(addresses, place, lane, state, memory)
+            store_output(addresses, place, lane, state, (memory.places.tiles, form.sinks))
         else:
             places = memory.places.tiles, memory.shares_at  # nobody reads either any more
             cluster.leave(*places, lane, state)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
-            cluster.write_rows(addresses, place, places, (warp, lane.lane), form.together)
+            cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
             cute.arch.cluster_arrive()  # nobody leaves while others read its sums
             cute.arch.cluster_wait()
 
@@ -159,8 +162,8 @@ def shared_memory(form: AttentionForm) -> Memory:
     allocator = cutlass.memory.SmemAllocator()
     swizzle = wgmma.Swizzle.K_SW128
     layouts = (
-        wgmma.staged_layout(BFloat16, facts.HEADS, rows.WIDTH, 1, swizzle),
-        wgmma.staged_layout(BFloat16, facts.TILE, rows.WIDTH, facts.STAGES, swizzle),
+        wgmma.staged_layout(BFloat16, facts.HEADS, form.width, 1, swizzle),
+        wgmma.staged_layout(BFloat16, facts.TILE, form.width, facts.STAGES, swizzle),
         wgmma.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
     )
     pointers = [
@@ -177,13 +180,22 @@ def shared_memory(form: AttentionForm) -> Memory:
     masks = allocator.allocate_array(Uint32, MASK_WORDS * warps * facts.STAGES)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
     codes = allocator.allocate_array(
-        Uint32, facts.ahead_bytes(form.entry) // 4 or 4, byte_alignment=16
+        Uint32, facts.ahead_bytes(form.format) // 4 or 4, byte_alignment=16
     )
     others = (Uint32(each.toint()) for each in (barriers, masks, codes))
     places = gather.Places(keys_at, *others)
     queries, keys, shares = tensors
     at = (queries_at, shares_at, Uint32(counts.toint()))
-    return Memory(queries, keys, shares, *at, places)
+    values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
+    return Memory(queries, keys, values, shares, *at, places)
+
+
+def layout_of_values(width: int) -> Any:
+    """Return the layout of the first 512 columns of every stage, columns first."""
+    swizzle = wgmma.Swizzle.K_SW128
+    tile = wgmma.staged_layout(BFloat16, facts.TILE, rows.WIDTH, 1, swizzle).outer
+    stages = cute.make_layout(facts.STAGES, stride=facts.TILE * width)
+    return cute.append(cute.select(tile, [1, 0]), stages)
 
 
 def place_of(extents: tuple[Any, ...]) -> Place:
@@ -245,16 +257,16 @@ def wgmma_of_output(source: Any = warpgroup.OperandSource.SMEM) -> Any:
     return cute.make_tiled_mma(cute.make_mma_atom(operation))
 
 
-def load_queries(q: Any, place: Place, queries_at: Any) -> None:
+def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
     """Bring 64 heads of the token to shared memory; rows without a head are zeros."""
     thread, _, _ = cute.arch.thread_idx()
     first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
-    for turn in range(facts.HEADS * gather.CHUNKS // CONSUMER_THREADS):
+    for turn in range(facts.HEADS * chunks // CONSUMER_THREADS):
         item = Uint32(thread) + turn * CONSUMER_THREADS
-        row, chunk = item // gather.CHUNKS, item % gather.CHUNKS
+        row, chunk = item // chunks, item % chunks
         exists = place.head + Int32(row) < place.heads
         kept = ops.select(exists, row, Uint32(0))
-        source = q + ((first + Int64(kept)) * gather.CHUNKS + Int64(chunk)) * gather.CHUNK
+        source = q + ((first + Int64(kept)) * chunks + Int64(chunk)) * gather.CHUNK
         size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
         ptx.copy_16(queries_at + gather.address_in_tile(row, chunk), source, size)
     ptx.end_of_copies()
@@ -272,10 +284,11 @@ def consume(
     output = wgmma_of_output()
     logits = wgmma.sums_of(products, facts.KEYS)
     a = products.make_fragment_A(products.get_slice(0).partition_A(memory.queries))
-    own = cute.local_tile(memory.keys, (facts.KEYS, rows.WIDTH, facts.STAGES), (lane.half, 0, 0))
+    width = cute.size(memory.keys, mode=[1])
+    own = cute.local_tile(memory.keys, (facts.KEYS, width, facts.STAGES), (lane.half, 0, 0))
     b = products.make_fragment_B(products.get_slice(0).partition_B(own))
-    turned = cute.make_tensor(memory.keys.iterator, cute.select(memory.keys.layout, [1, 0, 2]))
-    columns = cute.local_tile(turned, (facts.COLUMNS, facts.TILE, facts.STAGES), (lane.half, 0, 0))
+    of_half = facts.COLUMNS, facts.TILE, facts.STAGES
+    columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
     values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
     shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
@@ -480,16 +493,17 @@ def store_output(
     place: Place,
     lane: Lane,
     state: tuple[Any, Any, Any],
-    memory: Memory,
+    more: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Divide by the sum with the sink, round once, and write rows by way of shared memory."""
     sums, peaks, totals = state
+    tiles_at, sinks = more
     inverses = []
     for row in cutlass.range_constexpr(2):
         head = place.head + lane.row + 8 * row
         sink = Float32(0.0)
         if head < place.heads:
-            sink = ptx.single_at(addresses.sink + Int64(head) * 4)
+            sink = merging.sink_of(addresses.sink, head, sinks)
             if (lane.quad == 0) & (lane.half == 0):
                 number = Int64(place.token) * Int64(place.heads) + Int64(head)
                 ptx.store_single(
@@ -505,14 +519,14 @@ def store_output(
             pair = [ops.multiply_rn(sums[at + i], inverses[row]) for i in range(2)]
             to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
             word = ptx.pair_rounded(pair[0], pair[1])
-            ptx.store_word(memory.places.tiles + to + Uint32(lane.quad) * 4, word)
+            ptx.store_word(tiles_at + to + Uint32(lane.quad) * 4, word)
     cute.arch.sync_warp()
     for turn in cutlass.range_constexpr(16):
         within = lane.warp * 16 + turn
         head = place.head + within
         if head < place.heads:
             from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
-            words = shared.shared_words(memory.places.tiles + from_, 4)
+            words = shared.shared_words(tiles_at + from_, 4)
             number = Int64(place.token) * Int64(place.heads) + Int64(head)
             chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
             ptx.store_16(addresses.out + chunk * gather.CHUNK, words)

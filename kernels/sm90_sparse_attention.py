@@ -1,4 +1,4 @@
-"""Sparse attention of DeepSeek-V4 on Hopper: one softmax over listed cache entries and a sink.
+"""Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
 
     out_THL, lse_TH = sparse_attention(
         Operands(q_THL, sink_H, Keys(slots_TW, cache), Keys(slots_TK, cache_of_entries)),
@@ -8,14 +8,15 @@
 Slots are int32 numbers of cache entries: -1 is passed over, one beyond the cache makes the token's
 output NaN, seen, not hidden, and the same one may come again, and counts again. With lengths only
 so many slots of each list count. A token without keys has zeros, and -inf as LSE. LSE is the
-natural logarithm of the sum over keys, without the sink. Heads come out as they are, not turned
-back. What no slot names is never read.
+natural logarithm of the sum over keys, without the sink. Heads come out not turned back. What no
+slot names is never read. V3.2's queries and entries have 576 numbers, the latent and the turned
+key, of which 512 are the value; it has one list, and no sinks (None).
 
-Decoding goes in splits of 576 keys that are merged in order, in a cluster or, where they are more
-than eight, by a second kernel: the bits of a token depend on its own keys and the widths of lists,
-never on the other tokens. The wrapper checks and launches,
-and never waits for the GPU. Refuses other dtypes, shapes, strides and alignments by name. Kept
-honest by suites/kernels/test_sm90_sparse_attention.py. T tokens, H heads, L 512, W, K list widths.
+Decoding goes in splits of 576 keys (V3.2: 512), merged in order, in a cluster or, beyond eight, by
+a second kernel: a token's bits depend on its own keys and the widths of lists, never on the other
+tokens. The wrapper checks and launches, and never waits for the GPU. Refuses other dtypes, shapes,
+strides and alignments by name. Kept honest by suites/kernels/test_sm90_sparse_attention.py and
+test_sm90_latent_attention.py. T tokens, H heads, L 512, W, K list widths.
 """
 
 from dataclasses import replace
@@ -65,10 +66,10 @@ class Keys(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Query heads [T, H, L] (BF16, turned), sinks [H] (float32), and the lists of keys."""
+    """Query heads (BF16, turned) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
 
     q: Tensor
-    sink: Tensor
+    sink: Tensor | None
     window: Keys
     entries: Keys | None = None
 
@@ -129,7 +130,9 @@ def sparse_attention(
                 "target of sparse attention", target.name, SM90A.name, "It has this form only."
             )
         kernel = compile_form(facts.choose_form(problem, target.name), settings)
-        merge = merging.compile_form(MergeForm(target.name), settings) if workspace else None
+        merge = None
+        if workspace:
+            merge = merging.compile_form(MergeForm(target.name, problem.family.sinks), settings)
         launch((kernel, merge), problem, operands, results, workspace)
     return results
 
@@ -182,8 +185,17 @@ def require_operands(
     """Refuse tensors that the kernels would misread."""
     tokens, heads = problem.tokens, problem.heads
     shape = (tokens, heads, rows.WIDTH)
-    require_tensor("query heads", operands.q, torch.bfloat16, shape, 16)
-    require_tensor("sinks", operands.sink, torch.float32, (heads,), 4)
+    of_queries = (tokens, heads, problem.family.key)
+    require_tensor("query heads", operands.q, torch.bfloat16, of_queries, 16)
+    if (operands.sink is not None) != problem.family.sinks:
+        raise InvalidArgument(
+            "sinks",
+            "given" if operands.sink is not None else None,
+            "one a head" if problem.family.sinks else "none",
+            f"Keys of {problem.family.key} are those of {problem.family.name}.",
+        )
+    if operands.sink is not None:
+        require_tensor("sinks", operands.sink, torch.float32, (heads,), 4)
     given = [operands.window] if operands.entries is None else [operands.window, operands.entries]
     if len(given) != len(problem.lists):
         raise ShapeMismatch(

@@ -1,9 +1,9 @@
 """What sparse attention is asked for, and what follows: tiles, splits, shared memory, grids.
 
-Owns the problem (T tokens of H heads of 512; one list of cache slots each from a window's pages and
-from pages of compressed entries), the form, the division of lists into tiles of 64 keys and of
-tiles into splits, and the budget of shared memory. Pure host arithmetic, no GPU and no DSL; what a
-kernel shares (`tiles_of_split`) uses nothing but + - * // and the extremes of scalar_ops.
+Owns the problem (T tokens of H heads; one list of cache slots each from a window's pages and from
+pages of compressed entries; V3.2 has one list), the families, the form, the division of lists into
+tiles of 64 keys and of tiles into splits, and the budget of shared memory. Pure host arithmetic, no
+GPU and no DSL; what a kernel shares (`tiles_of_split`) uses + - * // and scalar_ops' extremes.
 
 Which keys a split has depends on the widths of the lists alone, never on how many tokens there are
 or how long their lists really are: so the bits of a token's output are its own. Tiles behind both
@@ -16,16 +16,19 @@ suites/kernels/common/test_sparse_attention_problem.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.kv_problem import ENTRIES
+from degarble.kernels.common.kv_problem import EntryFormat, entry_format
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.kv_problem import EntryFormat, Pages
+    from collections.abc import Mapping
+
+    from degarble.kernels.common.kv_problem import Pages
 
 TILE = 64  # keys that are looked at together
 HEADS = 64  # of a thread block: the rows of a wgmma
@@ -50,6 +53,23 @@ MASK_BYTES = 4 * 2 * STAGES * (WARPGROUP // rows.LANES)
 
 
 @dataclass(frozen=True)
+class Family:
+    """What a model's attention has: keys so wide, of which the first 512 numbers are the value."""
+
+    name: str
+    key: int
+    sinks: bool
+    lists: int  # at most
+    tiles_of_split: int
+    ahead: int  # bytes in which codes of the next tile wait
+
+
+V4 = Family("v4", rows.WIDTH, True, 2, TILES_OF_SPLIT, MOST_AHEAD)
+V32 = Family("v32", rows.WITH_KEY, False, 1, 8, 0)  # 2048 keys are four equal splits
+FAMILIES: Mapping[int, Family] = MappingProxyType({each.key: each for each in (V4, V32)})
+
+
+@dataclass(frozen=True)
 class KeyList:
     """Slots that each token attends to: so many numbers a token, of entries of these pages."""
 
@@ -58,11 +78,11 @@ class KeyList:
 
     def __post_init__(self) -> None:
         rows.require_extent("width of a list of slots", self.width)
-        if self.pages.width != rows.WIDTH:
+        if self.pages.width not in FAMILIES:
             raise ShapeMismatch(
                 "width of cache entries",
                 self.pages.width,
-                f"{rows.WIDTH} values",
+                f"{' or '.join(map(str, FAMILIES))} values",
                 "Narrower rows have no tensor-core form.",
             )
 
@@ -84,7 +104,7 @@ class AttentionProblem:
     mode: str = "prefill"
     lengths: bool = False  # how many slots of each list count is given for each token
     splits: int = 0
-    scale: float = rows.WIDTH**-0.5
+    scale: float = rows.WIDTH**-0.5  # of V4's logits; V3.2's has to be given
 
     def __post_init__(self) -> None:
         rows.require_extent("tokens", self.tokens)
@@ -100,6 +120,13 @@ class AttentionProblem:
             raise InvalidArgument(
                 "splits of the keys", self.splits, f"0 to {MOST_SPLITS}", "0 follows the mode."
             )
+        if len(self.lists) > self.family.lists:
+            raise InvalidArgument(
+                "lists of keys",
+                len(self.lists),
+                f"{self.family.lists} where keys have {self.family.key} values",
+                "V3.2 has no window: give one list.",
+            )
         formats = {each.pages.entry for each in self.lists}
         if len(formats) > 1:
             raise InvalidArgument(
@@ -108,10 +135,19 @@ class AttentionProblem:
                 "the same one in both",
                 "Convert one of the caches.",
             )
-        if not 0 < self.scale < float("inf"):
+        known = self.family is V4 or self.scale != rows.WIDTH**-0.5
+        if not (known and 0 < self.scale < float("inf")):
             raise InvalidArgument(
-                "softmax scale", self.scale, "a positive number", "Models have 512**-0.5."
+                "softmax scale",
+                self.scale,
+                "a positive number, that of the model",
+                "V4 has 512**-0.5, V3.2 192**-0.5 times its context extension's factor squared.",
             )
+
+    @property
+    def family(self) -> Family:
+        """The family whose keys these are."""
+        return FAMILIES[self.window.pages.width]
 
     @property
     def lists(self) -> tuple[KeyList, ...]:
@@ -137,7 +173,7 @@ class AttentionProblem:
     @property
     def operations(self) -> int:
         """Multiplications and additions of both products, for keys that all count."""
-        return 4 * self.tokens * self.heads * self.keys * rows.WIDTH
+        return 2 * self.tokens * self.heads * self.keys * (self.family.key + rows.WIDTH)
 
     @property
     def gathered_bytes(self) -> int:
@@ -153,6 +189,17 @@ class AttentionForm:
     lengths: bool
     together: int  # splits that merge in a cluster; 1: there are none, 0: another kernel merges
     target: str
+    width: int = rows.WIDTH  # of a key
+
+    @property
+    def format(self) -> EntryFormat:
+        """The record of the entry's format."""
+        return entry_format(self.entry, self.width)
+
+    @property
+    def sinks(self) -> bool:
+        """Whether each head has a sink."""
+        return FAMILIES[self.width].sinks
 
 
 @dataclass(frozen=True)
@@ -160,6 +207,7 @@ class MergeForm:
     """What the merging kernel is compiled for: any number of splits."""
 
     target: str
+    sinks: bool = True
 
 
 @dataclass(frozen=True)
@@ -197,20 +245,20 @@ def turns(entry: EntryFormat) -> int:
 
 def turns_ahead(entry: EntryFormat) -> int:
     """Return of how many turns the codes wait in shared memory; those of others in registers."""
-    return min(turns(entry), MOST_AHEAD // turn_bytes(entry)) if entry.code_bytes else 0
+    most = FAMILIES[entry.width].ahead
+    return min(turns(entry), most // turn_bytes(entry)) if entry.code_bytes else 0
 
 
-def ahead_bytes(entry: str) -> int:
+def ahead_bytes(entry: EntryFormat) -> int:
     """Return the bytes in which codes of the next tile wait."""
-    of = ENTRIES[entry]
-    return turns_ahead(of) * turn_bytes(of) if of.code_bytes else 0
+    return turns_ahead(entry) * turn_bytes(entry) if entry.code_bytes else 0
 
 
-def shared_memory(entry: str) -> SharedMemory:
+def shared_memory(entry: EntryFormat) -> SharedMemory:
     """Return what a thread block keeps: queries, tiles of keys, shares, codes and barriers."""
     return SharedMemory(
-        queries=2 * HEADS * rows.WIDTH,
-        keys=2 * TILE * rows.WIDTH * STAGES,
+        queries=2 * HEADS * entry.width,
+        keys=2 * TILE * entry.width * STAGES,
         shares=2 * HEADS * TILE,
         codes=ahead_bytes(entry),
         others=COUNTS_BYTES + BARRIER_BYTES + MASK_BYTES,
@@ -223,7 +271,7 @@ def tiles_each(problem: AttentionProblem) -> int:
     if problem.splits:
         each = ceil_div(problem.tiles, problem.splits)
     elif problem.mode == "decode":
-        each = max(TILES_OF_SPLIT, ceil_div(problem.tiles, MOST_SPLITS))
+        each = max(problem.family.tiles_of_split, ceil_div(problem.tiles, MOST_SPLITS))
     return max(1, each)
 
 
@@ -243,7 +291,7 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     entry = problem.window.pages.entry
     splits = choose_splits(problem)
     together = splits if splits <= MOST_TOGETHER else 0
-    return AttentionForm(entry, problem.lengths, together, target)
+    return AttentionForm(entry, problem.lengths, together, target, problem.family.key)
 
 
 def grid(problem: AttentionProblem) -> int:

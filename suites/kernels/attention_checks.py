@@ -9,7 +9,7 @@ workspace hold NaN before, and list places behind a length hold numbers of poiso
 Entries are coded and decoded by cache_checks, which knows no kernel. Kept honest by
 suites/kernels/test_sm90_sparse_attention.py, which plants errors in what came back, and by
 test_sm90_sparse_attention_faults.py, which plants them in the kernel.
-Shape letters: T tokens, H heads, L width (512), K keys of a token, S slots of a cache.
+Shape letters: T tokens, H heads, L width of a value (512), K keys of a token, S slots of a cache.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
 SPREADS = {"flat": 1.0, "peaked": 30.0}  # of queries: logits vary by 0.1 and by 3
 ROW_SIZE = 0.1  # of entries, as public tests have them
 SINKS = ("drawn", "none", "all")
+SCALE_OF_V32 = 0.1352338  # 192**-0.5 times the square of 0.1 ln 40 + 1
 POISONED = 7  # slots of every cache that no list names but behind its length
 
 
@@ -58,28 +59,30 @@ class Case:
     spread: str = "peaked"
     sinks: str = "drawn"
     seed: int = 0
+    key: int = rows.WIDTH  # values of a key: 576 in V3.2, which has no sinks
 
     @property
     def name(self) -> str:
         """One line that finds the case again."""
         what = f"{self.entry} T{self.tokens} H{self.heads} W{self.near} K{self.far} {self.mode}"
         more = f"{self.splits} {self.pages} gaps={self.gaps} {self.spread} {self.sinks}"
-        return f"{what} {more}{' lengths' * self.lengths} seed={self.seed}"
+        return f"{what} {more}{' lengths' * self.lengths} seed={self.seed} key={self.key}"
 
     def keys_of(self, width: int, entries: int) -> KeyList:
         """Return a list with a cache of more slots than the widest list names."""
         count = -(-(width + POISONED + 5) // entries) + 1
-        plain = Pages(self.entry, entries, count)
-        return KeyList(width, Pages(self.entry, entries, count, plain.stride + self.page_bytes))
+        plain = Pages(self.entry, entries, count, width=self.key)
+        stride = plain.stride + self.page_bytes
+        return KeyList(width, Pages(self.entry, entries, count, stride, self.key))
 
     @cached_property
     def problem(self) -> AttentionProblem:
         """Return what the launch is asked for."""
         far = None if self.far is None else self.keys_of(self.far, self.pages[1])
         near = self.keys_of(self.near, self.pages[0])
-        return AttentionProblem(
-            self.tokens, self.heads, near, far, self.mode, self.lengths, self.splits
-        )
+        told = (self.tokens, self.heads, near, far, self.mode, self.lengths, self.splits)
+        scale = rows.WIDTH**-0.5 if self.key == rows.WIDTH else SCALE_OF_V32
+        return AttentionProblem(*told, scale)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Drawn:
     """Operands of a case, and the rows [S, L] that each cache decodes to, poison and all."""
 
     q: Tensor
-    sink: Tensor
+    sink: Tensor  # -inf where a family has none
     slots: tuple[Tensor, ...]
     caches: tuple[Tensor, ...]
     lengths: tuple[Tensor, ...] | None
@@ -102,7 +105,9 @@ def drawn(case: Case, device: str = "cuda") -> Drawn:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    q = (normal(case.tokens, case.heads, rows.WIDTH) * SPREADS[case.spread]).bfloat16()
+    # Logits of V3.2 are multiplied by three times as much.
+    size = SPREADS[case.spread] * rows.WIDTH**-0.5 / problem.scale
+    q = (normal(case.tokens, case.heads, case.key) * size).bfloat16()
     sink = normal(case.heads) * 2
     if case.sinks != "drawn":
         sink = torch.full_like(sink, -torch.inf if case.sinks == "none" else torch.inf)
@@ -114,7 +119,7 @@ def drawn(case: Case, device: str = "cuda") -> Drawn:
     ]
     return Drawn(
         q,
-        sink,
+        sink if problem.family.sinks else torch.full_like(sink, -torch.inf),
         tuple(slots for slots, _ in lists),
         tuple(cache for cache, _, _ in made),
         tuple(lengths for _, lengths in lists) if case.lengths else None,
@@ -128,17 +133,17 @@ def _cache(of: KeyList, normal: Any, generator: Any, device: str) -> tuple[Tenso
     cache = torch.full((pages.count, pages.stride), 0xFF, dtype=torch.uint8, device=device)
     order = torch.randperm(pages.slots, generator=generator, device=device)
     used = order[:-POISONED]
-    rows_SL = (normal(len(used), rows.WIDTH) * ROW_SIZE).bfloat16().cpu()
+    rows_SL = (normal(len(used), pages.width) * ROW_SIZE).bfloat16().cpu()
     values, scales = cache_checks.coded(rows_SL, entry)
     numbers = cache_checks.decoded(values, scales, entry).to(device)
     values, scales = values.to(device), scales.to(device)
     page, within = used // pages.entries, used % pages.entries
-    by_entry = torch.arange(entry.value_bytes, device=device)
-    cache[page[:, None], within[:, None] * entry.value_bytes + by_entry] = values
-    of_scales = torch.arange(entry.scale_bytes, device=device)
+    by_entry = torch.arange(entry.step, device=device)
+    cache[page[:, None], within[:, None] * entry.step + by_entry] = values
+    of_scales = torch.arange(scales.shape[1], device=device)
     start = pages.entries * entry.value_bytes
     cache[page[:, None], start + within[:, None] * entry.scale_bytes + of_scales] = scales
-    decoded = torch.full((pages.slots, rows.WIDTH), torch.nan, device=device, dtype=torch.float64)
+    decoded = torch.full((pages.slots, pages.width), torch.nan, device=device, dtype=torch.float64)
     decoded[used] = numbers.double()
     return cache, decoded, order
 
@@ -184,7 +189,8 @@ def formula(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
         peak = logits.amax(-1) if len(keys) else torch.zeros_like(lse)
         share = torch.exp(logits - peak[:, None])
         total = share.sum(-1) + torch.exp(given.sink.double() - peak)
-        made = torch.where(total[:, None] == 0, 0.0, share / total[:, None]) @ keys
+        values = keys[:, : rows.WIDTH]
+        made = torch.where(total[:, None] == 0, 0.0, share / total[:, None]) @ values
         outs.append(made)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
@@ -215,7 +221,8 @@ def operands_of(given: Drawn) -> Any:
     kernels = import_module("degarble.kernels.sm90_sparse_attention")
     lengths = given.lengths or (None,) * len(given.slots)
     keys = [kernels.Keys(*each) for each in zip(given.slots, given.caches, lengths, strict=True)]
-    return kernels.Operands(given.q, given.sink, *keys)
+    sink = given.sink if given.q.shape[-1] == rows.WIDTH else None
+    return kernels.Operands(given.q, sink, *keys)
 
 
 def complaint(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> str:
@@ -263,7 +270,10 @@ def foreign_cache(pages: Pages) -> Tensor:
     for slot in range(pages.slots):
         values, scales = cache_checks.places(pages, slot)
         row = cache[slot // pages.entries]
-        codes, rest = row[values][: entry.code_bytes], row[values][entry.code_bytes :]
+        codes, rest = row[values][: entry.code_bytes], row[values][entry.rest_at :]
+        if entry.inside and slot % 8:
+            factors = row[values][entry.code_bytes : entry.rest_at].view(torch.float32)
+            factors.copy_(torch.randn(entry.scales, generator=generator).exp())
         rest.view(torch.bfloat16).copy_(torch.randn(len(rest) // 2, generator=generator))
         if not entry.quantised:
             rest[1] = 0xFF if slot % 8 == 0 else 0x3F
@@ -276,21 +286,21 @@ def foreign_cache(pages: Pages) -> Tensor:
     return cache
 
 
-def rows_as_outputs(entry: str) -> tuple[str, float]:
+def rows_as_outputs(entry: str, key: int = rows.WIDTH) -> tuple[str, float]:
     """Attend to one key a token: say how outputs differ from rows; the share of rows with NaN."""
     kernels = import_module("degarble.kernels.sm90_sparse_attention")
-    pages = Pages(entry, 64, 4)
+    pages = Pages(entry, 64, 4, width=key)
     cache = foreign_cache(pages)
     slots = torch.arange(pages.slots, dtype=torch.int32)
     rows_SL = cache_checks.read_by_definition(cache, slots, pages)
     lost = ~rows_SL.isfinite().all(-1)
-    problem = AttentionProblem(pages.slots, 1, KeyList(1, pages))
-    q = torch.zeros(pages.slots, 1, rows.WIDTH, dtype=torch.bfloat16, device="cuda")
-    sink = torch.full((1,), -torch.inf, device="cuda")
+    problem = AttentionProblem(pages.slots, 1, KeyList(1, pages), scale=1.0)
+    q = torch.zeros(pages.slots, 1, key, dtype=torch.bfloat16, device="cuda")
+    sink = torch.full((1,), -torch.inf, device="cuda") if problem.family.sinks else None
     keys = kernels.Keys(slots[:, None].cuda(), cache.cuda())
     made = kernels.sparse_attention(kernels.Operands(q, sink, keys), problem, SETTINGS)
     out = made.out[:, 0].cpu()
-    same = (out == rows_SL) | (lost[:, None] & out.isnan())
+    same = (out == rows_SL[:, : rows.WIDTH]) | (lost[:, None] & out.isnan())
     wrong = (~same).nonzero()
     said = f"{len(wrong)} values, first {wrong[0].tolist()}" if len(wrong) else ""
     return said, float(lost.float().mean())

@@ -9,7 +9,7 @@ attention_checks, and the whole kernels beside them are not.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,35 @@ FAULTS = (
 )
 
 
+# Of V3.2's form: far from what a gate passes, and its own way to codes and scales.
+_OF_V32 = checks.Case(key=576, entry="fp8-v32", near=600, far=None, seed=3)
+_OF_V32_APART = replace(_OF_V32, splits=9)
+_OF_V32_PREFILL = replace(_OF_V32, mode="prefill", near=200)
+_WITH_KEY = "degarble.kernels.sm90_attention_gather_with_key"
+
+
+def _first_block(_true: Any, chunk: Any) -> Any:
+    return chunk * 0
+
+
+def _row_before(true: Any, found: Any, turn: int, chunk: Any) -> Any:
+    return true(found, max(0, turn - 1), chunk)
+
+
+def _without_key(true: Any, width: int) -> Any:
+    return true(width - 64)
+
+
+FAULTS_OF_V32 = (
+    Fault("one scale for all blocks", _WITH_KEY, "block_of_chunk", _first_block, _OF_V32),
+    Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_PREFILL),
+    Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_PREFILL),
+    Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_PREFILL),
+    Fault("a merge without rescaling", _MERGE, "factor_of", _first_only, _OF_V32),
+    Fault("merging kernel without factors", _MERGE, "factor_of", _first_only, _OF_V32_APART),
+)
+
+
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
     """Replace the function while a kernel is traced."""
@@ -120,7 +149,8 @@ def compiled(fault: Fault) -> tuple[Any, Any]:
         kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
         merge = None
         if form.together == 0:
-            merge = merging.compile_form.__wrapped__(MergeForm(SM90A.name), CompileSettings())
+            told = MergeForm(SM90A.name, form.sinks)
+            merge = merging.compile_form.__wrapped__(told, CompileSettings())
     return kernel, merge
 
 

@@ -26,10 +26,9 @@ each_entry = pytest.mark.parametrize("entry", checks.WITH_KEY)
 @pytest.mark.parametrize(
     ("entry", "target"),
     [
-        pytest.param(entry, target, marks=() if first else pytest.mark.slow)
+        pytest.param(entry, target, marks=pytest.mark.slow)
         for target in TARGETS
         for entry in checks.WITH_KEY
-        for first in [entry == "fp8-v32" and target == "sm_90a"]
     ],
 )
 def test_compiles_without_spills_and_with_every_rounding_stated(entry: str, target: str) -> None:

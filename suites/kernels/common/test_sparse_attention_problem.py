@@ -9,11 +9,14 @@ import pytest
 
 from degarble.harness.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.common import sparse_attention_problem as facts
-from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat, Pages
+from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
 from degarble.kernels.common.targets import SM90A
 
 PAGES = Pages("fp8", 64, 4)
+PAGES_OF_V32 = Pages("fp8-v32", 64, 4, width=576)
+OF_V32 = AttentionProblem(64, 128, KeyList(2048, PAGES_OF_V32), mode="decode", scale=0.1352338)
+ALL = [*ENTRIES.values(), *(entry_format(name, 576) for name in ("fp8-v32", "bf16"))]
 PROBLEM = AttentionProblem(3, 64, KeyList(128, PAGES), KeyList(1024, PAGES), "decode")
 
 
@@ -68,10 +71,10 @@ def test_splits_are_those_of_the_widths_alone() -> None:
     assert facts.choose_form(replace(PROBLEM, mode="prefill"), SM90A.name).together == 1
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_thread_block_has_room(entry: str) -> None:
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_a_thread_block_has_room(entry: EntryFormat) -> None:
     held = facts.shared_memory(entry)
-    assert held.queries == 64 * 1024
+    assert held.queries == 64 * 2 * entry.width
     assert held.total <= SM90A.shared_memory_bytes
     registers = facts.CONSUMERS * facts.CONSUMER_REGISTERS + facts.PRODUCER_REGISTERS
     assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
@@ -82,17 +85,25 @@ def test_a_thread_block_has_room(entry: str) -> None:
     assert facts.REGISTER_FILE // facts.THREADS > facts.HEADS * facts.COLUMNS // facts.WARPGROUP
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
     turns, at_once = facts.turns(entry), facts.rows_at_once(entry) if entry.code_bytes else 0
     assert 4 * turns * at_once * entry.code_bytes == 64 * entry.code_bytes
     assert at_once * entry.code_bytes <= 32 * 16
-    assert 0 <= turns - facts.turns_ahead(entry) <= 1
+    if entry.inside:  # they wait in registers, half of a tile's at a time
+        assert facts.turns_ahead(entry) == facts.ahead_bytes(entry) == 0
+    else:
+        assert 0 <= turns - facts.turns_ahead(entry) <= 1
 
 
 def test_figures_follow() -> None:
     assert PROBLEM.operations == 3 * 64 * 1152 * 512 * 4
     assert PROBLEM.gathered_bytes == 3 * 1152 * 584
+    assert OF_V32.operations == 2 * 64 * 128 * 2048 * (576 + 512)
+    assert OF_V32.gathered_bytes == 64 * 2048 * 656
+    assert (facts.choose_splits(OF_V32), facts.tiles_each(OF_V32)) == (4, 8)
+    form = facts.choose_form(OF_V32, SM90A.name)
+    assert (form.width, form.together, form.sinks) == (576, 4, False)
     assert facts.grid(PROBLEM) == 3 * 2
     assert facts.grid(replace(PROBLEM, heads=65)) == 3 * 2 * 2
 
@@ -106,6 +117,8 @@ def test_figures_follow() -> None:
         (InvalidArgument, "mode of attention", lambda: replace(PROBLEM, mode="both")),
         (InvalidArgument, "splits", lambda: replace(PROBLEM, splits=33)),
         (InvalidArgument, "softmax scale", lambda: replace(PROBLEM, scale=0.0)),
+        (InvalidArgument, "softmax scale", lambda: replace(OF_V32, scale=512**-0.5)),
+        (InvalidArgument, "lists of keys", lambda: replace(OF_V32, entries=OF_V32.window)),
         (ShapeMismatch, "width of a list", lambda: KeyList(-1, PAGES)),
         (ShapeMismatch, "width of cache entries", lambda: KeyList(1, Pages("bf16", 1, 1, 0, 128))),
         (UnknownName, "cache entry format", lambda: KeyList(1, Pages("fp9", 1, 1))),

@@ -1,0 +1,152 @@
+"""V3.2's absorbed attention on a Hopper GPU beside torch: a script that prints two tables.
+
+    python -m degarble.suites.bench.bench_latent_attention [--tokens T] [--batch B] [--rounds N]
+
+Owns the arms: prefill of T tokens and decoding of B sequences, 2048 chosen keys each, 128 heads and
+those of eight ranks, 656-byte entries and BF16; torch gathers rows of a BF16 cache and multiplies
+in BF16. Arms run as bench_sparse_attention has it: cold buffers by turns, in a graph, by turns
+within a round, beside a copy of as many bytes as the entries named. Refuses to measure without a
+GPU that kernels exist for; numbers are compared by suites/kernels, not here.
+Kept honest by suites/bench/test_bench_latent_attention.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.errors import DegarbleError
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common.kv_problem import Pages
+from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.kernels.common.targets import target_of_device
+from degarble.suites.bench.bench_quantise_kernel import copy_arm, timed
+from degarble.suites.bench.bench_sparse_attention import SETTINGS, Row, arm_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+CHOSEN = 2048  # DeepSeek-V3.2 config.json, index_topk
+SCALE = 0.1352338  # 192**-0.5 times the square of 0.1 ln 40 + 1
+CONTEXT = 8192  # tokens of a sequence that is decoded
+ENTRIES_OF_PAGE = 64
+HEADS = (128, 64, 16)
+FORMATS = ("fp8-v32", "bf16")
+# FlashMLA README, sparse kernels on H800: decoding from FP8, and prefill; nobody's on this machine.
+PUBLISHED = {"decode": 410, "prefill": 640}  # TFLOP/s
+TORCH_AT_ONCE = 64  # tokens, each with 2048 rows of 1,152 bytes
+
+
+def problem_of(mode: str, entry: str, count: int, heads: int) -> AttentionProblem:
+    """Every decoded token has a sequence of its own; a prompt's tokens share one."""
+    slots = max(CHOSEN, count) if mode == "prefill" else count * CONTEXT
+    pages = Pages(entry, ENTRIES_OF_PAGE, -(-slots // ENTRIES_OF_PAGE), width=rows.WITH_KEY)
+    return AttentionProblem(count, heads, KeyList(CHOSEN, pages), mode=mode, scale=SCALE)
+
+
+def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
+    """Draw operands: codes of small numbers, scales of 1, slots without gaps."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    of, pages = problem.window, problem.window.pages
+    shape = (pages.count, pages.stride)
+    if pages.entry == "bf16":
+        values = torch.randn(shape[0], shape[1] // 2, device=device).bfloat16()
+        cache = values.view(torch.uint8)
+    else:
+        cache = torch.randint(0x20, 0x40, shape, dtype=torch.uint8, device=device)
+        by_entry = cache.view(-1, pages.format.step)
+        ones = torch.ones(len(by_entry), pages.format.scales, device=device)
+        scales = slice(pages.format.code_bytes, pages.format.rest_at)
+        by_entry[:, scales] = ones.view(torch.uint8)
+    asked = (problem.tokens, of.width)
+    slots = torch.randint(pages.slots, asked, dtype=torch.int32, device=device)
+    q = torch.randn(problem.tokens, problem.heads, rows.WITH_KEY, device=device).bfloat16()
+    return kernels.Operands(q, None, kernels.Keys(slots, cache))
+
+
+def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:
+    """Return a launch of the kernels on buffers of its own."""
+    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    operands = drawn(problem)
+    results = kernels.empty_results(problem, operands.q.device)
+    workspace = kernels.empty_workspace(problem, operands.q.device)
+    return lambda: kernels.sparse_attention(
+        operands, problem, SETTINGS, results=results, workspace=workspace
+    )
+
+
+def torch_attention(problem: AttentionProblem, q: Tensor, keys: Any) -> Tensor:
+    """Gather rows of a BF16 cache and attend, by torch in BF16 with float32 logits."""
+    chosen = keys.cache.view(torch.bfloat16).reshape(-1, rows.WITH_KEY)[keys.slots.long()]
+    logits = torch.bmm(q, chosen.mT).float() * problem.scale
+    shares = torch.softmax(logits, -1).bfloat16()
+    return torch.bmm(shares, chosen[..., : rows.WIDTH])
+
+
+def torch_launch(problem: AttentionProblem) -> Callable[[], object]:
+    """Return the torch version on buffers of its own: from a BF16 cache, pieces of 64 tokens."""
+    operands = drawn(problem)
+
+    def run() -> None:
+        for begin in range(0, problem.tokens, TORCH_AT_ONCE):
+            some = slice(begin, begin + TORCH_AT_ONCE)
+            keys = operands.window._replace(slots=operands.window.slots[some])
+            torch_attention(problem, operands.q[some], keys)
+
+    return run
+
+
+def measured(mode: str, count: int, rounds: int) -> dict[str, float]:
+    """Print a table; return TFLOP/s."""
+    found = {}
+    for heads in HEADS:
+        arms: list[tuple[str, str, Any]] = [
+            (f"{entry}, {heads} heads", entry, kernel_launch) for entry in FORMATS
+        ]
+        if heads == HEADS[0]:
+            arms.append((f"torch, bf16, {heads} heads", "bf16", torch_launch))
+        for name, entry, launch in arms:
+            problem = problem_of(mode, entry, count, heads)
+            pair = [copy_arm(problem.gathered_bytes), arm_of(name, problem, launch)]
+            copy, figure = timed(pair, rounds)
+            row = Row(figure, problem)
+            _say(row.line(copy))
+            found[name] = row.teraflops
+            del pair, copy, figure, row
+            torch.cuda.empty_cache()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; status 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=20)
+    settings = parser.parse_args(arguments)
+    try:
+        target = target_of_device()
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    head = "us [quartiles] | TFLOP/s | of a copy of the entries named |\n|---|---|---|---|"
+    for mode, count in (("decode", settings.batch), ("prefill", settings.tokens)):
+        _say(f"\n| {mode}, {count} tokens | {head}")
+        best = max(measured(mode, count, settings.rounds).values())
+        _say(f"{mode}: {best:.0f} TFLOP/s at best; published for H800: {PUBLISHED[mode]}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  a script
+
+
+if __name__ == "__main__":
+    sys.exit(main())
