@@ -190,7 +190,7 @@ def told(document: Mapping[str, Any]) -> StepResult:
         (name, "measured", f"{share(each['share'])} of {each['of']}, {each['microseconds']:.1f} us")
         for name, each in speeds.items()
     ]
-    rows += [(name, "not measured", why) for name, why in failed.items()]
+    rows += [(name, "not measured", f"not timed: {why}") for name, why in failed.items()]
     values = {f"kernels.{name}": float(each["share"]) for name, each in speeds.items()}
     sentence = f"{len(speeds)} kernels were timed beside ceilings of the same run"
     slowest = min(speeds, key=lambda name: speeds[name]["share"], default=None)

@@ -113,11 +113,20 @@ def _kernels(night: Night) -> Panel | None:
     rows = tuple((name, each.verdict, each.sentence) for name, each in found.items())
     sentence = " ".join(each.sentence for each in found.values())
     blocks = [Table("Known answers", columns, rows)]
-    tables = {"kernels": ("Suites of kernels on this device", "suite", "cases"),
-              "figures": ("Rates beside ceilings of the same run", "kernel", "rate")}  # fmt: skip
-    for name, (caption, what, last) in tables.items():
-        if name in found and found[name].rows:
-            blocks.append(_table(caption, found[name].rows, (what, "verdict", last)))
+    suites = found["kernels"].rows if "kernels" in found else ()
+    if suites:
+        columns = (Column("suite"), Column("verdict", ColumnKind.VERDICT), Column("cases"))
+        told = tuple((name, Verdict(verdict), said) for name, verdict, said in suites)
+        blocks.append(Table("Suites of kernels on this device", columns, told))
+    rates = found["figures"].rows if "figures" in found else ()
+    if rates:
+        blocks.append(
+            Table(
+                "Rates beside ceilings of the same run",
+                (Column("kernel"), Column("rate")),
+                tuple((name, said) for name, _, said in rates),
+            )
+        )
     ran = _kernels_that_ran(night)
     if ran:
         names = tuple(Column(each) for each in ("role", "kernels, tactics, launches"))
