@@ -21,7 +21,7 @@ from degarble.harness.formats.scalar_codecs import bf16_round
 from degarble.kernels.common import gemm_problem as gemm
 from degarble.kernels.common.gemm_problem import GemmForm, Tactic
 from degarble.kernels.common.router_problem import MOST_CHOSEN, MOST_EXPERTS
-from degarble.kernels.common.targets import SM90A
+from degarble.kernels.common.targets import SM90A, SM100A
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +118,17 @@ TACTICS: Mapping[str, tuple[Tactic, ...]] = {
     SM90A.name: (
         Tactic(24, rows=64, columns=128, inner=64, blocks=2),
         Tactic(gemm.ANY, rows=128, columns=256, inner=64),
-    )
+    ),
+    # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.
+    SM100A.name: (
+        Tactic(48, rows=128, columns=64, inner=256),
+        Tactic(gemm.ANY, rows=128, columns=192, inner=256),
+    ),
+}
+# FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
+# side, so gate and up are a whole tile of scales each.
+FIRST_TACTICS: Mapping[str, Tactic] = {
+    SM100A.name: Tactic(gemm.ANY, rows=128, columns=GATE_AND_UP * gemm.SCALE_TILE_ROWS, inner=256),
 }
 
 
@@ -133,8 +143,10 @@ def choose_tactic(problem: MoeProblem, target: str) -> Tactic:
 def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> tuple[MoeForm, ...]:
     """Return the forms of FC1 and FC2."""
     tactic = tactic or choose_tactic(problem, target)
+    of_first = FIRST_TACTICS.get(target, tactic)
     first, second = (
-        GemmForm(gemm.NVFP4.name, "e4m3", target, tactic, parts) for parts in (GATE_AND_UP, 1)
+        GemmForm(gemm.NVFP4.name, "e4m3", target, cut, parts)
+        for cut, parts in ((of_first, GATE_AND_UP), (tactic, 1))
     )
     return MoeForm(first, problem.limit, problem.weighting == BEFORE_W2), MoeForm(second)
 

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 SETTINGS = CompileSettings()
 TARGET = "sm_90a"
+ARCHITECTURES = {"sm_90a": "sm90", "sm_100a": "sm100"}
 NAN_SCALE = 0x7F
-WARPGROUP_ROWS = 64
+WRITTEN_ROWS = {"sm_90a": 64, "sm_100a": 32}  # that leave together, or are left as they are
 POISON = 0xFF  # two codes of -6, a scale of NaN
 EDGES = (1, 127, 128, 129, 0, 63, 64, 65)  # slots of the first experts
 CHOICES = ("even", "skewed", "edges", "one", "nobody")
@@ -50,6 +51,7 @@ class Case:
     seed: int = 0
     tactic: Tactic | None = None
     shared: bool = False
+    target: str = TARGET
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class Case:
     @property
     def job(self) -> Any:
         """What the steps are launched for."""
-        return entry().job_of(self.problem, SETTINGS, self.tactic)
+        return entry(self.target).job_of(self.problem, SETTINGS, self.tactic)
 
 
 class Result(NamedTuple):
@@ -74,15 +76,15 @@ class Result(NamedTuple):
     out: Tensor
 
 
-def entry() -> Any:
-    """Return the module of the kernels."""
-    return import_module("degarble.kernels.sm90_moe_nvfp4")
+def entry(target: str = TARGET) -> Any:
+    """Return the module of a target's kernels."""
+    return import_module(f"degarble.kernels.{ARCHITECTURES[target]}_moe_nvfp4")
 
 
-def fuzzed(seed: int, count: int) -> list[Case]:
+def fuzzed(seed: int, count: int, target: str = TARGET) -> list[Case]:
     """Draw cases."""
     drawn, made = random.Random(f"experts {seed}"), []
-    tactics = (None, *facts.TACTICS[TARGET])
+    tactics = (None, *facts.TACTICS[target])
     for _ in range(count):
         routed = drawn.choice((1, 2, 5, 8, 33, 256))
         problem = MoeProblem(
@@ -96,7 +98,8 @@ def fuzzed(seed: int, count: int) -> list[Case]:
             weighting=drawn.choice(facts.WEIGHTINGS),
         )
         choice, tactic = drawn.choice(CHOICES[:2] + CHOICES[3:4]), drawn.choice(tactics)
-        made.append(Case(problem, choice, drawn.randrange(1 << 30), tactic, drawn.random() < 0.5))
+        rest = (drawn.randrange(1 << 30), tactic, drawn.random() < 0.5)
+        made.append(Case(problem, choice, *rest, target))
     return made
 
 
@@ -192,7 +195,7 @@ def poisoned(case: Case, given: Any) -> Result:
 def on_device(case: Case, given: Any) -> Result:
     """Run a case in poisoned memory."""
     made = poisoned(case, given)
-    entry().launch(case.job, given, *made)
+    entry(case.target).launch(case.job, given, *made)
     return made
 
 
@@ -255,8 +258,7 @@ def _of_expert(
     if not count:
         return
     x, hidden, out = wanted(case, given, expert, slots)
-    # A warpgroup without a row leaves its 64 rows as they are.
-    written = row + round_up(count, WARPGROUP_ROWS)
+    written = row + round_up(count, WRITTEN_ROWS[case.target])
     for what, got, want, width, last in (
         ("x", made.workspace.x, x, p.hidden, end),
         ("hidden", made.workspace.hidden, hidden, p.width, written),
@@ -314,14 +316,15 @@ def wanted(case: Case, given: Any, expert: int, slots: Tensor) -> tuple[Any, Any
     w13, w2 = given.weights
     x = quantised(given.x[slots // p.chosen], w13.input_scale[expert : expert + 1])
     gate, up = (
-        product(x, w13, (expert, part), (count, p.width, p.hidden)) for part in range(GATE_AND_UP)
+        product(x, w13, (expert, part), (count, p.width, p.hidden), case.target)
+        for part in range(GATE_AND_UP)
     )
     halves, scale = torch.cat([gate, up], 1), w2.input_scale[expert : expert + 1]
     hidden = quantised(halves, scale, source="swiglu", limit=p.limit, keeps_values=True)
     if p.weighting == BEFORE_W2:
         weights = given.routing.weights.flatten()[slots, None]
         hidden = quantised((hidden[2].float() * weights).bfloat16(), scale)
-    return x, hidden, product(hidden, w2, (expert,), (count, p.hidden, p.width))
+    return x, hidden, product(hidden, w2, (expert,), (count, p.hidden, p.width), case.target)
 
 
 def quantised(values: Tensor, scale: Tensor, **more: Any) -> Any:
@@ -332,9 +335,11 @@ def quantised(values: Tensor, scale: Tensor, **more: Any) -> Any:
     return kernel(values.contiguous(), scale.contiguous().clone(), problem, SETTINGS)
 
 
-def product(a: Any, b: Any, matrix: tuple[int, ...], extents: tuple[int, int, int]) -> Tensor:
+def product(
+    a: Any, b: Any, matrix: tuple[int, ...], extents: tuple[int, int, int], target: str = TARGET
+) -> Tensor:
     """Multiply by the kernel of one matrix."""
-    kernels = import_module("degarble.kernels.sm90_gemm_nvfp4")
+    kernels = import_module(f"degarble.kernels.{ARCHITECTURES[target]}_gemm_nvfp4")
     expert = matrix[0]
     a_scale, b_scale = b.input_scale[expert].reshape(1), b.decode_scale[matrix].reshape(1)
     sides = (
