@@ -180,26 +180,31 @@ def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) ->
                 total = ops.fma_rn(number, number, total)
             rSquares[each] = total
             streams.append(words)
+        for part in cutlass.range_constexpr(PARTS - 1, -1, -1):  # the smallest first
+            add_part(base, (rSums, streams), (of_lane, chunk, part), form)
+
+
+@cute.jit
+def add_part(
+    base: Any, operands: tuple[Any, Any], place: tuple[Any, Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Add 32 values of K against one part of the weight; place is lane's row, chunk and part.
+
+    Instructions of one sum wait for each other, so those of all sums take turns.
+    """
+    rSums, streams = operands
+    of_lane, chunk, part = place
+    first = form.tokens_of_block + part * (form.tiles * TILE) + of_lane
+    weights = [row_words(base, first + tile * TILE, chunk) for tile in range(form.tiles)]
+    for half in (0, 2):
         for tile in cutlass.range_constexpr(form.tiles):
-            first = form.tokens_of_block + tile * TILE + of_lane
-            weights = [
-                row_words(base, first + part * form.tiles * TILE, chunk) for part in range(PARTS)
-            ]
             for high in cutlass.range_constexpr(form.tokens_of_warp // ROWS_OF_TILE):
+                upper, lower = streams[2 * high], streams[2 * high + 1]
+                a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
                 sums = [Float32(rSums[i, tile, high]) for i in range(OF_TILE)]
-                sums = with_parts(sums, streams[2 * high : 2 * high + 2], weights)
+                sums = multiplied(sums, a, weights[tile][half : half + 2])
                 for i in cutlass.range_constexpr(OF_TILE):
                     rSums[i, tile, high] = sums[i]
-
-
-def with_parts(sums: list[Any], rows: list[list[Any]], weights: list[list[Any]]) -> list[Any]:
-    """Return sums with 32 values of K added, the smallest part of the weight first."""
-    upper, lower = rows
-    for b in reversed(weights):
-        for half in (0, 2):
-            a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
-            sums = multiplied(sums, a, b[half : half + 2])
-    return sums
 
 
 @cute.jit
