@@ -26,10 +26,10 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.record.kernel_table import Launch
+from degarble.harness.runs import cutedsl_moe
 from degarble.kernels.common import (
     gemm_problem,
     gemv_problem,
-    moe_problem,
     sparse_attention_problem,
     w4a16_problem,
 )
@@ -54,6 +54,7 @@ class Kernels(ABC):
     def __init__(self, target: str, device: torch.device) -> None:
         self.target, self.device = target, device
         self._noted: list[Launch] = []
+        self.chain: Any = None  # the routed experts' call under way: cutedsl_grouped
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
         """Launch a kernel; its outputs in the order in which its entry point returns them."""
@@ -153,16 +154,6 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return tuple(getattr(made, name) for name in names.get(problem.part, ("out",)))
 
 
-def _combine(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    tactic = moe_problem.choose_tactic(problem, target_of_device().name)
-    job = module.Job(problem, tactic, target_of_device().name, settings)
-    rows = _there(t["rows"])
-    out = torch.empty(problem.tokens, problem.hidden, dtype=torch.float32, device=rows.device)
-    if problem.tokens:
-        module.combine(job, module.Sum(rows, t["places"], t["weights"], None, out))
-    return out
-
-
 def _operand(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     turning = module.Turning(t["turns"], t["positions"]) if "turns" in t else None
     norm = module.Norm(t["weight"], t["bias"]) if "weight" in t else None
@@ -187,6 +178,50 @@ def _pool(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any
     carried = module.Carried(*(t[name] for name in module.Carried._fields))
     windows = module.Windows(*(t[name] for name in module.Windows._fields))
     return tuple(module.pool(carried, windows, problem, settings))
+
+
+def _slots(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    told = module.Told(t["positions"], t["owners"], t["table"], t.get("numbers"))
+    made = module.slots(told, problem, settings)
+    return tuple(each for each in made if each is not None)
+
+
+def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    turns = (t["turns"], t["positions"]) if problem.turned else None
+    return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
+
+
+def _expert_operands(module: Any, t: Given) -> Any:
+    parts = ("codes", "scales", "decode_scale", "input_scale")
+    both = ([t[f"{name}_{part}"] for part in parts] for name in ("w13", "w2"))
+    return module.MoeWeights(*(module.ExpertWeights(*each) for each in both))
+
+
+def _moe(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    if isinstance(problem, cutedsl_moe.Step):
+        return cutedsl_moe.launched(module, problem, settings, t)
+    routing, weights = module.Routing(t["experts"], t["weights"]), _expert_operands(module, t)
+    shared = t.get("shared")
+    return module.moe_nvfp4(t["x"], routing, weights, problem, settings, shared_TD=shared)
+
+
+def _moe_tactic(problem: Any, target: str) -> str:
+    if isinstance(problem, cutedsl_moe.Step):
+        return cutedsl_moe.tactic(problem, target)
+    return f"{problem.experts} experts, weights {problem.weighting}"
+
+
+def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    """The shared expert's products, routed by tensors that are made once and not at every call."""
+    moe = import_module("degarble.kernels.sm90_moe_nvfp4")
+    routing = moe.Routing(t["experts"], t["weights"])
+    given = moe.Given(t["x"], routing, _expert_operands(moe, t))
+    moe.require_given(problem, given)
+    job = moe.job_of(problem, settings)
+    workspace = moe.empty_workspace(job, _there(t["x"]).device)
+    if problem.tokens:
+        moe.products(job, given, workspace)
+    return workspace.out[: problem.tokens]
 
 
 ENTRIES: Mapping[str, Entry] = {
@@ -231,7 +266,13 @@ ENTRIES: Mapping[str, Entry] = {
     "sm90_sparse_attention": Entry(
         _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
-    "simt_moe_rows": Entry(_combine, lambda p, _: f"sum of slots, weights {p.weighting}"),
+    "simt_slots": Entry(_slots, lambda p, _: str(p.kind)),
+    "sm90_gemm_grouped": Entry(
+        _grouped, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
+    ),
+    "sm90_moe_nvfp4": Entry(_moe, _moe_tactic),
+    "sm90_shared_expert": Entry(_shared_expert, lambda _p, _: "nvfp4"),
+    "simt_moe_rows": Entry(cutedsl_moe.launched, cutedsl_moe.tactic),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
@@ -24,6 +24,7 @@ from degarble.harness.runs.cutedsl_kernels import ENTRIES, Kernels
 from degarble.kernels.common.attention_rows import WIDTH
 from degarble.kernels.common.operands import require_tensor
 from degarble.suites.runs import cutedsl_standin_attention as attention
+from degarble.suites.runs import cutedsl_standin_layer as layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +119,6 @@ def _gemm_fp8(p: Any, t: Given) -> Made:
 def _quantise(p: Any, t: Given) -> Made:
     require_tensor("values", t["values"], BF16, (p.rows, p.input_columns), 32)
     require_tensor("decode_scale", t["decode_scale"], F32, (max(1, p.experts),), 4)
-    assert p.layout == LINEAR.name, "the sites carry linear scales"
     x = t["values"]
     if p.source == "swiglu":
         gate, up = x.float().chunk(2, -1)
@@ -136,6 +136,8 @@ def _quantise(p: Any, t: Given) -> Made:
             scale = t["decode_scale"][number]
             made = quantise(x[begin:end].float(), NVFP4, CANONICAL, decode_scale=scale)
             codes[begin:end], scales[begin:end] = made.codes, made.block_scale
+    if p.layout != LINEAR.name:
+        scales = to_layout(scales, SWIZZLE_128X4)
     return codes, scales.flatten(), *([x] if p.keeps_values else [])
 
 
@@ -191,7 +193,8 @@ def _kv_write(p: Any, t: Given) -> Made:
         factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
         normed = (t["weight"].float() * (x * factor)).to(BF16).float()
         row = _turned(normed[:, None], t["turns"][t["positions"]], 1.0)[:, 0].to(BF16)
-    t["cache"].view(BF16).view(-1, p.pages.width)[t["slots"]] = row
+    told = t["slots"] >= 0
+    t["cache"].view(BF16).view(-1, p.pages.width)[t["slots"][told]] = row[told]
     return (t["cache"],)
 
 
@@ -298,6 +301,10 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_indexer_topk": attention.topk,
     "sm90_sparse_attention": attention.attention,
     "simt_moe_rows": _combine,
+    "simt_slots": attention.slots,
+    "sm90_gemm_grouped": layer.grouped,
+    "sm90_moe_nvfp4": layer.experts,
+    "sm90_shared_expert": layer.shared_expert,
 }
 assert STAND_INS.keys() == ENTRIES.keys(), "every kernel has a stand-in"
 

@@ -32,6 +32,7 @@ def compressor(p: Any, t: Given) -> Made:
 
     def row(b: int, position: int) -> Any:
         if position < starts[b]:
+            assert ring_of[b] >= 0, "only a sequence that carries rows has earlier ones"
             return t["rings"][ring_of[b], position % p.ring_rows]
         made = t["projected"][offsets[b] + position - starts[b]].clone()
         made[p.columns :] += t["ape"][position % p.ratio]
@@ -39,6 +40,7 @@ def compressor(p: Any, t: Given) -> Made:
 
     values = torch.full((p.windows, p.width), torch.nan, dtype=BF16)
     positions = torch.zeros(p.windows, dtype=I64)
+    slots = torch.full((p.windows,), -1, dtype=I64)
     for n, (token, b) in enumerate(zip(closing, owners, strict=True)):
         last = starts[b] + token - offsets[b]
         if (last + 1) % p.ratio:
@@ -51,14 +53,42 @@ def compressor(p: Any, t: Given) -> Made:
         gate = torch.stack([each[p.columns + at :][: p.width] for each, at in found])
         values[n] = (gate.softmax(0) * latent).sum(0).to(BF16)
         positions[n] = first
+        slots[n] = t["table"][b, min(last // p.ratio, t["table"].shape[1] - 1)]
     kept = [
         (ring_of[b], position, row(b, position))
         for b, start in enumerate(starts)
         for position in range(start, start + offsets[b + 1] - offsets[b])
+        if ring_of[b] >= 0
     ]
     for ring, position, each in kept:
         t["rings"][ring, position % p.ring_rows] = each
-    return values, positions, torch.zeros(p.windows, dtype=I64)
+    return values, positions, slots
+
+
+def slots(p: Any, t: Given) -> Made:
+    """Tell the slots of each token's window or entries, number by number."""
+    require_tensor("positions", t["positions"], I64, (p.tokens,), 8)
+    require_tensor("owners", t["owners"], torch.int32, (p.tokens,), 4)
+    require_tensor("table of slots", t["table"], torch.int32, (p.sequences, p.columns), 4)
+    made = torch.full((p.tokens, p.width), -1, dtype=torch.int32)
+    own = torch.full((p.tokens,), -1, dtype=I64)
+    for n in range(p.tokens):
+        position, owner = int(t["positions"][n]), int(t["owners"][n])
+        if owner < 0:
+            continue
+        row = t["table"][owner]
+        if p.kind == "window":
+            numbers = range(position - p.width + 1, position + 1)
+            found = [row[each % p.columns] if each >= 0 else -1 for each in numbers]
+            own[n] = row[position % p.columns]
+        elif p.kind == "entries":
+            seen = min(p.columns, (position + 1) // p.ratio)
+            found = [row[each] if each < seen else -1 for each in range(p.width)]
+        else:
+            require_tensor("numbers", t["numbers"], torch.int32, (p.tokens, p.width), 4)
+            found = [row[each] if each >= 0 else -1 for each in t["numbers"][n].tolist()]
+        made[n] = torch.tensor([int(each) for each in found], dtype=torch.int32)
+    return (made, own) if p.kind == "window" else (made,)
 
 
 def operand(p: Any, t: Given) -> Made:

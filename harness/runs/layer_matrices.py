@@ -1,0 +1,198 @@
+"""Weights of a decoder layer as kernels multiply them, and one way to multiply each.
+
+Owns the record of a matrix (which GEMM, its operands on the device, the scale in front of it), the
+way there from a checkpoint's weight, and the product of a few rows: quantised as the recipe has it,
+in the layout that the GEMM reads, without arithmetic of torch in between. Experts are stacked for
+the grouped kernel. Gives the reason where no kernel fits.
+
+Kept honest by suites/runs/test_decoder_layer.py. Shape letters: M rows, N outputs, K inputs, E
+experts, D hidden, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.runs.cutedsl_linears import Way, way_of
+from degarble.harness.runs.cutedsl_parts import NoKernelError, own
+from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
+from degarble.kernels.common.gemm_problem import GemmProblem
+from degarble.kernels.common.gemv_problem import ROWS, GemvProblem, inner_held
+from degarble.kernels.common.grouped_problem import GroupedProblem
+from degarble.kernels.common.quantise_problem import QuantiseProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.runs.cutedsl_kernels import Kernels
+    from degarble.harness.runs.cutedsl_parts import Part
+
+BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
+TILE_OF_FP8 = 128  # rows of weights that share a scale
+STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight [N, K]: the GEMM that multiplies it, what that is handed, and its problem."""
+
+    way: Way
+    operands: Mapping[str, Tensor]
+    input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        found: int = getattr(self.way.problem, "outputs", 0) or self.way.problem.columns
+        return found
+
+
+def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
+    """Lay a weight out for its GEMM; raise the reason where there is none."""
+    way, weight = way_of(part, name), weights[name]
+    if way.kernel == BF16:
+        return Matrix(way, {"b": exact_bf16(weight, device)})
+    if way.kernel == FP8:
+        tensor = weight.quantised()
+        codes = own(tensor.codes.to(device)).view(torch.float8_e4m3fn)
+        return Matrix(way, {"b": codes, "b_scales": own(tensor.block_scale.to(device))})
+    layout = SWIZZLE_128X4 if way.kernel == NVFP4 else LINEAR
+    codes, scales, decode = nvfp4_parts(weight, layout, device)
+    if way.kernel == W4A16:
+        return Matrix(way, {"codes": codes, "scales": scales, "decode_scale": decode})
+    operands = {"b": codes, "b_scales": scales, "b_decode_scale": decode}
+    return Matrix(way, operands, input_scale_of([weight], name).to(device))
+
+
+def exact_bf16(weight: Weight, device: Any) -> Tensor:
+    """Values in BF16, which hold plain ones and codes by powers of two exactly."""
+    return own(weight.values(torch.float32).to(torch.bfloat16).to(device))
+
+
+def nvfp4_parts(weight: Weight, layout: Any, device: Any) -> tuple[Tensor, ...]:
+    """Codes, scales in a layout, and the decode scale [1]."""
+    tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
+    tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN).with_layout(layout)
+    parts = tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
+    return tuple(own(each.to(device)) for each in parts)
+
+
+def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
+    """The decode scale of the activations in front of weights that share them [1]."""
+    known = [each.input_scale for each in weights if each.input_scale is not None]
+    if len(known) < len(weights):
+        raise NoKernelError(f"no input scale in front of {name}: quantise with --calibration")
+    return torch.stack([each.float().reshape(()) for each in known]).amax().reshape(1)
+
+
+def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
+    """Quantise rows as the matrix asks for, and multiply: BF16 [M, N]."""
+    way, (rows, inner) = matrix.way, x_MK.shape
+    if way.kernel == BF16:
+        given: dict[str, Tensor | None] = {"a": x_MK}
+    elif way.kernel == W4A16:
+        given = {"x": x_MK}
+    elif way.kernel == FP8:
+        kind = "ue8m0" if matrix.operands["b_scales"].dtype is torch.uint8 else "float32"
+        codes, scales = kernels.run("simt_quantise_fp8", Fp8Problem(rows, inner, kind), values=x_MK)
+        given = {"a": codes, "a_scales": scales}
+    else:
+        problem = QuantiseProblem(rows, inner, SWIZZLE_128X4.name)
+        codes, scales = kernels.run(
+            "simt_quantise_nvfp4", problem, values=x_MK, decode_scale=matrix.input_scale
+        )
+        given = {"a": codes, "a_scales": scales, "a_decode_scale": matrix.input_scale}
+    problem_here = replace(way.problem, rows=rows)
+    return kernels.run(way.kernel, problem_here, **given, **matrix.operands)[0]
+
+
+def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
+    """BF16 rows by a BF16 weight in float32: a GEMV for few rows, else the grouped GEMM."""
+    (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
+    if rows <= max(each for each in ROWS if inner <= inner_held(each)):
+        problem = GemvProblem(rows, columns, inner)
+        return kernels.run("simt_gemv_bf16", problem, x=x_MK, weight=weight_NK)[0]
+    grouped = GroupedProblem(rows, 1, columns, inner, out="fp32")
+    return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
+
+
+def stacked(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices over one input as one, rows below rows; FP8 scales have whole tiles of rows."""
+    first = matrices[0]
+    outputs = [each.outputs for each in matrices]
+    whole = first.way.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
+    if first.way.kernel not in (BF16, FP8) or not whole:
+        raise NoKernelError(f"gate and up of {outputs} rows do not stack in {first.way.kernel}")
+    operands = {
+        name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
+    }
+    problem = replace(first.way.problem, columns=sum(outputs))
+    return Matrix(Way(first.way.kernel, problem), operands)
+
+
+# ---- experts and wo_a ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """NVFP4 experts side by side, as sm90_moe_nvfp4 reads them: the tensors of both products."""
+
+    tensors: Mapping[str, Tensor]
+
+
+def experts_of(
+    names: Sequence[tuple[str, str, str]], weights: Mapping[str, Weight], device: Any
+) -> Experts:
+    """Stack experts; `names` are those of w1, w3 and w2 of each."""
+    first: list[list[tuple[Tensor, ...]]] = []
+    second: list[list[tuple[Tensor, ...]]] = []
+    scales: dict[str, list[Tensor]] = {"w13": [], "w2": []}
+    for one, three, two in names:
+        both = [weights[one], weights[three]]
+        first.append([nvfp4_parts(each, SWIZZLE_128X4, device) for each in both])
+        second.append([nvfp4_parts(weights[two], SWIZZLE_128X4, device)])
+        scales["w13"].append(input_scale_of(both, one))
+        scales["w2"].append(input_scale_of([weights[two]], two))
+    made: dict[str, Tensor] = {}
+    for name, found in (("w13", first), ("w2", second)):
+        for place, part in enumerate(("codes", "scales", "decode_scale")):
+            stacked = torch.stack([torch.stack([m[place] for m in each]) for each in found])
+            stacked = stacked if name == "w13" else stacked[:, 0]
+            made[f"{name}_{part}"] = own(stacked.squeeze(-1) if part == "decode_scale" else stacked)
+        made[f"{name}_input_scale"] = own(torch.cat(scales[name]).to(device))
+    return Experts(made)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """V4's wo_a: groups of BF16 as one grouped GEMM that turns heads, or one dense matrix."""
+
+    weight: Tensor  # BF16 [G N, K of a group], dense: [G N, G K] with zeros beside the groups
+    groups: int
+    dense: bool
+
+
+def groups_of(weight: Tensor, groups: int) -> Groups:
+    """Decide how groups are multiplied: narrow ones are padded with zeros to one whole matrix."""
+    if groups == 1 or weight.shape[0] // groups % STEP_OF_GROUPS == 0:
+        return Groups(weight, groups, dense=False)
+    (rows, inner), each = weight.shape, weight.shape[0] // groups
+    whole = weight.new_zeros(rows, groups * inner)
+    for group in range(groups):
+        own_rows = slice(group * each, (group + 1) * each)
+        whole[own_rows, group * inner : (group + 1) * inner] = weight[own_rows]
+    return Groups(whole, groups, dense=True)
+
+
+def dense_product(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
+    """BF16 by BF16."""
+    problem = GemmProblem(x_MK.shape[0], *weight_NK.shape)
+    return kernels.run(BF16, problem, a=x_MK, b=weight_NK)[0]

@@ -1,0 +1,273 @@
+"""A decoding step of one V4 layer on a Hopper GPU, and each kernel's share: a script of tables.
+
+    python -m degarble.suites.bench.bench_decoder_layer [--model M] [--lanes B] [--rounds N]
+
+Owns layers of true widths with random weights (NVFP4, wo_a and router BF16), one of each type, in
+four sets whose attention, compressors and memories are their own; experts are shared, and each
+set's tokens choose others. The whole step is one CUDA graph over the sets in turn, so that it finds
+nothing in the cache; every launch of it is a graph of its own in the same way, and what both leave
+between them is told. Refuses to measure without a GPU that kernels exist for. Numbers are compared
+by suites/runs. Kept honest by suites/bench/test_bench_decoder_layer.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.anatomy.presets import V4_FLASH, V4_PRO
+from degarble.harness.cli.kernels import settings_here
+from degarble.harness.errors import DegarbleError
+from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.runs import layer_weights as records
+from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu, require_gpu
+from degarble.harness.runs.cutedsl_linears import Way
+from degarble.harness.runs.decoder_layer import Stepping
+from degarble.harness.runs.layer_matrices import Experts, Groups, Matrix
+from degarble.harness.runs.layer_memory import Room, memory_of
+from degarble.kernels.common.gemm_problem import GemmProblem
+from degarble.kernels.common.mhc_projection_problem import split_weight
+from degarble.references.numerics import Switches
+from degarble.suites.bench.bench_quantise_kernel import Figure, captured, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.anatomy.config import V4Config
+    from degarble.harness.anatomy.types import Block
+
+MODELS = {"V4-Flash": V4_FLASH, "V4-Pro": V4_PRO}
+SETS = 4
+CONTEXT = 8192
+TYPES = {0: "window only", 4: "ratio 4, indexer", 128: "ratio 128"}
+DEVICE = "cuda"
+
+
+class Remembering(KernelsOnGpu):
+    """Kernels that remember what they were handed, so that each launch can be made again."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def _run(self, kernel: str, problem: Any, tensors: Any) -> tuple[Tensor, ...]:
+        self.calls.append((kernel, problem, dict(tensors)))
+        made: tuple[Tensor, ...] = super()._run(kernel, problem, tensors)
+        return made
+
+    def again(self, call: tuple[str, Any, dict[str, Any]]) -> Callable[[], object]:
+        """Make a launch once more."""
+        return lambda: KernelsOnGpu._run(self, *call)
+
+
+# ---- random layers -------------------------------------------------------------------------------
+
+
+def bf16(*shape: int) -> Tensor:
+    """Weights of a linear, so that outputs are about as large as inputs."""
+    drawn = torch.randn(shape, device=DEVICE).bfloat16()
+    return drawn * float(shape[-1] ** -0.5)
+
+
+def float32(*shape: int) -> Tensor:
+    """Parameters around zero."""
+    return torch.randn(shape, device=DEVICE) * 0.1
+
+
+def norm(width: int) -> records.Norm:
+    """A norm's weight."""
+    return records.Norm(torch.ones(width, device=DEVICE, dtype=torch.bfloat16))
+
+
+def codes(*shape: int) -> Tensor:
+    """Any E2M1 codes."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def scales(*shape: int) -> Tensor:
+    """E4M3 scales from 0.5 to 2."""
+    return torch.randint(0x30, 0x40, shape, dtype=torch.uint8, device=DEVICE)
+
+
+def nvfp4(outputs: int, inner: int) -> Matrix:
+    """A matrix of random codes."""
+    operands = {
+        "b": codes(outputs, inner // 2),
+        "b_scales": scales(SWIZZLE_128X4.storage_size(outputs, inner // 16)),
+        "b_decode_scale": torch.full((1,), 0.3 * inner**-0.5, device=DEVICE),
+    }
+    problem = GemmProblem(1, outputs, inner, "nvfp4", "e4m3")
+    scale = torch.full((1,), 2e-3, device=DEVICE)
+    return Matrix(Way("sm90_gemm_nvfp4", problem), operands, scale)
+
+
+def mixing(config: V4Config, products: int) -> records.Mixing:
+    """mHC's parameters."""
+    fn = float32(products, config.hc_mult * config.hidden_size) * 0.1
+    return records.Mixing(
+        split_weight(fn.cpu()).to(DEVICE), float32(products), float32(1 if products == 4 else 3)
+    )
+
+
+def experts(config: V4Config, count: int) -> Experts:
+    """Experts of random codes."""
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    made: dict[str, Tensor] = {}
+    for name, leading, n, k in (
+        ("w13", (count, 2), width, hidden),
+        ("w2", (count,), hidden, width),
+    ):
+        made[f"{name}_codes"] = codes(*leading, n, k // 2)
+        made[f"{name}_scales"] = scales(*leading, SWIZZLE_128X4.storage_size(n, k // 16))
+        made[f"{name}_decode_scale"] = torch.full(leading, 0.3 * k**-0.5, device=DEVICE)
+        made[f"{name}_input_scale"] = torch.full((count,), 2e-3, device=DEVICE)
+    return Experts(made)
+
+
+def compressing(config: V4Config, ratio: int, width: int) -> records.Compressing:
+    """A compressor of plain weights, as every official checkpoint has it."""
+    columns = width * (2 if ratio == 4 else 1)
+    joined = bf16(2 * columns, config.hidden_size)
+    return records.Compressing(joined, (), float32(ratio, columns), norm(width))
+
+
+def attention(config: V4Config, block: Block) -> records.AttentionWeights:
+    """Attention of a layer's type."""
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    groups, out = config.o_groups, config.o_groups * config.o_lora_rank
+    indexer = None
+    if block.ratio == 4:
+        wq_b = Matrix(
+            Way("sm90_gemm_bf16", GemmProblem(1, config.index_n_heads * 128, rank)),
+            {"b": bf16(config.index_n_heads * 128, rank)},
+        )
+        of_heads = bf16(config.index_n_heads, hidden)
+        indexer = records.Indexing(wq_b, of_heads, compressing(config, block.ratio, 128))
+    return records.AttentionWeights(
+        mixing(config, 24), norm(hidden), nvfp4(rank, hidden), norm(rank),
+        nvfp4(heads * 512, rank), nvfp4(512, hidden), norm(512), float32(heads),
+        Groups(bf16(out, heads * 512 // groups), groups, dense=False), nvfp4(hidden, out),
+        compressing(config, block.ratio, 512) if block.ratio else None, indexer,
+    )  # fmt: skip
+
+
+def layer(config: V4Config, block: Block, shared_by_all: Experts) -> records.LayerWeights:
+    """A layer of random weights; routed experts are those of all sets."""
+    hidden, count = config.hidden_size, config.n_routed_experts
+    ffn = records.FfnWeights(
+        mixing(config, 24), norm(hidden), bf16(count, hidden), float32(count), shared_by_all,
+        experts(config, 1),
+    )  # fmt: skip
+    return records.LayerWeights(block, config.rope(block), attention(config, block), ffn)
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One set: a layer, and the launches that its step makes."""
+
+    run: Callable[[], object]
+    calls: list[tuple[str, Any, dict[str, Any]]]
+
+
+def steps_of(
+    kernels: Remembering, config: V4Config, ratio: int, lanes: int, every: Experts
+) -> list[Step]:
+    """Sets of a layer type, at the end of a context that is full."""
+    block = [each for each in config.layers if each.ratio == ratio][-1]
+    room = Room(lanes, CONTEXT, config.sliding_window, "fp8")
+    found = []
+    for _ in range(SETS):
+        stepping = Stepping(kernels, config, Switches(), room)
+        weights = layer(config, block, every)
+        memory = memory_of(room, block, indexes=weights.attn.indexer is not None, device=DEVICE)
+        for each in memory.tensors:
+            _fill(each)
+        stepping.lanes.positions.fill_(CONTEXT - 1)
+        stepping.lanes.owners.copy_(stepping.lanes.members)
+        streams = torch.randn(lanes, config.hc_mult, config.hidden_size, device=DEVICE).bfloat16()
+        sees_all = (ratio,) if ratio and weights.attn.indexer is None else ()
+
+        def run(s: Any = stepping, w: Any = weights, m: Any = memory, x: Any = streams) -> object:
+            return s.layer(w, m, s.lists(sees_all), x)  # noqa: B023  the same for every set
+
+        kernels.calls = []
+        run()
+        found.append(Step(run, kernels.calls))
+    return found
+
+
+def _fill(memory: Tensor) -> None:
+    """Bytes that every format reads as small numbers."""
+    if memory.dtype is torch.float32:
+        memory.normal_()
+    else:
+        memory.copy_(torch.randint(0x20, 0x3C, memory.shape, dtype=torch.uint8, device=DEVICE))
+
+
+def shares(kernels: Remembering, steps: Sequence[Step], rounds: int) -> list[str]:
+    """Time the whole step and every launch of it; the table of kernels."""
+    arms = [captured("whole step", 1, [each.run for each in steps])]
+    names = [name for name, *_ in steps[0].calls]
+    for place, name in enumerate(names):
+        again = [kernels.again(each.calls[place]) for each in steps]
+        arms.append(captured(f"{place} {name}", 1, again))
+    return told(names, timed(arms, rounds))
+
+
+def told(names: Sequence[str], figures: Sequence[Figure]) -> list[str]:
+    """Lines of a table, from the figure of the whole step and those of its launches."""
+    counts, spent = Counter(names), defaultdict[str, float](float)
+    for figure, name in zip(figures[1:], names, strict=True):
+        spent[name] += figure.median
+    total, alone = figures[0].median, sum(spent.values())
+    lines = ["| kernel | launches | us | of the sum |", "|---|---|---|---|"]
+    for name, taken in sorted(spent.items(), key=lambda each: -each[1]):
+        lines.append(f"| {name} | {counts[name]} | {taken:.1f} | {taken / alone:.1%} |")
+    lines.append(f"| launches one by one | {len(names)} | {alone:.1f} | 100 % |")
+    lines.append(f"| the whole step as a graph | 1 | {total:.1f} | {total / alone:.1%} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; status 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="V4-Flash")
+    parser.add_argument("--lanes", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--rounds", type=int, default=12)
+    asked = parser.parse_args(arguments)
+    try:
+        require_gpu()
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    _say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.model}, FP8 cache")
+    config = replace(MODELS[asked.model], num_hash_layers=0)
+    with torch.inference_mode():
+        kernels = Remembering(settings_here())
+        every = experts(config, config.n_routed_experts)
+        for lanes in asked.lanes:
+            for ratio in sorted({each.ratio for each in config.layers}):
+                steps = steps_of(kernels, config, ratio, lanes, every)
+                _say(f"\n**{TYPES[ratio]}, {lanes} tokens behind {CONTEXT - 1:,} each**\n")
+                _say("\n".join(shares(kernels, steps, asked.rounds)))
+                del steps
+                torch.cuda.empty_cache()
+    return 0
+
+
+def _say(text: Any) -> None:
+    print(text, flush=True)  # noqa: T201  a script
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Whole layers, a token a step, by stand-ins: bit for bit what the same parts say one by one.
+
+That this says something is shown by handing a kernel of the step the wrong tensor: it tells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.errors import InvalidArgument, NotBuilt
+from degarble.harness.runs.cutedsl import CONVENTIONS, use_kernels
+from degarble.harness.runs.decoder import Decoder, DecoderSpeaker
+from degarble.harness.runs.layer_matrices import groups_of
+from degarble.harness.runs.layer_memory import PAGE, Room, tables_of
+from degarble.harness.runs.model import OpenModel, open_model
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+from degarble.suites.runs import cutedsl_cases as cases
+from degarble.suites.runs.cutedsl_standin import StandIn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from degarble.harness.talk.speaker import Speaker
+
+TOKENS = (9, 12, 7, 7, 31)  # the fourth completes an entry, the fifth sees it
+LATER = 2  # where a second sequence begins
+POSITIONS = 192
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+    model = cases.write_model(tmp_path_factory.mktemp("decoder"), "v4", "nvfp4-full")
+    with open_model(model.checkpoint, switches=CONVENTIONS) as found, torch.inference_mode():
+        yield found
+
+
+def said(speaker: Speaker) -> torch.Tensor:
+    """Logits of two sequences, of which one begins later; a lane more than needed rests."""
+    first, second = Sequence(), Sequence()
+    made = []
+    for number, token in enumerate(TOKENS):
+        live = [first] if number < LATER else [first, second]
+        made.append(
+            speaker.next_logits(live, [torch.tensor([token + n]) for n in range(len(live))])
+        )
+    return torch.cat(made)
+
+
+def by_steps(opened: OpenModel, seen: Callable[..., None] | None = None) -> torch.Tensor:
+    bound = opened.speaker.bound
+    decoder = Decoder.of(StandIn(seen), bound, opened.recipe, lanes=3, positions=POSITIONS)
+    return said(DecoderSpeaker(bound, decoder))
+
+
+@pytest.fixture(scope="module")
+def one_by_one(opened: OpenModel) -> torch.Tensor:
+    bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
+    use_kernels(bound, opened.recipe, StandIn())
+    try:
+        return said(opened.speaker)
+    finally:
+        bound.calls.update(calls)
+
+
+def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Tensor) -> None:
+    assert torch.equal(by_steps(opened), one_by_one)
+
+
+WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "own slot": ("simt_kv_write", lambda x: x.flip(0), "slots"),
+    "bias of gates": ("simt_compressor", lambda x: x.roll(1, 0).contiguous(), "ape"),
+    "positions of heads": ("simt_qnorm_rope", lambda x: x + 1, "positions"),
+    "shared expert left out": ("sm90_moe_nvfp4", lambda x: x * 0, "shared"),
+    "turned forth": ("simt_inverse_rope", lambda x: x.abs(), "turns"),
+    "chosen by another": ("simt_slots", lambda x: x.flip(1).contiguous() - 1, "numbers"),
+}
+IN_CI = ("own slot",)
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[pytest.mark.slow] * (each not in IN_CI)) for each in WRONG]
+)
+def test_a_tensor_at_the_wrong_argument_changes_what_is_said(
+    opened: OpenModel, one_by_one: torch.Tensor, what: str
+) -> None:
+    at, change, name = WRONG[what]
+
+    def seen(kernel: str, _problem: Any, given: dict[str, Any]) -> None:
+        if kernel == at and name in given:
+            given[name] = change(given[name])
+
+    assert not torch.equal(by_steps(opened, seen), one_by_one)
+
+
+def test_lanes_have_pages_of_their_own_and_come_back() -> None:
+    room = Room(3, 700, 128)
+    table = tables_of(room, 4, "cpu")
+    assert table.slots.shape == (3, 192)
+    assert sorted(table.slots.flatten().tolist()) == list(range(3 * 192))
+    assert torch.equal(table.slots[:, ::PAGE] // PAGE, table.pages)
+    assert room.columns(0) == 128
+    with pytest.raises(InvalidArgument, match="lanes of a decoder = 0"):
+        Room(0, 700, 128)
+
+
+def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:
+    bound = opened.speaker.bound
+    decoder = Decoder.of(StandIn(), bound, opened.recipe, lanes=1, positions=3)
+    speaker = DecoderSpeaker(bound, decoder)
+    assert speaker.context == 3
+    with pytest.raises(InvalidArgument, match="position = 3"):
+        decoder.feed([1], [3])
+    kept = Sequence()
+    speaker._lane(kept)
+    with pytest.raises(InvalidArgument, match="0 lanes free"):
+        speaker.hidden([Sequence()], [torch.tensor([1])])
+    del kept
+    speaker._lane(Sequence(length=0))
+    with pytest.raises(InvalidArgument, match="4 tokens"):
+        speaker._lane(Sequence(length=4))
+
+
+def test_what_no_layer_has_is_refused_with_its_reason(opened: OpenModel) -> None:
+    v32 = cases.CONFIGS["v32"]
+    recipe = recipe_named("nvfp4-full", v32)
+    with pytest.raises(NotBuilt, match="DeepSeek-V4"):
+        Decoder.of(StandIn(), Bound(v32, Numerics.twin(), {}, recipe), recipe, 1, 8)
+    for name, reason in (("bf16", "NVFP4 experts"), ("nvfp4-experts", "behind codes")):
+        recipe = recipe_named(name, opened.config)
+        weights = opened.speaker.bound.weights
+        bound = Bound(opened.config, Numerics.twin().with_switches(**CONVENTIONS), weights, recipe)
+        with pytest.raises(NotBuilt, match=reason):
+            Decoder.of(StandIn(), bound, recipe, 1, 8)
+
+
+def test_narrow_groups_are_one_matrix_with_zeros_between() -> None:
+    weight = torch.randn(64, 8).bfloat16()
+    narrow, wide = groups_of(weight, 4), groups_of(torch.randn(128, 8).bfloat16(), 2)
+    assert narrow.dense
+    assert not wide.dense
+    x = torch.randn(3, 32)
+    parts = torch.einsum("tgk,gnk->tgn", x.reshape(3, 4, 8), weight.float().reshape(4, 16, 8))
+    torch.testing.assert_close(x @ narrow.weight.float().T, parts.flatten(1))
