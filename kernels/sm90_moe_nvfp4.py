@@ -428,12 +428,12 @@ def multiply_rows(
 def empty_workspace(job: rows.Job, device: torch.device) -> Workspace:
     """Allocate what lies between the steps; whatever is read of it is written before."""
     problem = job.problem
-    tiles, most = (f(problem, job.tactic) for f in (moe_problem.most_tiles, moe_problem.most_rows))
+    most = moe_problem.most_rows(problem, job.tactic)
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    counts = (1, problem.experts, tiles, most, max(1, problem.slots))
+    counts = moe_problem.plan_sizes(problem, job.tactic)
     x, hidden = (
         rows.Rows(empty(most, width // 2), empty(moe_problem.scale_bytes(most, width)))
         for width in (problem.hidden, problem.width)

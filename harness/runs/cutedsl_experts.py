@@ -1,9 +1,9 @@
 """Routing and experts in place of the references': choice, gate and up, SwiGLU, down.
 
-Owns the order in which slots (token, chosen expert) reach kernels: sorted by expert, so that every
-expert's rows lie side by side, and put back behind it. Every visited expert is multiplied by
-launches of its own. SwiGLU runs inside of the quantiser, which keeps its values where they are what
-the component puts out.
+Owns which kernels experts have: NVFP4 on both sides goes through the grouped ones, step by step
+(cutedsl_grouped); other formats by launches of each visited expert's own. Slots (token, chosen
+expert) are then sorted by expert, and put back behind it. SwiGLU runs inside of the quantiser,
+which keeps its values where they are what the component puts out.
 
 Gives the reason where no kernel fits. Kept honest by suites/runs/test_cutedsl.py.
 Shape letters: T tokens, K slots a token, E experts, D hidden, F expert width.
@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.runs import cutedsl_grouped as grouped
+from degarble.harness.runs import cutedsl_moe as steps
 from degarble.harness.runs.cutedsl_linears import Rows, act_quant, input_scale, product, way_of
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.kernels.common.quantise_problem import QuantiseProblem
 from degarble.kernels.common.router_problem import RouterProblem
+from degarble.kernels.common.targets import SM90A
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -105,6 +108,8 @@ def _names(part: Part, parts: Sequence[str]) -> list[list[str]]:
 def _products(part: Part, parts: Sequence[str]) -> Compute:
     names = _names(part, parts)
     ways = [way_of(part, name) for name in names[0]]  # a recipe treats all experts alike
+    if all(way.kernel == "sm90_gemm_nvfp4" for way in ways):
+        return (grouped.first if parts == _FIRST else grouped.second)(part, names)
     width = sum(part.shapes[name][0] for name in names[0])
 
     def compute(work: Work) -> Outputs:
@@ -184,6 +189,13 @@ def w13_act_quant(part: Part) -> Compute:
     if activation != "NVFP4":
         return act_quant(part)  # a token once for all of its experts
     _require_shares(part)
+    if part.target == SM90A.name:
+        return grouped.gather(part, names)
+    return _gathered(part, names)
+
+
+def _gathered(part: Part, names: Sequence[Sequence[str]]) -> Compute:
+    """Quantise every slot's input without the grouped kernels."""
     columns, count = part.shapes[names[0][0]][-1], len(names)
     QuantiseProblem(1, columns, LINEAR.name, experts=count)
 
@@ -218,7 +230,7 @@ def routed_act(part: Part) -> Compute:
         )
         return _quantised(work, slots, x, _expert_scales(work, names), problem)
 
-    return compute
+    return grouped.act(part, names, compute) if part.target == SM90A.name else compute
 
 
 def combine(part: Part) -> Compute:
@@ -236,9 +248,9 @@ def combine(part: Part) -> Compute:
 
     def compute(work: Work) -> Outputs:
         x = work.bf16()
-        places = torch.arange(x.shape[0] * x.shape[1], dtype=torch.int32, device=x.device)
+        rows, places = grouped.rows_to_sum(work, x)
         (made,) = work.run(
-            "simt_moe_rows", problem(x.shape[0]), rows=own(x.flatten(0, 1)), places=places,
+            steps.ROWS, steps.Step(steps.SUM, problem(x.shape[0])), rows=rows, places=places,
             weights=work.fp32("weights"),
         )  # fmt: skip
         return {"out": made}

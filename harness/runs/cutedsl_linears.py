@@ -112,7 +112,7 @@ def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
             "one input scale for all rows of a product",
             "Quantise with --calibration, so that the checkpoint has input scales.",
         )  # fmt: skip
-    b_codes, b_scales, b_scale = work.weights.made(name, "nvfp4 in 128x4", partial(_nvfp4, work))
+    b_codes, b_scales, b_scale = work.weights.made(name, "nvfp4 in 128x4", partial(nvfp4, work))
     (made,) = work.run(
         way.kernel, replace(way.problem, rows=codes.shape[0]),
         a=codes, a_scales=own(to_layout(_known(rows.block_scale), SWIZZLE_128X4)),
@@ -122,7 +122,8 @@ def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
     return made
 
 
-def _nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+def nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, block scales in a layout, and decode scale of a weight, on the device."""
     tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
     tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN)
     tensor = tensor.with_layout(SWIZZLE_128X4 if layout == SWIZZLE_128X4.name else LINEAR)
@@ -148,7 +149,7 @@ def _by_fp8(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
 def _by_w4a16(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
     x = _known(rows.values)
     codes, scales, scale = work.weights.made(
-        name, "nvfp4", partial(_nvfp4, work, layout=LINEAR.name)
+        name, "nvfp4", partial(nvfp4, work, layout=LINEAR.name)
     )
     made = [
         work.run(

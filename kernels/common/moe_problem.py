@@ -165,6 +165,12 @@ def most_rows(problem: MoeProblem, tactic: Tactic) -> int:
     return most_tiles(problem, tactic) * tactic.rows
 
 
+def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
+    """Return how many numbers the order of rows has: rows, counts, tiles, slots, places."""
+    tiles, rows = most_tiles(problem, tactic), most_rows(problem, tactic)
+    return 1, problem.experts, tiles, rows, max(1, problem.slots)
+
+
 def scale_bytes(rows: int, columns: int) -> int:
     """Bytes of the block scales of a matrix, in 128x4 order."""
     size: int = SWIZZLE_128X4.storage_size(rows, columns // gemm.NVFP4.block)

@@ -21,10 +21,12 @@ from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.runs.cutedsl_kernels import ENTRIES, Kernels
+from degarble.harness.runs.cutedsl_moe import Step
 from degarble.kernels.common.attention_rows import WIDTH
 from degarble.kernels.common.operands import require_tensor
 from degarble.suites.runs import cutedsl_standin_attention as attention
 from degarble.suites.runs import cutedsl_standin_layer as layer
+from degarble.suites.runs import cutedsl_standin_moe as moe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -259,16 +261,6 @@ def _mhc(p: Any, t: Given) -> Made:
     return out, 2 * m[:, 4:8].sigmoid(), mix
 
 
-def _combine(p: Any, t: Given) -> Made:
-    require_tensor("rows", t["rows"], BF16, (p.slots, p.hidden), 16)
-    require_tensor("places", t["places"], torch.int32, (p.slots,), 4)
-    require_tensor("weights", t["weights"], F32, (p.tokens, p.chosen), 4)
-    rows = t["rows"][t["places"].long()].float().reshape(p.tokens, p.chosen, -1)
-    if p.weighting == "after w2":
-        rows = rows * t["weights"][..., None]
-    return (rows.sum(1),)
-
-
 def _mhc_post(p: Any, t: Given) -> Made:
     require_tensor("streams", t["streams"], BF16, (p.tokens, 4, p.width), 16)
     require_tensor("layer", t["layer"], BF16, (p.tokens, p.width), 16)
@@ -300,10 +292,10 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "sm90_indexer_scores": attention.scores,
     "simt_indexer_topk": attention.topk,
     "sm90_sparse_attention": attention.attention,
-    "simt_moe_rows": _combine,
+    "simt_moe_rows": moe.step,
     "simt_slots": attention.slots,
     "sm90_gemm_grouped": layer.grouped,
-    "sm90_moe_nvfp4": layer.experts,
+    "sm90_moe_nvfp4": lambda p, t: moe.step(p, t) if isinstance(p, Step) else layer.experts(p, t),
     "sm90_shared_expert": layer.shared_expert,
 }
 assert STAND_INS.keys() == ENTRIES.keys(), "every kernel has a stand-in"

@@ -140,10 +140,6 @@ WRONG: dict[str, tuple[str, str, Change]] = {
         "nvfp4-full", "wq_a",
         _wrong("sm90_gemm_nvfp4", _set("b_decode_scale", lambda x: x * 2)),
     ),
-    "experts' offsets": (
-        "nvfp4-full", "act_quant",
-        _wrong("simt_quantise_nvfp4", _set("offsets", lambda x: (x - 1).clamp(min=0))),
-    ),
     "gate and up": (
         "nvfp4-full", "act",
         _wrong("simt_quantise_nvfp4", _set("values", lambda x: x.roll(x.shape[1] // 2, 1))),
