@@ -30,6 +30,8 @@ from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
 from degarble.kernels.common import operands, tcgen05, wgmma
+from degarble.kernels.common import tcgen05_pair as pair
+from degarble.kernels.common import tcgen05_swapped as swapped
 from degarble.kernels.common.compiling import (
     CompiledKernel,
     any_stream,
@@ -48,8 +50,7 @@ WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
 WORDS_OF_LANE = WORDS_OF_TILE // facts.WARP
 ELEMENTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, BFloat16)
 ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
-
-
+SPACE_OF = {1: "cta", 2: "cluster"}  # whose shared memory a thread clears scales in
 NAMES = ("a", "b", "scales of a", "scales of b")
 
 
@@ -94,13 +95,30 @@ def gemm_kernel(
     if warp == tensor_memory.LOADING_WARP:
         tcgen05.load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
     elif warp == tensor_memory.MULTIPLYING_WARP:
-        blocks = extents[2] // tcgen05.BLOCK
-        multiply((held.ring, held.sums_ring), operands_of(held, form), walk, (steps, blocks), form)
+        rings, inner = (held.ring, held.sums_ring), (steps, extents[2] // tcgen05.BLOCK)
+        if pair.leads(form):
+            multiply(rings, operands_of(held, form), walk, inner, form)
     else:
         scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
         outlets = (store, held.pieces, held.sums, held.sums_ring)
-        tcgen05.store_tiles(outlets, walk, (scale,), form)
-        tcgen05.give_back(held.base, form)
+        store_tiles_of(form)(outlets, walk, (scale,), form)
+        if cutlass.const_expr(form.tactic.together == 1):
+            tcgen05.give_back(held.base, form)
+    if cutlass.const_expr(form.tactic.together > 1):
+        pair.end_together(held.base, form)
+
+
+def store_tiles_of(form: GemmForm) -> Any:
+    """Return what stores tiles of D, or of D^T."""
+    return swapped.store_tiles if form.tactic.swapped else tcgen05.store_tiles
+
+
+def pieces_of(memory: Any, form: GemmForm) -> Any:
+    """Allocate the buffers of pieces of D."""
+    if form.tactic.swapped:
+        return swapped.pieces_of(memory, form)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    return wgmma.shared_of(memory, BFloat16, pieces)
 
 
 def prepared(form: GemmForm) -> Prepared:
@@ -108,8 +126,7 @@ def prepared(form: GemmForm) -> Prepared:
     memory = cutlass.memory.SmemAllocator()
     mma = tcgen05.nvfp4_mma(form)
     shared = shared_memory(memory, mma, form)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    sD = pieces_of(memory, form)
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     tcgen05.allocate(address, form)
@@ -123,7 +140,10 @@ def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
     mma, shared = held.mma, held.shared
     scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
     a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
-    return mma, held.sums, (a, scales[0]), (b, scales[1]), shared.words
+    words = shared.words
+    if form.tactic.together > 1:
+        words += tuple(map(pair.of_other, shared.words))
+    return mma, held.sums, (a, scales[0]), (b, scales[1]), words
 
 
 @cute.jit
@@ -135,7 +155,7 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
     state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
     target = wgmma.producer_state(tensor_memory.accumulators(form))
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        _, column = schedule.tile_at(walk, number)
+        column = schedule.tile_at(walk, number)[1]
         skipped = tensor_memory.columns_skipped(column, form)
         of_b = tcgen05.shifted(b_scales.tensor, skipped)
         ring_of_sums.producer_acquire(target)
@@ -145,7 +165,7 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
             ring.consumer_wait(state)
             tcgen05.fence("after")
             end = tensor_memory.end_of_scales(blocks, step, form)
-            clear_beyond(words, state.index, end)
+            clear_beyond(words, state.index, end, SPACE_OF[form.tactic.together])
             tcgen05.bring_scales(a_scales, state.index)
             tcgen05.bring_scales(b_scales, state.index)
             at = (None, None, None, state.index)
@@ -158,8 +178,10 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
 
 
 @cute.jit
-def clear_beyond(words: Any, stage: Any, end: tuple[Any, Any]) -> None:
-    """Clear scales beyond K in the one word that K ends within.
+def clear_beyond(
+    words: Any, stage: Any, end: tuple[Any, Any], space: cutlass.Constexpr = "cta"
+) -> None:
+    """Clear scales beyond K in the one word that K ends within; `words` may be another's as well.
 
     Whole words beyond K arrive as zeros. Blocks come in pairs: half a word is kept, or all of it.
     """
@@ -174,38 +196,39 @@ def clear_beyond(words: Any, stage: Any, end: tuple[Any, Any]) -> None:
                 for j in cutlass.range_constexpr(WORDS_OF_LANE):
                     registers[j] = registers[j] & Uint32(0xFFFF)
                 cute.autovec_copy(registers, part)
-        cute.arch.fence_proxy("async.shared", space="cta")  # the copy reads through another proxy
+        cute.arch.fence_proxy("async.shared", space=space)  # the copy reads through another proxy
         cute.arch.sync_warp()
 
 
 def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
     """Cut every feed for this thread block."""
-    share = tcgen05.sharing_of(form)
-    sharing = [share[load.side] for load in facts.loads(form)]
+    sharing = pair.sharing_of(form)
     return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form), sharing))
 
 
-def boxes_of(form: GemmForm) -> tuple[tuple[int, int], ...]:
-    """Return the boxes of the feeds: codes in words, scales in units."""
+def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
+    """Return the boxes of the feeds: codes in words, scales in units; matrices where many."""
     units = (4, 4) + (SCALE_UNIT,) * (len(facts.loads(form)) - 2)
-    return tuple(
-        (load.rows, load.row_bytes // unit)
+    boxes = (
+        (load.rows, load.row_bytes // unit, load.matrices)
         for load, unit in zip(facts.loads(form), units, strict=True)
     )
+    return tuple(box if box[2] > 1 else box[:2] for box in boxes)
 
 
 def layouts(form: GemmForm) -> tuple[Any, ...]:
     """Return how boxes lie in the stages: codes swizzled, scales tile by tile."""
-    count = tensor_memory.footprint(form).stages
-    codes, scales = boxes_of(form)[:2], boxes_of(form)[2:]
-    swizzled = (wgmma.staged_layout(Uint32, *box, count, wgmma.Swizzle.K_SW128) for box in codes)
-    plain = (
-        cute.make_layout(
-            (*box, count), stride=(box[1], 1, facts.bytes_of(form, load.name) // SCALE_UNIT)
-        )
-        for box, load in zip(scales, facts.loads(form)[2:], strict=True)
-    )
-    return (*swizzled, *plain)
+    count, made = tensor_memory.footprint(form).stages, []
+    for load, box in zip(facts.loads(form), boxes_of(form), strict=True):
+        rows, inner, *matrices = box
+        if load.name == load.side:
+            stages_of = (*matrices, count)
+            made.append(wgmma.staged_layout(Uint32, rows, inner, stages_of, wgmma.Swizzle.K_SW128))
+        else:
+            of_stage = facts.bytes_of(form, load.name) // SCALE_UNIT
+            strides = (inner, 1, *(rows * inner for _ in matrices), of_stage)
+            made.append(cute.make_layout((*box, count), stride=strides))
+    return tuple(made)
 
 
 def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
@@ -266,7 +289,8 @@ def words_of(pointer: Any, size: int, form: GemmForm) -> Any:
 def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm) -> Any:
     """Make the TMA atoms of A, its scales, B, its scales, box by box; and that of D."""
     m, n, k = extents
-    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    tokens, outputs = (n, m) if form.tactic.swapped else (m, n)
+    outputs = cute.assume(outputs, divby=facts.COLUMNS_MULTIPLE)
     words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
     units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * UNITS_OF_TILE
     tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
@@ -276,7 +300,7 @@ def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm
         "b": (b, n, words),
         "scales of a": (a_scales, tiles[0], units),
         "scales of b": (b_scales, tiles[1], units),
-        "d": (d, m, n),
+        "d": (d, tokens, outputs),
     }
     matrices = {
         name: cute.make_tensor(
@@ -284,10 +308,11 @@ def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm
         )
         for name, (pointer, rows, columns) in shaped.items()
     }
-    feeds = tuple(
-        producer.feed_of(matrices[load_.name], layout, box, tcgen05.sharers(form)[load_.side])
-        for load_, layout, box in zip(facts.loads(form), layouts(form), boxes_of(form), strict=True)
-    )
+    of_loads = (matrices[load_.name] for load_ in facts.loads(form))
+    boxes = zip(of_loads, layouts(form), boxes_of(form), tensor_memory.sharers(form), strict=True)
+    feeds = tuple(producer.feed_of(*box, pair.group(form)) for box in boxes)
+    if form.tactic.swapped:
+        return feeds, swapped.store_of(matrices["d"], form)
     return feeds, epilogue.store_of(matrices["d"], tensor_memory.LANES)
 
 
@@ -298,7 +323,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on extents that are known now: M, N, K, clusters; swapped ones are swapped."""
     m, n, k, clusters = extents
     *operands_, scale_a, scale_b, d = pointers
     feeds, store = atoms_of((*operands_, d), (m, n, k), form)
@@ -346,6 +371,7 @@ def gemm_nvfp4(
     contract.require_place((*a, *b, out), SM100A)
     if problem.rows:
         form = form or facts.choose_form(problem, SM100A.name)
+        tensor_memory.require_extents(problem, form)
         launch(compile_form(form, settings), form, problem, (*a, *b, out))
     return out
 
@@ -358,6 +384,9 @@ def launch(
     device = a.device.index or 0
     *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
     extents = (problem.rows, problem.columns, problem.inner, clusters)
+    if form.tactic.swapped:
+        extents = (problem.columns, problem.rows, problem.inner, clusters)
+        a, a_scales, b, b_scales = b, b_scales, a, a_scales
     ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
     pointers = tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
     kernel(pointers, tuple(map(Int32, extents)), current_stream(device))

@@ -123,7 +123,9 @@ class GemmProblem:
 class Tactic:
     """How the work is cut: tile, thread blocks that share loads, and rows of tiles walked at once.
 
-    `inner` is what one stage holds of K; `rows_up_to` bounds the M that this row answers.
+    `inner` is what one stage holds of K; `rows_up_to` bounds the M that this row answers. On
+    sm_100a two thread blocks may multiply `together`: each has its rows of A, half of the tile's B.
+    Of a `swapped` tile the rows are those of B: few rows of A are columns of an instruction.
     """
 
     rows_up_to: float
@@ -133,6 +135,8 @@ class Tactic:
     cluster_rows: int = 1
     cluster_columns: int = 1
     group: int = 8
+    together: int = 1
+    swapped: bool = False
     blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
 
 
@@ -145,6 +149,21 @@ class GemmForm:
     target: str
     tactic: Tactic
     parts: int = 1  # matrices of B that share a tile's columns: 2 for gate beside up
+
+    def __post_init__(self) -> None:
+        tactic = self.tactic
+        if tactic.together == 1 and not tactic.swapped:
+            return
+        has_both = self.operands == NVFP4.name and self.target == SM100A.name
+        pairs = tactic.together in {1, 2} and tactic.cluster_rows % tactic.together == 0
+        if not has_both or not pairs or (tactic.swapped and tactic.together > 1):
+            raise InvalidArgument(
+                "tactic",
+                tactic,
+                "two thread blocks together, both in a cluster's rows, or swapped operands, of "
+                f"{NVFP4.name} on {SM100A.name}",
+                "Take a tactic of the table.",
+            )
 
 
 ANY = float("inf")
@@ -175,6 +194,9 @@ TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
         Tactic(ANY, rows=128, columns=128, inner=128),
     ),
     (SM100A.name, NVFP4.name): (
+        Tactic(8, rows=128, columns=8, inner=256, swapped=True),
+        Tactic(16, rows=128, columns=16, inner=256, swapped=True),
+        Tactic(32, rows=128, columns=32, inner=256, swapped=True),
         Tactic(128, rows=128, columns=64, inner=256),
         Tactic(512, rows=128, columns=128, inner=256),
         Tactic(2048, rows=128, columns=192, inner=256),
@@ -216,7 +238,8 @@ def loads(form: GemmForm) -> tuple[Load, ...]:
     """Return the boxes of one stage, in the order in which they are issued."""
     kind, tactic = OPERANDS[form.operands], form.tactic
     row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
-    boxes = [Load("a", "a", tactic.rows, row_bytes), Load("b", "b", part, row_bytes, form.parts)]
+    codes = part // tactic.together  # rows of B that this thread block brings for both
+    boxes = [Load("a", "a", tactic.rows, row_bytes), Load("b", "b", codes, row_bytes, form.parts)]
     if form.operands == NVFP4.name:
         # A stage of K holds so many tiles of four scales a row.
         tiles = tactic.inner // (4 * NVFP4.block) * SCALE_TILE_BYTES
@@ -234,8 +257,13 @@ def bytes_of(form: GemmForm, name: str) -> int:
 
 
 def transaction_bytes(form: GemmForm) -> int:
-    """Bytes that the barrier of a stage expects before it lets consumers read."""
+    """Bytes of a stage in one thread block, for which a barrier of its own waits."""
     return sum(load.bytes for load in loads(form))
+
+
+def expected_bytes(form: GemmForm) -> int:
+    """Bytes that the barrier of a stage expects: of two thread blocks at the first one's."""
+    return form.tactic.together * transaction_bytes(form)
 
 
 # ---- what a thread block holds -------------------------------------------------------------------
@@ -351,9 +379,11 @@ def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any
 
 
 def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
-    """Tiles of clusters along M and N; the last ones may lie beyond D."""
-    rows: int = ceil_div(problem.rows, tactic.rows * tactic.cluster_rows)
-    columns: int = ceil_div(problem.columns, tactic.columns * tactic.cluster_columns)
+    """Tiles of clusters along M and N, of swapped operands N and M; the last may lie beyond D."""
+    extents = (problem.rows, problem.columns)
+    m, n = reversed(extents) if tactic.swapped else extents
+    rows: int = ceil_div(m, tactic.rows * tactic.cluster_rows)
+    columns: int = ceil_div(n, tactic.columns * tactic.cluster_columns)
     return rows, columns
 
 

@@ -36,16 +36,18 @@ class Feeding(NamedTuple):
     mask: Any  # of the thread blocks that receive a box; None: this one alone
 
 
-def feed_of(tensor: Any, layout: Any, box: tuple[int, ...], sharing: int = 1) -> Feed:
+def feed_of(
+    tensor: Any, layout: Any, box: tuple[int, ...], sharing: int = 1, group: tuple[Any, ...] = ()
+) -> Feed:
     """Make the TMA atom of a matrix for boxes whose shared memory has `layout` (with stages).
 
-    A box of three extents takes as many matrices as the third one says.
-    `sharing` thread blocks of a cluster receive a box at once, each of them issuing a part.
+    A box of three extents takes as many matrices as the third one says. `sharing` thread blocks
+    receive a box at once, each issuing a part; bytes count at the first one's barrier of a `group`.
     """
     operation = (
-        cpasync.CopyBulkTensorTileG2SOp()
+        cpasync.CopyBulkTensorTileG2SOp(*group)
         if sharing == 1
-        else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        else cpasync.CopyBulkTensorTileG2SMulticastOp(*group)
     )
     of_stage = cute.slice_(layout, (*[None] * len(box), 0))
     atom, coordinates = cpasync.make_tiled_tma_atom(

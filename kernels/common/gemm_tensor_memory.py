@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common.targets import TARGETS
+from degarble.kernels.common.targets import SM100A, TARGETS
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.gemm_problem import GemmForm
+    from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 
 LANES = 128  # rows of tensor memory; PTX ISA 9.1, tensor memory addressing
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two; PTX ISA 9.1, tcgen05.alloc
@@ -37,6 +37,19 @@ WARPS = 6
 ACCUMULATORS = 2  # where two sums and the scales fit: stores overlap with the next tile
 STAGE_ACCUMULATORS = 4  # where every stage has sums of its own, promoted one by one
 ADDRESS_BYTES = 16  # where tcgen05.alloc leaves its address
+
+# Two thread blocks together, a tile of 256 rows. A table of its own: nobody has confirmed yet that
+# their arithmetic is that of one (docs/design-notes/sm100_gemm.md).
+PAIRS = tuple(
+    facts.Tactic(up_to, rows=LANES, columns=columns, inner=256, cluster_rows=2, together=2)
+    for up_to, columns in ((256, 64), (512, 128), (2048, 192), (facts.ANY, 256))
+)
+
+
+def choose_pair(problem: GemmProblem) -> GemmForm:
+    """Return the form of two thread blocks together that answers an NVFP4 problem, by the table."""
+    tactic = next(tactic for tactic in PAIRS if problem.rows <= tactic.rows_up_to)
+    return facts.GemmForm(problem.operands, problem.scales, SM100A.name, tactic)
 
 
 def threads() -> int:
@@ -95,18 +108,40 @@ def first_columns(form: GemmForm) -> tuple[int, int]:
 # ---- which scales a tile takes: on host integers, and inside a kernel ----------------------------
 
 
-def tiles_of_boxes(tile: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
-    """Return which box each load brings of its matrix: codes of A and B, then tiles of scales."""
-    row, column = tile
+def tiles_of_boxes(tile: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
+    """Return which box each load brings of its matrix: codes of A and B, then tiles of scales.
+
+    Where a tile has an expert, boxes of B are those of the expert's matrices.
+    """
+    row, column, *expert = tile
     first = {
         "a": row * form.tactic.rows // facts.SCALE_TILE_ROWS,
-        "b": column * form.tactic.columns // facts.SCALE_TILE_ROWS,
+        "b": column * (form.tactic.columns // form.parts) // facts.SCALE_TILE_ROWS,
     }
-    boxes = [row, column]
+    # Of two thread blocks together each brings its half of B; neighbours along M are a pair.
+    together = form.tactic.together
+    boxes = [row, column if together == 1 else column * together + row % together]
     for load in facts.loads(form)[2:]:
         boxes.append(first[load.side] // load.rows)
         first[load.side] = first[load.side] + load.rows
-    return tuple(boxes)
+    sides = (load.side for load in facts.loads(form))
+    return tuple(
+        (box, *expert) if expert and side == "b" else box
+        for side, box in zip(sides, boxes, strict=True)
+    )
+
+
+def require_extents(problem: GemmProblem, form: GemmForm) -> None:
+    """Refuse rows that a swapped tile cannot address: scales begin at whole 32 rows only."""
+    tactic = form.tactic
+    if tactic.columns % ROWS_OF_COLUMN and problem.rows > tactic.columns:
+        raise InvalidArgument(
+            "M of a GEMM",
+            problem.rows,
+            f"no more than one tile of {tactic.columns}, which is not a multiple of "
+            f"{ROWS_OF_COLUMN}",
+            "Take the tactic that the table chooses.",
+        )
 
 
 def columns_skipped(column: Any, form: GemmForm) -> Any:
@@ -131,9 +166,42 @@ def instructions(form: GemmForm) -> int:
     return form.tactic.inner // INSTRUCTION_K[form.operands]
 
 
+def stores(form: GemmForm) -> int:
+    """TMA stores of a thread block's part of a tile: one a piece."""
+    columns: int = form.tactic.columns
+    return 1 if form.tactic.swapped else columns // facts.PIECE_COLUMNS
+
+
 def scale_copies(form: GemmForm) -> int:
     """Copies of scales a stage: 32 lanes of four columns each, one scale tile."""
     return sum(scale_columns(form)) // (facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN)
+
+
+# ---- who shares loads, who arrives ---------------------------------------------------------------
+
+
+def sharers(form: GemmForm) -> tuple[int, ...]:
+    """Return by load how many thread blocks of a cluster receive a box at once.
+
+    Of two together each has its own half of B's codes, and all of B's scales as its neighbour has.
+    """
+    tactic = form.tactic
+    counts = {"a": tactic.cluster_columns, "b": tactic.cluster_rows}
+    return tuple(
+        counts[load.side] // (tactic.together if load.name == "b" else 1)
+        for load in facts.loads(form)
+    )
+
+
+def arrivals_of_stage(form: GemmForm) -> int:
+    """Arrivals that make a stage empty: one of each instruction stream that its boxes go to."""
+    tactic = form.tactic
+    return tactic.cluster_rows // tactic.together + tactic.cluster_columns - 1
+
+
+def arrivals_of_sums(form: GemmForm) -> int:
+    """Arrivals that give sums back: every thread that read them, of both thread blocks."""
+    return form.tactic.together * threads_that_store()
 
 
 # ---- shared memory -------------------------------------------------------------------------------
@@ -142,6 +210,18 @@ def scale_copies(form: GemmForm) -> int:
 def piece_bytes() -> int:
     """Bytes of what is handed to one TMA store: all lanes, 64 columns, BF16."""
     return LANES * facts.PIECE_COLUMNS * 2
+
+
+def output_bytes(form: GemmForm) -> int:
+    """Bytes of the buffers of pieces; of swapped operands a piece is all columns of the tile.
+
+    Gate beside up leaves as codes out of registers: there are none.
+    """
+    if form.parts > 1:
+        return 0
+    if form.tactic.swapped:
+        return facts.PIECES_AT_ONCE * LANES * form.tactic.columns * 2
+    return facts.PIECES_AT_ONCE * piece_bytes()
 
 
 def footprint(form: GemmForm) -> facts.Footprint:
@@ -154,7 +234,7 @@ def footprint(form: GemmForm) -> facts.Footprint:
             f"{SWIZZLE_BYTES}",
             "Take that much of K at once.",
         )
-    output = facts.PIECES_AT_ONCE * piece_bytes()
+    output = output_bytes(form)
     stage = facts.transaction_bytes(form)
     others = output + ADDRESS_BYTES + facts.ALIGNMENT
     stages = facts.stages_that_fit(stage, others, form.target)

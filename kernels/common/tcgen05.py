@@ -65,17 +65,24 @@ def dense_mma(form: GemmForm, element: Any) -> Any:
     return cute.make_tiled_mma(operation)
 
 
+def group_of(form: GemmForm) -> Any:
+    """Return how many thread blocks multiply together."""
+    return tcgen05.CtaGroup.ONE if form.tactic.together == 1 else tcgen05.CtaGroup.TWO
+
+
 def nvfp4_mma(form: GemmForm) -> Any:
-    """Return the block-scaled instruction: one thread block, both operands in shared memory."""
-    shape = (form.tactic.rows, form.tactic.columns, memory_facts.INSTRUCTION_K["nvfp4"])
-    return cute.make_tiled_mma(
-        tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, shape, tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM)
+    """Return the block-scaled instruction: both operands in shared memory."""
+    rows, columns, _ = tile_of(form)
+    shape = (rows, columns, memory_facts.INSTRUCTION_K["nvfp4"])
+    operation = tcgen05.MmaMXF4NVF4Op(
+        Float8E4M3FN, shape, group_of(form), tcgen05.OperandSource.SMEM
     )
+    return cute.make_tiled_mma(operation)
 
 
 def tile_of(form: GemmForm) -> tuple[int, int, int]:
-    """Return M, N, K of what one stage multiplies."""
-    return form.tactic.rows, form.tactic.columns, form.tactic.inner
+    """Return M, N, K of what one stage multiplies, by one thread block or by two."""
+    return form.tactic.together * form.tactic.rows, form.tactic.columns, form.tactic.inner
 
 
 def operand_layouts(mma: Any, form: GemmForm, stages: int, element: Any = Float4E2M1FN) -> Any:
@@ -110,20 +117,22 @@ def sharers(form: GemmForm) -> dict[str, int]:
 
 
 def cluster_layout(form: GemmForm) -> Any:
-    """Return the thread blocks of a cluster: none multiply together, rows, columns."""
-    return cute.make_layout((1, form.tactic.cluster_rows, form.tactic.cluster_columns, 1))
+    """Return the thread blocks of a cluster: those that multiply together, rows, columns."""
+    tactic = form.tactic
+    rows = tactic.cluster_rows // tactic.together
+    return cute.make_layout((tactic.together, rows, tactic.cluster_columns, 1))
 
 
 def ring_of_stages(memory: Any, form: GemmForm) -> Any:
     """Make the ring that TMA fills; the instruction that read a stage last releases it."""
-    held, tactic = memory_facts.footprint(form), form.tactic
+    held = memory_facts.footprint(form)
     group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
     return pipeline.PipelineTmaUmma.create(
         barrier_storage=memory.allocate_array(Int64, 2 * held.stages),
         num_stages=held.stages,
         producer_group=group(agent),
-        consumer_group=group(agent, tactic.cluster_rows + tactic.cluster_columns - 1),
-        tx_count=facts.transaction_bytes(form),
+        consumer_group=group(agent, memory_facts.arrivals_of_stage(form)),
+        tx_count=facts.expected_bytes(form),
         cta_layout_vmnk=cluster_layout(form),
         defer_sync=True,
     )
@@ -137,7 +146,8 @@ def ring_of_sums(memory: Any, form: GemmForm) -> Any:
         barrier_storage=memory.allocate_array(Int64, 2 * count),
         num_stages=count,
         producer_group=group(agent),
-        consumer_group=group(agent, memory_facts.threads_that_store()),
+        consumer_group=group(agent, memory_facts.arrivals_of_sums(form)),
+        cta_layout_vmnk=None if form.tactic.together == 1 else cluster_layout(form),
         defer_sync=True,
     )
 
@@ -156,8 +166,9 @@ def begin(tactic: Tactic) -> None:
 def allocate(address: Any, form: cutlass.Constexpr) -> None:
     """Let the first warp allocate tensor memory; all may read the address after a barrier."""
     if cute.arch.warp_idx() == 0:
-        cute.arch.alloc_tmem(memory_facts.columns_allocated(form), address)
-        cute.arch.relinquish_tmem_alloc_permit()
+        pair = form.tactic.together > 1
+        cute.arch.alloc_tmem(memory_facts.columns_allocated(form), address, is_two_cta=pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
 
 
 def base_of(address: Any) -> Any:
@@ -193,13 +204,13 @@ def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> t
         one = cute.slice_(source.layout, (None, None, None, 0))
         layout = of_layout(mma, tile_of(form), BLOCK, one)
         pointer = cute.recast_ptr(base + first, dtype=Float8E4M3FN)
-        made.append(scales_at(cute.make_tensor(pointer, layout), source))
+        made.append(scales_at(cute.make_tensor(pointer, layout), source, group_of(form)))
     return tuple(made)
 
 
-def scales_at(tensor: Any, shared: Any) -> Scales:
+def scales_at(tensor: Any, shared: Any, group: Any = tcgen05.CtaGroup.ONE) -> Scales:
     """Cut the copy of an operand's scales: 32 lanes of 16 bytes, to all four groups of lanes."""
-    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(tcgen05.CtaGroup.ONE), Float8E4M3FN)
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(group), Float8E4M3FN)
     target, source = cute.filter_zeros(tensor), cute.filter_zeros(shared)
     copy = tcgen05.make_s2t_copy(atom, target)
     part = copy.get_slice(0)
@@ -273,16 +284,13 @@ class Reading(NamedTuple):
     shape: Any
 
 
-def reading_of(sums: Any, thread: Any) -> Reading:
-    """Cut the sums into pieces of 64 columns; a thread reads one lane."""
-    repeat = tcgen05.Repetition(facts.PIECE_COLUMNS)
-    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(repeat), Float32)
-    pieces = cute.flat_divide(
-        sums[(None, None), 0, 0, None], (memory_facts.LANES, facts.PIECE_COLUMNS)
-    )
+def reading_of(sums: Any, thread: Any, columns: int = facts.PIECE_COLUMNS) -> Reading:
+    """Cut the sums into pieces of so many columns; a thread reads one lane."""
+    atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
+    pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (memory_facts.LANES, columns))
     copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
     own = copy.get_slice(thread)
-    piece = cute.make_identity_tensor((memory_facts.LANES, facts.PIECE_COLUMNS))
+    piece = cute.make_identity_tensor((memory_facts.LANES, columns))
     return Reading(copy, own.partition_S(pieces), own.partition_D(piece).shape)
 
 

@@ -10,7 +10,7 @@ PTX with other numbers in it.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
@@ -33,6 +33,7 @@ KINDS = {
 FORMATS = {"bf16": words.BF16_OF_F16, "fp8_block": words.E4M3_OF_F8F6F4}
 _BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\]")
 _WORD = r"(?:or\.b32 \s*%r\d+, %r\d+|mov\.b32 \s*%r\d+)"
+FIRST_OF_PAIR = -(1 << 24) - 8  # what an address of a barrier is cut to: PTX ISA 9.1, peers
 LEAST_WORD = 1 << 24  # of an instruction: its rows
 _COLUMNS = re.compile(r"mov\.b32 \s*(%r\d+), (\d+);\s*tcgen05\.alloc\S+ \s*\[%r\d+\], (%r\d+);")
 
@@ -61,8 +62,11 @@ def immediates(ptx: str, pattern: str) -> list[int]:
 def wanted_words(form: GemmForm) -> dict[str, list[int]]:
     """Return what the text has to hold of descriptors and of addresses in tensor memory."""
     count, tactic = tensor_memory.instructions(form), form.tactic
+    rows = tactic.together * tactic.rows
     along = [i * CODE_BYTES // words.ATOM for i in range(1, count)]
-    of_operands = 2 * [words.operand_word(0, CORE_STRIDE, SWIZZLE)]
+    # Eight rows are one core: the DSL names no distance to another.
+    strides = [CORE_STRIDE * (load.rows > words.ROWS_OF_CORE) for load in facts.loads(form)[:2]]
+    of_operands = sorted(words.operand_word(0, stride, SWIZZLE) for stride in strides)
     if form.operands != facts.NVFP4.name:
         return {
             "words of instructions": count
@@ -74,7 +78,7 @@ def wanted_words(form: GemmForm) -> dict[str, list[int]]:
     a, b = tensor_memory.first_columns(form)
     of_b = tensor_memory.scale_columns(form)[1]
     return {
-        "words of instructions": count * [words.block_scaled_word(tactic.rows, tactic.columns)],
+        "words of instructions": count * [words.block_scaled_word(rows, tactic.columns)],
         "words of operands": sorted(of_operands + 2 * [words.operand_word(0, SCALE_STRIDE, 0)]),
         "columns of scales": [*range(a, a + 4 * count, 4), *range(b, b + of_b, 4)],
         "steps along K": sorted(2 * along),
@@ -95,41 +99,62 @@ def found_words(ptx: str) -> dict[str, list[int]]:
     }
 
 
+def figures_of_clusters(ptx: str, form: GemmForm) -> dict[str, tuple[Any, Any]]:
+    """Return what the text has of thread blocks that share loads or multiply together."""
+    sharers, pair = tensor_memory.sharers(form), form.tactic.together > 1
+    loads, releases = r"complete_tx::bytes\.multicast", r"tcgen05\.commit\S+multicast"
+    other = 1 - pair  # groups of one are named 1, and loads of one are not named at all
+    return {
+        "loads shared": (len(re.findall(loads, ptx)), sum(count > 1 for count in sharers)),
+        "releases shared": (len(re.findall(releases, ptx)), int(max(sharers) > 1) + pair),
+        "loads for the pair": (
+            len(re.findall(r"cp\.async\.bulk\.tensor\S+cta_group::2", ptx)),
+            len(sharers) * pair,
+        ),
+        "the first one's barrier": (ptx.count(f", {FIRST_OF_PAIR};") > 0, pair),
+        "of the other group": (len(re.findall(rf"tcgen05\S+cta_group::{1 + other}", ptx)), 0),
+        "scales cleared for the other one": (
+            ptx.count("st.shared::cluster.v4"),
+            pair * tensor_memory.scale_copies(form) // tensor_memory.instructions(form),
+        ),
+        "end together": (len(re.findall(r"barrier\.cluster\.arrive;", ptx)), int(pair)),
+        "sums given back to the first one": (
+            len(re.findall(r"mbarrier\.arrive\S*shared::cluster", ptx)),
+            int(pair),
+        ),
+    }
+
+
 def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
     """Say what differs from the derived facts."""
     (code,) = cubin_facts(kernel.cubin)
     ptx, held = kernel.ptx, tensor_memory.footprint(form)
-    pieces = form.tactic.columns // facts.PIECE_COLUMNS
+    pieces, group = tensor_memory.stores(form), f"cta_group::{form.tactic.together}"
+    columns = form.tactic.columns // pieces
     barriers = barriers_of(ptx)
-    kind = f"tcgen05.mma.cta_group::1.{KINDS[form.operands]}."
+    kind = f"tcgen05.mma.{group}.{KINDS[form.operands]}."
     figures = {
         "spills": (code.spills, False),
         "registers fit": (code.registers <= REGISTERS, True),
-        "expected bytes": (expected_bytes(ptx), {facts.transaction_bytes(form)}),
+        "expected bytes": (expected_bytes(ptx), {facts.expected_bytes(form)}),
         "loads": (ptx.count("cp.async.bulk.tensor.2d.shared"), len(facts.loads(form))),
         "stores": (ptx.count("cp.async.bulk.tensor.2d.global"), pieces),
         "matrix instructions": (ptx.count(kind), tensor_memory.instructions(form)),
         "all matrix instructions": (ptx.count("tcgen05.mma"), tensor_memory.instructions(form)),
         "copies of scales": (
-            ptx.count("tcgen05.cp.cta_group::1.32x128b.warpx4"),
+            ptx.count(f"tcgen05.cp.{group}.32x128b.warpx4"),
             tensor_memory.scale_copies(form),
         ),
-        "reads of sums": (ptx.count("tcgen05.ld.sync.aligned.32x32b.x64"), pieces),
+        "reads of sums": (ptx.count(f"tcgen05.ld.sync.aligned.32x32b.x{columns}."), pieces),
         "columns": (columns_allocated(ptx), tensor_memory.columns_allocated(form)),
         "barriers": (len(barriers), held.barriers),
         "end of shared memory": (max(barriers) + facts.BARRIER_BYTES, held.total),
         "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
         "roundings unstated": (unstated_roundings(ptx), ()),
     }
-    sharers = {"a": form.tactic.cluster_columns, "b": form.tactic.cluster_rows}
-    shared = sum(sharers[load.side] > 1 for load in facts.loads(form))
-    figures["loads shared"] = (len(re.findall(r"complete_tx::bytes\.multicast", ptx)), shared)
-    figures["releases shared"] = (
-        len(re.findall(r"tcgen05\.commit\S+multicast", ptx)),
-        int(max(sharers.values()) > 1),
-    )
     found = found_words(ptx)
     figures |= {name: (found[name], want) for name, want in wanted_words(form).items()}
+    figures |= figures_of_clusters(ptx, form)
     return [
         f"{name}: got {got}, want {want}" for name, (got, want) in figures.items() if got != want
     ]

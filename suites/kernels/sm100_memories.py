@@ -10,7 +10,7 @@ that differ between groups of lanes. Kept honest by suites/kernels/common/test_t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -159,15 +159,20 @@ class Memories:
 
     def multiply(self, operands: tuple[int, ...], adds: bool) -> None:
         """Run one block-scaled instruction; `operands` are D, A, B, descriptor, both scales."""
-        d, a, b, word, a_scales, b_scales = operands
-        what = words.block_scaled(word)
-        formats = (what.a_format, what.b_format, what.a_scale_id, what.b_scale_id)
-        require(formats == (words.E2M1_OF_MXF4,) * 2 + (0, 0), f"formats {formats}")
+        _, _, b, word, _, _ = operands
+        what = of_codes(word)
+        self.multiply_codes(operands, what, self.codes(b, what.columns), adds)
+
+    def multiply_codes(
+        self, operands: tuple[int, ...], what: words.Instruction, b_codes: Any, adds: bool
+    ) -> None:
+        """Multiply this thread block's rows with codes of B, wherever these came from."""
+        d, a, _, _, a_scales, b_scales = operands
         columns = self.columns_of_sums(d, what)
         given = (
             self.codes(a, what.rows),
             self.scales(a_scales, what.rows),
-            self.codes(b, what.columns),
+            b_codes,
             self.scales(b_scales, what.columns),
         )
         sums = self.sums_before(columns, adds)
@@ -203,6 +208,39 @@ class Memories:
         """Return the sums that an instruction adds to."""
         held = self.tensor[:, columns]
         return _tensor((held if adds else np.zeros_like(held)).view(np.float32))
+
+
+@dataclass
+class Together:
+    """The memories of two thread blocks, as one instruction of cta_group::2 takes them.
+
+    PTX ISA 9.1, tcgen05.mma and tcgen05.cp: the same places in both; each has half of the rows of
+    A, half of those of B, and sums of its own rows with all of B.
+    """
+
+    memories: tuple[Memories, Memories]
+
+    def copy_scales(self, word: int, descriptor: int) -> None:
+        """Copy to both tensor memories, from the shared memory of each."""
+        for memory in self.memories:
+            memory.copy_scales(word, descriptor)
+
+    def multiply(self, operands: tuple[int, ...], adds: bool) -> None:
+        """Run one block-scaled instruction of both."""
+        _, _, b, word, _, _ = operands
+        whole = of_codes(word)
+        halves = [memory.codes(b, whole.columns // 2) for memory in self.memories]
+        each = replace(whole, rows=whole.rows // 2)
+        for memory in self.memories:
+            memory.multiply_codes(operands, each, np.concatenate(halves), adds)
+
+
+def of_codes(word: int) -> words.Instruction:
+    """Read the descriptor of an instruction on E2M1 codes with their scales."""
+    what = words.block_scaled(word)
+    formats = (what.a_format, what.b_format, what.a_scale_id, what.b_scale_id)
+    require(formats == (words.E2M1_OF_MXF4,) * 2 + (0, 0), f"formats {formats}")
+    return what
 
 
 def _tensor(x: Any) -> torch.Tensor:

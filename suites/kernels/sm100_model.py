@@ -31,6 +31,7 @@ from degarble.suites.kernels.sm100_memories import (
     Barrier,
     Matrix,
     Memories,
+    Together,
     Undefined,
 )
 
@@ -90,6 +91,8 @@ class Block:
     matrices: dict[str, Matrix]
     memories: Memories
     expected: int
+    leads: bool = True  # issues instructions; of two together one does, for both
+    other: Block | None = None  # that multiplies with this one
     loads: deque[Callable[[], None]] = field(default_factory=deque)
     tensor: deque[Callable[[], None]] = field(default_factory=deque)
 
@@ -98,7 +101,9 @@ class Block:
         self.full = [Barrier(1) for _ in range(stages)]
         self.empty = [Barrier(1) for _ in range(stages)]
         self.sums_full = [Barrier(1) for _ in range(sums)]
-        self.sums_empty = [Barrier(tensor_memory.threads_that_store()) for _ in range(sums)]
+        arrivals = tensor_memory.arrivals_of_sums(self.form)
+        self.sums_empty = [Barrier(arrivals) for _ in range(sums)]
+        self.engine: Memories | Together = self.memories  # what instructions work on
         self.layout = Layout(self.form)
         self.stored = np.zeros(self.matrices["d"].rows.shape, np.uint8)
 
@@ -121,7 +126,8 @@ class Block:
             boxes = tensor_memory.tiles_of_boxes(tile, self.form)
             for step in range(steps):
                 yield partial(self.empty[turn.at].passed, turn.parity)
-                self.full[turn.at].arrive(expected=self.expected)
+                if self.leads:
+                    self.full[turn.at].arrive(expected=self.expected)
                 self.bring(boxes, step, turn.at)
                 turn.advance()
 
@@ -155,10 +161,19 @@ class Block:
                 yield partial(self.full[at].passed, turn.parity)
                 self.clear_beyond(at, tensor_memory.end_of_scales(blocks, step, self.form))
                 self.multiply_stage(at, column, into, begins=step == 0)
-                self.tensor.append(self.empty[at].arrive)
+                self.commit([block.empty[at] for block in self.both])
                 turn.advance()
-            self.tensor.append(self.sums_full[into].arrive)
+            self.commit([block.sums_full[into] for block in self.both])
             target.advance()
+
+    def commit(self, barriers: list[Barrier]) -> None:
+        """Arrive at all of them once what was started before has finished."""
+        self.tensor.append(partial(arrive_at, barriers))
+
+    @property
+    def both(self) -> tuple[Block, ...]:
+        """Return who multiplies together."""
+        return (self,) if self.other is None else (self, self.other)
 
     def tiles_of_scales(self, side: str) -> int:
         """Return how many scale tiles a stage of an operand has along its rows."""
@@ -180,8 +195,9 @@ class Block:
             for tile in range(self.tiles_of_scales(side)):
                 at = self.layout.operand(f"scales of {side}", stage)
                 at += (tile * self.words + word) * facts.SCALE_TILE_BYTES
-                rows = self.memories.shared[at : at + facts.SCALE_TILE_BYTES].reshape(-1, 4)
-                rows[:, kept:] = 0
+                for block in self.both:
+                    rows = block.memories.shared[at : at + facts.SCALE_TILE_BYTES].reshape(-1, 4)
+                    rows[:, kept:] = 0
 
     def multiply_stage(self, stage: int, column: int, into: int, *, begins: bool) -> None:
         """Start a stage's copies of scales and its matrix instructions."""
@@ -191,7 +207,7 @@ class Block:
             scales = self.places_of_scales(column)
         tactic = self.form.tactic
         make = words.block_scaled_word if scales else words.dense_word
-        run = self.memories.multiply if scales else self.memories.multiply_dense
+        run = self.engine.multiply if scales else self.memories.multiply_dense
         for k in range(self.words):
             a, b = (
                 words.operand_word(self.layout.operand(side, stage), CORE_STRIDE, SWIZZLE)
@@ -199,7 +215,8 @@ class Block:
                 for side in "ab"
             )
             to = self.base + into * tactic.columns
-            given = (to, a, b, make(tactic.rows, tactic.columns), *(scales[k] if scales else ()))
+            word = make(tactic.together * tactic.rows, tactic.columns)
+            given = (to, a, b, word, *(scales[k] if scales else ()))
             self.tensor.append(partial(run, given, not (begins and k == 0)))
 
     def bring_scales(self, stage: int) -> None:
@@ -213,7 +230,7 @@ class Block:
                     at += (tile * self.words + k) * facts.SCALE_TILE_BYTES
                     to = self.base + first[side] + (k * count + tile) * WIDE
                     word = words.operand_word(at, SCALE_STRIDE, 0)
-                    self.tensor.append(partial(self.memories.copy_scales, to, word))
+                    self.tensor.append(partial(self.engine.copy_scales, to, word))
 
     def places_of_scales(self, column: int) -> list[tuple[int, int]]:
         """Return where each instruction finds the scales of A and of B."""
@@ -227,29 +244,46 @@ class Block:
     ) -> Iterator[Callable[[], bool]]:
         """Store tile after tile, piece by piece."""
         turn, count = Turn(self.accumulators, 0), 0
-        pieces = self.form.tactic.columns // facts.PIECE_COLUMNS
+        pieces = tensor_memory.stores(self.form)
+        wide = self.form.tactic.columns // pieces
         for row, column in tiles:
             at = turn.at
             yield partial(self.sums_full[at].passed, turn.parity)
             for i in range(pieces):
-                first = self.base + at * self.form.tactic.columns + i * facts.PIECE_COLUMNS
-                _, columns = self.memories.columns(first, facts.PIECE_COLUMNS)
+                first = self.base + at * self.form.tactic.columns + i * wide
+                _, columns = self.memories.columns(first, wide)
                 sums = self.memories.tensor[:, columns].copy().view(np.float32)
                 if i == pieces - 1:
                     self.sums_empty[at].arrive(tensor_memory.threads_that_store())
-                numbers = (torch.from_numpy(sums) * scale).bfloat16().view(torch.uint8).numpy()
-                self.put(numbers, (row, column * pieces + i), count % facts.PIECES_AT_ONCE)
-                count += 1
+                rounded = (torch.from_numpy(sums) * scale).bfloat16()
+                buffer, count = count % facts.PIECES_AT_ONCE, count + 1
+                if self.form.tactic.swapped:
+                    self.put_below(rounded.T, (column, row), buffer)
+                else:
+                    numbers = rounded.view(torch.uint8).numpy()
+                    self.put(numbers, (row, column * pieces + i), buffer)
             turn.advance()
 
     def put(self, numbers: Any, piece: tuple[int, int], buffer: int) -> None:
         """Put a piece into its buffer and let TMA take it."""
-        d, at = self.matrices["d"], self.layout.piece(buffer)
+        at = self.layout.piece(buffer)
         of = words.operand(words.operand_word(at, CORE_STRIDE, SWIZZLE))
         row, byte = np.indices(numbers.shape)
         places = np.vectorize(of.byte)(row[:, ::16], byte[:, ::16])
         for i in range(words.ATOM):
             self.memories.shared[places + i] = numbers[:, i::16]
+        self.take(piece, at)
+
+    def put_below(self, numbers: torch.Tensor, piece: tuple[int, int], buffer: int) -> None:
+        """Put a piece of D^T into its buffer, row below row, and let TMA take it."""
+        held = numbers.contiguous().view(torch.uint8).numpy()
+        at = self.layout.operand("pieces", 0) + buffer * held.size
+        self.memories.shared[at : at + held.size] = held.reshape(-1)
+        self.take(piece, at)
+
+    def take(self, piece: tuple[int, int], at: int) -> None:
+        """Store a piece of D that lies in shared memory."""
+        d = self.matrices["d"]
         of_matrix, of_box = d.overlap(piece[0] * d.box[0], piece[1] * d.box[1])
         d.rows[of_matrix] = self.memories.shared[d.addresses(at)][of_box]
         self.stored[of_matrix] += 1
@@ -309,11 +343,31 @@ class Block:
                     raise Undefined(f"{len(waiting)} roles wait for ever: {state}")
 
 
+def arrive_at(barriers: list[Barrier]) -> None:
+    """Arrive once at each."""
+    for barrier in barriers:
+        barrier.arrive()
+
+
 def block_of(form: GemmForm, matrices: dict[str, Matrix]) -> Block:
     """Make a thread block whose tensor memory begins as far from column 0 as it may."""
     size = tensor_memory.columns_allocated(form)
     expected = facts.transaction_bytes(form)
     return Block(form, matrices, Memories((COLUMNS - size, size)), expected)
+
+
+def pair_of(form: GemmForm, matrices: dict[str, Matrix]) -> tuple[Block, Block]:
+    """Make two thread blocks that multiply together: one issues, and its barriers count for both.
+
+    All of B's scales are brought by each for itself: who issues which part is left out.
+    """
+    first, second = (block_of(form, matrices) for _ in range(2))
+    first.expected = facts.expected_bytes(form)
+    first.other, second.leads = second, False
+    first.engine = Together((first.memories, second.memories))
+    second.full, second.sums_empty = first.full, first.sums_empty
+    second.loads, second.tensor = first.loads, first.tensor
+    return first, second
 
 
 def tiles_of(problem: GemmProblem, form: GemmForm, number: int, count: int) -> list[Any]:

@@ -10,6 +10,8 @@ honest by suites/kernels/test_sm100_gemm_nvfp4.py: the note shows what this prin
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import NamedTuple
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_problem as facts
@@ -18,6 +20,8 @@ from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, choose_f
 from degarble.kernels.common.targets import SM100A
 
 PEAK, BANDWIDTH, PROCESSORS = 9e15, 8e12, 148
+# 9 PFLOP/s are 32,768 operations a clock of each of 148 multiprocessors at 1.86 GHz.
+OPERATIONS_A_CLOCK = 32_768
 # Extents, and what others published for a B200.
 PUBLISHED = {
     (1, 8192, 8192): "1.78 TB/s, FlashInfer (its issue 1732)",
@@ -32,24 +36,97 @@ PUBLISHED = {
     (4096, 7168, 4096): "none found",
     (8192, 7168, 4096): "none found with clocks locked",
 }
+# Linears of a model: N, K. wo_a is a group's; gate and up are one matrix.
+MODELS = {
+    "V4-Pro": {
+        "wq_a": (1536, 7168),
+        "wq_b": (65536, 1536),
+        "wkv": (512, 7168),
+        "wo_a": (1024, 4096),
+        "wo_b": (7168, 16384),
+        "shared w1, w3": (6144, 7168),
+        "shared w2": (7168, 3072),
+    },
+    "V4-Flash": {
+        "wq_a": (1024, 4096),
+        "wq_b": (32768, 1024),
+        "wkv": (512, 4096),
+        "wo_a": (1024, 4096),
+        "wo_b": (4096, 8192),
+        "shared w1, w3": (4096, 4096),
+        "shared w2": (4096, 2048),
+    },
+    "V3.2": {
+        "wq_a, wkv_a": (2112, 7168),
+        "wq_b": (24576, 1536),
+        "wo": (7168, 16384),
+        "dense w1, w3": (36864, 7168),
+        "dense w2": (7168, 18432),
+        "shared w1, w3": (4096, 7168),
+        "shared w2": (7168, 2048),
+    },
+}
+DECODED, PREFILLED = 16, 4096  # rows of A
+
+
+class Bound(NamedTuple):
+    """The least time of a form, and what it follows from."""
+
+    blocks: int  # thread blocks at work, at most one a processor
+    waves: int
+    filled: float  # share of whole tiles in whole waves that lies within D
+    seconds: float
+    by_memory: bool
+
+    @property
+    def limit(self) -> str:
+        """What bounds the time."""
+        return "memory" if self.by_memory else "matrix"
+
+
+def bound_of(problem: GemmProblem, form: GemmForm) -> Bound:
+    """Return the bound: whole tiles in whole waves at the peak, or all bytes once."""
+    tactic = form.tactic
+    size = tactic.cluster_rows * tactic.cluster_columns
+    rows, columns = facts.cluster_tiles(problem, tactic)
+    tiles, at_once = rows * columns * size, PROCESSORS // size * size
+    waves = ceil_div(tiles, at_once)
+    # What lies beyond D is multiplied as well.
+    whole = waves * PROCESSORS * tactic.rows * tactic.columns * 2 * problem.inner
+    matrix, memory = whole / PEAK, problem.bytes_moved / BANDWIDTH
+    filled = problem.operations / whole
+    return Bound(min(tiles, at_once), waves, filled, max(matrix, memory), memory > matrix)
+
+
+def forms() -> list[GemmForm]:
+    """Return every form of both tables."""
+    one = choose_form(GemmProblem(1, 8, 32, "nvfp4", "e4m3"), SM100A.name)
+    tactics = (*facts.TACTICS[SM100A.name, "nvfp4"], *tensor_memory.PAIRS)
+    return [replace(one, tactic=tactic) for tactic in tactics]
+
+
+def tile(form: GemmForm) -> str:
+    """Name a tile: of swapped operands the rows are those of B."""
+    tactic = form.tactic
+    return f"{tactic.together * tactic.rows} x {tactic.columns}" + " swapped" * tactic.swapped
 
 
 def facts_of_forms() -> list[str]:
     """Return a line a form."""
     lines = [
-        "| tile | stages | shared memory | sums | columns | instructions, copies | clocks |",
-        "|---|---|---|---|---|---|---|",
+        "| tile | stages | expected | shared memory | sums | columns | copies | clocks | read |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for tactic in facts.TACTICS[SM100A.name, "nvfp4"]:
-        form = GemmForm("nvfp4", "e4m3", SM100A.name, tactic)
-        held = tensor_memory.footprint(form)
-        # 9 PFLOP/s are 32,768 operations a clock of each of 148 multiprocessors at 1.86 GHz.
-        clocks = 2 * tactic.rows * tactic.columns * tactic.inner // 32_768
+    for form in forms():
+        held, tactic = tensor_memory.footprint(form), form.tactic
+        clocks = 2 * tactic.rows * tactic.columns * tactic.inner // OPERATIONS_A_CLOCK
+        read = sum(facts.bytes_of(form, name) for name in "ab") // clocks
         lines.append(
-            f"| {tactic.rows} x {tactic.columns} x {tactic.inner} | {held.stages} of "
-            f"{held.stage_bytes:,} | {held.total:,} | {tensor_memory.accumulators(form)} | "
+            f"| {tile(form)} | {held.stages} of {held.stage_bytes:,} | "
+            f"{facts.expected_bytes(form):,} | {held.total:,} | "
+            f"{tensor_memory.accumulators(form)} | "
             f"{tensor_memory.columns_held(form)} of {tensor_memory.columns_allocated(form)} | "
-            f"{tensor_memory.instructions(form)}, {tensor_memory.scale_copies(form)} | {clocks} |"
+            f"{tensor_memory.scale_copies(form)} | {clocks} | {read} |"
         )
     return lines
 
@@ -62,24 +139,46 @@ def roofline() -> list[str]:
     ]
     for extents, published in PUBLISHED.items():
         problem = GemmProblem(*extents, "nvfp4", "e4m3")
-        tactic = choose_form(problem, SM100A.name).tactic
-        rows, columns = facts.cluster_tiles(problem, tactic)
-        waves = ceil_div(rows * columns, PROCESSORS)
+        form = choose_form(problem, SM100A.name)
+        bound = bound_of(problem, form)
         matrix, memory = problem.operations / PEAK * 1e6, problem.bytes_moved / BANDWIDTH * 1e6
-        # Whole tiles in whole waves: what lies beyond D is multiplied as well.
-        whole = waves * PROCESSORS * tactic.rows * tactic.columns * 2 * problem.inner
-        bound = problem.operations / max(whole / PEAK, problem.bytes_moved / BANDWIDTH) / 1e12
         lines.append(
             f"| {extents[0]} x {extents[1]} x {extents[2]} | {matrix:.2f} | {memory:.2f} | "
-            f"{tactic.rows} x {tactic.columns}, {waves}, {problem.operations / whole:.2f} | "
-            f"{bound:,.0f} | {published} |"
+            f"{tile(form)}, {bound.waves}, {bound.filled:.2f} | "
+            f"{problem.operations / bound.seconds / 1e12:,.0f} | {published} |"
         )
     return lines
 
 
+def of_models() -> list[str]:
+    """Return a line a linear: at M of decoding, and of a long prompt.
+
+    Weights under way are those of all stages of all thread blocks at work.
+    """
+    lines = [
+        f"| N x K | M = {DECODED}: us | blocks | KB | M = {PREFILLED}: us | filled | TFLOP/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, linears in MODELS.items():
+        for name, (n, k) in linears.items():
+            few, many = (GemmProblem(rows, n, k, "nvfp4", "e4m3") for rows in (DECODED, PREFILLED))
+            form = choose_form(few, SM100A.name)
+            decoded, long = (bound_of(each, choose_form(each, SM100A.name)) for each in (few, many))
+            weights = facts.bytes_of(form, "a") + facts.bytes_of(form, "scales of a")
+            under_way = decoded.blocks * tensor_memory.footprint(form).stages * weights
+            lines.append(
+                f"| {model} {name}, {n} x {k} | {decoded.seconds * 1e6:.2f}, {decoded.limit} | "
+                f"{decoded.blocks} | {under_way // 1024:,} | {long.seconds * 1e6:.1f}, "
+                f"{long.limit} | {long.filled:.2f} | "
+                f"{many.operations / long.seconds / 1e12:,.0f} |"
+            )
+    return lines
+
+
 def main() -> int:
-    """Print both tables."""
-    print("\n".join([*facts_of_forms(), "", *roofline()]))  # noqa: T201  a script
+    """Print all tables."""
+    lines = [*facts_of_forms(), "", *roofline(), "", *of_models()]
+    print("\n".join(lines))  # noqa: T201  a script
     return 0
 
 

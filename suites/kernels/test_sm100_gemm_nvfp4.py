@@ -96,7 +96,7 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_note_shows_the_tables_as_they_are() -> None:
     note = (package_root() / "docs/design-notes/sm100_gemm.md").read_text()
-    for lines in (table.facts_of_forms(), table.roofline()):
+    for lines in (table.facts_of_forms(), table.roofline(), table.of_models()):
         assert "\n".join(lines) in note
     assert note.startswith("# The NVFP4 GEMM of Blackwell: not run\n")
 

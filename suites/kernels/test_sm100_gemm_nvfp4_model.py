@@ -13,10 +13,8 @@ import pytest
 
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model, tcgen05_words
-from degarble.suites.kernels.sm100_memories import Undefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,25 +25,11 @@ FORMS = {form.tactic.columns: form for form in blackwell.forms()}
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=blackwell.named)
 
 
-def answer(form: facts.GemmForm, extents: tuple[int, int, int], first: str = "loads") -> str:
-    """Say what is wrong with the model's answer."""
-    case = checks.with_form(form, extents, "ordinary", sum(extents))
-    drawn = blackwell.drawn(case)
-    try:
-        out, instructions = blackwell.on_model(case, drawn.given, first)
-    except (Undefined, tcgen05_words.WrongWord) as error:
-        return str(error)
-    tiles = facts.cluster_tiles(case.problem, form.tactic)
-    steps = tiles[0] * tiles[1] * sm100_model.steps_of(case.problem, form)
-    assert instructions == steps * tensor_memory.instructions(form)
-    return blackwell.difference(case, out, drawn.want)
-
-
 @pytest.mark.parametrize("first", sm100_model.FIRST)
 @each_form
 def test_every_bit_with_tails_of_all_extents(form: facts.GemmForm, first: str) -> None:
     """Two row tiles, several columns of tiles in two thread blocks, K ends within a word."""
-    assert not answer(form, (130, form.tactic.columns + 136, 288), first)
+    assert not blackwell.answer(form, (130, form.tactic.columns + 136, 288), first)
 
 
 @pytest.mark.slow
@@ -53,12 +37,12 @@ def test_every_bit_with_tails_of_all_extents(form: facts.GemmForm, first: str) -
 @each_form
 def test_every_bit_of_more_shapes(form: facts.GemmForm, inner: int) -> None:
     """K of 1312 is six steps, more than any ring but one has stages."""
-    assert not answer(form, (200, 2 * form.tactic.columns + 8, inner))
+    assert not blackwell.answer(form, (200, 2 * form.tactic.columns + 8, inner))
 
 
 def test_a_ring_that_begins_anew() -> None:
     assert tensor_memory.footprint(FORMS[256]).stages == 3
-    assert not answer(FORMS[256], (5, 72, 1056))
+    assert not blackwell.answer(FORMS[256], (5, 72, 1056))
 
 
 # ---- planted faults ------------------------------------------------------------------------------
@@ -127,9 +111,11 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
 def test_a_planted_fault_is_seen(name: str) -> None:
     place, function, instead, columns = FAULTS[name]
     with planted(place, function, instead):
-        assert answer(FORMS[columns], (100, columns + 72, 1056 if columns == 256 else 288))
+        assert blackwell.answer(
+            FORMS[columns], (100, columns + 72, 1056 if columns == 256 else 288)
+        )
 
 
 def test_a_word_too_long_waited_for_is_told() -> None:
     with planted(facts, "transaction_bytes", more(16)):
-        assert "wait for ever" in answer(FORMS[64], (8, 8, 32))
+        assert "wait for ever" in blackwell.answer(FORMS[64], (8, 8, 32))

@@ -20,6 +20,7 @@ from degarble.kernels.common import targets
 from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.machine_code import cubin_facts
 from degarble.kernels.common.settings import CompileSettings
+from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_first_minute as first_minute
 from degarble.suites.kernels import sm100_model, tcgen05_words
 
@@ -81,11 +82,24 @@ def test_steps_need_one_thing_more_each_time() -> None:
         "two tiles",
         "pipeline wrap",
         "full",
+        "few rows",
+        "pair: one stage",
+        "pair: two tiles",
+        "pair: pipeline wrap",
+        "pair: full",
     ]
+    assert first_minute.STEPS[first_minute.PLAIN - 1].name == "full"
 
 
 def test_what_is_right_passes_every_step() -> None:
-    assert first_minute.first_failure(first_minute.HostModel()) is None
+    plain = first_minute.STEPS[: first_minute.PLAIN]
+    assert first_minute.first_failure(first_minute.HostModel(), plain) is None
+
+
+@pytest.mark.slow
+def test_what_is_right_passes_the_steps_of_other_forms() -> None:
+    others = first_minute.STEPS[first_minute.PLAIN :]
+    assert first_minute.first_failure(first_minute.HostModel(), others) is None
 
 
 def more(by: int) -> Callable[..., Any]:
@@ -153,9 +167,75 @@ def test_a_planted_fault_is_localised(name: str) -> None:
     place, function, instead, step = FAULTS[name]
     true = getattr(place, function)
     with mock.patch.object(place, function, lambda *given, **named: instead(true, *given, **named)):
-        failure = first_minute.first_failure(first_minute.HostModel())
+        plain = first_minute.STEPS[: first_minute.PLAIN]
+        failure = first_minute.first_failure(first_minute.HostModel(), plain)
     assert failure is not None
     assert failure[0] == step, failure
+
+
+def same_half(true: Any, tile: Any, form: Any) -> Any:
+    a, b, *scales = true(tile, form)
+    return a, b // form.tactic.together * form.tactic.together, *scales
+
+
+def upright(true: Any, block: Any, numbers: Any, piece: Any, buffer: int) -> None:
+    true(block, numbers.T, piece, buffer)
+
+
+def own_scales_alone(true: Any, block: Any, *given: Any) -> None:
+    with mock.patch.object(block, "other", None):
+        true(block, *given)
+
+
+FAULTS_OF_OTHER_FORMS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "a piece not turned": (sm100_model.Block, "put_below", upright, "few rows"),
+    "the same half of B": (tensor_memory, "tiles_of_boxes", same_half, "pair: one stage"),
+    "bytes of one": (
+        facts,
+        "expected_bytes",
+        lambda _true, form: facts.transaction_bytes(form),
+        "pair: pipeline wrap",
+    ),
+    "sums given back by one": (
+        tensor_memory,
+        "arrivals_of_sums",
+        lambda _true, _form: tensor_memory.threads_that_store(),
+        "pair: two tiles",
+    ),
+    "parity": (sm100_model.Turn, "advance", same_parity, "pair: two tiles"),
+    "own scales cleared alone": (
+        sm100_model.Block,
+        "clear_beyond",
+        own_scales_alone,
+        "pair: full",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS_OF_OTHER_FORMS)
+def test_a_planted_fault_of_other_forms_is_localised(name: str) -> None:
+    place, function, instead, step = FAULTS_OF_OTHER_FORMS[name]
+    true = getattr(place, function)
+    others = list(first_minute.STEPS[first_minute.PLAIN :])
+    if name == "parity":  # few rows wrap as well
+        others = others[1:]
+    with mock.patch.object(place, function, lambda *given: instead(true, *given)):
+        failure = first_minute.first_failure(first_minute.HostModel(), others)
+    assert failure is not None
+    assert failure[0] == step, failure
+
+
+def test_other_bits_of_two_together_are_undecided_and_wrong_ones_are_not() -> None:
+    case = first_minute.case_of(first_minute.PAIRS[64], (256, 64, 64))
+    drawn = blackwell.drawn(case)
+    scale = drawn.given[0].decode_scale * drawn.given[1].decode_scale
+    apart = (drawn.sums * (1 + 2**-18) * scale).bfloat16()
+    assert blackwell.difference(case, apart, drawn.want)
+    assert first_minute.undecided(case, apart) == first_minute.UNDECIDED
+    assert not first_minute.undecided(case, apart * 1.1)
+    alone = first_minute.case_of(first_minute.FORMS[64], (256, 64, 64))
+    assert not first_minute.undecided(alone, apart)
 
 
 def test_a_step_that_never_ends_costs_its_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,4 +262,7 @@ def test_refuses_where_there_is_no_b200(
 @pytest.mark.b200
 @pytest.mark.parametrize("step", first_minute.STEPS, ids=lambda step: step.name.replace(" ", "_"))
 def test_first_minute(step: first_minute.Step) -> None:
-    assert not first_minute.in_a_process(step.name), step.proves
+    why = first_minute.in_a_process(step.name)
+    if first_minute.UNDECIDED in why:
+        pytest.xfail(why)
+    assert not why, step.proves
