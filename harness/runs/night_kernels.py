@@ -75,10 +75,10 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
         return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {marker} is here.")
     wrong = [each for each in found if each.verdict is not Verdict.AGREES]
     cases = sum(each.cases for each in found)
-    sentence = f"{len(found)} kernels agree with their definitions in {cases:,} cases."
+    sentence = f"{len(found)} suites of kernels agree with definitions in {cases:,} cases."
     if wrong:
         first = f"{wrong[0].kernel}: {wrong[0].sentence}"
-        sentence = f"{len(wrong)} of {len(found)} kernels fail their suites. {first}."
+        sentence = f"{len(wrong)} of {len(found)} suites of kernels fail. {first}."
     return StepResult(
         Verdict.DIFFERS if wrong else Verdict.AGREES,
         sentence,

@@ -115,7 +115,7 @@ def test_the_step_names_the_kernel_that_fails(
     said["bad"] = Suite("bad", 5)
     found = night_kernels.kernels(asked(tmp_path), {})
     assert found.verdict is Verdict.AGREES
-    assert found.sentence == "2 kernels agree with their definitions in 12 cases."
+    assert found.sentence == "2 suites of kernels agree with definitions in 12 cases."
     said.update(good=Suite("good"), bad=Suite("bad"))
     assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
 
