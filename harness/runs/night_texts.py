@@ -141,17 +141,22 @@ def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> V
     rows = _rows(speaker, prompts)
     twice = [[*ids, *ids[1:]] for ids in prompts]
     again = _rows(speaker, twice)
-    length = None
-    if model.streamed is None:  # a token would cost a pass over the disk
-        speeches = [Speech(list(ids)) for ids in prompts]
-        Generation(speaker, None, None, Limits(NEW_TOKENS)).run(speeches)
-        length = [float(len(each.ids)) for each in speeches]
+    length = _lengths(model, prompts, NEW_TOKENS)
     return Voice(
         [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
         [_divergence(row, mean) for row, mean in zip(rows, meant, strict=True)],
         length,
         [_known(row, ids) for row, ids in zip(again, prompts, strict=True)],
     )
+
+
+def _lengths(model: OpenModel, prompts: list[list[int]], most: int) -> list[float] | None:
+    """How many tokens follow each prompt."""
+    if model.streamed is not None:  # a token would cost a pass over the disk
+        return None
+    speeches = [Speech(list(ids)) for ids in prompts]
+    Generation(model.speaker, None, None, Limits(most)).run(speeches)
+    return [float(len(each.ids)) for each in speeches]
 
 
 def _surprise(row: Tensor, targets: list[int]) -> float:
@@ -177,22 +182,28 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
     steps = [step for step in run.steps if step.number in head]
     mine = [run.outputs(head[step.number])["out"].double() for step in steps]
     owners = [list(dict.fromkeys(step.sequences)) for step in steps]
-    with open_model(asked.reference, "bf16") as model:
-        meant = forward_again(model.speaker.bound, run.steps)
-    with open_model(asked.checkpoint) as model:
-        twin = forward_again(model.speaker.bound, run.steps)
     place = {step.number: number for number, step in enumerate(run.steps)}
     at = [place[step.number] for step in steps]
-    new = {number: ids for number, (_, ids) in enumerate(spoken_in(run))}
-    sides = [mine, [twin[n].double() for n in at], [meant[n].double() for n in at]]
-    rows = [_by_owner(side, owners) for side in sides]
+    spoken = spoken_in(run)
+    new = {number: ids for number, (_, ids) in enumerate(spoken)}
+    rows = [_by_owner(mine, owners)]
     known = [owner for owner in rows[0] if new.get(owner)]
+    # Only a run that says what it answered counts its last tokens, which nobody fed again.
+    stated = isinstance(run.facts.get("sequences"), list)
+    lengths: list[list[float] | None] = [[float(len(new[o])) for o in known] if stated else None]
+    prompts, most = [spoken[o][0] for o in known], max((len(new[o]) for o in known), default=0)
+    for checkpoint, arithmetic in ((asked.checkpoint, None), (asked.reference, "bf16")):
+        with open_model(checkpoint, arithmetic) as model:
+            again = forward_again(model.speaker.bound, run.steps)
+            rows.append(_by_owner([again[n].double() for n in at], owners))
+            lengths.append(_lengths(model, prompts, most) if stated and most else None)
     voices = [
         Voice(
             [_surprise(side[o][: len(new[o])], new[o][: len(side[o])]) for o in known],
-            [_divergence(side[o], rows[2][o]) for o in known],
+            [_divergence(side[o], rows[-1][o]) for o in known],
+            length if None not in lengths else None,
         )
-        for side in rows
+        for side, length in zip(rows, lengths, strict=True)
     ]
     return voices[0], voices[1], voices[2]
 

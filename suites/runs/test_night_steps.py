@@ -241,7 +241,7 @@ def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) 
         given = asked(model, tmp_path, captures=folder)
         found = texts(given, {"captures": night_steps.captures(given, {})})
         assert found.verdict is verdict, found
-        assert found.sentence.endswith("Not measured: length, echo.")
+        assert found.sentence.endswith("Not measured: echo.")
 
 
 def damaged(source: Path, folder: Path) -> Path:
