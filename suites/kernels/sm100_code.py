@@ -31,7 +31,7 @@ KINDS = {
     "fp8_block": "kind::f8f6f4",
 }
 FORMATS = {"bf16": words.BF16_OF_F16, "fp8_block": words.E4M3_OF_F8F6F4}
-_BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\]")
+_BARRIER = re.compile(r"mbarrier\.init\.shared\.b64 \s*\[(%r\d+)(?:\+(\d+))?\], (%r\d+);")
 _WORD = r"(?:or\.b32 \s*%r\d+, %r\d+|mov\.b32 \s*%r\d+)"
 FIRST_OF_PAIR = -(1 << 24) - 8  # what an address of a barrier is cut to: PTX ISA 9.1, peers
 LEAST_WORD = 1 << 24  # of an instruction: its rows
@@ -40,11 +40,29 @@ _COLUMNS = re.compile(r"mov\.b32 \s*(%r\d+), (\d+);\s*tcgen05\.alloc\S+ \s*\[%r\
 
 def barriers_of(ptx: str) -> list[int]:
     """Return where barriers lie, counted from the beginning of shared memory."""
-    found = []
-    for register, offset in _BARRIER.findall(ptx):
+    return list(arrivals_of(ptx))
+
+
+def arrivals_of(ptx: str) -> dict[int, int]:
+    """Return the arrivals that barriers wait for, by their places in shared memory."""
+    found = {}
+    for register, offset, count in _BARRIER.findall(ptx):
         written = re.findall(rf"add\.s32 \s*{register}, %r1, (\d+);", ptx)
-        found.append(int(offset or written[0]))
+        (arrivals,) = re.findall(rf"mov\.b32 \s*{count}, (\d+);", ptx)
+        found[int(offset or written[0])] = int(arrivals)
     return found
+
+
+def arrivals_wanted(form: GemmForm) -> list[int]:
+    """Return arrivals in the order of the barriers: stages full, empty, sums full, given back."""
+    stages, sums = tensor_memory.footprint(form).stages, tensor_memory.accumulators(form)
+    released = [tensor_memory.arrivals_of_stage(form)]
+    return (
+        [1] * stages
+        + released * stages
+        + [1] * sums
+        + [tensor_memory.arrivals_of_sums(form)] * sums
+    )
 
 
 def columns_allocated(ptx: str) -> int:
@@ -131,7 +149,7 @@ def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
     ptx, held = kernel.ptx, tensor_memory.footprint(form)
     pieces, group = tensor_memory.stores(form), f"cta_group::{form.tactic.together}"
     columns = form.tactic.columns // pieces
-    barriers = barriers_of(ptx)
+    barriers = arrivals_of(ptx)
     kind = f"tcgen05.mma.{group}.{KINDS[form.operands]}."
     figures = {
         "spills": (code.spills, False),
@@ -147,7 +165,7 @@ def complaints(kernel: CompiledKernel, form: GemmForm) -> list[str]:
         ),
         "reads of sums": (ptx.count(f"tcgen05.ld.sync.aligned.32x32b.x{columns}."), pieces),
         "columns": (columns_allocated(ptx), tensor_memory.columns_allocated(form)),
-        "barriers": (len(barriers), held.barriers),
+        "arrivals": ([barriers[at] for at in sorted(barriers)], arrivals_wanted(form)),
         "end of shared memory": (max(barriers) + facts.BARRIER_BYTES, held.total),
         "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
         "roundings unstated": (unstated_roundings(ptx), ()),

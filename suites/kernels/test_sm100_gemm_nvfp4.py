@@ -14,9 +14,9 @@ import torch
 
 from degarble.harness.errors import DtypeMismatch, MissingDevice, ShapeMismatch
 from degarble.kernels.common.compiling import package_root
-from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, choose_form
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A
+from degarble.kernels.common.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_code as code
@@ -128,8 +128,13 @@ def test_tails(form: GemmForm, inner: int) -> None:
 @pytest.mark.b200
 @pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
 def test_fuzzed_shapes(seed: int) -> None:
+    """In every form of one thread block in turn, and in the one that the table chooses."""
     cases = checks.fuzzed("nvfp4", seed, AT_ONCE)
-    forms = [FORMS[i % len(FORMS)] for i in range(len(cases))]
+    turns = [*FORMS, None]
+    forms = [
+        turns[i % len(turns)] or choose_form(case.problem, SM100A.name)
+        for i, case in enumerate(cases)
+    ]
     cases = [replace(case, form=form) for case, form in zip(cases, forms, strict=True)]
     assert not [why for case in cases if (why := mismatch(case))]
 

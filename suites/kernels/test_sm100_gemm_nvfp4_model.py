@@ -5,6 +5,7 @@ No compiled kernel runs here: this proves facts, places and protocol, and says n
 
 from __future__ import annotations
 
+import random
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -38,6 +39,24 @@ def test_every_bit_with_tails_of_all_extents(form: facts.GemmForm, first: str) -
 def test_every_bit_of_more_shapes(form: facts.GemmForm, inner: int) -> None:
     """K of 1312 is six steps, more than any ring but one has stages."""
     assert not blackwell.answer(form, (200, 2 * form.tactic.columns + 8, inner))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_every_bit_of_drawn_shapes(seed: int) -> None:
+    """Each shape in every family: the table's, one thread block's, two together."""
+    drawn = random.Random(seed)
+    rows = drawn.choice((drawn.randint(1, 40), drawn.randint(1, 400)))
+    extents = (rows, 8 * drawn.randint(1, 60), 32 * drawn.randint(1, 20))
+    problem = facts.GemmProblem(*extents, "nvfp4", "e4m3")
+    pairs = blackwell.pairs()
+    for form in (
+        facts.choose_form(problem, blackwell.TARGET),
+        *drawn.sample(blackwell.forms(), 2),
+        *drawn.sample(pairs, 2),
+    ):
+        why = blackwell.answer(form, extents, drawn.choice(sm100_model.FIRST))
+        assert not why, blackwell.named(form)
 
 
 def test_a_ring_that_begins_anew() -> None:

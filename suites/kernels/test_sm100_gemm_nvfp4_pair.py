@@ -52,6 +52,7 @@ DAMAGES = {
     "releases shared": (".multicast::cluster.b64", ".b64"),
     "end together": ("barrier.cluster.arrive;", "bar.sync 0;"),
     "sums given back": ("mbarrier.arrive.shared::cluster.b64", "mbarrier.arrive.shared.b64"),
+    "arrivals": (", 256;\n", ", 128;\n"),
     "scales cleared": ("st.shared::cluster.v4", "st.shared.v4"),
 }
 
