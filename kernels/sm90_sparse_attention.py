@@ -12,7 +12,7 @@ natural logarithm of the sum over keys, without the sink. Heads come out not tur
 slot names is never read. V3.2's queries and entries have 576 numbers, the latent and the turned
 key, of which 512 are the value; it has one list, and no sinks (None).
 
-Decoding goes in splits of 576 keys (V3.2: 512), merged in order, in a cluster or, beyond eight, by
+Decoding goes in splits of 576 keys (V3.2: 1024), merged in order, in a cluster or, beyond eight, by
 a second kernel: a token's bits depend on its own keys and the widths of lists, never on the other
 tokens. The wrapper checks and launches, and never waits for the GPU. Refuses other dtypes, shapes,
 strides and alignments by name. Kept honest by suites/kernels/test_sm90_sparse_attention.py and

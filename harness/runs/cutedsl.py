@@ -20,6 +20,7 @@ from degarble.harness.pairings import Paired, replace_call
 from degarble.harness.record.kernel_table import KernelTable
 from degarble.harness.runs import cutedsl_attention as attention
 from degarble.harness.runs import cutedsl_experts as experts
+from degarble.harness.runs import cutedsl_latent as latent
 from degarble.harness.runs import cutedsl_linears as linears
 from degarble.harness.runs import cutedsl_mixing as mixing
 from degarble.harness.runs import cutedsl_rows as rows
@@ -41,7 +42,11 @@ if TYPE_CHECKING:
 NAME = "cutedsl"
 # What our kernels do where the sources disagree; a run with them is judged by a twin that does too.
 CONVENTIONS: Mapping[str, Any] = MappingProxyType(
-    {"head_norm": HeadNorm.ONCE, "routing_weight_before_w2": False}
+    {
+        "head_norm": HeadNorm.ONCE,
+        "routing_weight_before_w2": False,
+        "attention_in_storage_dtype": False,
+    }
 )
 _ACT_QUANT = ".act_quant"
 
@@ -105,6 +110,8 @@ _OF_V32: Mapping[str, Pairing] = {
     "norm": rows.residual_norm,
     "attn.norm": rows.residual_norm,
     "ffn.norm": rows.residual_norm,
+    "attn.kv_write": latent.cache_row,
+    "attn.attend": latent.attend,
 }
 
 

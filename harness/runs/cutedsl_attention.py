@@ -386,7 +386,7 @@ def _entry_list(
 def paged(work: Work, rows: Tensor) -> tuple[Tensor, Pages]:
     """Rows written into pages of BF16 entries, in order."""
     count = rows.shape[0]
-    pages = Pages("bf16", _PAGE, max(1, -(-count // _PAGE)))
+    pages = Pages("bf16", _PAGE, max(1, -(-count // _PAGE)), width=rows.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=rows.device)
     slots = torch.arange(count, device=rows.device)
     work.run(

@@ -45,6 +45,7 @@ MOST_HEADS = 128
 MOST_SPLITS = 32
 MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
+TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
 MODES = ("prefill", "decode")
 COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
 MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
@@ -60,12 +61,11 @@ class Family:
     key: int
     sinks: bool
     lists: int  # at most
-    tiles_of_split: int
     ahead: int  # bytes in which codes of the next tile wait
 
 
-V4 = Family("v4", rows.WIDTH, True, 2, TILES_OF_SPLIT, MOST_AHEAD)
-V32 = Family("v32", rows.WITH_KEY, False, 1, 8, 0)  # 2048 keys are four equal splits
+V4 = Family("v4", rows.WIDTH, True, 2, MOST_AHEAD)
+V32 = Family("v32", rows.WITH_KEY, False, 1, 0)
 FAMILIES: Mapping[int, Family] = MappingProxyType({each.key: each for each in (V4, V32)})
 
 
@@ -271,7 +271,8 @@ def tiles_each(problem: AttentionProblem) -> int:
     if problem.splits:
         each = ceil_div(problem.tiles, problem.splits)
     elif problem.mode == "decode":
-        each = max(problem.family.tiles_of_split, ceil_div(problem.tiles, MOST_SPLITS))
+        least = TILES_OF_SPLIT if problem.family is V4 else TILES_OF_SPLIT_OF_V32
+        each = max(least, ceil_div(problem.tiles, MOST_SPLITS))
     return max(1, each)
 
 

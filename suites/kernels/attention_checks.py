@@ -225,11 +225,13 @@ def operands_of(given: Drawn) -> Any:
     return kernels.Operands(given.q, sink, *keys)
 
 
-def complaint(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> str:
+def complaint(
+    got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], lse_absolute: float = LSE_ABSOLUTE
+) -> str:
     """Say what is beyond the gates; empty where nothing is."""
     said = [
         _beyond("output", got[0], wanted[0], (ABSOLUTE, RELATIVE)),
-        _beyond("LSE", got[1], wanted[1], (LSE_ABSOLUTE, LSE_RELATIVE)),
+        _beyond("LSE", got[1], wanted[1], (lse_absolute, LSE_RELATIVE)),
     ]
     finite = wanted[0].isfinite()
     a, b = (torch.where(finite, each.double(), 0.0) for each in (got[0], wanted[0]))
@@ -256,10 +258,10 @@ def _beyond(name: str, got: Tensor, wanted: Tensor, gates: tuple[float, float]) 
     )
 
 
-def mismatch(case: Case) -> str:
+def mismatch(case: Case, lse_absolute: float = LSE_ABSOLUTE) -> str:
     """Run a case; say what is wrong with it."""
     given = drawn(case)
-    why = complaint(on_device(case, given), formula(case, given))
+    why = complaint(on_device(case, given), formula(case, given), lse_absolute)
     return f"{case.name}: {why}" if why else ""
 
 

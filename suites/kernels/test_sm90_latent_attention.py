@@ -26,12 +26,16 @@ pytestmark = pytest.mark.needs("cutlass")
 
 WIDTH = rows.WITH_KEY
 FORMATS = ("fp8-v32", "fp8-v32-ue8m0", "bf16")
-FUZZED, AT_ONCE = 200, 50
+KINDS = [(entry, lengths) for entry in FORMATS for lengths in (True, False)]
+# Logits of about 1 are sums of 36 steps, each cut by 2**-23 at most and by half of that on average.
+# The public gate is absolute where LSE passes zero, as one head in 50,000 of fuzzed cases does.
+LSE_OF_CUT_SUMS = 36 * 2.0**-24
+AT_ONCE = 40  # fuzzed cases of a kind: each kind has kernels of its own
 CASE = checks.Case(key=WIDTH, entry="fp8-v32", near=2048, far=None)
 FORMS = [
     AttentionForm(entry, lengths, together, "sm_90a", WIDTH)
     for entry in FORMATS[::2]
-    for lengths, together in ((True, 4), (False, 1), (True, 0))
+    for lengths, together in ((True, 2), (False, 1), (True, 0))
 ]
 
 each_fault = pytest.mark.parametrize(
@@ -62,8 +66,8 @@ def cases() -> list[checks.Case]:
 
 
 def fuzzed(seed: int, count: int) -> list[checks.Case]:
-    """Return random cases."""
-    draw = random.Random(seed)
+    """Return random cases of one entry format."""
+    draw, (entry, lengths) = random.Random(seed), KINDS[seed]
     return [
         checks.Case(
             key=WIDTH,
@@ -71,11 +75,11 @@ def fuzzed(seed: int, count: int) -> list[checks.Case]:
             heads=draw.randint(1, 128),
             near=draw.choice((draw.randint(0, 130), draw.randint(0, 2100))),
             far=None,
-            entry=draw.choice(FORMATS),
+            entry=entry,
             pages=(draw.randint(1, 130), 1),
             page_bytes=draw.choice((0, 16, 656)),
             gaps=draw.choice((0.0, 0.1, 0.9)),
-            lengths=draw.random() < 0.5,
+            lengths=lengths,
             mode=draw.choice(facts.MODES),
             splits=draw.choice((0, 0, 0, 3, 9)),
             spread=draw.choice(sorted(checks.SPREADS)),
@@ -166,10 +170,10 @@ def test_every_number_is_within_the_gates(case: checks.Case) -> None:
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
+@pytest.mark.parametrize("seed", range(len(KINDS)))
 def test_fuzzed_cases(seed: int) -> None:
-    wrong = [why for case in fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
-    assert not wrong
+    found = (checks.mismatch(case, LSE_OF_CUT_SUMS) for case in fuzzed(seed, AT_ONCE))
+    assert not [why for why in found if why]
 
 
 @pytest.mark.h200

@@ -152,15 +152,17 @@ def topk(p: Any, t: Given) -> Made:
 
 
 def attention(p: Any, t: Given) -> Made:
-    """Attend to listed slots and a sink; weights are rounded to BF16."""
-    require_tensor("query heads", t["q"], BF16, (p.tokens, p.heads, WIDTH), 16)
-    require_tensor("sinks", t["sink"], F32, (p.heads,), 4)
+    """Attend to listed slots and, in V4, a sink; weights are rounded to BF16."""
+    width = p.family.key
+    require_tensor("query heads", t["q"], BF16, (p.tokens, p.heads, width), 16)
+    sink = t["sink"] if p.family.sinks else torch.full((p.heads,), -torch.inf)
+    require_tensor("sinks", sink, F32, (p.heads,), 4)
     found, live = [], []
     for name, of in zip(("window", "entries"), p.lists, strict=False):
         slots, cache = t[f"{name}_slots"], t[f"{name}_cache"]
         require_tensor(f"slots of {name}", slots, torch.int32, (p.tokens, of.width), 4)
         require_tensor(f"cache of {name}", cache, U8, (of.pages.count, of.pages.stride), 16)
-        rows = cache.view(BF16).view(-1, WIDTH).float()
+        rows = cache.view(BF16).view(-1, width).float()
         found.append(rows[slots.long().clamp(min=0)])
         live.append(slots >= 0)
     keys, seen = torch.cat(found, 1), torch.cat(live, 1)
@@ -168,6 +170,7 @@ def attention(p: Any, t: Given) -> Made:
     logit = logit.masked_fill(~seen[:, None], -torch.inf)
     peak = logit.amax(-1, keepdim=True).clamp(min=torch.finfo(F32).min)
     power = (logit - peak).exp()
-    total = power.sum(-1) + (t["sink"] - peak[..., 0]).exp()
-    out = torch.einsum("thk,tkl->thl", power.to(BF16).float(), keys) / total[..., None]
+    total = power.sum(-1) + (sink - peak[..., 0]).exp()
+    values = keys[..., :WIDTH]
+    out = torch.einsum("thk,tkl->thl", power.to(BF16).float(), values) / total[..., None]
     return out.to(BF16), torch.zeros(p.tokens, p.heads)

@@ -58,7 +58,8 @@ def test_a_run_by_kernels_agrees_and_says_who_computed_what(
     assert every == told - {"layers.0.attn.wkv_b", "layers.1.attn.wkv_b"}, "absorbed: never called"
     assert all(table["reference"].values()), "no component falls without a reason"
     assert capture.facts["conventions"] == {
-        "head_norm": "once", "routing_weight_before_w2": False
+        "head_norm": "once", "routing_weight_before_w2": False,
+        "attention_in_storage_dtype": False,
     }  # fmt: skip
     assert all(launch["launches"] > 0 for each in table["kernels"].values() for launch in each)
     found = cases.checked(tmp_path / "run", model)

@@ -101,9 +101,9 @@ def test_figures_follow() -> None:
     assert PROBLEM.gathered_bytes == 3 * 1152 * 584
     assert OF_V32.operations == 2 * 64 * 128 * 2048 * (576 + 512)
     assert OF_V32.gathered_bytes == 64 * 2048 * 656
-    assert (facts.choose_splits(OF_V32), facts.tiles_each(OF_V32)) == (4, 8)
+    assert (facts.choose_splits(OF_V32), facts.tiles_each(OF_V32)) == (2, 16)
     form = facts.choose_form(OF_V32, SM90A.name)
-    assert (form.width, form.together, form.sinks) == (576, 4, False)
+    assert (form.width, form.together, form.sinks) == (576, 2, False)
     assert facts.grid(PROBLEM) == 3 * 2
     assert facts.grid(replace(PROBLEM, heads=65)) == 3 * 2 * 2
 
