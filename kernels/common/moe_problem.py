@@ -120,10 +120,7 @@ TACTICS: Mapping[str, tuple[Tactic, ...]] = {
         Tactic(gemm.ANY, rows=128, columns=256, inner=64),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.
-    SM100A.name: (
-        Tactic(48, rows=128, columns=64, inner=256),
-        Tactic(gemm.ANY, rows=128, columns=192, inner=256),
-    ),
+    SM100A.name: (Tactic(gemm.ANY, rows=128, columns=192, inner=256),),
 }
 # FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
 # side, so gate and up are a whole tile of scales each.

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULE = "degarble.suites.kernels.sm100_moe_first_minute"
-NARROW, WIDE = moe.TACTICS[SM100A.name]
 
 
 class Executor(Protocol):
@@ -174,20 +173,20 @@ def calls(*cases: checks.Case) -> Callable[[Executor], str]:
 ONE = MoeProblem(100, 64, 64, 1, 1, 1, 10.0)
 GROUPS = MoeProblem(90, 96, 160, 2, 1, 2, 10.0)
 JAGGED = MoeProblem(580, 64, 96, 8, 1, 8, 10.0, BEFORE_W2)
-WRAP = MoeProblem(3, 1312, 32, 2, 1, 2, 2.0)  # six steps in a tile, 21 tiles
+WRAP = MoeProblem(3, 1312, 32, 2, 1, 2, 2.0)  # six steps in a tile, seven tiles
 FULL = MoeProblem(60, 288, 416, 5, 4, 9, None, AFTER_W2)
 STEPS = (
     Step("rows", "order of slots, quantised rows, scales of groups", rows_only),
     Step("load", "boxes of one of many matrices, gate beside up", load_only),
     Step("requantise", "a row in registers, its codes and scales", requantise_only),
-    Step("one tile", "both products of one group", calls(case_of(ONE, tactic=NARROW))),
+    Step("one tile", "both products of one group", calls(case_of(ONE))),
     Step("two groups", "whose matrices a tile has", calls(case_of(GROUPS, "even"))),
     Step("jagged groups", "warps without rows, no rows", calls(case_of(JAGGED, "edges"))),
     Step("pipeline wrap", "parities where rings begin anew", calls(case_of(WRAP, "even"))),
     Step(
         "full",
         "tails, experts elsewhere, the shared expert",
-        calls(case_of(FULL, "even", tactic=WIDE, shared=True)),
+        calls(case_of(FULL, "even", shared=True)),
     ),
 )
 BY_NAME = {step.name: step for step in STEPS}

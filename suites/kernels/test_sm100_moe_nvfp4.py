@@ -20,12 +20,14 @@ from degarble.harness.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.common import moe_problem as facts
+from degarble.kernels.common.compiling import package_root
 from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.kernels.common.targets import SM90A
 from degarble.suites.kernels import moe_checks as checks
 from degarble.suites.kernels import moe_twin as twin
 from degarble.suites.kernels import sm100_moe_code as code
+from degarble.suites.kernels import sm100_moe_table as table
 from degarble.suites.kernels.moe_checks import Case
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ TARGET = "sm_100a"
 V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
 MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
 SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0, BEFORE_W2)
+OF_SECOND = [replace(facts.TACTICS[TARGET][0], columns=columns) for columns in (64, 192, 256)]
 FUZZED, AT_ONCE = 120, 40
 
 
@@ -58,6 +61,13 @@ def forms() -> list[facts.MoeForm]:
         for form in facts.forms_of(problem_of(model, tokens, weighting), TARGET)
     }
     return list(found)
+
+
+def other_forms() -> list[facts.MoeForm]:
+    """FC2 in tiles that the table does not take."""
+    taken = facts.TACTICS[TARGET]
+    others = [tactic for tactic in OF_SECOND if tactic not in taken]
+    return [facts.forms_of(SMALL, TARGET, tactic)[1] for tactic in others]
 
 
 def named(form: facts.MoeForm) -> str:
@@ -85,13 +95,13 @@ def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", forms(), ids=named)
+@pytest.mark.parametrize("form", [*forms(), *other_forms()], ids=named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: facts.MoeForm) -> None:
     assert not code.complaints(kernels.compile_form(form, checks.SETTINGS), form)
 
 
 def test_models_share_few_forms() -> None:
-    assert len(forms()) == 6  # FC1 with and without limit, weight in two places; FC2 in two tiles
+    assert len(forms()) == 5  # FC1 with and without limit, the weight in two places; FC2
 
 
 @pytest.mark.slow
@@ -138,6 +148,24 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     refused(MissingDevice, "sm_100a")
 
 
+def test_the_note_shows_the_tables_as_they_are() -> None:
+    note = (package_root() / "docs/design-notes/sm100_moe.md").read_text()
+    for lines in (table.facts_of_forms(), table.roofline()):
+        assert "\n".join(lines) in note
+    assert note.startswith("# Routed experts on Blackwell: not run\n")
+
+
+def test_padding_costs_nothing_where_weights_are_read_from_memory() -> None:
+    """Groups are padded to 128 rows: up to 8,192 tokens all of that is hidden by memory."""
+    for hidden, width, experts, chosen in table.MODELS.values():
+        for tokens in table.TOKENS:
+            problem = MoeProblem(tokens, hidden, width, experts, chosen, experts, 10.0)
+            bounds = [table.bound(problem, form) for form in facts.forms_of(problem, TARGET)]
+            assert all(each.matrix < each.memory for each in bounds)
+    bounds = [table.bound(table.PUBLISHED, f) for f in facts.forms_of(table.PUBLISHED, TARGET)]
+    assert all(each.matrix > each.memory for each in bounds)
+
+
 # ---- on a B200 -----------------------------------------------------------------------------------
 
 
@@ -147,7 +175,7 @@ def mismatch(problem: MoeProblem, choice: str = "even", seed: int = 0, **more: A
 
 
 @pytest.mark.b200
-@pytest.mark.parametrize("tactic", facts.TACTICS[TARGET], ids=lambda t: f"{t.columns}")
+@pytest.mark.parametrize("tactic", OF_SECOND, ids=lambda t: f"{t.columns}")
 @pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
 @pytest.mark.parametrize("choice", checks.CHOICES)
 def test_choices_of_every_kind(choice: str, weighting: str, tactic: Any) -> None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")  # the walk is the kernels' own
 
 TARGET = "sm_100a"
-NARROW, WIDE = moe.TACTICS[TARGET]
+(WIDE,) = moe.TACTICS[TARGET]
+NARROW = replace(WIDE, columns=64)
 SMALL = MoeProblem(9, 64, 96, 3, 2, 3, 10.0, BEFORE_W2)
 EDGES = MoeProblem(580, 64, 160, 8, 1, 8, 10.0)
 WRAPPED = MoeProblem(3, 1312, 1312, 2, 1, 2, 2.0)  # six steps of K: more than a ring has stages
@@ -180,7 +181,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], checks.Case]] = {
         tensor_memory,
         "columns_skipped",
         zero,
-        case_of(replace(SMALL, hidden=96)),
+        case_of(replace(SMALL, hidden=224)),
     ),
     "scales beyond K not cleared": (tensor_memory, "end_of_scales", nothing_ends, case_of(SMALL)),
     "bytes expected": (gemm, "transaction_bytes", more(16), case_of(SMALL)),

@@ -19,7 +19,8 @@ from degarble.kernels.common.targets import SM100A
 
 PRO = MoeProblem(8192, 7168, 3072, 384, 6, 384, 10.0)
 FLASH = MoeProblem(8192, 4096, 2048, 256, 6, 256, 10.0)
-TACTICS = moe.TACTICS[SM100A.name]
+TABLE = moe.TACTICS[SM100A.name]
+TACTICS = (*TABLE, *(replace(TABLE[0], columns=columns) for columns in (64, 256)))
 FIRST = moe.forms_of(FLASH, SM100A.name)[0]
 SECOND = [moe.forms_of(FLASH, SM100A.name, tactic)[1] for tactic in TACTICS]
 EDGES = (1, 127, 128, 129, 0, 63, 64, 65)
@@ -52,6 +53,7 @@ NUMBERS = {
     (2, 256): (4, 55_296, 0, 1, 304, 12),
     (1, 64): (6, 28_672, 32_768, 2, 160, 8),
     (1, 192): (4, 47_104, 32_768, 2, 432, 12),
+    (1, 256): (3, 55_296, 32_768, 1, 304, 12),
 }
 
 
@@ -82,11 +84,10 @@ def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
     boxes = [(each.name, each.rows, each.matrices) for each in gemm.loads(FIRST.gemm)]
     want = [("a", 128, 1), ("b", 128, 2), ("scales of a", 1, 1), ("scales of b", 1, 2)]
     assert boxes == want
-    chosen = [
-        moe.choose_tactic(replace(PRO, tokens=tokens), SM100A.name).columns
-        for tokens in (1, 3072, 3073)
-    ]
-    assert chosen == [64, 64, 192]
+    chosen = {
+        moe.choose_tactic(replace(PRO, tokens=tokens), SM100A.name) for tokens in (1, 3072, 8192)
+    }
+    assert chosen == set(TABLE)
 
 
 # ---- A: groups in rows ---------------------------------------------------------------------------
