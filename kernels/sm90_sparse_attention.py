@@ -29,6 +29,7 @@ from torch import Tensor
 
 from degarble.harness.errors import InvalidArgument, MissingDevice, ShapeMismatch
 from degarble.kernels import simt_attention_merge as merging
+from degarble.kernels import sm90_attention_experiment as experiment
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.compiling import (
@@ -124,6 +125,8 @@ def sparse_attention(
     require_operands(problem, operands, results, workspace)
     number = require_device(_tensors(operands, results, workspace))
     if problem.tokens:
+        if problem.products == facts.EXPERIMENT:
+            operands = operands._replace(q=experiment.queries_in_nvfp4(operands.q, settings))
         target = target_of_device(number)
         if target != SM90A:
             raise MissingDevice(

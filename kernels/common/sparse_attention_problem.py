@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import attention_rows as rows
@@ -47,6 +47,9 @@ MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming G
 TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
 TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
 MODES = ("prefill", "decode")
+EXPERIMENT = "experiment-nvfp4"  # queries in NVFP4 as well; docs/design-notes/attention_kernel.md
+EXPERIMENT_ENTRY = "nvfp4-v41"  # all of a key is NVFP4, its turned values too
+PRODUCTS = ("bf16", EXPERIMENT)  # of queries and keys; nothing chooses the second by itself
 COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
 MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
 BARRIER_BYTES = 8 * 2 * STAGES
@@ -105,6 +108,7 @@ class AttentionProblem:
     lengths: bool = False  # how many slots of each list count is given for each token
     splits: int = 0
     scale: float = rows.WIDTH**-0.5  # of V4's logits; V3.2's has to be given
+    products: str = PRODUCTS[0]
 
     def __post_init__(self) -> None:
         rows.require_extent("tokens", self.tokens)
@@ -127,7 +131,16 @@ class AttentionProblem:
                 f"{self.family.lists} where keys have {self.family.key} values",
                 "V3.2 has no window: give one list.",
             )
+        if self.products not in PRODUCTS:
+            raise UnknownName.among("products of queries and keys", self.products, PRODUCTS)
         formats = {each.pages.entry for each in self.lists}
+        if self.products == EXPERIMENT and formats != {EXPERIMENT_ENTRY}:
+            raise InvalidArgument(
+                f"entries beside {EXPERIMENT}",
+                sorted(formats),
+                f"{EXPERIMENT_ENTRY}, of which every value is NVFP4",
+                "Leave products out: BF16 loses nothing of any entry.",
+            )
         if len(formats) > 1:
             raise InvalidArgument(
                 "entry formats of the two caches",

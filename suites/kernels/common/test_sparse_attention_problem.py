@@ -118,6 +118,8 @@ def test_figures_follow() -> None:
         (InvalidArgument, "splits", lambda: replace(PROBLEM, splits=33)),
         (InvalidArgument, "softmax scale", lambda: replace(PROBLEM, scale=0.0)),
         (InvalidArgument, "softmax scale", lambda: replace(OF_V32, scale=512**-0.5)),
+        (UnknownName, "products of queries", lambda: replace(PROBLEM, products="nvfp4")),
+        (InvalidArgument, "entries beside", lambda: replace(PROBLEM, products=facts.EXPERIMENT)),
         (InvalidArgument, "lists of keys", lambda: replace(OF_V32, entries=OF_V32.window)),
         (ShapeMismatch, "width of a list", lambda: KeyList(-1, PAGES)),
         (ShapeMismatch, "width of cache entries", lambda: KeyList(1, Pages("bf16", 1, 1, 0, 128))),
