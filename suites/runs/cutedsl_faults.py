@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -38,7 +38,11 @@ class Fault:
     instead: Callable[..., Any]
     component: str  # the end of the name of one that has to be blamed
     layout: str = "nvfp4-full"
-    also: str = ""  # the end of the names of whole ones that may be blamed beside it, see below
+    also: str | tuple[str, ...] = ""  # ends of names of whole ones that may be blamed, see below
+    cause: str = ""  # the family of faults that a check names, where it names one
+    cache: str = "exact"  # entries of the paged cache
+    prompts: int = 0  # which lengths are asked
+    beside: tuple[tuple[str, str, Any], ...] = ()  # module, name and value: what is no fault
 
 
 def _swapped(true: Any, first: Any, second: Any, *rest: Any) -> Any:
@@ -147,21 +151,35 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 def planted(fault: Fault) -> Iterator[None]:
     """Let a kernel be compiled with a fault as long as this lasts."""
     kernel, module = import_module(f"{KERNELS}.{fault.kernel}"), import_module(fault.module)
-    instead = partial(fault.instead, getattr(module, fault.function))
+    true, tracing = getattr(module, fault.function), [False]
+
+    def instead(*given: Any, **named: Any) -> Any:
+        # Other kernels that are compiled meanwhile share the module, and are whole and kept.
+        return fault.instead(true, *given, **named) if tracing[0] else true(*given, **named)
+
     with ExitStack() as stack:
         for name in (each for each in vars(kernel) if each.startswith("compile_")):
             if hasattr(getattr(kernel, name), "__wrapped__"):
-                fresh = _uncached(getattr(kernel, name).__wrapped__)
+                fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
+        for place, attribute, value in fault.beside:
+            stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))
         yield
 
 
-def _uncached(compile_form: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a form without the folder of compiled kernels, once as long as this is kept."""
+def _uncached(compile_form: Callable[..., Any], tracing: list[bool]) -> Callable[..., Any]:
+    """Compile a form without the folder of compiled kernels, once as long as this is kept.
+
+    `tracing` says whether it is being compiled.
+    """
 
     @cache
     def compiled(*given: Any) -> Any:
-        return compile_form(*given[:-1], CompileSettings())
+        tracing[0] = True
+        try:
+            return compile_form(*given[:-1], CompileSettings())
+        finally:
+            tracing[0] = False
 
     return compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,27 @@ import pytest
 
 from degarble.kernels.common import (
     attention_rows,
+    compressor_problem,
     gemm_problem,
     gemv_problem,
+    indexer_problem,
     kv_problem,
     mhc_problem,
+    moe_problem,
     quantise_problem,
     rmsnorm_problem,
     router_problem,
+    topk_problem,
 )
+from degarble.kernels.common import indexer_operand_problem as operand_problem
 from degarble.kernels.common import inverse_rope_problem as back
+from degarble.kernels.common import mhc_projection_problem as projection_problem
 from degarble.kernels.common import qnorm_rope_problem as heads
+from degarble.kernels.common import sparse_attention_problem as attention_problem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.suites.runs import cutedsl_faults as faults
+from degarble.suites.runs import cutedsl_faults_attention as of_attention
+from degarble.suites.runs import cutedsl_faults_experts as experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +48,19 @@ def _write(_: str) -> Any:
     pages = kv_problem.Pages("bf16", 64, 1)
     problem = kv_problem.WriteProblem(9, pages, positions=64)
     return kv_problem.choose_write_form(problem, TARGET)
+
+
+def _attention(name: str) -> Any:
+    keys = attention_problem.KeyList(128, kv_problem.Pages("bf16", 64, 2))
+    splits = 2 if name.startswith("splits") else 0
+    problem = attention_problem.AttentionProblem(4, 8, keys, keys, "decode", splits=splits)
+    return attention_problem.choose_form(problem, TARGET)
+
+
+def _scores(_: str) -> Any:
+    pages = indexer_problem.KeyPages("bf16", 64, 1)
+    problem = indexer_problem.ScoresProblem(4, 8, 64, 1, pages, 4, "stored")
+    return indexer_problem.choose_form(problem, TARGET)
 
 
 FORMS: dict[str, Callable[[str], Any]] = {
@@ -62,22 +85,60 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "simt_gemv_bf16": lambda _: gemv_problem.choose_form(
         gemv_problem.GemvProblem(8, 8, 192), TARGET
     ),
-    "simt_mhc": lambda _: mhc_problem.MixForm("post", TARGET),
+    "simt_mhc": lambda name: mhc_problem.MixForm(
+        "post" if name in ("streams changed", "mix the other way round") else "all", TARGET
+    ),
+    "sm90_sparse_attention": _attention,
+    "simt_compressor": lambda _: compressor_problem.PoolForm(4, 512, True, TARGET),
+    "simt_indexer_topk": lambda _: topk_problem.choose_form(
+        topk_problem.TopkProblem(4, 64, 32), TARGET, 132
+    ),
+    "sm90_indexer_scores": _scores,
+    "simt_indexer_operand": lambda _: operand_problem.choose_form(
+        operand_problem.OperandProblem(4, 8, "none", "exact", True), TARGET
+    ),
+    "simt_mhc_project": lambda _: projection_problem.choose_form(
+        projection_problem.ProjectProblem(4, 192), TARGET
+    ),
+    "simt_kv_read": lambda _: kv_problem.choose_read_form(
+        kv_problem.ReadProblem(4, kv_problem.Pages("fp8", 64, 1)), TARGET
+    ),
 }
+
+
+def of_experts(kernel: str) -> str:
+    """Compile what the grouped experts launch of a kernel's file."""
+    module, settings = import_module(f"{faults.KERNELS}.{kernel}"), CompileSettings()
+    if kernel == "simt_moe_rows":
+        form = moe_problem.CombineForm(2, weighted=True, shared=False, target=TARGET)
+        made = [make(64, TARGET, settings) for make in (module.compile_plan, module.compile_gather)]
+        made.append(module.compile_combine(form, settings))
+    else:
+        problem = moe_problem.MoeProblem(20, 192, 96, 8, 2, 8, 10.0)
+        forms = moe_problem.forms_of(problem, TARGET)
+        forms = (*forms, replace(forms[0], shown=True))
+        made = [module.compile_form(form, settings) for form in forms]
+    return "".join(str(each.ptx) for each in made)
 
 
 def ptx(fault: faults.Fault) -> str:
     """Compile the form of a fault as the module has it now."""
+    if fault.kernel not in FORMS:
+        return of_experts(fault.kernel)
     module = import_module(f"{faults.KERNELS}.{fault.kernel}")
     return str(module.compile_form(FORMS[fault.kernel](fault.name), CompileSettings()).ptx)
 
 
+ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
+
+
 def test_names_are_their_own_and_there_are_enough() -> None:
-    assert len(faults.BY_NAME) == len(faults.FAULTS) >= 15
+    assert len({each.name for each in ALL}) == len(ALL)
+    assert min(map(len, (faults.FAULTS, of_attention.FAULTS, experts.FAULTS))) >= 15
     assert attention_rows.WIDTH == 512
 
 
-SOME = ("entry of the next slot", "streams changed")
+SOME = ("entry of the next slot", "overlap dropped")
 
 
 def _changes(fault: faults.Fault) -> None:
@@ -89,10 +150,10 @@ def _changes(fault: faults.Fault) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_planted_fault_changes_the_code_and_goes_away(name: str) -> None:
-    _changes(faults.BY_NAME[name])
+    _changes(next(each for each in ALL if each.name == name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_every_planted_fault_does(fault: faults.Fault) -> None:
     _changes(fault)

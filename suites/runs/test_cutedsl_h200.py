@@ -7,16 +7,22 @@ other that its kernel does not compute.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import cutedsl
+from degarble.references.numerics import KeyValueCache
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.runs import cutedsl_cases as cases
 from degarble.suites.runs import cutedsl_faults as faults
+from degarble.suites.runs import cutedsl_faults_attention as of_attention
+from degarble.suites.runs import cutedsl_faults_experts as experts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.h200, pytest.mark.needs("cutlass")]
 
 SEEDS = range(6)
-LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63))
+LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63), (3, 17))
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +61,53 @@ def test_a_healthy_run_agrees(
     assert found.verdict is Verdict.AGREES, told
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def with_cache(entry: str) -> Any:
+    """Let caches have these entries: a convention that the manifest names, and the twin follows."""
+    conventions = {**cutedsl.CONVENTIONS, "kv_cache": KeyValueCache(entry)}
+    return mock.patch.object(cutedsl, "CONVENTIONS", conventions)
+
+
+@pytest.mark.parametrize("entry", ["fp8", "nvfp4"])
+def test_a_healthy_run_with_a_coded_cache_agrees(folder: Path, tmp_path: Path, entry: str) -> None:
+    model = cases.write_model(folder, "v4", "nvfp4-full", 2)
+    with with_cache(entry):
+        cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(1), device="cuda")
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
+
+
+def test_a_healthy_run_with_split_keys_agrees(folder: Path, tmp_path: Path) -> None:
+    model = cases.write_model(folder, "v4", "nvfp4-full", 4)
+    ((place, name, tiles),) = of_attention.SPLITS_OF_A_TILE
+    with mock.patch.object(import_module(place), name, tiles):
+        cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(0), device="cuda")
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
+
+
+ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
+
+
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_planted_fault_is_found_in_its_component(
     folder: Path, tmp_path: Path, fault: faults.Fault
 ) -> None:
     model = cases.write_model(folder, "v4", fault.layout, 1)
-    with faults.planted(fault):
+    with with_cache(fault.cache), faults.planted(fault):
         cases.capture_by(
-            None, model.checkpoint, tmp_path / "run", prompts(0), device="cuda", new_tokens=2
-        )
+            None, model.checkpoint, tmp_path / "run", prompts(fault.prompts), device="cuda",
+            new_tokens=2,
+        )  # fmt: skip
     table: dict[str, Any] = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.DIFFERS, "nothing was found"
     blamed = [each.trouble.component for each in found.origins]
-    assert any(name.endswith(fault.component) for name in blamed), blamed
+    own = [each for each in found.origins if each.trouble.component.endswith(fault.component)]
+    assert own, blamed
+    named = {each.id for found in own if found.diagnosed for each in found.diagnosed.named}
+    print(f"CAUSE {fault.name}: {', '.join(sorted(named)) or 'none named'}")  # noqa: T201  with -rP
+    if fault.cause:
+        assert any(each.startswith(f"{fault.cause}.") for each in named), named
     others = [
         name for name in blamed
         if not any(each["kernel"] == fault.kernel for each in table.get(name, ()))
