@@ -24,23 +24,18 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_entry, operands, tcgen05, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common import operands, tcgen05, wgmma
 from degarble.kernels.common import tcgen05_pair as pair
 from degarble.kernels.common import tcgen05_swapped as swapped
-from degarble.kernels.common.compiling import (
-    CompiledKernel,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.common.compiling import CompiledKernel
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM100A, TARGETS
+from degarble.kernels.common.targets import SM100A
 from degarble.kernels.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
 
 CODES_OF_WORD = 8
@@ -342,13 +337,23 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers of a launch; tensors are codes, scales, decode scale of A and B, D."""
+    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
+    if form.tactic.swapped:
+        a, a_scales, b, b_scales = b, b_scales, a, a_scales
+    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
+    return tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
+
+
 @cache
 def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    pointers = tuple(map(operands.pointer, ELEMENTS, (None,) * len(ELEMENTS), ALIGNMENTS))
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
 
 
 def gemm_nvfp4(
@@ -367,26 +372,13 @@ def gemm_nvfp4(
     out = contract.empty_output(problem, a.codes.device) if out is None else out
     require_operand("A", a, problem.rows, problem.inner)
     require_operand("B", b, problem.columns, problem.inner)
-    contract.require_output(problem, out)
-    contract.require_place((*a, *b, out), SM100A)
-    if problem.rows:
-        form = form or facts.choose_form(problem, SM100A.name)
-        tensor_memory.require_extents(problem, form)
-        launch(compile_form(form, settings), form, problem, (*a, *b, out))
-    return out
+    form = form or facts.choose_form(problem, SM100A.name)
+    tensor_memory.require_extents(problem, form)
+    return gemm_entry.answer(ENTRY, problem, (*a, *b, out), settings, form)
 
 
 def launch(
     kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
 ) -> None:
     """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
-    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
-    device = a.device.index or 0
-    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
-    extents = (problem.rows, problem.columns, problem.inner, clusters)
-    if form.tactic.swapped:
-        extents = (problem.columns, problem.rows, problem.inner, clusters)
-        a, a_scales, b, b_scales = b, b_scales, a, a_scales
-    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
-    pointers = tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
-    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -22,20 +22,15 @@ from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_entry, operands, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
-from degarble.kernels.common import operands, wgmma
-from degarble.kernels.common.compiling import (
-    CompiledKernel,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.common.compiling import CompiledKernel
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.kernels.common.targets import SM90A
 
 STEP_K = 16  # of one wgmma
 ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
@@ -168,15 +163,20 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to A, B, D."""
+    alignments = (contract.TMA_ALIGNMENT,) * len(ELEMENTS)
+    return tuple(map(operands.pointer, ELEMENTS, tensors, alignments))
+
+
 @cache
 def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    pointers = tuple(
-        operands.pointer(element, None, contract.TMA_ALIGNMENT) for element in ELEMENTS
-    )
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
 
 
 def gemm_bf16(
@@ -196,23 +196,11 @@ def gemm_bf16(
     shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
     for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
         operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
-    contract.require_output(problem, out)
-    contract.require_place((a_MK, b_NK, out), SM90A)
-    if problem.rows:
-        form = form or facts.choose_form(problem, SM90A.name)
-        launch(compile_form(form, settings), form, problem, (a_MK, b_NK, out))
-    return out
+    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
 
 
 def launch(
     kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
 ) -> None:
     """Launch on checked tensors: A, B, D."""
-    device = tensors[0].device.index or 0
-    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
-    extents = (problem.rows, problem.columns, problem.inner, clusters)
-    pointers = tuple(
-        operands.pointer(element, tensor, contract.TMA_ALIGNMENT)
-        for element, tensor in zip(ELEMENTS, tensors, strict=True)
-    )
-    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -26,20 +26,15 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.harness.formats.scalar_codecs import ue8m0_decode
 from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_entry, operands, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
-from degarble.kernels.common import operands, wgmma
-from degarble.kernels.common.compiling import (
-    CompiledKernel,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.common.compiling import CompiledKernel
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.kernels.common.targets import SM90A
 
 BLOCK = 128  # of K and of B's rows that share a scale
 SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
@@ -212,21 +207,23 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def _pointers(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to A, B, scales of A and B, D."""
+def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to A, B, scales of A and B, D; tensors are A, its scales, B, its, D."""
+    a, of_a, b, of_b, out = tensors
     scale, _, alignment = SCALES[form.scales]
     elements = (Float8E4M3FN, Float8E4M3FN, scale, scale, BFloat16)
     tma = contract.TMA_ALIGNMENT
     alignments = (tma, tma, alignment, alignment, tma)
-    return tuple(map(operands.pointer, elements, tensors, alignments))
+    return tuple(map(operands.pointer, elements, (a, b, of_a, of_b, out), alignments))
 
 
 @cache
 def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (_pointers(form, (None,) * 5), extents, form, any_stream())
-    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+    return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
 
 
 class Fp8Operands(NamedTuple):
@@ -252,12 +249,7 @@ def gemm_fp8_block(
     """
     out = contract.empty_output(problem, given.a.device) if out is None else out
     require_operands(problem, given)
-    contract.require_output(problem, out)
-    contract.require_place((*given, out), SM90A)
-    if problem.rows:
-        form = form or facts.choose_form(problem, SM90A.name)
-        launch(compile_form(form, settings), form, problem, (*given, out))
-    return out
+    return gemm_entry.answer(ENTRY, problem, (*given, out), settings, form)
 
 
 def require_operands(problem: GemmProblem, given: Fp8Operands) -> None:
@@ -276,9 +268,4 @@ def launch(
     kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
 ) -> None:
     """Launch on checked tensors: A, scales of A, B, scales of B, D."""
-    a, of_a, b, of_b, out = tensors
-    device = a.device.index or 0
-    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
-    extents = (problem.rows, problem.columns, problem.inner, clusters)
-    pointers = _pointers(form, (a, b, of_a, of_b, out))
-    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

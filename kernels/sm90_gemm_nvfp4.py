@@ -24,21 +24,16 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.common import gemm_contract as contract
+from degarble.kernels.common import gemm_entry, operands, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import nvfp4_stages as stages
-from degarble.kernels.common import operands, wgmma
-from degarble.kernels.common.compiling import (
-    CompiledKernel,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.common.compiling import CompiledKernel
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.kernels.common.targets import SM90A
 
 CODES_OF_WORD = 8
 A_PLACE = 3  # what `multiply` is told of A before whether this warp has rows of it
@@ -387,13 +382,21 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers of a launch; tensors are codes, scales, decode scale of A and B, D."""
+    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
+    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
+    return tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
+
+
 @cache
 def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    pointers = tuple(map(operands.pointer, ELEMENTS, (None,) * len(ELEMENTS), ALIGNMENTS))
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_gemm, arguments, TARGETS[form.target], settings)
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
 
 
 class Nvfp4Operand(NamedTuple):
@@ -420,12 +423,7 @@ def gemm_nvfp4(
     out = contract.empty_output(problem, a.codes.device) if out is None else out
     require_operand("A", a, problem.rows, problem.inner)
     require_operand("B", b, problem.columns, problem.inner)
-    contract.require_output(problem, out)
-    contract.require_place((*a, *b, out), SM90A)
-    if problem.rows:
-        form = form or facts.choose_form(problem, SM90A.name)
-        launch(compile_form(form, settings), form, problem, (*a, *b, out))
-    return out
+    return gemm_entry.answer(ENTRY, problem, (*a, *b, out), settings, form)
 
 
 def require_operand(name: str, operand: Nvfp4Operand, rows: int, inner: int) -> None:
@@ -441,10 +439,4 @@ def launch(
     kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
 ) -> None:
     """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
-    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
-    device = a.device.index or 0
-    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
-    extents = (problem.rows, problem.columns, problem.inner, clusters)
-    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
-    pointers = tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
-    kernel(pointers, tuple(map(Int32, extents)), current_stream(device))
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

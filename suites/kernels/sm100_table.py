@@ -25,6 +25,7 @@ OPERATIONS_A_CLOCK = 32_768
 # Extents, and what others published for a B200.
 PUBLISHED = {
     (1, 8192, 8192): "1.78 TB/s, FlashInfer (its issue 1732)",
+    (1, 7168, 16384): "8.62 us, bound of the GPU MODE contest; 2.6 times that, entries to it",
     (128, 7168, 16384): "8.99 us, bound of the GPU MODE contest at 1.5 GHz",
     (128, 4096, 7168): "2.35 us, the same",
     (128, 7168, 2048): "1.33 us, the same",
