@@ -26,12 +26,14 @@ from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.kv_problem import ENTRIES, Pages
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 from degarble.suites.kernels import cache_checks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = CompileSettings()
+MODULES = {SM90A.name: "sm90_sparse_attention", SM100A.name: "sm100_sparse_attention"}
 ABSOLUTE, RELATIVE, COSINE = 1e-3, 2.01 / 128, 5e-6  # FlashMLA, tests: sparse decode
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
 SPREADS = {"flat": 1.0, "peaked": 30.0}  # of queries: logits vary by 0.1 and by 3
@@ -206,9 +208,14 @@ def memory_for(case: Case, device: Any) -> tuple[Any, Any]:
     return results, workspace
 
 
+def kernels_here() -> Any:
+    """Return the module of the GPU that is installed."""
+    return import_module(f"degarble.kernels.{MODULES[target_of_device().name]}")
+
+
 def on_device(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
     """Run the kernel."""
-    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    kernels = kernels_here()
     results, workspace = memory_for(case, given.q.device)
     kernels.sparse_attention(
         operands_of(given), case.problem, SETTINGS, results=results, workspace=workspace
@@ -300,7 +307,8 @@ def rows_as_outputs(entry: str, key: int = rows.WIDTH) -> tuple[str, float]:
     q = torch.zeros(pages.slots, 1, key, dtype=torch.bfloat16, device="cuda")
     sink = torch.full((1,), -torch.inf, device="cuda") if problem.family.sinks else None
     keys = kernels.Keys(slots[:, None].cuda(), cache.cuda())
-    made = kernels.sparse_attention(kernels.Operands(q, sink, keys), problem, SETTINGS)
+    operands = kernels.Operands(q, sink, keys)
+    made = kernels_here().sparse_attention(operands, problem, SETTINGS)
     out = made.out[:, 0].cpu()
     same = (out == rows_SL[:, : rows.WIDTH]) | (lost[:, None] & out.isnan())
     wrong = (~same).nonzero()

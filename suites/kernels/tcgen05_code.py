@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from degarble.suites.kernels.tcgen05_words import WrongWord, require
 
+STEP = (1 << 14) - 1  # bits of an operand's descriptor that say where it begins
 WORD_BITS = 46  # of an operand's descriptor; its version lies above
 _MMA = re.compile(
     r"tcgen05\.mma\.cta_group::1\.(?P<kind>kind::\w+)\S*\s+\[(?P<d>%r\d+)(?:\+(?P<more>\d+))?\], "
@@ -38,34 +39,32 @@ class Product(NamedTuple):
 
 def products(ptx: str) -> list[Product]:
     """Return the matrix instructions in the order of the text."""
+    words, steps = defined(ptx, r"mov\.b32", r"%r\d+"), defined(ptx, r"add\.s64", r"%rd\d+")
+    constants = defined(ptx, r"mov\.pred", r"%p\d+")
     found = []
     for match in _MMA.finditer(ptx):
-        before = ptx[: match.start()]
-        constants = re.findall(rf"mov\.pred \s*{match['adds']}, (-?\d+);", before)
+        require(match["word"] in words, f"{match['word']} is no constant")
+        adds = constants.get(match["adds"])
         found.append(
             Product(
                 match["kind"],
-                word_of(before, match["word"]),
-                step_of(before, match["a"]),
-                step_of(before, match["b"]),
-                bool(int(constants[-1])) if constants else None,
+                words[match["word"]],
+                steps.get(match["a"], 0) & STEP,
+                steps.get(match["b"], 0) & STEP,
+                None if adds is None else bool(adds),
             )
         )
     require(len(found) == ptx.count("tcgen05.mma."), "an instruction that is not understood")
     return found
 
 
-def word_of(before: str, register: str) -> int:
-    """Return a constant that was moved to a register."""
-    moved = re.findall(rf"mov\.b32 \s*{register}, (\d+);", before)
-    require(bool(moved), f"{register} is no constant")
-    return int(moved[-1])
-
-
-def step_of(before: str, register: str) -> int:
-    """Return how far a descriptor lies behind another one; 0 where it is not made of one."""
-    added = re.findall(rf"add\.s64 \s*{register}, %rd\d+, (\d+);", before)
-    return int(added[-1]) & (1 << 14) - 1 if added else 0
+def defined(ptx: str, instruction: str, register: str) -> dict[str, int]:
+    """Return the registers that an instruction makes of one constant, or of another and one."""
+    text = rf"{instruction} \s*({register}), (?:{register}, )?(-?\d+);"
+    made: dict[str, set[int]] = {}
+    for name, number in re.findall(text, ptx):
+        made.setdefault(name, set()).add(int(number))
+    return {name: numbers.pop() for name, numbers in made.items() if len(numbers) == 1}
 
 
 def operand_words(ptx: str) -> set[int]:
