@@ -42,6 +42,7 @@ class AskedBackend:
     name: str = TORCH
     strict: bool = False
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
+    graph: bool = False  # whole layers of our own kernels, captured
 
 
 @dataclass(frozen=True, eq=False)

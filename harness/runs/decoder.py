@@ -19,10 +19,12 @@ import torch
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.errors import InvalidArgument, NotBuilt
+from degarble.harness.pairings import Paired
 from degarble.harness.runs.decoder_layer import Stepping
 from degarble.harness.runs.layer_matrices import widely
 from degarble.harness.runs.layer_memory import LayerMemory, Room, memory_of
 from degarble.harness.runs.layer_weights import EndWeights, LayerWeights, Laying
+from degarble.harness.talk.generation import SIDE_BY_SIDE
 from degarble.harness.talk.speaker import Speaker
 from degarble.kernels.common.embed_problem import EmbedProblem
 from degarble.kernels.common.topk_problem import TopkProblem
@@ -34,10 +36,13 @@ if TYPE_CHECKING:
 
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.runs.cutedsl_kernels import Kernels
+    from degarble.harness.runs.model import OpenModel
     from degarble.references.binding import Bound
     from degarble.references.numerics import Switches
     from degarble.references.state import Sequence
 
+NAME = "cutedsl-graph"
+POSITIONS = 4096  # that a lane has room for
 _ENTRIES = {"exact": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}  # of caches, as numerics name them
 
 
@@ -125,6 +130,7 @@ class Decoder:
         assert self._made is not None, "what was captured made something"
         return self._made
 
+    @torch.inference_mode()
     def feed(self, tokens: Many[int | None], positions: Many[int]) -> None:
         """Tell lanes their tokens and positions; None lets a lane rest."""
         reach = self.stepping.room.positions
@@ -159,7 +165,7 @@ class DecoderSpeaker(Speaker):
     def __init__(self, bound: Bound, decoder: Decoder) -> None:
         super().__init__(bound)
         self._decoder = decoder
-        self._lanes: dict[int, int] = {}
+        self._lanes: dict[int, int] = {}  # of sequences, the one that spoke last at the end
         self._free = list(range(decoder.stepping.room.lanes))[::-1]
 
     @property
@@ -167,9 +173,11 @@ class DecoderSpeaker(Speaker):
         """How many positions there is room for."""
         return min(super().context, self._decoder.stepping.room.positions)
 
+    @torch.inference_mode()
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Streams [T, S, D] of every new token; the sequences move on, a token a step."""
-        lanes = [self._lane(each) for each in sequences]
+        speaking = {id(each) for each in sequences}
+        lanes = [self._lane(each, speaking) for each in sequences]
         made: list[list[Tensor]] = [[] for _ in sequences]
         every = len(self._lanes) + len(self._free)
         for number in range(max(len(new) for new in tokens)):
@@ -187,28 +195,50 @@ class DecoderSpeaker(Speaker):
             sequence.length += len(new)
         return torch.stack([row for rows in made for row in rows])
 
+    @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """The head's input, for rows of `hidden`."""
         s, ends = self._decoder.stepping, self._decoder.ends
         return s.normed(ends.norm, s.mixed(ends.mixing, hidden.contiguous(), "head")[0])
 
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of `hidden`."""
         return self._decoder.logits(hidden.contiguous())
 
-    def _lane(self, sequence: Sequence) -> int:
-        found = self._lanes.get(id(sequence))
-        if found is not None:
-            return found
-        if sequence.length or not self._free:
-            raise InvalidArgument(
-                "sequence", f"{sequence.length} tokens, {len(self._free)} lanes free",
-                "a new sequence, and a lane for it", "Begin it here; make more lanes.",
-            )  # fmt: skip
-        lane = self._free.pop()
-        self._lanes[id(sequence)] = lane
-        weakref.finalize(sequence, self._release, id(sequence))
-        return lane
+    def _lane(self, sequence: Sequence, speaking: set[int]) -> int:
+        """The lane of a sequence; a new one may take that of whoever has been silent longest."""
+        known = self._lanes.pop(id(sequence), None)
+        if known is None:
+            silent = [name for name in self._lanes if name not in speaking]
+            if sequence.length or not (self._free or silent):
+                raise InvalidArgument(
+                    "sequence", f"{sequence.length} tokens, {len(self._free)} lanes free",
+                    "a new sequence, and a lane for it",
+                    "Begin it here, and let fewer speak at once.",
+                )  # fmt: skip
+            known = self._free.pop() if self._free else self._lanes.pop(silent[0])
+            weakref.finalize(sequence, self._release, id(sequence))
+        self._lanes[id(sequence)] = known
+        return known
 
     def _release(self, name: int) -> None:
-        self._free.append(self._lanes.pop(name))
+        lane = self._lanes.pop(name, None)
+        if lane is not None:
+            self._free.append(lane)
+
+
+def speak_by_layers(model: OpenModel, kernels: Kernels) -> Paired:
+    """Let a model speak by whole layers of kernels; what that means is told as a backend."""
+    if model.streamed is not None:
+        raise NotBuilt(
+            "--graph", "a checkpoint that is streamed", "weights that fit into memory",
+            "Leave --graph out: components run one by one.",
+        )  # fmt: skip
+    bound = model.speaker.bound
+    reach = min(model.speaker.context, POSITIONS)
+    decoder = Decoder.of(kernels, bound, model.recipe, SIDE_BY_SIDE, reach)
+    if kernels.device.type == "cuda":
+        decoder.capture()
+    model.speaker = DecoderSpeaker(bound, decoder)
+    return Paired(NAME, tuple(bound.calls))

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
-from degarble.harness.runs.backends import conventions_of, require_backend, use_backend
+from degarble.harness.runs.backends import (
+    conventions_of,
+    kernels_of,
+    require_backend,
+    use_backend,
+)
 from degarble.harness.runs.model import open_model
 from degarble.harness.talk import marks
 from degarble.harness.talk.chat import Chat, chat_of
@@ -214,7 +219,12 @@ def speaking_model(
     require_backend(asked.name)
     conventions = conventions_of(asked.name)
     with open_model(source, arithmetic, switches=conventions) as model:
-        yield model, use_backend(model.speaker.bound, asked, model.recipe)
+        if asked.graph:
+            from degarble.harness.runs.decoder import speak_by_layers  # noqa: PLC0415  our kernels
+
+            yield model, speak_by_layers(model, kernels_of(asked))
+        else:
+            yield model, use_backend(model.speaker.bound, asked, model.recipe)
 
 
 def strange_line(words: Mapping[str, int]) -> str:

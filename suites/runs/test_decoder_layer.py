@@ -12,6 +12,7 @@ import torch
 
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.errors import InvalidArgument, NotBuilt
+from degarble.harness.runs import cutedsl_kernels
 from degarble.harness.runs.cutedsl import CONVENTIONS, use_kernels
 from degarble.harness.runs.decoder import Decoder, DecoderSpeaker
 from degarble.harness.runs.layer_matrices import groups_of
@@ -20,11 +21,13 @@ from degarble.harness.runs.model import OpenModel, open_model
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
+from degarble.suites.cli.calls import call
 from degarble.suites.runs import cutedsl_cases as cases
 from degarble.suites.runs.cutedsl_standin import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from degarble.harness.talk.speaker import Speaker
 
@@ -116,14 +119,14 @@ def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:
     assert speaker.context == 3
     with pytest.raises(InvalidArgument, match="position = 3"):
         decoder.feed([1], [3])
-    kept = Sequence()
-    speaker._lane(kept)
+    first, second = Sequence(), Sequence()
     with pytest.raises(InvalidArgument, match="0 lanes free"):
-        speaker.hidden([Sequence()], [torch.tensor([1])])
-    del kept
-    speaker._lane(Sequence(length=0))
+        speaker.hidden([first, second], [torch.tensor([1])] * 2)
+    speaker.hidden([second], [torch.tensor([1])])  # the first has been silent longer
     with pytest.raises(InvalidArgument, match="4 tokens"):
-        speaker._lane(Sequence(length=4))
+        speaker.hidden([Sequence(length=4)], [torch.tensor([1])])  # begun elsewhere
+    del second
+    speaker.hidden([Sequence()], [torch.tensor([1])])  # who is gone leaves its lane
 
 
 def test_what_no_layer_has_is_refused_with_its_reason(opened: OpenModel) -> None:
@@ -147,3 +150,20 @@ def test_narrow_groups_are_one_matrix_with_zeros_between() -> None:
     x = torch.randn(3, 32)
     parts = torch.einsum("tgk,gnk->tgn", x.reshape(3, 4, 8), weight.float().reshape(4, 16, 8))
     torch.testing.assert_close(x @ narrow.weight.float().T, parts.flatten(1))
+
+
+def test_a_command_lets_whole_layers_speak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = cases.write_model(tmp_path, "v4", "nvfp4-full")
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: StandIn())
+    monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
+    line = ("--json", "generate", model.checkpoint, "--prompt", "w7 w8", "--max-new-tokens", 1)
+    parts = call(capsys, *line, "--backend", "cutedsl").document
+    whole = call(capsys, *line, "--backend", "cutedsl", "--graph", "--strict").document
+    assert whole["texts"] == parts["texts"]
+    assert whole["backend"]["name"] == "cutedsl-graph"
+    assert whole["backend"]["torch"] == []
+    refused = call(capsys, *line, "--graph")
+    assert refused.status == 2
+    assert "--backend cutedsl, which it captures" in refused.err

@@ -30,6 +30,9 @@ class GenerateOptions:
     checkpoint: CheckpointPath
     backend: Backend = "torch"
     strict: Strict = False
+    graph: Annotated[
+        bool, typer.Option("--graph", help="With cutedsl: whole layers, one CUDA graph a token.")
+    ] = False
     prompt: Prompt = None
     prompts: Prompts = None
     interactive: Annotated[bool, typer.Option("--interactive", help="Talk turn by turn.")] = False
@@ -101,7 +104,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     text = None
     if options.perplexity is not None:
         text = run.text_from("--perplexity", options.perplexity)
-    asked = AskedBackend(options.backend, options.strict, settings_here())
+    asked = AskedBackend(options.backend, options.strict, settings_here(), options.graph)
     with speaking_model(options.checkpoint, options.numerics, asked) as (model, paired):
         talker = run.Talker(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
@@ -134,6 +137,11 @@ def _require(options: GenerateOptions, terminal: Terminal) -> None:
     )
     values.backend("--backend", options.backend)
     values.strict(options.backend, wanted=options.strict)
+    if options.graph and options.backend != "cutedsl":
+        raise InvalidArgument(
+            "--graph", f"--backend {options.backend}", "--backend cutedsl, which it captures",
+            "Name it, or leave --graph out.",
+        )  # fmt: skip
     values.existing("--prompts", options.prompts)
     values.existing("--perplexity", options.perplexity)
     values.existing("--tools", options.tools)
