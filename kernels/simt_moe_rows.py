@@ -387,8 +387,8 @@ class Job:
 
     @property
     def tile(self) -> int:
-        """Rows of a tile, none of which has two experts."""
-        return self.tactic.rows
+        """Rows of a tile, or of a cluster's, none of which has two experts."""
+        return facts.rows_of_one_expert(self.tactic)
 
 
 def plan(job: Job, chosen_TK: Tensor, local_G: Tensor | None, out: Plan) -> None:

@@ -133,12 +133,10 @@ def feeds_of(
 ) -> tuple[producer.Feed, ...]:
     """Make the TMA atoms of A, B and their scales, box by box."""
     matrices = matrices_of(pointers, extents, form)
-    return tuple(
-        producer.feed_of(matrices[load.name], layout, box)
-        for load, layout, box in zip(
-            facts.loads(form), gemm.layouts(form), gemm.boxes_of(form), strict=True
-        )
-    )
+    of_loads = (matrices[load.name] for load in facts.loads(form))
+    sharers = tensor_memory.sharers(form)
+    boxes = zip(of_loads, gemm.layouts(form), gemm.boxes_of(form), sharers, strict=True)
+    return tuple(producer.feed_of(*box) for box in boxes)
 
 
 def leaving_of(outputs: tuple[Any, ...], extents: tuple[Any, ...], form: MoeForm) -> Any:
@@ -160,14 +158,16 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: rows at most, N, K, experts, thread blocks."""
-    *of_matrices, blocks = extents
+    """Launch a form on extents that are known now: rows at most, N, K, experts, clusters."""
+    *of_matrices, clusters = extents
+    tactic = form.gemm.tactic
     feeds = feeds_of(inputs[:4], tuple(of_matrices), form.gemm)
     leaving = leaving_of(outputs, tuple(of_matrices), form)
     groups = leaving_tiles.Groups(*rows.flat(inputs[4:]))
     grouped_kernel(feeds, leaving, groups, extents[1:3], form).launch(
-        grid=[1, 1, blocks],
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
         min_blocks_per_mp=1,
         stream=stream,
     )
@@ -249,9 +249,9 @@ def multiply_rows(
     device, parts = a.codes.device.index or 0, form.gemm.parts
     of_b = (b.codes, b.scales, b.input_scale, b.decode_scale)
     inputs = (*a, *of_b, plan.rows, plan.experts, plan.slots)
-    blocks = moe_problem.grid(job.problem, form, operands.processors_of(device))
+    clusters = moe_problem.grid(job.problem, form, operands.processors_of(device))
     most = moe_problem.most_rows(job.problem, form.gemm.tactic)
-    extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, blocks)
+    extents = (most, *moe_problem.columns_of(job.problem, form), job.problem.experts, clusters)
     compile_form(form, job.settings)(
         rows.pointers_of(INPUTS, inputs, ALIGNED),
         rows.pointers_of(OUTPUTS[parts], outputs, OUTPUTS_ALIGNED[parts]),

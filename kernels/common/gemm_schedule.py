@@ -32,7 +32,7 @@ class Walk(NamedTuple):
     tiles: tuple[Any, Any]  # of clusters, along M and N
     place: tuple[Any, Any]  # of this thread block in its cluster
     tactic: Tactic
-    experts: Any = None  # of each row of tiles, in memory; None: all of D has one B
+    experts: Any = None  # of each row of tiles of clusters, in memory; None: all of D has one B
 
 
 def tile_of(number: Any, tiles: tuple[Any, Any], group: int, least: Any = min) -> tuple[Any, Any]:
@@ -72,5 +72,7 @@ def tile_at(walk: Walk, number: Any) -> tuple[Any, ...]:
     row, column = row * tactic.cluster_rows + in_row, column * tactic.cluster_columns + in_column
     if walk.experts is None:
         return row, column
-    known = cutlass.max(cutlass.min(row, walk.tiles[0] - 1), 0)
+    # A cluster's rows of tiles have one expert.
+    of_cluster = row if tactic.cluster_rows == 1 else row // tactic.cluster_rows
+    known = cutlass.max(cutlass.min(of_cluster, walk.tiles[0] - 1), 0)
     return row, column, Int32(walk.experts[known])

@@ -12,7 +12,7 @@ choices and counts. Letters: T tokens, K chosen, D hidden, F width of an expert,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
@@ -141,6 +141,8 @@ def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> 
     """Return the forms of FC1 and FC2."""
     tactic = tactic or choose_tactic(problem, target)
     of_first = FIRST_TACTICS.get(target, tactic)
+    shape = (tactic.cluster_rows, tactic.cluster_columns)
+    of_first = replace(of_first, cluster_rows=shape[0], cluster_columns=shape[1])
     first, second = (
         GemmForm(gemm.NVFP4.name, "e4m3", target, cut, parts)
         for cut, parts in ((of_first, GATE_AND_UP), (tactic, 1))
@@ -151,15 +153,20 @@ def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+def rows_of_one_expert(tactic: Tactic) -> int:
+    """Rows that begin a group together: of a tile, or of all tiles of a cluster along M."""
+    return tactic.rows * tactic.cluster_rows
+
+
 def most_tiles(problem: MoeProblem, tactic: Tactic) -> int:
-    """Tiles of rows that any choice needs at most; one at least, so that memory is there."""
-    some = min(problem.experts, problem.slots)
-    return max(1, (problem.slots + (tactic.rows - 1) * some) // tactic.rows)
+    """Tiles, or clusters, of rows that any choice needs; one at least, so that memory is there."""
+    some, rows = min(problem.experts, problem.slots), rows_of_one_expert(tactic)
+    return max(1, (problem.slots + (rows - 1) * some) // rows)
 
 
 def most_rows(problem: MoeProblem, tactic: Tactic) -> int:
     """Rows that any choice needs at most."""
-    return most_tiles(problem, tactic) * tactic.rows
+    return most_tiles(problem, tactic) * rows_of_one_expert(tactic)
 
 
 def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
@@ -182,10 +189,11 @@ def columns_of(problem: MoeProblem, form: MoeForm) -> tuple[int, int]:
 
 
 def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:
-    """Thread blocks of a product: as many as run at once, or as there can be tiles if fewer."""
+    """Clusters of a product: as many as run at once, or as there can be tiles of them if fewer."""
     tactic = form.gemm.tactic
-    tiles = ceil_div(columns_of(problem, form)[0], tactic.columns)
-    return int(min(most_tiles(problem, tactic) * tiles, processors * tactic.blocks))
+    tiles = ceil_div(columns_of(problem, form)[0], tactic.columns * tactic.cluster_columns)
+    at_once = processors * tactic.blocks // (tactic.cluster_rows * tactic.cluster_columns)
+    return int(min(most_tiles(problem, tactic) * tiles, at_once))
 
 
 def first_scale_row(row: Any, first: Any, form: GemmForm) -> Any:

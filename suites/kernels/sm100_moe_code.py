@@ -84,6 +84,7 @@ def complaints(kernel: CompiledKernel, form: MoeForm) -> list[str]:
         "threads": (f".reqntid {tensor_memory.threads()}, 1, 1" in ptx, True),
         "roundings unstated": (unstated_roundings(ptx), ()),
     }
+    figures |= plain.figures_of_clusters(ptx, of_gemm)
     found = plain.found_words(ptx)
     figures |= {name: (found[name], want) for name, want in plain.wanted_words(of_gemm).items()}
     return [

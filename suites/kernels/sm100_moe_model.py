@@ -213,32 +213,44 @@ def first_sides(case: checks.Case, given: Any, x: Any) -> Sides:
     return Sides(x, codes, w13.scales.reshape(count, -1))
 
 
-def tiles_of(plan: Any, columns: int, form: facts.GemmForm, share: tuple[int, int]) -> list[Any]:
-    """Return the tiles of one of so many thread blocks, each with its expert."""
+def tiles_of(
+    plan: Any, columns: int, form: facts.GemmForm, share: tuple[int, int], place: tuple[int, int]
+) -> list[Any]:
+    """Return the tiles of one of so many clusters, at a place in it, each with its expert."""
     from degarble.kernels.common.gemm_schedule import tile_of  # noqa: PLC0415  needs the DSL
 
     number, count = share
-    tiles = (int(plan.rows) // form.tactic.rows, ceil_div(columns, form.tactic.columns))
-    found = [
-        tile_of(i, tiles, form.tactic.group) for i in range(number, tiles[0] * tiles[1], count)
+    tactic, (in_row, in_column) = form.tactic, place
+    down, across = tactic.cluster_rows, tactic.cluster_columns
+    tiles = (
+        int(plan.rows) // moe.rows_of_one_expert(tactic),
+        ceil_div(columns, tactic.columns * across),
+    )
+    found = [tile_of(i, tiles, tactic.group) for i in range(number, tiles[0] * tiles[1], count)]
+    return [
+        (row * down + in_row, column * across + in_column, int(plan.experts[row]))
+        for row, column in found
     ]
-    return [(row, column, int(plan.experts[row])) for row, column in found]
 
 
 def multiply(
     form: MoeForm, sides: Sides, plan: Any, leaving: Leaving, order: tuple[str, int] = ("loads", 2)
 ) -> int:
-    """Run all thread blocks of a product; return how many instructions ran."""
-    first, processors = order
+    """Run all thread blocks of a product; return how many instructions ran.
+
+    Those of a cluster load all of theirs, for who issues which part is left out.
+    """
+    first, clusters = order
+    places = product(range(form.gemm.tactic.cluster_rows), range(form.gemm.tactic.cluster_columns))
     inner, columns = sides.codes.shape[2] * 2, form.gemm.parts * sides.codes.shape[1]
     steps, instructions = ceil_div(inner, form.gemm.tactic.inner), 0
-    for number in range(processors):
-        tiles = tiles_of(plan, columns, form.gemm, (number, processors))
+    for number, place in product(range(clusters), places):
+        tiles = tiles_of(plan, columns, form.gemm, (number, clusters), place)
         block = block_of(form, sides, leaving.to if form.gemm.parts == 1 else None)
-        places = [tile[:2] for tile in tiles]
+        in_order = [tile[:2] for tile in tiles]
         roles = [
             block.load(tiles, steps),
-            block.multiply(places, steps, inner // facts.NVFP4.block),
+            block.multiply(in_order, steps, inner // facts.NVFP4.block),
             *(block.leave(warp, tiles, leaving) for warp in range(WARPS)),
         ]
         block.run(roles, first)
@@ -255,12 +267,12 @@ def ordered(case: checks.Case, given: Any, plan: Any) -> None:
     groups, row = checks.slots_of_experts(case, given.routing), 0
     plan.places.fill_(moe.NONE)
     for expert, slots in enumerate(groups):
-        end = row + round_up(len(slots), TILE)
+        end = row + round_up(len(slots), case.job.tile)
         plan.counts[expert] = len(slots)
         plan.slots[row:end] = moe.NONE
         plan.slots[row : row + len(slots)] = slots.int()
         plan.places[slots] = torch.arange(row, row + len(slots), dtype=torch.int32)
-        plan.experts[row // TILE : end // TILE] = expert
+        plan.experts[row // case.job.tile : end // case.job.tile] = expert
         row = end
     plan.rows[0] = row
 
@@ -274,7 +286,7 @@ def gathered(case: checks.Case, given: Any, plan: Any, out: Any) -> None:
         rows = slice(tile * TILE, (tile + 1) * TILE)
         slots = plan.slots[rows].long()
         own = slots >= 0
-        scale = given.weights.w13.input_scale[int(plan.experts[tile])]
+        scale = given.weights.w13.input_scale[int(plan.experts[tile * TILE // case.job.tile])]
         x = given.x[slots[own] // p.chosen].float()
         made = quantise(x, NVFP4, CANONICAL, decode_scale=scale)
         codes[rows][own] = made.codes

@@ -11,12 +11,13 @@ prints.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
 from degarble.kernels.common import moe_problem as moe
-from degarble.kernels.common.gemm_problem import NVFP4
+from degarble.kernels.common.gemm_problem import NVFP4, Tactic, loads
 from degarble.kernels.common.moe_problem import MoeForm, MoeProblem
 from degarble.kernels.common.targets import SM100A
 from degarble.suites.kernels.sm100_table import (
@@ -33,6 +34,7 @@ MODELS = {
     "V4-Flash": (4096, 2048, 256, 6),
     "V3.2": (7168, 2048, 256, 8),
 }
+CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
 TOKENS = (1, 16, 128, 2048, 8192)
 PUBLISHED = MoeProblem(65_536, 7168, 2048, 8, 1, 8)  # nvfp4moe's BENCHMARKS.md: 8 experts of V3.2
 
@@ -90,6 +92,37 @@ def bound(problem: MoeProblem, form: MoeForm) -> Bound:
     )
 
 
+def clocks_of(form: MoeForm) -> int:
+    """Clocks of the matrix unit a stage."""
+    tactic = form.gemm.tactic
+    clocks: int = 2 * tactic.rows * tactic.columns * tactic.inner // OPERATIONS_A_CLOCK
+    return clocks
+
+
+def bytes_a_clock(form: MoeForm) -> float:
+    """Bytes that a multiprocessor takes of the L2 cache for a clock of its matrix unit."""
+    sharers = tensor_memory.sharers(form.gemm)
+    own = (load.bytes / count for load, count in zip(loads(form.gemm), sharers, strict=True))
+    return sum(own) / clocks_of(form)
+
+
+def clusters() -> list[str]:
+    """Return a line a shape of cluster."""
+    lines = ["| cluster | rows of one expert | FC1 | FC2 |", "|---|---|---|---|"]
+    for shape in CLUSTERS:
+        tactic = clustered(shape)
+        first, second = map(bytes_a_clock, moe.forms_of(PUBLISHED, SM100A.name, tactic))
+        rows = moe.rows_of_one_expert(tactic)
+        lines.append(f"| {shape[0]} x {shape[1]} | {rows} | {first:.0f} | {second:.0f} |")
+    return lines
+
+
+def clustered(shape: tuple[int, int]) -> Tactic:
+    """Return the tactic of the table in clusters."""
+    (tactic,) = moe.TACTICS[SM100A.name]
+    return replace(tactic, cluster_rows=shape[0], cluster_columns=shape[1])
+
+
 def facts_of_forms() -> list[str]:
     """Return a line a form."""
     lines = [
@@ -98,14 +131,13 @@ def facts_of_forms() -> list[str]:
     ]
     for name, form in zip(("FC1", "FC2"), moe.forms_of(PUBLISHED, SM100A.name), strict=True):
         tactic, held = form.gemm.tactic, tensor_memory.footprint(form.gemm)
-        clocks = 2 * tactic.rows * tactic.columns * tactic.inner // OPERATIONS_A_CLOCK
         lines.append(
             f"| {name} | {tactic.rows} x {tactic.columns} x {tactic.inner} | {held.stages} of "
             f"{held.stage_bytes:,} | {held.total:,} | {tensor_memory.accumulators(form.gemm)} | "
             f"{tensor_memory.columns_held(form.gemm)} of "
             f"{tensor_memory.columns_allocated(form.gemm)} | "
             f"{tensor_memory.instructions(form.gemm)}, {tensor_memory.scale_copies(form.gemm)} | "
-            f"{clocks} |"
+            f"{clocks_of(form)} |"
         )
     return lines
 
@@ -142,8 +174,9 @@ def roofline() -> list[str]:
 
 
 def main() -> int:
-    """Print both tables."""
-    print("\n".join([*facts_of_forms(), "", *roofline()]))  # noqa: T201  a script
+    """Print all tables."""
+    tables = (facts_of_forms(), clusters(), roofline())
+    print("\n\n".join("\n".join(lines) for lines in tables))  # noqa: T201  a script
     return 0
 
 

@@ -64,14 +64,19 @@ def forms() -> list[facts.MoeForm]:
 
 
 def other_forms() -> list[facts.MoeForm]:
-    """FC2 in tiles that the table does not take."""
+    """FC2 in tiles that the table does not take, and both in clusters that share loads."""
     taken = facts.TACTICS[TARGET]
     others = [tactic for tactic in OF_SECOND if tactic not in taken]
-    return [facts.forms_of(SMALL, TARGET, tactic)[1] for tactic in others]
+    made = [facts.forms_of(SMALL, TARGET, tactic)[1] for tactic in others]
+    for shape in table.CLUSTERS[1:]:
+        made += facts.forms_of(SMALL, TARGET, table.clustered(shape))
+    return made
 
 
 def named(form: facts.MoeForm) -> str:
-    return f"{form.gemm.parts}-{form.gemm.tactic.columns}-{form.limit}-{form.weighted}"
+    tactic = form.gemm.tactic
+    cluster = f"{tactic.cluster_rows}x{tactic.cluster_columns}"
+    return f"{form.gemm.parts}-{tactic.columns}-{cluster}-{form.limit}-{form.weighted}"
 
 
 @pytest.fixture
@@ -150,7 +155,7 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_note_shows_the_tables_as_they_are() -> None:
     note = (package_root() / "docs/design-notes/sm100_moe.md").read_text()
-    for lines in (table.facts_of_forms(), table.roofline()):
+    for lines in (table.facts_of_forms(), table.clusters(), table.roofline()):
         assert "\n".join(lines) in note
     assert note.startswith("# Routed experts on Blackwell: not run\n")
 
@@ -181,6 +186,20 @@ def mismatch(problem: MoeProblem, choice: str = "even", seed: int = 0, **more: A
 def test_choices_of_every_kind(choice: str, weighting: str, tactic: Any) -> None:
     problem = MoeProblem(700, 352, 416, 8, 1, 8, 10.0, weighting)
     assert not mismatch(problem, choice, 3, tactic=tactic)
+
+
+@pytest.mark.b200
+def test_tile_and_cluster_shape_do_not_change_a_bit() -> None:
+    """One instruction is one step of arithmetic, so rows depend on the order of K alone."""
+    problem = MoeProblem(900, 1312, 1184, 8, 2, 8, 10.0)
+    tactics = [*OF_SECOND, *map(table.clustered, table.CLUSTERS[1:])]
+    found = []
+    for tactic in tactics:
+        case = Case(problem, "skewed", 6, tactic, target=TARGET)
+        found.append(checks.on_device(case, checks.given_of(case)).out)
+    assert all(torch.equal(each, found[0]) for each in found)
+    case = Case(problem, "skewed", 6, tactics[-1], target=TARGET)
+    assert not checks.mismatch(case)
 
 
 @pytest.mark.b200

@@ -90,6 +90,27 @@ def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
     assert chosen == set(TABLE)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
+def test_rows_of_a_cluster_have_one_expert(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    tactic = replace(TABLE[0], cluster_rows=rows, cluster_columns=columns)
+    assert moe.rows_of_one_expert(tactic) == 128 * rows
+    for form in moe.forms_of(FLASH, SM100A.name, tactic):
+        assert (form.gemm.tactic.cluster_rows, form.gemm.tactic.cluster_columns) == shape
+        assert moe.grid(FLASH, form, 148) == 148 // (rows * columns)
+        few = replace(FLASH, tokens=1, hidden=192, width=128)  # a tile along columns, six groups
+        assert moe.grid(few, form, 148) == 6
+    worst = MoeProblem(7, 32, 32, 7, 1, 7)  # each slot a group of its own
+    assert moe.most_tiles(worst, tactic) == 7
+    assert moe.most_rows(worst, tactic) == 7 * 128 * rows
+    drawn = random.Random(f"clusters {shape}")
+    for _ in range(100):
+        counts = random_counts(drawn)
+        problem = MoeProblem(sum(counts), 32, 32, len(counts), 1, len(counts))
+        needed = sum(ceil_div(count, moe.rows_of_one_expert(tactic)) for count in counts)
+        assert needed <= moe.most_tiles(problem, tactic)
+
+
 # ---- A: groups in rows ---------------------------------------------------------------------------
 
 
