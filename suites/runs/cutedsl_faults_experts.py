@@ -2,8 +2,8 @@
 
 Owns the faults by name, as cutedsl_faults does: those of suites/kernels/moe_faults.py whose effect
 a small model shows, and faults of the order of rows, of their quantisation and of warps without
-rows. Left to the kernel's own suite: what needs several tiles a thread block, or could make a
-kernel read where nothing is.
+rows. Left to the kernel's own suite: what needs several tiles a thread block or scales of gate and
+up that differ, or could make a kernel read where nothing is.
 """
 
 from __future__ import annotations
@@ -69,14 +69,10 @@ def _squared(_true: Any, numbers: Any, weight: Any) -> Any:
     return [ops.multiply_rn(number, ops.multiply_rn(weight, weight)) for number in numbers]
 
 
-def _of_kernel(
-    name: str, component: str, kernel: str = _PRODUCTS, cause: str = "", also: Any = ""
-) -> Fault:
+def _of_kernel(name: str, component: str, kernel: str = _PRODUCTS, **more: Any) -> Fault:
     known = moe_faults.BY_NAME[name]
-    return Fault(
-        f"experts: {name}", kernel, known.module, known.function, known.instead, component,
-        also=also, cause=cause, prompts=_SHORT,
-    )  # fmt: skip
+    place = known.module, known.function
+    return _of(name, kernel, place, known.instead, component, **more)
 
 
 def _of(
@@ -91,17 +87,18 @@ def _of(
 _GROUPED, _PLAN = f"{KERNELS}.{_PRODUCTS}", f"{KERNELS}.{_ROWS}"
 # A row that lies with another expert's is quantised and multiplied as that expert's.
 _THROUGHOUT = ("experts.w13", "experts.w2", "experts.act_quant", "w13.act_quant")
+# What nobody wrote may be any number, and leave the range of whatever comes behind.
+_OUT_OF_RANGE = ("hc_pre", "norm", "hc_head")
 FAULTS = (
     _of_kernel("gate and up changed", "experts.act_quant"),
     _of_kernel("scales of the expert before", "experts.w13"),
     _of_kernel("expert before", "experts.w13"),
-    _of_kernel("unwritten tile", "experts.w13"),
+    _of_kernel("unwritten tile", "experts.w13", also=_OUT_OF_RANGE),
     _of_kernel("routing weight left out after", "combine", _ROWS),
     _of_kernel("scale rows of up", "experts.w13"),
-    _of_kernel("scale of gate for up", "experts.w13"),
     _of("tensor scales twice", _PRODUCTS, (_GROUPED, "scales_of"), _twice, "experts.w13"),
     _of("scale of activations left out", _PRODUCTS, (_GROUPED, "scales_of"),
-        _scale_of_activations_left_out, "experts.w2"),
+        _scale_of_activations_left_out, "experts.w2", cause="M02"),
     _of("rows of a warp", _PRODUCTS, (_GROUPED, "warp_has_rows"), _other_rows, "experts.w13"),
     _of("block beside", _PRODUCTS, (_EPILOGUE, "block_at"), _block_beside, "experts.act_quant"),
     _of("the next scale behind FC1", _PRODUCTS, (_WORDS, "scale_code_of"), _next_code,
