@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.runs.layer_matrices import Experts, dense_product, multiply, widely
+from degarble.harness.runs.layer_matrices import (
+    CodedGroups,
+    Experts,
+    dense_product,
+    grouped_products,
+    multiply,
+    widely,
+)
 from degarble.harness.runs.layer_memory import PAGE, Room, Tables, tables_of
 from degarble.harness.runs.layer_weights import table_of_turns
 from degarble.kernels.common.attention_rows import WIDTH
@@ -210,12 +217,15 @@ class Stepping:
         """Inverse RoPE and wo_a: one kernel, or two where groups are narrow."""
         lanes, heads = out.shape[:2]
         positions, groups = self.lanes.positions, w.wo_a
-        if groups.dense:
+        if isinstance(groups, CodedGroups) or groups.dense:
             back = BackProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            return dense_product(self.kernels, groups.weight, turned.flatten(1))
+            rows = turned.flatten(1)
+            if isinstance(groups, CodedGroups):
+                return grouped_products(self.kernels, groups, rows)
+            return dense_product(self.kernels, groups.weight, rows)
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
         return self.kernels.run(

@@ -192,6 +192,43 @@ def groups_of(weight: Tensor, groups: int) -> Groups:
     return Groups(whole, groups, dense=True)
 
 
+@dataclass(frozen=True)
+class CodedGroups:
+    """V4's wo_a in FP8: a product a group, by codes [N, K] and scales of each."""
+
+    way: Way
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+
+def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
+    """Cut wo_a by groups; a tile of 128 rows under one scale may have several."""
+    name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
+    way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
+    if way.kernel != FP8 or (rank % TILE_OF_FP8 and TILE_OF_FP8 % rank):
+        raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
+    tensor, found = weight.quantised(), []
+    for group in range(groups):
+        rows = slice(group * rank, (group + 1) * rank)
+        tiles = slice(rows.start // TILE_OF_FP8, -(-rows.stop // TILE_OF_FP8))
+        codes, scales = tensor.codes[rows].to(device), tensor.block_scale[tiles].to(device)
+        found.append((own(codes).view(torch.float8_e4m3fn), own(scales)))
+    return CodedGroups(way, tuple(found))
+
+
+def grouped_products(kernels: Kernels, groups: CodedGroups, x_MK: Tensor) -> Tensor:
+    """Quantise rows of all groups, and multiply each. Trap: torch cuts codes and joins outputs."""
+    kind = "ue8m0" if groups.parts[0][1].dtype is torch.uint8 else "float32"
+    told = Fp8Problem(x_MK.shape[0], x_MK.shape[1], kind)
+    codes, scales = kernels.run("simt_quantise_fp8", told, values=x_MK)
+    count, problem = len(groups.parts), replace(groups.way.problem, rows=len(x_MK))
+    cut = zip(codes.chunk(count, 1), scales.chunk(count, 1), groups.parts, strict=True)
+    made = [
+        kernels.run(FP8, problem, a=own(a), a_scales=own(of_a), b=b, b_scales=of_b)[0]
+        for a, of_a, (b, of_b) in cut
+    ]
+    return torch.cat(made, dim=1)
+
+
 def dense_product(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
     """BF16 by BF16."""
     problem = GemmProblem(x_MK.shape[0], *weight_NK.shape)

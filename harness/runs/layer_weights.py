@@ -22,9 +22,11 @@ from degarble.harness.runs.cutedsl import parts_of
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
 from degarble.harness.runs.cutedsl_rows import norm_weight
 from degarble.harness.runs.layer_matrices import (
+    CodedGroups,
     Experts,
     Groups,
     Matrix,
+    coded_groups_of,
     exact_bf16,
     experts_of,
     groups_of,
@@ -100,7 +102,7 @@ class AttentionWeights:
     wkv: Matrix
     kv_norm: Norm
     sink: Tensor  # float32 [H]
-    wo_a: Groups
+    wo_a: Groups | CodedGroups
     wo_b: Matrix
     compressor: Compressing | None
     indexer: Indexing | None
@@ -195,22 +197,22 @@ class Laying:
 
     def _attention(self, block: Block) -> AttentionWeights:
         p = f"{block.prefix}.attn."
-        groups, sink = self.config.o_groups, self._of(f"{p}attend")
-        if self._of(f"{p}wo_a")[0].facts.activation(self._of(f"{p}wo_a")[0].name) is not None:
-            raise NoKernelError("groups of wo_a behind codes are multiplied one by one")
+        sink = self._of(f"{p}attend")
         return AttentionWeights(
             self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), self._matrix(f"{p}wq_a"),
             self._norm(f"{p}q_norm"), self._matrix(f"{p}wq_b"), self._matrix(f"{p}wkv"),
             self._norm(f"{p}kv_norm_rope"),
             self._there(sink[1][sink[0].name], torch.float32),
-            groups_of(self._exact(f"{p}wo_a"), groups), self._matrix(f"{p}wo_b"),
+            self._groups(f"{p}wo_a"), self._matrix(f"{p}wo_b"),
             self._compressing(f"{p}compressor.") if block.ratio else None,
             self._indexing(f"{p}indexer.") if f"{p}indexer.scores" in self._parts else None,
         )  # fmt: skip
 
-    def _exact(self, component: str) -> Tensor:
+    def _groups(self, component: str) -> Groups | CodedGroups:
         part, weights = self._of(component)
-        return exact_bf16(weights[part.name], self._device)
+        if part.facts.activation(part.name) is not None:
+            return coded_groups_of(part, weights[part.name], self._device)
+        return groups_of(exact_bf16(weights[part.name], self._device), self.config.o_groups)
 
     def _compressing(self, prefix: str) -> Compressing:
         part, weights = self._of(f"{prefix}proj")

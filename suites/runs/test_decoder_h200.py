@@ -27,10 +27,12 @@ LENGTHS = (150, 131, 4)  # beyond the window and an entry of 128; a lane that so
 POSITIONS = 192
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
+@pytest.fixture(scope="module", params=["nvfp4-full", "nvfp4-experts"])
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenModel]:
     folder = tmp_path_factory.mktemp("decoder")
-    model = cases.write_model(folder, "v4", "nvfp4-full", 5)
+    model = cases.write_model(folder, "v4", str(request.param), 5)
     with open_model(model.checkpoint, switches=CONVENTIONS) as found, torch.inference_mode():
         yield found
 

@@ -15,8 +15,9 @@ from degarble.harness.errors import InvalidArgument, NotBuilt
 from degarble.harness.runs import cutedsl_kernels
 from degarble.harness.runs.cutedsl import CONVENTIONS, use_kernels
 from degarble.harness.runs.decoder import Decoder, DecoderSpeaker
-from degarble.harness.runs.layer_matrices import groups_of
+from degarble.harness.runs.layer_matrices import CodedGroups, groups_of
 from degarble.harness.runs.layer_memory import PAGE, Room, tables_of
+from degarble.harness.runs.layer_weights import AttentionWeights, Laying
 from degarble.harness.runs.model import OpenModel, open_model
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -61,8 +62,7 @@ def by_steps(opened: OpenModel, seen: Callable[..., None] | None = None) -> torc
     return said(DecoderSpeaker(bound, decoder))
 
 
-@pytest.fixture(scope="module")
-def one_by_one(opened: OpenModel) -> torch.Tensor:
+def by_parts(opened: OpenModel) -> torch.Tensor:
     bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
     use_kernels(bound, opened.recipe, StandIn())
     try:
@@ -71,8 +71,26 @@ def one_by_one(opened: OpenModel) -> torch.Tensor:
         bound.calls.update(calls)
 
 
+@pytest.fixture(scope="module")
+def one_by_one(opened: OpenModel) -> torch.Tensor:
+    return by_parts(opened)
+
+
 def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Tensor) -> None:
     assert torch.equal(by_steps(opened), one_by_one)
+
+
+def test_so_it_is_beside_fp8(tmp_path: Path) -> None:
+    model = cases.write_model(tmp_path, "v4", "nvfp4-experts")
+    with open_model(model.checkpoint, switches=CONVENTIONS) as found, torch.inference_mode():
+        kinds = {each.wo_a.__class__ for each in layers_of(found)}
+        assert kinds == {CodedGroups}
+        assert torch.equal(by_steps(found), by_parts(found))
+
+
+def layers_of(opened: OpenModel) -> list[AttentionWeights]:
+    laying = Laying(opened.speaker.bound, cases.CONFIG_V4, opened.recipe, torch.device("cpu"))
+    return [laying.layer(block).attn for block in cases.CONFIG_V4.layers]
 
 
 WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
@@ -134,12 +152,10 @@ def test_what_no_layer_has_is_refused_with_its_reason(opened: OpenModel) -> None
     recipe = recipe_named("nvfp4-full", v32)
     with pytest.raises(NotBuilt, match="DeepSeek-V4"):
         Decoder.of(StandIn(), Bound(v32, Numerics.twin(), {}, recipe), recipe, 1, 8)
-    for name, reason in (("bf16", "NVFP4 experts"), ("nvfp4-experts", "behind codes")):
-        recipe = recipe_named(name, opened.config)
-        weights = opened.speaker.bound.weights
-        bound = Bound(opened.config, Numerics.twin().with_switches(**CONVENTIONS), weights, recipe)
-        with pytest.raises(NotBuilt, match=reason):
-            Decoder.of(StandIn(), bound, recipe, 1, 8)
+    recipe, weights = recipe_named("bf16", opened.config), opened.speaker.bound.weights
+    bound = Bound(opened.config, Numerics.twin().with_switches(**CONVENTIONS), weights, recipe)
+    with pytest.raises(NotBuilt, match="NVFP4 experts"):
+        Decoder.of(StandIn(), bound, recipe, 1, 8)
 
 
 def test_narrow_groups_are_one_matrix_with_zeros_between() -> None:
