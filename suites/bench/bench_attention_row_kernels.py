@@ -50,6 +50,7 @@ WANTED_NODES = 2.5  # of an empty node
 NODES = 100
 POSITIONS = 1 << 16
 ENTRIES_OF_PAGE = 64
+OF_V32 = ("fp8-v32",)
 HEADS = (64, 128)
 WIDTHS = (4096, 7168)
 
@@ -60,8 +61,9 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def pages_for(entry: str, tokens: int) -> Pages:
-    """Return a cache with room for the tokens."""
-    return Pages(entry, ENTRIES_OF_PAGE, -(-tokens // ENTRIES_OF_PAGE))
+    """Return a cache with room for the tokens; V3.2's entries have rows of 576."""
+    width = rows.WITH_KEY if entry in OF_V32 else rows.WIDTH
+    return Pages(entry, ENTRIES_OF_PAGE, -(-tokens // ENTRIES_OF_PAGE), width=width)
 
 
 def cache_of(pages: Pages) -> Any:
@@ -76,7 +78,7 @@ def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[]
 
     tokens = problem.tokens
     operands = kernels.Operands(
-        on_gpu(tokens, rows.WIDTH),
+        on_gpu(tokens, problem.pages.width),
         on_gpu(rows.WIDTH),
         turns,
         torch.randint(POSITIONS, (tokens,), device="cuda"),
@@ -91,7 +93,7 @@ def read_launch(problem: ReadProblem, _number: int) -> Callable[[], object]:
     from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
 
     indices = torch.randperm(problem.pages.slots, device="cuda")[: problem.count].int()
-    cache, out = cache_of(problem.pages), on_gpu(problem.count, rows.WIDTH)
+    cache, out = cache_of(problem.pages), on_gpu(problem.count, problem.pages.width)
     return lambda: kernels.kv_read(indices, cache, problem, SETTINGS, out=out)
 
 
@@ -167,7 +169,7 @@ def pool_launch(problem: PoolProblem, _number: int) -> Callable[[], object]:
 def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
     """Return name, bytes and launches of every arm at so many tokens."""
     made: list[tuple[str, int, Launches]] = []
-    for entry in ENTRIES:
+    for entry in (*ENTRIES, *OF_V32):
         pages = pages_for(entry, tokens)
         write, read = WriteProblem(tokens, pages, POSITIONS), ReadProblem(tokens, pages)
         made.append((f"kv_write {entry}", write.bytes_moved, partial(write_launch, write, turns)))

@@ -17,12 +17,13 @@ def figure(name: str, *microseconds: float) -> Figure:
 def test_arms_have_names_of_their_own_and_their_problems_bytes() -> None:
     found = bench.launches_of(8192, None)
     names = [name for name, _, _ in found]
-    assert len(set(names)) == len(names) == 8 + 4 + 12 + 2
+    assert len(set(names)) == len(names) == 10 + 4 + 12 + 2
     assert [name for name, *_ in bench.chosen(found, ["mhc p"])] == [
         f"mhc {part}, {width}" for width in bench.WIDTHS for part in ("post", "project")
     ]
     sizes = {name: size for name, size, _ in found}
     assert sizes["kv_write fp8"] == 8192 * (1024 + 8 + 8 + 256 + 584)
+    assert sizes["kv_read fp8-v32"] == 8192 * (4 + 656 + 1152)
     assert sizes["mhc post, 7168"] == 8192 * (16 + 64 + 9 * 2 * 7168)
 
 
