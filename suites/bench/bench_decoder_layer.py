@@ -1,13 +1,14 @@
 """A decoding step of one V4 layer on a Hopper GPU, and each kernel's share: a script of tables.
 
-    python -m degarble.suites.bench.bench_decoder_layer [--model M] [--lanes B] [--rounds N]
+    python -m degarble.suites.bench.bench_decoder_layer [--model M] [--recipe R] [--lanes B ...]
 
-Owns layers of true widths with random weights (NVFP4, wo_a and router BF16), one of each type, in
-four sets whose attention, compressors and memories are their own; experts are shared, and each
-set's tokens choose others. The whole step is one CUDA graph over the sets in turn, so that it finds
-nothing in the cache; every launch of it is a graph of its own in the same way, and what both leave
-between them is told. Refuses to measure without a GPU that kernels exist for. Numbers are compared
-by suites/runs. Kept honest by suites/bench/test_bench_decoder_layer.py.
+Owns layers of true widths with random weights, one of each type: experts NVFP4; compressors,
+indexer and router BF16; attention and shared expert NVFP4 (wo_a BF16) or FP8, as the recipe says.
+There are four sets whose attention, compressors and memories are their own; experts are shared, and
+each set's tokens choose others. The whole step is one CUDA graph over the sets in turn, so that it
+finds nothing in the cache; every launch of it is a graph of its own in the same way, and what both
+leave between them is told. Refuses to measure without a GPU that kernels exist for. Numbers are
+compared by suites/runs. Kept honest by suites/bench/test_bench_decoder_layer.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from degarble.harness.runs import layer_weights as records
 from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu, require_gpu
 from degarble.harness.runs.cutedsl_linears import Way
 from degarble.harness.runs.decoder_layer import Stepping
-from degarble.harness.runs.layer_matrices import Experts, Groups, Matrix
+from degarble.harness.runs.layer_matrices import CodedGroups, Experts, Groups, Matrix
 from degarble.harness.runs.layer_memory import Room, memory_of
 from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.mhc_projection_problem import split_weight
@@ -48,6 +49,7 @@ SETS = 4
 CONTEXT = 8192
 TYPES = {0: "window only", 4: "ratio 4, indexer", 128: "ratio 128"}
 DEVICE = "cuda"
+NVFP4, FP8 = RECIPES = ("nvfp4-full", "nvfp4-experts")  # of attention and the shared expert
 
 
 class Remembering(KernelsOnGpu):
@@ -108,6 +110,15 @@ def nvfp4(outputs: int, inner: int) -> Matrix:
     return Matrix(Way("sm90_gemm_nvfp4", problem), operands, scale)
 
 
+def fp8(outputs: int, inner: int) -> Matrix:
+    """A matrix of random codes with exponents as scales."""
+    problem = GemmProblem(1, outputs, inner, "fp8_block", "ue8m0")
+    tiles = (-(-outputs // 128), -(-inner // 128))
+    exponents = torch.full(tiles, 127 - inner.bit_length() // 2, dtype=torch.uint8, device=DEVICE)
+    numbers = torch.randn(outputs, inner, device=DEVICE).to(torch.float8_e4m3fn)
+    return Matrix(Way("sm90_gemm_fp8_block", problem), {"b": numbers, "b_scales": exponents})
+
+
 def mixing(config: V4Config, products: int) -> records.Mixing:
     """mHC's parameters."""
     fn = float32(products, config.hc_mult * config.hidden_size) * 0.1
@@ -138,10 +149,23 @@ def compressing(config: V4Config, ratio: int, width: int) -> records.Compressing
     return records.Compressing(joined, (), float32(ratio, columns), norm(width))
 
 
-def attention(config: V4Config, block: Block) -> records.AttentionWeights:
+def groups_of(config: V4Config, *, coded: bool) -> Groups | CodedGroups:
+    """wo_a, BF16 or FP8."""
+    count, inner = config.o_groups, config.num_attention_heads * 512 // config.o_groups
+    if not coded:
+        return Groups(bf16(count * config.o_lora_rank, inner), count, dense=False)
+    made = [fp8(config.o_lora_rank, inner) for _ in range(count)]
+    return CodedGroups(
+        made[0].way, tuple((each.operands["b"], each.operands["b_scales"]) for each in made)
+    )
+
+
+def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionWeights:
     """Attention of a layer's type."""
+    coded = recipe == FP8
+    linear = fp8 if coded else nvfp4
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    groups, out = config.o_groups, config.o_groups * config.o_lora_rank
+    out = config.o_groups * config.o_lora_rank
     indexer = None
     if block.ratio == 4:
         wq_b = Matrix(
@@ -151,21 +175,27 @@ def attention(config: V4Config, block: Block) -> records.AttentionWeights:
         of_heads = bf16(config.index_n_heads, hidden)
         indexer = records.Indexing(wq_b, of_heads, compressing(config, block.ratio, 128))
     return records.AttentionWeights(
-        mixing(config, 24), norm(hidden), nvfp4(rank, hidden), norm(rank),
-        nvfp4(heads * 512, rank), nvfp4(512, hidden), norm(512), float32(heads),
-        Groups(bf16(out, heads * 512 // groups), groups, dense=False), nvfp4(hidden, out),
+        mixing(config, 24), norm(hidden), linear(rank, hidden), norm(rank),
+        linear(heads * 512, rank), linear(512, hidden), norm(512), float32(heads),
+        groups_of(config, coded=coded), linear(hidden, out),
         compressing(config, block.ratio, 512) if block.ratio else None, indexer,
     )  # fmt: skip
 
 
-def layer(config: V4Config, block: Block, shared_by_all: Experts) -> records.LayerWeights:
+def layer(
+    config: V4Config, block: Block, shared_by_all: Experts, recipe: str
+) -> records.LayerWeights:
     """A layer of random weights; routed experts are those of all sets."""
     hidden, count = config.hidden_size, config.n_routed_experts
+    width = config.moe_intermediate_size
+    shared: Any = experts(config, 1)
+    if recipe == FP8:
+        shared = fp8(2 * width, hidden), fp8(hidden, width)
     ffn = records.FfnWeights(
         mixing(config, 24), norm(hidden), bf16(count, hidden), float32(count), shared_by_all,
-        experts(config, 1),
+        shared,
     )  # fmt: skip
-    return records.LayerWeights(block, config.rope(block), attention(config, block), ffn)
+    return records.LayerWeights(block, config.rope(block), attention(config, block, recipe), ffn)
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -180,15 +210,15 @@ class Step:
 
 
 def steps_of(
-    kernels: Remembering, config: V4Config, ratio: int, lanes: int, every: Experts
+    kernels: Remembering, config: V4Config, ratio: int, lanes: int, given: tuple[Experts, str]
 ) -> list[Step]:
-    """Sets of a layer type, at the end of a context that is full."""
+    """Sets of a layer type, at the end of a context that is full; given are experts and recipe."""
     block = [each for each in config.layers if each.ratio == ratio][-1]
     room = Room(lanes, CONTEXT, config.sliding_window, "fp8")
     found = []
     for _ in range(SETS):
         stepping = Stepping(kernels, config, Switches(), room)
-        weights = layer(config, block, every)
+        weights = layer(config, block, *given)
         memory = memory_of(room, block, indexes=weights.attn.indexer is not None, device=DEVICE)
         for each in memory.tensors:
             _fill(each)
@@ -214,14 +244,16 @@ def _fill(memory: Tensor) -> None:
         memory.copy_(torch.randint(0x20, 0x3C, memory.shape, dtype=torch.uint8, device=DEVICE))
 
 
-def shares(kernels: Remembering, steps: Sequence[Step], rounds: int) -> list[str]:
-    """Time the whole step and every launch of it; the table of kernels."""
+def shares(
+    kernels: Remembering, steps: Sequence[Step], rounds: int
+) -> tuple[list[str], list[Figure]]:
+    """Time the whole step, then every launch of it; names of the launches."""
     arms = [captured("whole step", 1, [each.run for each in steps])]
     names = [name for name, *_ in steps[0].calls]
     for place, name in enumerate(names):
         again = [kernels.again(each.calls[place]) for each in steps]
         arms.append(captured(f"{place} {name}", 1, again))
-    return told(names, timed(arms, rounds))
+    return names, timed(arms, rounds)
 
 
 def told(names: Sequence[str], figures: Sequence[Figure]) -> list[str]:
@@ -242,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; status 2 where nothing can be measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="V4-Flash")
+    parser.add_argument("--recipe", choices=RECIPES, default=NVFP4)
     parser.add_argument("--lanes", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--rounds", type=int, default=12)
     asked = parser.parse_args(arguments)
@@ -250,18 +283,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DegarbleError as error:
         print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
         return error.exit_status
-    _say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.model}, FP8 cache")
+    _say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    _say(f"{asked.model}, {asked.recipe}, caches of FP8 entries")
     config = replace(MODELS[asked.model], num_hash_layers=0)
     with torch.inference_mode():
         kernels = Remembering(settings_here())
-        every = experts(config, config.n_routed_experts)
+        given = experts(config, config.n_routed_experts), asked.recipe
         for lanes in asked.lanes:
-            for ratio in sorted({each.ratio for each in config.layers}):
-                steps = steps_of(kernels, config, ratio, lanes, every)
+            spent = {}
+            for ratio, count in sorted(Counter(each.ratio for each in config.layers).items()):
+                steps = steps_of(kernels, config, ratio, lanes, given)
+                names, figures = shares(kernels, steps, asked.rounds)
+                spent[ratio] = count * figures[0].median
                 _say(f"\n**{TYPES[ratio]}, {lanes} tokens behind {CONTEXT - 1:,} each**\n")
-                _say("\n".join(shares(kernels, steps, asked.rounds)))
+                _say("\n".join(told(names, figures)))
                 del steps
                 torch.cuda.empty_cache()
+            total = sum(spent.values()) / 1e3
+            _say(f"\nall {len(config.layers)} layers for {lanes} tokens: {total:.2f} ms")
     return 0
 
 
