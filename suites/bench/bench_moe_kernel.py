@@ -1,13 +1,16 @@
 """Grouped experts against the plain NVFP4 form, on a Hopper GPU: a script that prints a table.
 
     python -m degarble.suites.bench.bench_moe_kernel [--rounds N] [--tokens T ...] [--model M]
+    python -m degarble.suites.bench.bench_moe_kernel --steps --tokens 1 16 64 256
 
 Owns the arms: both grouped products, each alone and on rows that are there; the whole call, from
 BF16 tokens to their sum; the plain NVFP4 GEMM on as many rows with one matrix; cuBLAS in BF16 on
 the first product; a copy. A rate counts what slots need: rows of zeros that fill tiles up are
-waste. Choices are drawn evenly. Arms are graphs over several buffer sets and take turns, as in
-bench_gemm_kernels. Refuses to measure without a GPU that kernels exist for. Numbers are compared
-with the definition by suites/kernels. Kept honest by suites/bench/test_bench_moe_kernel.py.
+waste. Choices are drawn evenly. `--steps` times each step in each tactic instead, beside what a
+copy's bandwidth takes for the visited experts' weights. Arms are graphs over several buffer sets
+and take turns, as in bench_gemm_kernels. Refuses to measure without a GPU that kernels exist for.
+Numbers are compared with the definition by suites/kernels. Kept honest by
+suites/bench/test_bench_moe_kernel.py.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ WANTED = 0.70  # of the plain form's rate, both products together
 FC1, FC2, WHOLE = "grouped FC1", "grouped FC2", "whole call"
 PLAIN1, PLAIN2 = "plain FC1", "plain FC2"
 COPIED = 1 << 30
+BYTES_OF_WEIGHT = 9 / 16  # a code, and a scale for sixteen of them
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,57 @@ def grouped_arms(problem: MoeProblem, tactic: Tactic | None = None) -> list[Arm]
     return [captured(name, 1, each) for name, each in launches.items()]
 
 
+def step_arms(problem: MoeProblem, tactics: Sequence[Tactic]) -> tuple[list[Arm], float]:
+    """Return the arms of all steps in each tactic, and the mean bytes of visited experts."""
+    kernels: Any = import_module("degarble.kernels.sm90_moe_nvfp4")
+    rows: Any = import_module("degarble.kernels.simt_moe_rows")
+    every = [checks.given_of(checks.Case(problem, "even", seed)) for seed in range(SETS)]
+    arms = []
+    for number, tactic in enumerate(tactics):
+        job = checks.Case(problem, "even", 1, tactic).job
+        forms = facts.forms_of(problem, SM90A.name, tactic)
+        launches: dict[str, list[Callable[[], object]]] = {}
+
+        def add(name: str, launch: Any, *given: Any, to: Any = launches) -> None:
+            to.setdefault(name, []).append(_later(launch, given))
+
+        for given in every:
+            space = kernels.empty_workspace(job, given.x.device)
+            out, (w13, w2) = kernels.empty_output(problem, given), given.weights
+            plan, routing = space.plan, given.routing
+            leaving = (*space.hidden, w2.input_scale, plan.slots, routing.weights)
+            add(WHOLE, kernels.launch, job, given, space, out)
+            add("FC1", kernels.multiply_rows, job, forms[0], (space.x, w13, plan), leaving)
+            add("FC2", kernels.multiply_rows, job, forms[1], (space.hidden, w2, plan), (space.out,))
+            if not number:
+                add("order of rows", rows.plan, job, routing.experts, routing.local, plan)
+                add("rows quantised", rows.gather, job, given.x, w13.input_scale, plan, space.x)
+                summed = rows.Sum(space.out, plan.places, routing.weights, None, out)
+                add("sum of slots", rows.combine, job, summed)
+        for launch in launches[WHOLE]:
+            launch()
+        cut = f"{tactic.rows}x{tactic.columns}, {tactic.blocks} a processor"
+        arms += [captured(f"{name} in {cut}", 1, each) for name, each in launches.items()]
+    visited = statistics.mean(len(given.routing.experts.unique()) for given in every)
+    return arms, weight_bytes(problem, visited)
+
+
+def weight_bytes(problem: MoeProblem, visited: float) -> float:
+    """Return the bytes of so many experts' codes and scales."""
+    return visited * BYTES_OF_WEIGHT * 3 * problem.hidden * problem.width
+
+
+def steps(problem: MoeProblem, title: str, rounds: int) -> None:
+    """Time every step in every tactic and print them."""
+    arms, weights = step_arms(problem, facts.TACTICS[SM90A.name])
+    *figures, copied = timed([*arms, copy_arm(COPIED // 2)], rounds)  # whole gigabytes go slower
+    floor = weights / copied.terabytes_a_second * 1e-6
+    _say(f"\n**{title}**: visited experts {weights / 1e9:.2f} GB, {floor:.0f} us of copy\n")
+    _say("| step | us |\n|---|---|")
+    for figure in figures:
+        _say(f"| {figure.arm.name} | {figure.median:.1f} |")
+
+
 def _later(launch: Callable[..., object], arguments: tuple[Any, ...]) -> Callable[[], object]:
     return lambda: launch(*arguments)
 
@@ -145,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--model", choices=MODELS, default=None)
+    parser.add_argument("--steps", action="store_true")
     settings = parser.parse_args(arguments)
     try:
         target = target_of_device()
@@ -157,9 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = False
     for model in [settings.model] if settings.model else MODELS:
         for tokens in settings.tokens:
+            if settings.steps:
+                steps(problem_of(model, tokens), f"{model}, {tokens} tokens", settings.rounds)
+                continue
             got = compare(problem_of(model, tokens), f"{model}, {tokens} tokens", settings.rounds)
             missed |= (model, tokens) == JUDGED and got < WANTED
             torch.cuda.empty_cache()
+    if settings.steps:
+        return 0
     _say(f"\nwanted at least {WANTED} for {JUDGED}: {'missed' if missed else 'not missed'}")
     return int(missed)
 

@@ -30,6 +30,11 @@ def test_both_sides_are_credited_with_the_same_operations() -> None:
     assert problem.operations == sum(each.operations for each in bench.plain_problems(problem))
 
 
+def test_weights_of_visited_experts_are_counted_with_their_scales() -> None:
+    problem = bench.problem_of("V4-Flash", 16)
+    assert bench.weight_bytes(problem, 256) == 256 * 3 * (4096 * 2048 // 2 + 4096 * 2048 // 16)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and this shows its absence")
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([]) == EXIT_REFUSED

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 FORMS = checks.forms("bf16")
-FUZZED, AT_ONCE = 120, 40
+FUZZED, AT_ONCE = 200, 40
 
 
 def named(form: GemmForm) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 FORMS = checks.forms("nvfp4")
-FUZZED, AT_ONCE = 120, 40
+FUZZED, AT_ONCE = 200, 40
 
 
 def named(form: GemmForm) -> str:

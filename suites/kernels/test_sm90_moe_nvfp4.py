@@ -39,7 +39,7 @@ pytestmark = pytest.mark.needs("cutlass")
 V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
 MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
 SMALL = MoeProblem(5, 64, 96, 3, 2, 3, 10.0)
-FUZZED, AT_ONCE = 120, 40
+FUZZED, AT_ONCE = 400, 40
 
 
 def problem_of(
