@@ -194,7 +194,7 @@ FAULTS = (
     _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),
     _of("scores compared as E4M3", "simt_indexer_topk", "key_of", _as_e4m3, "indexer.topk",
-        prompts=_LONG, cause="M31"),
+        prompts=_LONG),
     _of("scores compared coarsely", "simt_indexer_topk", "key_of", _coarse, "indexer.topk",
         prompts=_LONG),
     _of("negative products kept", _SCORES, "rectified_pair", _not_rectified, "indexer.scores",
@@ -213,7 +213,7 @@ FAULTS = (
     _of("projection without its largest part", "simt_mhc_project", "add_part", _but_the_largest,
         "hc_pre"),
     _of("scales of blocks reversed", "simt_kv_read", "decoded", _scales_reversed, "kv_write",
-        cache="fp8", cause="M32"),
+        cache="fp8"),
     _of("scales of the neighbouring entry", "simt_kv_read", "decoded", _neighbours_scales,
         "kv_write", cache="fp8"),
 )  # fmt: skip
