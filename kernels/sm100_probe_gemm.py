@@ -38,6 +38,7 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS
 
 PARTS = ("load", "multiply", "store")
+QUAD = 4  # words that are copied at once
 HANDED_OVER = 3  # number of the named barrier between the storing warps and the multiplying one
 ELEMENTS = (Uint32, Int64, Uint32, Int64, BFloat16, Uint32, Float32)
 ALIGNMENT = 16  # of A, its scales, B, its scales, D, image, sums
@@ -105,13 +106,15 @@ def write_out(held: Any, image: Any, steps: Any, form: cutlass.Constexpr) -> Non
 
 
 @cute.jit
-def fill(held: Any, image: Any, steps: Any, form: cutlass.Constexpr) -> None:
+def fill(
+    held: Any, image: Any, steps: Any, form: cutlass.Constexpr, space: cutlass.Constexpr = "cta"
+) -> None:
     """Fill stage after stage from memory; each counts as loaded once all of it is there."""
     ring, whole = held.ring, held.shared.whole
     state = wgmma.producer_state(tensor_memory.footprint(form).stages)
     for step in cutlass.range(steps, unroll=1):
         move(whole, image, (state.index, step), out=False)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.fence_proxy("async.shared", space=space)
         together()
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
@@ -123,10 +126,11 @@ def move(whole: Any, image: Any, at: tuple[Any, Any], *, out: bool) -> None:
     """Copy a stage's words, operand by operand, to or from a row of the image."""
     stage, step = at
     thread, _, _ = cute.arch.thread_idx()
+    way = move_words if len(whole) == len(gemm.NAMES) else move_quads
     first = 0
     for words in whole:
         count = cute.size(words, mode=[0])
-        move_words(words, image, (stage, step, first, count), thread, out=out)
+        way(words, image, (stage, step, first, count), thread, out=out)
         first += count
 
 
@@ -142,6 +146,21 @@ def move_words(words: Any, image: Any, at: Any, thread: Any, *, out: cutlass.Con
                 image[step, first + word] = words[word, stage]
             else:
                 words[word, stage] = image[step, first + word]
+
+
+@cute.jit
+def move_quads(words: Any, image: Any, at: Any, thread: Any, *, out: cutlass.Constexpr) -> None:
+    """Copy four words a thread: the DSL has no narrower way to the other one's shared memory."""
+    stage, step, first, count = at
+    each = tensor_memory.threads_that_store()
+    for i in cutlass.range(ceil_div(count, each * QUAD), unroll=1):
+        place = i * each + thread
+        if place * QUAD < count:
+            held = cute.local_tile(words[None, stage], (QUAD,), (place,))
+            told = cute.local_tile(image[step, None], (QUAD,), (first // QUAD + place,))
+            registers = cute.make_rmem_tensor(QUAD, Uint32)
+            cute.autovec_copy(held if out else told, registers)
+            cute.autovec_copy(registers, told if out else held)
 
 
 @cute.jit
@@ -219,16 +238,22 @@ def launch_probe(
     stream: CUstream,
 ) -> None:
     """Launch a part on one tile: extents are M, N, K."""
+    atoms, memory = given_of(pointers, extents, form)
+    probe_kernel(atoms, memory, extents, form, part).launch(
+        grid=[1, 1, 1], block=[tensor_memory.threads(), 1, 1], min_blocks_per_mp=1, stream=stream
+    )
+
+
+def given_of(pointers: Any, extents: Any, form: GemmForm) -> tuple[Any, tuple[Any, Any]]:
+    """Return the atoms of the GEMM, and image and sums in memory."""
     *of_gemm, image, sums = pointers
     atoms = gemm.atoms_of(tuple(of_gemm), extents, form)
-    words = facts.transaction_bytes(form) // 4
+    words = facts.expected_bytes(form) // 4
     mImage = cute.make_tensor(
         image, cute.make_layout((facts.MOST_STAGES, words), stride=(words, 1))
     )
     mSums = cute.make_tensor(sums, cute.make_layout(tensor_memory.LANES * form.tactic.columns))
-    probe_kernel(atoms, (mImage, mSums), extents, form, part).launch(
-        grid=[1, 1, 1], block=[tensor_memory.threads(), 1, 1], min_blocks_per_mp=1, stream=stream
-    )
+    return atoms, (mImage, mSums)
 
 
 # ---- host ----------------------------------------------------------------------------------------
@@ -237,19 +262,24 @@ def launch_probe(
 @cache
 def compile_part(part: str, form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a part; needs no GPU."""
+    return compiled(launch_probe, part, form, settings)
+
+
+def compiled(jitted: Any, part: str, form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a part's launch, of one thread block or of two."""
     if part not in PARTS:
         raise UnknownName.among("part of a GEMM", part, PARTS)
     pointers = tuple(operands.pointer(element, None, ALIGNMENT) for element in ELEMENTS)
     extents = tuple(Int32(1) for _ in range(3))
     arguments = (pointers, extents, form, part, any_stream())
-    return compile_kernel(launch_probe, arguments, TARGETS[form.target], settings)
+    return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
 
 
 def launch(
     kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
 ) -> None:
     """Launch a part on tensors: A, its scales, B, its scales, D, image [S, W], sums [M, N]."""
-    tile = (tensor_memory.LANES, form.tactic.columns)
+    tile = tcgen05.tile_of(form)[:2]
     steps = ceil_div(problem.inner, form.tactic.inner)
     if problem.rows > tile[0] or problem.columns > tile[1]:
         raise ShapeMismatch(

@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice, UnknownName
+from degarble.harness.errors import DegarbleError, UnknownName
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM100A, target_of_device
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model as model
+from degarble.suites.kernels.sm100_executors import Executor, Gpu
 from degarble.suites.kernels.sm100_memories import BASE, Undefined
 from degarble.suites.kernels.tcgen05_words import WrongWord
 
@@ -47,22 +45,6 @@ SWAPPED = {form.tactic.columns: form for form in blackwell.swapped()}
 PAIRS = {form.tactic.columns: form for form in blackwell.pairs()}
 UNDECIDED = "UNDECIDED, within the budget of a GEMM: "
 UNDER_WAY = "never ended: a barrier, a parity or bytes that were expected"
-
-
-class Executor(Protocol):
-    """Who runs a part, or all, of a GEMM."""
-
-    def load(self, case: checks.Case, given: Any) -> Tensor:
-        """Return the stages as they lie in shared memory: [steps, bytes]."""
-
-    def multiply(self, case: checks.Case, image: Tensor) -> Tensor:
-        """Return the float32 sums of stages that lie so: [rows of a tile, columns]."""
-
-    def store(self, case: checks.Case, sums: Tensor) -> Tensor:
-        """Return D of sums: [M, N]."""
-
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
-        """Return D of operands: [M, N]."""
 
 
 @dataclass(frozen=True)
@@ -83,65 +65,84 @@ def case_of(form: facts.GemmForm, extents: tuple[int, int, int]) -> checks.Case:
 
 
 def image_of(case: checks.Case, given: Any) -> Tensor:
-    """Return the stages of tile (0, 0) as TMA has to leave them, operand by operand."""
+    """Return the stages of the first tile as TMA has to leave them, operand by operand."""
     form, steps = case.form, model.steps_of(case.problem, case.form)
     of = blackwell.matrices(form, given, torch.zeros(case.problem.rows, case.problem.columns))
-    whole = torch.zeros(steps, facts.transaction_bytes(form), dtype=torch.uint8)
-    for step in range(steps):
-        at, first = 0, dict.fromkeys(NAMES, 0)
+    whole = torch.zeros(steps, facts.expected_bytes(form), dtype=torch.uint8)
+    at = 0
+    for rank in range(form.tactic.together):
+        # Rows of A and tiles of their scales, half of B: each its own; all scales of B: both.
+        first = {"a": rank * form.tactic.rows, "scales of a": rank, "scales of b": 0}
+        first["b"] = rank * form.tactic.columns // form.tactic.together
         for load in facts.loads(form):
             matrix = of[load.name]
-            part = type(matrix)(
-                matrix.rows, matrix.element, (load.rows, matrix.box[1]), matrix.swizzle
-            )
-            row = np.empty(load.bytes, np.uint8)
-            place = (first[load.name], step * part.box[1])
-            row[part.addresses(BASE) - BASE] = part.filled(*place)
-            whole[step, at : at + load.bytes] = torch.from_numpy(row)
+            part = replace(matrix, box=(load.rows, matrix.box[1]))
+            for step in range(steps):
+                row = np.empty(load.bytes, np.uint8)
+                place = (first[load.name], step * part.box[1])
+                row[part.addresses(BASE) - BASE] = part.filled(*place)
+                whole[step, at : at + load.bytes] = torch.from_numpy(row)
             at, first[load.name] = at + load.bytes, first[load.name] + load.rows
     return whole
 
 
-def load_only(executor: Executor) -> str:
-    """Every byte of every stage lies where the instruction will look for it."""
-    case = case_of(FORMS[192], (128, 192, 256 * 3 + 32))
-    given = checks.nvfp4_sides(case, "cpu").given
-    got, want = executor.load(case, given), image_of(case, given)
-    wrong = (got != want).nonzero()
-    if not len(wrong):
+def loads(form: facts.GemmForm, extents: tuple[int, int, int]) -> Callable[[Executor], str]:
+    """Judge stages: every byte lies where the instruction will look for it."""
+
+    def judge(executor: Executor) -> str:
+        case = case_of(form, extents)
+        given = checks.nvfp4_sides(case, "cpu").given
+        got, want = executor.load(case, given), image_of(case, given)
+        wrong = (got != want).nonzero()
+        if not len(wrong):
+            return ""
+        step, byte = wrong[0].tolist()
+        rank, byte = divmod(byte, facts.transaction_bytes(form))
+        for name in NAMES:
+            size = facts.bytes_of(form, name)
+            if byte < size:
+                break
+            byte -= size
+        where = f"step {step}, {name}, byte {byte}, thread block {rank}"
+        return f"{len(wrong)} bytes of stages differ, first: {where}"
+
+    return judge
+
+
+def multiplies(*cases: tuple[facts.GemmForm, int]) -> Callable[[Executor], str]:
+    """Judge sums of stages from memory: descriptors, scales in tensor memory, sums begun anew."""
+
+    def judge(executor: Executor) -> str:
+        for form, inner in cases:
+            rows = form.tactic.together * form.tactic.rows
+            case = case_of(form, (rows, form.tactic.columns, inner))
+            drawn = blackwell.drawn(case)
+            got = executor.multiply(case, image_of(case, drawn.given))
+            wrong = (got.view(torch.int32) != drawn.sums.view(torch.int32)).nonzero()
+            if len(wrong):
+                row, column = wrong[0].tolist()
+                near = torch.allclose(got, drawn.sums, rtol=2.0**-20, atol=0.0)
+                return (UNDECIDED if assumed(form) and near else "") + (
+                    f"{case.name}: {len(wrong)} sums differ, first at ({row}, {column}): got "
+                    f"{float(got[row, column])}, want {float(drawn.sums[row, column])}"
+                )
         return ""
-    step, byte = wrong[0].tolist()
-    for name in NAMES:
-        size = facts.bytes_of(case.form, name)
-        if byte < size:
-            break
-        byte -= size
-    return f"{len(wrong)} bytes of stages differ, first: step {step}, {name}, byte {byte}"
+
+    return judge
 
 
-def multiply_only(executor: Executor) -> str:
-    """Descriptors, scales in tensor memory, sums begun anew: stages from memory, sums to memory."""
-    for columns, inner in ((128, 64), (128, 256), (192, 544)):
-        case = case_of(FORMS[columns], (128, columns, inner))
-        drawn = blackwell.drawn(case)
-        got = executor.multiply(case, image_of(case, drawn.given))
-        wrong = (got.view(torch.int32) != drawn.sums.view(torch.int32)).nonzero()
-        if len(wrong):
-            row, column = wrong[0].tolist()
-            return (
-                f"{case.name}: {len(wrong)} sums differ, first at ({row}, {column}): got "
-                f"{float(got[row, column])}, want {float(drawn.sums[row, column])}"
-            )
-    return ""
+def stores(form: facts.GemmForm, extents: tuple[int, int, int]) -> Callable[[Executor], str]:
+    """Judge D of sums from memory: read from their lanes, rounded once, stored and no further."""
 
+    def judge(executor: Executor) -> str:
+        case, tactic = case_of(form, extents), form.tactic
+        generator = torch.Generator().manual_seed(7)
+        shape = (tactic.together * tactic.rows, tactic.columns)
+        sums = torch.randn(shape, generator=generator)
+        got = executor.store(case, sums)
+        return blackwell.difference(case, got, sums[: extents[0], : extents[1]].bfloat16())
 
-def store_only(executor: Executor) -> str:
-    """Sums are read from their lanes, rounded once, and stored where D has them, no further."""
-    case = case_of(FORMS[128], (70, 72, 64))
-    generator = torch.Generator().manual_seed(7)
-    sums = torch.randn(128, 128, generator=generator)
-    got = executor.store(case, sums)
-    return blackwell.difference(case, got, sums[:70, :72].bfloat16())
+    return judge
 
 
 def answers(*cases: tuple[facts.GemmForm, tuple[int, int, int]]) -> Callable[[Executor], str]:
@@ -162,9 +163,13 @@ def answers(*cases: tuple[facts.GemmForm, tuple[int, int, int]]) -> Callable[[Ex
 
 def undecided(case: checks.Case, out: Tensor) -> str:
     """Say so where two together have other bits than one, and none is wrong."""
-    assumed = case.form.tactic.together > 1 and not blackwell.PAIRS_CONFIRMED
     wrong = checks.difference(case, out.cpu(), checks.nvfp4_sides(case, "cpu"))
-    return UNDECIDED if assumed and not wrong else ""
+    return UNDECIDED if assumed(case.form) and not wrong else ""
+
+
+def assumed(form: facts.GemmForm) -> bool:
+    """Tell whether nobody has published nor confirmed a form's arithmetic."""
+    return form.tactic.together > 1 and not blackwell.PAIRS_CONFIRMED
 
 
 def wrapped(form: facts.GemmForm) -> tuple[facts.GemmForm, tuple[int, int, int]]:
@@ -181,9 +186,21 @@ def tails(forms: dict[int, facts.GemmForm]) -> list[tuple[facts.GemmForm, tuple[
 
 FEW = ((SWAPPED[16], (16, 128, 64)), (SWAPPED[8], (5, 264, 288)), (SWAPPED[32], (70, 136, 544)))
 STEPS = (
-    Step("load only", "TMA: boxes, swizzle, bytes expected", load_only),
-    Step("multiply only", "descriptors, scales in tensor memory, sums begun", multiply_only),
-    Step("store only", "reads of tensor memory, rounding, pieces, TMA out", store_only),
+    Step(
+        "load only",
+        "TMA: boxes, swizzle, bytes expected",
+        loads(FORMS[192], (128, 192, 256 * 3 + 32)),
+    ),
+    Step(
+        "multiply only",
+        "descriptors, scales in tensor memory, sums begun",
+        multiplies((FORMS[128], 64), (FORMS[128], 256), (FORMS[192], 544)),
+    ),
+    Step(
+        "store only",
+        "reads of tensor memory, rounding, pieces, TMA out",
+        stores(FORMS[128], (70, 72, 64)),
+    ),
     Step("one tile", "rings between the roles", answers((FORMS[128], (128, 128, 256)))),
     Step(
         "two tiles",
@@ -194,8 +211,19 @@ STEPS = (
     Step("full", "tails of all extents, all forms", answers(*tails(FORMS))),
     Step("few rows", "operands swapped, D^T stored upright", answers(*FEW)),
     Step(
+        "pair: load only",
+        "halves of B, scales of B to both, one barrier for both",
+        loads(PAIRS[192], (256, 192, 256 * 3 + 32)),
+    ),
+    Step(
+        "pair: multiply only",
+        "both shared memories, both tensor memories, commits to both",
+        multiplies((PAIRS[64], 64), (PAIRS[192], 544)),
+    ),
+    Step("pair: store only", "each its rows", stores(PAIRS[128], (200, 72, 64))),
+    Step(
         "pair: one stage",
-        "halves of B, one barrier for both, commits to both",
+        "rings between the roles of both",
         answers((PAIRS[64], (256, 64, 64)), (PAIRS[128], (256, 128, 256))),
     ),
     Step("pair: two tiles", "walk, sums given back", answers((PAIRS[256], (256, 264, 64)))),
@@ -223,105 +251,7 @@ def judged(step: Step, executor: Executor) -> str:
         return str(error)
 
 
-# ---- executors -----------------------------------------------------------------------------------
-
-
-class HostModel:
-    """The host model as a stand-in: it shows that the steps tell faults apart, and no more."""
-
-    def load(self, case: checks.Case, given: Any) -> Tensor:
-        """See Executor."""
-        block, steps = self._block(case, given), model.steps_of(case.problem, case.form)
-        size = facts.transaction_bytes(case.form)
-        seen = torch.zeros(steps, size, dtype=torch.uint8)
-        block.run([block.load([(0, 0)], steps), block.watch(seen.numpy(), steps)])
-        return seen
-
-    def multiply(self, case: checks.Case, image: Tensor) -> Tensor:
-        """See Executor."""
-        form, steps = case.form, len(image)
-        block = self._block(case, None)
-        block.fill(image.numpy())
-        blocks = case.problem.inner // facts.NVFP4.block
-        block.run([block.multiply([(0, 0)], steps, blocks)])
-        _, columns = block.memories.columns(block.base, form.tactic.columns)
-        return torch.from_numpy(block.memories.tensor[:, columns].copy().view(np.float32))
-
-    def store(self, case: checks.Case, sums: Tensor) -> Tensor:
-        """See Executor."""
-        p = case.problem
-        out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16)
-        block = self._block(case, None, out)
-        _, columns = block.memories.columns(block.base, case.form.tactic.columns)
-        block.memories.tensor[:, columns] = sums.numpy().view(np.uint32)
-        block.sums_full[0].arrive()
-        block.run([block.store([(0, 0)], torch.ones(1))])
-        return out
-
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
-        """See Executor."""
-        return blackwell.on_model(case, given)[0]
-
-    def _block(self, case: checks.Case, given: Any, out: Tensor | None = None) -> model.Block:
-        p = case.problem
-        out = torch.zeros(p.rows, p.columns, dtype=torch.bfloat16) if out is None else out
-        given = given or checks.nvfp4_sides(case, "cpu").given
-        return model.block_of(case.form, blackwell.matrices(case.form, given, out))
-
-
-class Gpu:
-    """A B200: kernels/sm100_probe_gemm.py for the parts, the GEMM itself for the rest."""
-
-    def __init__(self) -> None:
-        found = target_of_device()
-        if found is not SM100A:
-            raise MissingDevice("target", found.name, SM100A.name, "Run it on a B200.")
-        self.settings = CompileSettings()
-
-    def load(self, case: checks.Case, given: Any) -> Tensor:
-        """See Executor."""
-        image = self._part("load", case, given=given)[1]
-        return image[: model.steps_of(case.problem, case.form)].cpu()
-
-    def multiply(self, case: checks.Case, image: Tensor) -> Tensor:
-        """See Executor."""
-        sums: Tensor = self._part("multiply", case, image=image)[2].cpu()
-        return sums
-
-    def store(self, case: checks.Case, sums: Tensor) -> Tensor:
-        """See Executor."""
-        out: Tensor = self._part("store", case, sums=sums)[0].cpu()
-        return out
-
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
-        """See Executor."""
-        entry = import_module("degarble.kernels.sm100_gemm_nvfp4").gemm_nvfp4
-        moved = [type(each)(*(t.cuda() for t in each)) for each in given]
-        p = case.problem
-        out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16, device="cuda")
-        entry(*moved, p, self.settings, form=case.form, out=out)
-        return out.cpu()
-
-    def _part(
-        self, part: str, case: checks.Case, *, given: Any = None, **held: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a part; return D, image and sums."""
-        probe = import_module("degarble.kernels.sm100_probe_gemm")
-        form, p = case.form, case.problem
-        a, b = given or checks.nvfp4_sides(case, "cpu").given
-        out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16, device="cuda")
-        shape = (facts.MOST_STAGES, facts.transaction_bytes(form))
-        image = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-        sums = torch.zeros(tensor_memory.LANES, form.tactic.columns, device="cuda")
-        if "image" in held:
-            image[: len(held["image"])] = held["image"].cuda()
-        if "sums" in held:
-            sums.copy_(held["sums"])
-        operands = tuple(each.cuda() for each in (a.codes, a.scales, b.codes, b.scales))
-        kernel = probe.compile_part(part, form, self.settings)
-        probe.launch(kernel, form, p, (*operands, out, image, sums))
-        torch.cuda.synchronize()
-        return out, image, sums
+# ---- run -----------------------------------------------------------------------------------------
 
 
 def in_a_process(name: str, command: tuple[str, ...] = ()) -> str:

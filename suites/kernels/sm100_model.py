@@ -301,19 +301,24 @@ class Block:
         turn = Turn(len(self.full), 0)
         for step in range(steps):
             yield partial(self.full[turn.at].passed, turn.parity)
-            parts = [self.memories.shared[part] for part in self.stage_slices(turn.at)]
+            parts = [
+                block.memories.shared[part]
+                for block in self.both
+                for part in self.stage_slices(turn.at)
+            ]
             seen[step] = np.concatenate(parts)
-            self.empty[turn.at].arrive()
+            arrive_at([block.empty[turn.at] for block in self.both])
             turn.advance()
 
     def fill(self, image: Any) -> None:
         """Fill stages from an image, no more than the ring has."""
         for stage, row in enumerate(image):
             at = 0
-            for part in self.stage_slices(stage):
-                size = part.stop - part.start
-                self.memories.shared[part] = row[at : at + size]
-                at += size
+            for block in self.both:
+                for part in self.stage_slices(stage):
+                    size = part.stop - part.start
+                    block.memories.shared[part] = row[at : at + size]
+                    at += size
             self.full[stage].arrive()
 
     # ---- order -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.machine_code import cubin_facts
 from degarble.kernels.common.settings import CompileSettings
 from degarble.suites.kernels import sm100_checks as blackwell
+from degarble.suites.kernels import sm100_executors as executors
 from degarble.suites.kernels import sm100_first_minute as first_minute
 from degarble.suites.kernels import sm100_model, tcgen05_words
 
@@ -60,6 +61,21 @@ def test_a_part_has_its_own_role_alone(kernels: ModuleType, part: str) -> None:
     assert not code.spills
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", COUNTS)
+def test_a_part_of_two_together_has_its_own_role_alone(part: str) -> None:
+    kernels = import_module("degarble.kernels.sm100_probe_pair")
+    kernel = kernels.compile_part(part, first_minute.PAIRS[128], CompileSettings())
+    assert tuple(kernel.ptx.count(name) for name in COUNTED) == COUNTS[part]
+    (code,) = cubin_facts(kernel.cubin)
+    assert not code.spills
+    # The first one reads, or fills and clears, the other one's stages: by operand of both.
+    far = {"load": (4, 0), "multiply": (2, 4 + 2), "store": (0, 0)}
+    found = tuple(kernel.ptx.count(f"{way}.shared::cluster.v4") for way in ("ld", "st"))
+    assert found == far[part]
+    assert kernel.ptx.count("barrier.cluster.arrive;") == (4 if part == "store" else 1)
+
+
 def test_refuses_by_name(kernels: ModuleType) -> None:
     with pytest.raises(UnknownName, match="Did you mean load"):
         kernels.compile_part("lode", FORM, CompileSettings())
@@ -83,6 +99,9 @@ def test_steps_need_one_thing_more_each_time() -> None:
         "pipeline wrap",
         "full",
         "few rows",
+        "pair: load only",
+        "pair: multiply only",
+        "pair: store only",
         "pair: one stage",
         "pair: two tiles",
         "pair: pipeline wrap",
@@ -93,13 +112,13 @@ def test_steps_need_one_thing_more_each_time() -> None:
 
 def test_what_is_right_passes_every_step() -> None:
     plain = first_minute.STEPS[: first_minute.PLAIN]
-    assert first_minute.first_failure(first_minute.HostModel(), plain) is None
+    assert first_minute.first_failure(executors.HostModel(), plain) is None
 
 
 @pytest.mark.slow
 def test_what_is_right_passes_the_steps_of_other_forms() -> None:
     others = first_minute.STEPS[first_minute.PLAIN :]
-    assert first_minute.first_failure(first_minute.HostModel(), others) is None
+    assert first_minute.first_failure(executors.HostModel(), others) is None
 
 
 def more(by: int) -> Callable[..., Any]:
@@ -168,14 +187,19 @@ def test_a_planted_fault_is_localised(name: str) -> None:
     true = getattr(place, function)
     with mock.patch.object(place, function, lambda *given, **named: instead(true, *given, **named)):
         plain = first_minute.STEPS[: first_minute.PLAIN]
-        failure = first_minute.first_failure(first_minute.HostModel(), plain)
+        failure = first_minute.first_failure(executors.HostModel(), plain)
     assert failure is not None
     assert failure[0] == step, failure
 
 
-def same_half(true: Any, tile: Any, form: Any) -> Any:
-    a, b, *scales = true(tile, form)
-    return a, b // form.tactic.together * form.tactic.together, *scales
+def brings_same_half(true: Any, block: Any, boxes: Any, *given: Any) -> None:
+    a, b, *scales = boxes
+    together = block.form.tactic.together
+    true(block, (a, b // together * together, *scales), *given)
+
+
+def first_rows(true: Any, block: Any, numbers: Any, piece: Any, buffer: int) -> None:
+    true(block, numbers, (piece[0] // block.form.tactic.together, piece[1]), buffer)
 
 
 def upright(true: Any, block: Any, numbers: Any, piece: Any, buffer: int) -> None:
@@ -189,13 +213,14 @@ def own_scales_alone(true: Any, block: Any, *given: Any) -> None:
 
 FAULTS_OF_OTHER_FORMS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a piece not turned": (sm100_model.Block, "put_below", upright, "few rows"),
-    "the same half of B": (tensor_memory, "tiles_of_boxes", same_half, "pair: one stage"),
-    "bytes of one": (
-        facts,
-        "expected_bytes",
-        lambda _true, form: facts.transaction_bytes(form),
-        "pair: pipeline wrap",
+    "the same half of B": (sm100_model.Block, "bring", brings_same_half, "pair: load only"),
+    "rows of one": (
+        tcgen05_words,
+        "block_scaled_word",
+        lambda true, *given: true(128, given[1]),
+        "pair: multiply only",
     ),
+    "stores the first one's rows": (sm100_model.Block, "put", first_rows, "pair: store only"),
     "sums given back by one": (
         tensor_memory,
         "arrivals_of_sums",
@@ -207,7 +232,7 @@ FAULTS_OF_OTHER_FORMS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         sm100_model.Block,
         "clear_beyond",
         own_scales_alone,
-        "pair: full",
+        "pair: multiply only",
     ),
 }
 
@@ -221,7 +246,7 @@ def test_a_planted_fault_of_other_forms_is_localised(name: str) -> None:
     if name == "parity":  # few rows wrap as well
         others = others[1:]
     with mock.patch.object(place, function, lambda *given: instead(true, *given)):
-        failure = first_minute.first_failure(first_minute.HostModel(), others)
+        failure = first_minute.first_failure(executors.HostModel(), others)
     assert failure is not None
     assert failure[0] == step, failure
 
@@ -250,9 +275,9 @@ def test_a_step_that_never_ends_costs_its_time_alone(monkeypatch: pytest.MonkeyP
 def test_refuses_where_there_is_no_b200(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first_minute, "target_of_device", lambda: targets.SM90A)
+    monkeypatch.setattr(executors, "target_of_device", lambda: targets.SM90A)
     with pytest.raises(MissingDevice, match="Run it on a B200"):
-        first_minute.Gpu()
+        executors.Gpu()
     for given, expected in (([], "sm_100a"), (["one tyle"], "Did you mean one tile")):
         monkeypatch.setattr(sys, "argv", ["first_minute", *given])
         assert first_minute.main() == 2
