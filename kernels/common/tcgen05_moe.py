@@ -132,7 +132,7 @@ def requantise_tile(leaving: Leaving, reading: Any, sums: Any, work: Any, form: 
     of gate and of up.
     """
     ring, state = sums
-    (row, column, expert, blocks), scales = work
+    place, scales = work
     kept = cute.make_rmem_tensor(moe_facts.words_of_row(form), Uint32)
     ring.consumer_wait(state)
     tcgen05.fence("after")
@@ -140,6 +140,14 @@ def requantise_tile(leaving: Leaving, reading: Any, sums: Any, work: Any, form: 
     tcgen05.fence("before")
     ring.consumer_release(state)
     state.advance()
+    requantise_row(leaving, kept, place, form)
+    return state
+
+
+@cute.jit
+def requantise_row(leaving: Leaving, kept: Any, at: Any, form: Any) -> None:
+    """Go on with a row of gate beside up in BF16; `at` is as in `requantise_tile`."""
+    row, column, expert, blocks = at
     scaling = words.scaling_of(Float32(leaving.hidden_scale[expert]), None)
     weight = None
     if cutlass.const_expr(form.weighted):
@@ -149,21 +157,24 @@ def requantise_tile(leaving: Leaving, reading: Any, sums: Any, work: Any, form: 
         halves = halves_of(kept, block, form)
         place = (row, column * of_tile + block, blocks)
         quantise_blocks(leaving, halves, place, (weight, scaling), form)
-    return state
 
 
 def take_row(reading: Any, stage: Any, scales: Any, kept: Any, form: Any) -> None:
     """Read a thread's row of a tile, and keep it scaled and rounded to BF16."""
-    pieces = form.gemm.tactic.columns // facts.PIECE_COLUMNS
-    of_piece = facts.PIECE_COLUMNS // 2
-    for i in range(pieces):
+    for i in range(form.gemm.tactic.columns // facts.PIECE_COLUMNS):
         registers = cute.make_rmem_tensor(reading.shape, Float32)
         cute.copy(reading.copy, reading.source[None, None, None, 0, i, stage], registers)
         cute.arch.fence_view_async_tmem_load()
-        scale = (scales[i * form.gemm.parts // pieces],)
-        numbers = [epilogue.scaled(registers[j], scale) for j in range(facts.PIECE_COLUMNS)]
-        for j, word in enumerate(words.rounded_words(numbers)):
-            kept[i * of_piece + j] = word
+        keep_piece(registers, i, scales, kept, form)
+
+
+def keep_piece(registers: Any, piece: int, scales: Any, kept: Any, form: Any) -> None:
+    """Keep 64 sums of a row, scaled and rounded to BF16, two a word."""
+    pieces = form.gemm.tactic.columns // facts.PIECE_COLUMNS
+    scale = (scales[piece * form.gemm.parts // pieces],)
+    numbers = [epilogue.scaled(registers[j], scale) for j in range(facts.PIECE_COLUMNS)]
+    for j, word in enumerate(words.rounded_words(numbers)):
+        kept[piece * facts.PIECE_COLUMNS // 2 + j] = word
 
 
 def halves_of(kept: Any, first: int, form: Any) -> list[tuple[list[Any], list[Any]]]:
