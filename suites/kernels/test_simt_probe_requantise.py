@@ -84,7 +84,8 @@ def wanted(given: Any, form: Any, tile: int, width: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("target", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 def test_compiles_without_spills(kernels: ModuleType, target: str) -> None:
     kernel = kernels.compile_form(kernels.form_of(target, 10.0, weighted=True), checks.SETTINGS)
     (code,) = cubin_facts(kernel.cubin)

@@ -29,6 +29,7 @@ def test_faults_have_names_of_their_own() -> None:
     assert len(faults.BY_NAME) == len(faults.FAULTS) == 13
 
 
+@pytest.mark.slow
 def test_planting_is_in_the_text_and_taken_back() -> None:
     fault = faults.BY_NAME["routing weight left out after"]
     before = faults.text(fault)

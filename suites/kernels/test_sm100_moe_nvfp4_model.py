@@ -80,14 +80,8 @@ def test_rings_that_begin_anew(first: str) -> None:
     assert not wrong(case_of(WRAPPED), first, processors=1)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param((1, 2), marks=pytest.mark.slow),
-        pytest.param((2, 1), marks=pytest.mark.slow),
-        (2, 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
 def test_clusters_whose_rows_have_one_expert(shape: tuple[int, int]) -> None:
     """A cluster's second tile of rows may belong to nobody, its second of columns lie beyond D."""
     tactic = replace(WIDE, cluster_rows=shape[0], cluster_columns=shape[1])
