@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -71,6 +72,61 @@ def test_machine_code_is_as_derived_and_every_damage_is_seen(kernels: ModuleType
 @pytest.mark.parametrize("form", [*PAIRS.values(), *CLUSTERED], ids=blackwell.named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: facts.GemmForm) -> None:
     assert not code.complaints(kernels.compile_form(form, SETTINGS), form)
+
+
+@pytest.mark.parametrize("columns", PAIRS)
+def test_the_dsl_divides_a_tile_as_it_is_loaded_and_stored(columns: int) -> None:
+    """Thread blocks, then (rows, K) or (rows, columns): where the second one's part begins."""
+    cute = import_module("cutlass.cute")
+    make = import_module("degarble.kernels.common.tcgen05").nvfp4_mma
+    seen: list[tuple[int, int, int]] = []
+
+    def divided() -> None:
+        mma = make(PAIRS[columns])
+        seen.extend(
+            (layout.shape[0], layout.shape[1][0], layout.stride[0])
+            for layout in (mma.tv_layout_A, mma.tv_layout_B, mma.tv_layout_C)
+        )
+
+    cute.compile(cute.jit(divided), options="--gpu-arch sm_100a")
+    _, half, *_ = (load.rows for load in facts.loads(PAIRS[columns]))
+    lanes = tensor_memory.LANES
+    assert seen == [(2, lanes, lanes), (2, half, half), (2, lanes, lanes)]
+
+
+CLUSTERS = [
+    *(clustered for form in blackwell.forms() for clustered in blackwell.clustered(form)),
+    *PAIRS.values(),
+    *CLUSTERED,
+]
+
+
+@pytest.mark.parametrize("form", CLUSTERS, ids=blackwell.named)
+def test_who_receives_a_box_wants_that_box(
+    form: facts.GemmForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places and masks of every thread block of a cluster, against the boxes of its tile."""
+    pair = import_module("degarble.kernels.common.tcgen05_pair")
+    wgmma = import_module("degarble.kernels.common.wgmma")
+    rows, columns = form.tactic.cluster_rows, form.tactic.cluster_columns
+    at = [(row, column) for column in range(columns) for row in range(rows)]  # by rank
+    boxes = [tensor_memory.tiles_of_boxes((8 * rows + row, column), form) for row, column in at]
+    told = []
+    for row, column in at:
+        here = SimpleNamespace(block_idx=lambda x=row, y=column: (x, y, 5))
+        for module in (pair, wgmma):
+            monkeypatch.setattr(module, "cute", SimpleNamespace(arch=here))
+        monkeypatch.setattr(pair, "Int16", int)
+        monkeypatch.setattr(wgmma, "cutlass", SimpleNamespace(Int16=int))
+        told.append(pair.sharing_of(form))
+    for load, count in enumerate(tensor_memory.sharers(form)):
+        for rank, of_loads in enumerate(told):
+            place, number, mask = of_loads[load]
+            receivers = [each for each in range(len(at)) if (mask or 1 << rank) >> each & 1]
+            assert number == count == len(receivers)
+            assert receivers[place] == rank
+            assert {boxes[each][load] for each in receivers} == {boxes[rank][load]}
+            assert all(told[each][load][2] == mask for each in receivers)
 
 
 # ---- host model ----------------------------------------------------------------------------------
