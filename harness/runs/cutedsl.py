@@ -85,6 +85,7 @@ PAIRINGS: Mapping[str, Pairing] = {
     "attn.indexer.scores": attention.indexer_scores,
     "attn.indexer.topk": attention.indexer_topk,
     "ffn.experts.combine": experts.combine,
+    "ffn.moe_sum": experts.moe_sum,
     "ffn.gate": linears.wide,
     "ffn.topk": experts.topk,
     "ffn.w13": linears.linear,

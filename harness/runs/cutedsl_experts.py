@@ -12,7 +12,7 @@ Shape letters: T tokens, K slots a token, E experts, D hidden, F expert width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -249,10 +249,39 @@ def combine(part: Part) -> Compute:
     def compute(work: Work) -> Outputs:
         x = work.bf16()
         rows, places = grouped.rows_to_sum(work, x)
-        (made,) = work.run(
-            steps.ROWS, steps.Step(steps.SUM, problem(x.shape[0])), rows=rows, places=places,
-            weights=work.fp32("weights"),
-        )  # fmt: skip
+        terms = {"rows": rows, "places": places, "weights": work.fp32("weights")}
+        here = problem(x.shape[0])
+        (made,) = work.run(steps.ROWS, steps.Step(steps.SUM, here), **terms)
+        work.kernels.summed = Summed(here, terms, made)
+        return {"out": made}
+
+    return compute
+
+
+class Summed(NamedTuple):
+    """A sum of slots, and what it was made of."""
+
+    problem: MoeProblem
+    terms: dict[str, Tensor]
+    out: Tensor
+
+
+def moe_sum(part: Part) -> Compute:
+    """Routed plus shared: the same sum once more, with the shared expert as its last term.
+
+    A sum that the kernel did not make has no slots: it is added by torch, and the table says so.
+    """
+    del part
+
+    def compute(work: Work) -> Outputs:
+        routed, shared = work.inputs["routed"], work.bf16("shared")
+        summed: Summed | None = work.kernels.summed
+        work.kernels.summed = None
+        if summed is None or not grouped.same(summed.out, routed):
+            work.kernels.note("torch", "added to a sum that no kernel made")
+            return {"out": (routed.float() + shared.float()).to(torch.bfloat16)}
+        step = steps.Step(steps.TOTAL, summed.problem)
+        (made,) = work.run(steps.ROWS, step, **summed.terms, shared=shared)
         return {"out": made}
 
     return compute

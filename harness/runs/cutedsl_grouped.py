@@ -90,13 +90,13 @@ class Chain:
 
     def run(self, work: Work, step: str, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Launch a step."""
-        kernel = steps.ROWS if step in {steps.ORDER, steps.GATHER, steps.SUM} else steps.KERNELS
+        kernel = steps.ROWS if step in steps.AROUND else steps.KERNELS
         return work.run(kernel, Step(step, self.problem), **self.space, **tensors)
 
     def was_shown(self, name: str, given: Tensor) -> bool:
         """Whether exactly these bits were shown by the step before."""
         shown = self.shown.get(name)
-        return shown is not None and _same(shown, given)
+        return shown is not None and same(shown, given)
 
 
 def _offsets(row_M: Tensor, blocks: int) -> Tensor:
@@ -106,7 +106,7 @@ def _offsets(row_M: Tensor, blocks: int) -> Tensor:
     return made
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def same(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors have equal bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
@@ -119,7 +119,7 @@ def chain_of(work: Work, part: Part) -> Chain:
     assert block is not None, "only blocks have experts"
     known: Any = work.kernels.chain
     is_ours = isinstance(known, Chain) and known.layer == block.prefix
-    if is_ours and _same(known.experts, expert_TK):
+    if is_ours and same(known.experts, expert_TK):
         return known  # type: ignore[no-any-return]
     c, device = part.config, work.kernels.device
     visited = [int(each) for each in expert_TK.unique().tolist() if each >= 0] or [0]

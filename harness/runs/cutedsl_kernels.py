@@ -55,6 +55,7 @@ class Kernels(ABC):
         self.target, self.device = target, device
         self._noted: list[Launch] = []
         self.chain: Any = None  # the routed experts' call under way: cutedsl_grouped
+        self.summed: Any = None  # what the last sum of slots was made of: cutedsl_experts
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
         """Launch a kernel; its outputs in the order in which its entry point returns them."""
@@ -63,6 +64,10 @@ class Kernels(ABC):
         tactic = NOTHING if idle else tactic_of(kernel, problem, self.target)
         self._noted.append(Launch(kernel, tactic))
         return made
+
+    def note(self, kernel: str, tactic: str) -> None:
+        """Note what was computed in place of a launch."""
+        self._noted.append(Launch(kernel, tactic))
 
     def taken(self) -> list[Launch]:
         """What was launched since this was last asked."""

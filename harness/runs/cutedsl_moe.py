@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
 KERNELS = "sm90_moe_nvfp4"  # owns the products
 ROWS = "simt_moe_rows"  # owns what is around them
-ORDER, GATHER, SHOWN, FIRST, SECOND, SUM = (
+ORDER, GATHER, SHOWN, FIRST, SECOND, SUM, TOTAL = (
     "order of rows", "rows quantised", "FC1, gate and up shown", "FC1", "FC2", "sum of slots",
+    "sum of slots and shared expert",
 )  # fmt: skip
+AROUND = frozenset({ORDER, GATHER, SUM, TOTAL})  # what is not a product
 PLAN = ("rows", "counts", "tiles", "slots", "places")
 CODES = ("x_codes", "x_scales", "hidden_codes", "hidden_scales")
 
@@ -49,7 +51,7 @@ class Step(NamedTuple):
 def tactic(step: Step, target: str) -> str:
     """Tell how a step is cut."""
     p = step.problem
-    if step.name == SUM:
+    if step.name in {SUM, TOTAL}:
         return f"{step.name}, weights {p.weighting}"
     cut = facts.choose_tactic(p, target)
     if step.name in {ORDER, GATHER}:
@@ -77,7 +79,7 @@ def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> An
     """Launch a step; return what it leaves."""
     del module
     rows, kernels = (import_module(f"degarble.kernels.{name}") for name in (ROWS, KERNELS))
-    if step.name == SUM:
+    if step.name in {SUM, TOTAL}:
         return _sum(rows, step.problem, settings, t)
     job = kernels.job_of(step.problem, settings)
     plan = rows.Plan(*(t[name] for name in PLAN)) if "places" in t else None
@@ -94,13 +96,15 @@ def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> An
 
 
 def _sum(rows: Any, p: MoeProblem, settings: CompileSettings, t: Given) -> Any:
-    """Launch the sum of every token's slots."""
+    """Launch the sum of every token's slots, and of the shared expert where it is given."""
     given, target = t["rows"], target_of_device().name
     job = rows.Job(p, facts.choose_tactic(p, target), target, settings)
     assert given is not None, "the pairing hands over rows"
-    out = torch.empty(p.tokens, p.hidden, dtype=torch.float32, device=given.device)
+    shared = t.get("shared")
+    dtype = torch.float32 if shared is None else torch.bfloat16
+    out = torch.empty(p.tokens, p.hidden, dtype=dtype, device=given.device)
     if p.tokens:
-        rows.combine(job, rows.Sum(given, t["places"], t["weights"], None, out))
+        rows.combine(job, rows.Sum(given, t["places"], t["weights"], shared, out))
     return out
 
 

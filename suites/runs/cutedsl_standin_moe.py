@@ -38,7 +38,7 @@ def step(told: Any, t: Given) -> Made:
     p = told.problem
     computed = {
         steps.ORDER: _order, steps.GATHER: _gather, steps.SHOWN: _shown, steps.FIRST: _first,
-        steps.SECOND: _second, steps.SUM: _sum,
+        steps.SECOND: _second, steps.SUM: _sum, steps.TOTAL: _sum,
     }[told.name]  # fmt: skip
     return computed(p, t)
 
@@ -182,4 +182,8 @@ def _sum(p: Any, t: Given) -> Made:
     rows = rows.where(t["places"][:, None] >= 0, 0.0).reshape(p.tokens, p.chosen, -1)
     if p.weighting == facts.AFTER_W2:
         rows = rows * t["weights"][..., None]
-    return (rows.sum(1),)
+    total = rows.sum(1)
+    if "shared" not in t:
+        return (total,)
+    require_tensor("shared", t["shared"], BF16, (p.tokens, p.hidden), 16)
+    return ((total + t["shared"].float()).to(BF16),)

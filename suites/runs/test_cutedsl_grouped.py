@@ -77,15 +77,21 @@ def through(ran: Ran, between: Callable[[dict[str, Tensor]], None]) -> list[dict
     between(hidden)
     down = ran.call("w2", **hidden, experts=EXPERTS)
     between(down)
-    return [x, both, hidden, down, ran.call("combine", x=down["out"], weights=weights)]
+    routed = ran.call("combine", x=down["out"], weights=weights)
+    between(routed)
+    name = f"{LAYER.removesuffix('experts')}moe_sum"
+    total = ran.bound(name, routed=routed["out"], shared=drawn())
+    return [x, both, hidden, down, routed, dict(total)]
 
 
 def test_components_are_the_steps_of_one_call(ran: Ran) -> None:
     made = through(ran, lambda _: None)
-    order = [steps.ORDER, steps.GATHER, steps.SHOWN, steps.FIRST, steps.SECOND, steps.SUM]
-    assert ran.told == order
+    assert ran.told == [
+        steps.ORDER, steps.GATHER, steps.SHOWN, steps.FIRST, steps.SECOND, steps.SUM, steps.TOTAL
+    ]  # fmt: skip
+    assert torch.equal(made[-1]["out"], (made[-2]["out"] + drawn().float()).to(torch.bfloat16))
     assert [tuple(each["out"].shape) for each in made if "out" in each] == [
-        (5, 2, 192), (5, 2, 192), (5, 192)
+        (5, 2, 192), (5, 2, 192), (5, 192), (5, 192)
     ]  # fmt: skip
 
     def elsewhere(made: dict[str, Tensor]) -> None:
@@ -95,6 +101,7 @@ def test_components_are_the_steps_of_one_call(ran: Ran) -> None:
     ran.told.clear()
     again = through(ran, elsewhere)  # another layer's call takes the workspace each time
     assert ran.told.count(steps.ORDER) == 5, "three elsewhere, and again for w13 and for w2"
+    assert ran.told[-1] == steps.TOTAL
     assert steps.FIRST not in ran.told
     assert "simt_quantise_nvfp4" in ran.told
     for first, second in zip(made, again, strict=True):
@@ -115,7 +122,8 @@ def test_what_was_changed_on_its_way_is_laid_out_anew(ran: Ran) -> None:
     ran.told.clear()
     other = through(ran, changed)
     assert steps.FIRST not in ran.told, "gate and up are not those of FC1"
-    for role in range(1, 5):
+    assert steps.TOTAL not in ran.told, "nor is the sum the kernel's"
+    for role in range(1, 6):
         (name,) = {"out", "codes"} & set(whole[role])
         assert not torch.equal(whole[role][name], other[role][name])
     assert torch.equal(whole[3]["out"][0], other[3]["out"][0]), "rows are their own"
