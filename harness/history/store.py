@@ -160,6 +160,7 @@ class Store:
     def _writing(self) -> Iterator[sql.Connection]:
         """One transaction of the only writer."""
         with self._engine.execution_options(**{WRITES: True}).begin() as connection:
+            # Trap: without it two first writers of one list of places meet at its key.
             if connection.dialect.name == "postgresql":
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
             yield connection
@@ -172,16 +173,14 @@ class Store:
     @contextmanager
     def trying(self, run: Run) -> Iterator[None]:
         """Let the store answer as if a run were added; nothing of it stays."""
-        with self._asked(writes=True), self._engine.connect() as connection:
-            writing = connection.execution_options(**{WRITES: True})
-            with writing.begin() as transaction:
-                self._insert(writing, run)
-                self._trial = writing
-                try:
-                    yield
-                finally:
-                    self._trial = None
-                    transaction.rollback()
+        with self._asked(writes=True), self._writing() as connection:
+            self._insert(connection, run)
+            self._trial = connection
+            try:
+                yield
+            finally:
+                self._trial = None
+                connection.rollback()
 
     @contextmanager
     def _reading(self) -> Iterator[sql.Connection]:

@@ -166,6 +166,22 @@ def test_writers_wait_for_each_other(url: str) -> None:
         assert len(store.runs()) == 21
 
 
+def _tried(url: str, number: int) -> int:
+    with Store(url) as store, store.trying(run(number)):
+        return store.streams()[0].runs
+
+
+def test_a_trial_waits_for_a_writer_of_the_same_places(url: str) -> None:
+    with Store(url, create=True) as store, ThreadPoolExecutor(1) as pool:
+        with store._writing() as connection:
+            store._insert(connection, run(0))  # its list of places is the first of its kind
+            waiting = pool.submit(_tried, url, 1)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.5)
+        assert waiting.result() == 2
+        assert store.streams()[0].runs == 1
+
+
 def test_first_writers_wait_for_each_other(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: _add(url, number), range(4)))
