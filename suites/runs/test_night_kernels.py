@@ -50,7 +50,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
     path = tmp_path / "test_sm90_planted.py"
     path.write_text(SUITE)
-    found = night_kernels.run_suite(path, tmp_path / "report.xml", "night")
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
     assert (found.kernel, found.cases, found.failed) == ("sm90_planted", 3, 2)
     assert found.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
     assert found.verdict is Verdict.DIFFERS
@@ -71,9 +71,28 @@ def test_a_suite_without_answers_says_so(
         return subprocess.CompletedProcess(line, status, text, "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", "h200")
+    found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
     assert found == expected
     assert found.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
+
+
+def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    told: dict[str, Any] = {}
+
+    def run(line: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        told.update(how["env"], asked=line[line.index("pytest") + 3])
+        report.write_text('<testsuites><testcase name="a"/></testsuites>')
+        return subprocess.CompletedProcess(line, 1, "", "")
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    found = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
+    assert found.broken == "ended with status 1, and no case failed"
+    # With CI the plugin fails what lacks a package, and does not leave it out.
+    assert (told["CI"], told["asked"]) == ("true", "h200 or gpu")
 
 
 def test_a_suite_that_hangs_is_ended_and_fails(
@@ -82,7 +101,7 @@ def test_a_suite_that_hangs_is_ended_and_fails(
     path = tmp_path / "test_x.py"
     path.write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setattr(night_kernels, "SUITE_SECONDS", 0.5)
-    found = night_kernels.run_suite(path, tmp_path / "report.xml", "h200")
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
     assert found.broken.startswith("did not end in")
 
 
@@ -97,12 +116,11 @@ def test_the_step_names_the_kernel_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said = {"good": Suite("good", 7), "bad": Suite("bad", 5, 2, "test_tail[3]: 4 differ")}
-    for name in (*said, "other"):
-        mark = "b200" if name == "other" else "h200"
+    for name, mark in (("good", "gpu"), ("bad", "h200"), ("other", "b200")):
         (tmp_path / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
 
-    def run(path: Path, _: Path, marker: str) -> Suite:
-        assert marker == "h200"
+    def run(path: Path, _: Path, markers: tuple[str, ...]) -> Suite:
+        assert markers == ("h200", "gpu")
         return said[path.stem.removeprefix("test_")]
 
     monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
@@ -122,12 +140,13 @@ def test_the_step_names_the_kernel_that_fails(
 
 def test_every_target_has_suites_of_its_own_and_of_all() -> None:
     assert set(night_kernels.MARKERS) == set(TARGETS)
-    for marker in night_kernels.MARKERS.values():
+    for markers in night_kernels.MARKERS.values():
         files = {path.stem for path in night_kernels.SUITES.rglob("test_*.py")
-                 if f"mark.{marker}" in path.read_text(encoding="utf-8")}  # fmt: skip
+                 if night_kernels._is_marked(path, markers)}  # fmt: skip
         assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
+        assert "test_simt_probe_formats" in files, "the formats on any GPU"
         own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
-        assert own[marker] in files
+        assert own[markers[0]] in files
 
 
 def bench_of(text: str) -> list[str]:
