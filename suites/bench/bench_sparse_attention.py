@@ -1,12 +1,14 @@
-"""Sparse attention on a Hopper GPU beside torch: a script that prints two tables.
+"""Sparse attention on a Hopper GPU beside Triton and torch: a script that prints two tables.
 
     python -m degarble.suites.bench.bench_sparse_attention [--tokens T] [--batch B] [--rounds N]
 
 Owns the arms: prefill of T tokens over a window of 128 and 1024 entries of a prompt, decoding of B
 sequences with a cache each, 64 and 128 heads, every entry format. A torch version gathers rows of a
-BF16 cache and multiplies in BF16. Arms run as bench_quantise_kernel has it: cold buffers by turns,
-in a graph, by turns within a round, beside a copy of as many bytes as the entries named. Refuses to
-measure without a GPU that kernels exist for; numbers are compared by suites/kernels, not here.
+BF16 cache and multiplies in BF16; a Triton version does so in one kernel, and is left out, by name,
+where Triton is missing or its numbers are not torch's. Arms run as bench_quantise_kernel has it:
+cold buffers by turns, in a graph, by turns within a round, beside a copy of as many bytes as the
+entries named. Refuses to measure without a GPU that kernels exist for; numbers of the kernels are
+compared by suites/kernels, not here.
 Kept honest by suites/bench/test_bench_sparse_attention.py.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +51,7 @@ ENTRIES_OF_PAGE = 64
 CONTEXT = 8192  # tokens of a sequence that is decoded
 HEADS = (64, 128)
 WANTED_PREFILL, WANTED_DECODE = 450, 350  # TFLOP/s
+ROUNDINGS = 0.02  # shares and outputs of order 1 in BF16, rounded beside other peaks
 WANTED_SHARE = 0.7  # of copy bandwidth, decoding
 
 
@@ -146,6 +150,30 @@ def torch_launch(problem: AttentionProblem) -> Callable[[], object]:
     return run
 
 
+def triton_launch(problem: AttentionProblem) -> Callable[[], object]:
+    """Return the Triton version on buffers of its own, from a BF16 cache."""
+    peer = import_module("degarble.suites.bench.triton_sparse_attention")
+    operands = drawn(problem)
+    out = torch.empty_like(operands.q)
+    return lambda: peer.attend(operands, problem, out)
+
+
+def why_not_triton() -> str:
+    """Return why the Triton version is not measured; empty where its numbers are torch's."""
+    if find_spec("triton") is None:
+        return "no Triton version: the package triton is not installed"
+    peer = import_module("degarble.suites.bench.triton_sparse_attention")
+    problem = prefill("bf16", 8, 64)
+    operands = drawn(problem)
+    out = torch.full_like(operands.q, torch.nan)
+    peer.attend(operands, problem, out)
+    wanted = torch_attention(
+        problem, operands.q, operands.sink, [operands.window, operands.entries]
+    )
+    worst = float((out.double() - wanted.double()).abs().max())
+    return "" if worst <= ROUNDINGS else f"no Triton version: it is {worst:.3g} away from torch's"
+
+
 def arm_of(name: str, problem: AttentionProblem, launch: Any) -> Arm:
     """Capture launches on as many buffer sets as leave nothing in the cache, eight at most."""
     sets = min(8, sets_for(problem.gathered_bytes))
@@ -156,12 +184,15 @@ def arm_of(name: str, problem: AttentionProblem, launch: Any) -> Arm:
 def measured(problem_of: Any, count: int, rounds: int) -> dict[str, float]:
     """Print a table; return TFLOP/s and, under `<name> share`, the share of copy bandwidth."""
     found = {}
+    without_triton = why_not_triton()
     for heads in HEADS:
         plain = problem_of("bf16", count, heads)
         made: list[tuple[str, AttentionProblem, Any]] = [
             (f"{entry}, {heads} heads", problem_of(entry, count, heads), kernel_launch)
-            for entry in ("fp8", "nvfp4", "bf16")
+            for entry in ("fp8", "nvfp4", "nvfp4-v41", "bf16")
         ]
+        if not without_triton:
+            made.append((f"Triton, bf16, {heads} heads", plain, triton_launch))
         made.append((f"torch, bf16, {heads} heads", plain, torch_launch))
         for name, problem, launch in made:
             arms = [copy_arm(problem.gathered_bytes), arm_of(name, problem, launch)]
@@ -171,6 +202,8 @@ def measured(problem_of: Any, count: int, rounds: int) -> dict[str, float]:
             found[name], found[f"{name} share"] = row.teraflops, figure.share_of(copy)
             del arms, copy, figure, row
             torch.cuda.empty_cache()
+    if without_triton:
+        _say(without_triton)
     return found
 
 

@@ -57,6 +57,16 @@ def test_torch_version_is_the_formula() -> None:
     assert torch.allclose(out.double(), checks.formula(case, given)[0], atol=2e-3, rtol=0.02)
 
 
+def test_a_missing_triton_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda _name: None)
+    assert "triton is not installed" in bench.why_not_triton()
+
+
+@pytest.mark.h200
+def test_triton_version_has_the_numbers_of_torch() -> None:
+    assert not bench.why_not_triton()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 def test_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--rounds", "1"]) == 2
