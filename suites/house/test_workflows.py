@@ -9,6 +9,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import yaml
 
 from degarble.harness.plugins.night_options import OPTIONS
@@ -145,11 +146,32 @@ def test_the_script_reads_what_it_tells_and_passes_options_that_exist() -> None:
     assert subprocess.run(["sh", "-n", path], check=False).returncode == 0
 
 
-def test_a_checkpoint_without_reference_is_refused(tmp_path: Path) -> None:
-    environment = {**os.environ, "CHECKPOINT": str(tmp_path), "OUT": str(tmp_path / "out")}
-    environment.pop("REFERENCE", None)
-    done = subprocess.run(
+def nightly(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CHECKPOINT": str(folder), "OUT": str(folder / "out"), **variables}
+    return subprocess.run(
         [ROOT / ".ci" / "nightly"], env=environment, capture_output=True, text=True, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"REFERENCE": ""}, "CHECKPOINT needs REFERENCE as well"),
+        ({"REFERENCE": "there", "DEVICE": "b300"}, "DEVICE is b200, h200 or night, not b300"),
+    ],
+)
+def test_a_wrong_variable_is_refused(variables: dict[str, str], said: str, tmp_path: Path) -> None:
+    done = nightly(tmp_path, **variables)
     assert done.returncode == 2
-    assert done.stderr == "nightly: CHECKPOINT needs REFERENCE as well\n"
+    assert done.stderr == f"nightly: {said}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a b200: it would begin")
+@pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="make setup was not run")
+def test_a_device_that_is_gone_is_no_night_on_the_cpu(tmp_path: Path) -> None:
+    workflow = yaml.safe_load((FOLDER / "nightly.yml").read_text(encoding="utf-8"))
+    device = workflow["jobs"]["night"]["env"]["DEVICE"]
+    done = nightly(tmp_path, REFERENCE=str(tmp_path), DEVICE=device)
+    assert done.returncode == 2, done.stdout
+    assert "REFUSED: -m = 'b200': expected a machine with b200" in done.stdout + done.stderr
