@@ -147,11 +147,12 @@ def run_of(asked: Asked, results: Results) -> Run | None:
         for name, each in results.items()
         if each.red and (name == LEDGER or not excused(asked, known, name, each))
     ]
-    gpus = [value for name, value in facts.items() if name == "GPU 0 name"]
+    # A night on the CPU of a machine with a GPU is no night of that GPU.
+    gpu = facts.get("GPU 0 name") if asked.gpu else None
     return Run(
         subject=asked.name,
         night=asked.night,
-        machine=(gpus or [facts.get("machine", "unknown")])[0],
+        machine=gpu or facts.get("machine", "unknown"),
         verdict=max(red, key=SEVERITY.index, default=Verdict.AGREES),
         values=values,
         commit=asked.commit[:64],

@@ -102,6 +102,15 @@ def test_a_night_is_kept_with_its_verdict_facts_and_worst(tmp_path: Path) -> Non
     assert not closing.history(asked(tmp_path, store=None), results).red
 
 
+def test_a_night_on_the_cpu_is_none_of_the_gpu_that_is_there(tmp_path: Path) -> None:
+    facts = {"machine": "CPU: 2 cores", "GPU 0 name": "NVIDIA B200"}
+    results = measured(0.9, 0.5) | {"environment": StepResult(Verdict.AGREES, "", facts=facts)}
+    for gpu, machine in ((True, "NVIDIA B200"), (False, "CPU: 2 cores")):
+        run = closing.run_of(asked(tmp_path, gpu=gpu), results)
+        assert run is not None
+        assert run.machine == machine
+
+
 def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepResult:
     made = Museum(outcomes=(), without_effect=(), **({"healthy": ()} | more))
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
