@@ -104,7 +104,9 @@ def gemm_kernel(
 
 
 def store_tiles_of(form: GemmForm) -> Any:
-    """Return what stores tiles of D, or of D^T."""
+    """Return what stores tiles of D, of sums that overlap, or of D^T."""
+    if tensor_memory.overlaps(form):
+        return pair.store_tiles
     return swapped.store_tiles if form.tactic.swapped else tcgen05.store_tiles
 
 
@@ -155,7 +157,7 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
         of_b = tcgen05.shifted(b_scales.tensor, skipped)
         ring_of_sums.producer_acquire(target)
         tcgen05.fence("after")
-        into = sums[None, None, None, target.index]
+        into = sums[None, None, None, pair.place_to_fill(target, form)]
         for step in cutlass.range(steps, unroll=1):
             ring.consumer_wait(state)
             tcgen05.fence("after")

@@ -69,7 +69,7 @@ def probe_kernel(
             probe.fill_sums(held, own_rows(sums, form), form)
             meet()
             outlets = (store, held.pieces, held.sums, held.sums_ring)
-            tcgen05.store_tiles(outlets, walk, (Float32(1.0),), form)
+            gemm.store_tiles_of(form)(outlets, walk, (Float32(1.0),), form)
     pair.end_together(held.base, form)
 
 

@@ -89,9 +89,44 @@ def accumulators(form: GemmForm) -> int:
     return count
 
 
+def overlaps(form: GemmForm) -> bool:
+    """Tell whether two sums share some columns: of two together, where the scales leave one alone.
+
+    One is given back once the shared columns are in registers, which one piece holds; the next is
+    multiplied while the rest of it is stored.
+    """
+    shared = 2 * form.tactic.columns + sum(scale_columns(form))
+    shared -= TARGETS[form.target].tensor_memory_columns
+    fits: bool = 0 < shared <= facts.PIECE_COLUMNS
+    return form.tactic.together > 1 and accumulators(form) == 1 and fits
+
+
+def places_of_sums(form: GemmForm) -> int:
+    """Places that sums take in turn."""
+    return 2 if overlaps(form) else accumulators(form)
+
+
+def columns_apart(form: GemmForm) -> int:
+    """Columns from one place of sums to the next."""
+    if not overlaps(form):
+        return form.tactic.columns
+    left: int = TARGETS[form.target].tensor_memory_columns - sum(scale_columns(form))
+    return left - form.tactic.columns
+
+
+def piece_in_turn(number: Any, place: Any, pieces: int) -> Any:
+    """Return which piece of overlapping sums is read: shared ones first, the first place's last."""
+    return number + (1 - place) * (pieces - 1 - 2 * number)
+
+
+def columns_of_sums(form: GemmForm) -> int:
+    """Columns that all places of sums take."""
+    return (places_of_sums(form) - 1) * columns_apart(form) + form.tactic.columns
+
+
 def columns_held(form: GemmForm) -> int:
     """Columns that sums and scales take."""
-    return accumulators(form) * form.tactic.columns + sum(scale_columns(form))
+    return columns_of_sums(form) + sum(scale_columns(form))
 
 
 def columns_allocated(form: GemmForm) -> int:
@@ -101,7 +136,7 @@ def columns_allocated(form: GemmForm) -> int:
 
 def first_columns(form: GemmForm) -> tuple[int, int]:
     """Columns where the scales of A and of B begin, behind the sums."""
-    a = accumulators(form) * form.tactic.columns
+    a = columns_of_sums(form)
     return a, a + scale_columns(form)[0]
 
 

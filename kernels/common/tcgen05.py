@@ -188,9 +188,12 @@ def give_back(base: Any, form: cutlass.Constexpr) -> None:
 
 
 def sums_of(mma: Any, base: Any, form: GemmForm) -> Any:
-    """Return the sums in tensor memory: (lanes and columns, 1, 1, accumulators)."""
+    """Return the sums in tensor memory: (lanes and columns, 1, 1, places)."""
     shape = mma.partition_shape_C(tile_of(form)[:2])
-    layout = mma.make_fragment_C(cute.append(shape, memory_facts.accumulators(form))).layout
+    layout = mma.make_fragment_C(cute.append(shape, memory_facts.places_of_sums(form))).layout
+    if memory_facts.overlaps(form):
+        stride = (*layout.stride[:-1], memory_facts.columns_apart(form))
+        layout = cute.make_layout(layout.shape, stride=stride)
     return cute.make_tensor(base, layout)
 
 

@@ -14,11 +14,13 @@ run; suites/kernels/test_sm100_gemm_nvfp4_pair.py says how far that reaches.
 from typing import Any
 
 import cutlass
-from cutlass import Int16, cute
+from cutlass import Float32, Int16, Int32, cute
 
+from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common import gemm_tensor_memory as memory_facts
-from degarble.kernels.common import tcgen05
+from degarble.kernels.common import tcgen05, wgmma
 from degarble.kernels.common.gemm_problem import GemmForm
 
 
@@ -59,6 +61,59 @@ def of_other(tensor: Any) -> Any:
     """View the same place of the other thread block's shared memory."""
     other = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) ^ 1
     return cute.make_tensor(cute.arch.map_dsmem_ptr(tensor.iterator, other), tensor.layout)
+
+
+# ---- sums that overlap ---------------------------------------------------------------------------
+
+
+def place_to_fill(state: Any, form: GemmForm) -> Any:
+    """Return which place of sums is next; a ring of one has two places, which take turns."""
+    return state.phase ^ 1 if memory_facts.overlaps(form) else state.index
+
+
+@cute.jit
+def store_tile(
+    outlet: Any, reading: Any, ring: Any, state: Any, work: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Store a tile; the sums are given back once the piece that both places share is read.
+
+    What is read later lies where the next tile's sums do not: those of the tile after it do, and
+    these wait for what this thread gives back next.
+    """
+    (row, column), stored, scales = work
+    pieces, place = cute.size(reading.source, mode=[4]), state.phase
+    ring.consumer_wait(state)
+    tcgen05.fence("after")
+    for i in cutlass.range_constexpr(pieces):
+        piece = memory_facts.piece_in_turn(i, place, pieces)
+        part = reading.source[None, None, None, 0, piece, place]
+        registers = cute.make_rmem_tensor(reading.shape, Float32)
+        cute.copy(reading.copy, part, registers)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(i == 0):
+            tcgen05.fence("before")
+            ring.consumer_release(state)
+        numbers = [registers[j] for j in range(facts.PIECE_COLUMNS)]
+        epilogue.store_piece(outlet, numbers, (row, column + piece), stored + i, scales)
+    state.advance()
+    return state, stored + Int32(pieces)
+
+
+@cute.jit
+def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Store tile after tile of sums that overlap; `outlets` are those of tcgen05.store_tiles."""
+    store, pieces, sums, ring = outlets
+    thread, _, _ = cute.arch.thread_idx()
+    outlet, reading = tcgen05.outlet_of(store, pieces, thread), tcgen05.reading_of(sums, thread)
+    state, stored = wgmma.consumer_state(memory_facts.accumulators(form)), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = schedule.tile_at(walk, number)
+        place = (row, column * memory_facts.stores(form))
+        state, stored = store_tile(outlet, reading, ring, state, (place, stored, scales))
+    epilogue.drain(outlet)
+
+
+# ---- the end -------------------------------------------------------------------------------------
 
 
 @cute.jit

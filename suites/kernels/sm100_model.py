@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 
+LATE = 8  # turns of all roles that a thread waits, once the next tile may begin
 FIRST = ("loads", "tensor")  # which engine goes first where all roles wait
 CORE_STRIDE, SCALE_STRIDE = 1024, 128  # bytes between groups of eight rows
 SWIZZLE = 128
@@ -154,8 +155,8 @@ class Block:
         """Sum up tile after tile."""
         turn, target = Turn(len(self.full), 0), Turn(self.accumulators, 1)
         for _, column in tiles:
-            into = target.at
-            yield partial(self.sums_empty[into].passed, target.parity)
+            into = target.parity ^ 1 if tensor_memory.overlaps(self.form) else target.at
+            yield partial(self.sums_empty[target.at].passed, target.parity)
             for step in range(steps):
                 at = turn.at
                 yield partial(self.full[at].passed, turn.parity)
@@ -163,12 +164,16 @@ class Block:
                 self.multiply_stage(at, column, into, begins=step == 0)
                 self.commit([block.empty[at] for block in self.both])
                 turn.advance()
-            self.commit([block.sums_full[into] for block in self.both])
+            self.commit([block.sums_full[target.at] for block in self.both])
             target.advance()
 
     def commit(self, barriers: list[Barrier]) -> None:
         """Arrive at all of them once what was started before has finished."""
         self.tensor.append(partial(arrive_at, barriers))
+
+    def is_idle(self) -> bool:
+        """Tell whether nothing that was started is left to do."""
+        return not (self.tensor or self.loads)
 
     @property
     def both(self) -> tuple[Block, ...]:
@@ -214,7 +219,7 @@ class Block:
                 + k * CODE_BYTES // words.ATOM
                 for side in "ab"
             )
-            to = self.base + into * tactic.columns
+            to = self.base + into * tensor_memory.columns_apart(self.form)
             word = make(tactic.together * tactic.rows, tactic.columns)
             given = (to, a, b, word, *(scales[k] if scales else ()))
             self.tensor.append(partial(run, given, not (begins and k == 0)))
@@ -245,16 +250,20 @@ class Block:
         """Store tile after tile, piece by piece."""
         turn, count = Turn(self.accumulators, 0), 0
         pieces = tensor_memory.stores(self.form)
-        wide = self.form.tactic.columns // pieces
+        wide, early = self.form.tactic.columns // pieces, tensor_memory.overlaps(self.form)
         for row, column in tiles:
             at = turn.at
             yield partial(self.sums_full[at].passed, turn.parity)
-            for i in range(pieces):
-                first = self.base + at * self.form.tactic.columns + i * wide
+            place = turn.parity if early else at
+            for turned in range(pieces):
+                i = tensor_memory.piece_in_turn(turned, place, pieces) if early else turned
+                first = self.base + place * tensor_memory.columns_apart(self.form) + i * wide
                 _, columns = self.memories.columns(first, wide)
                 sums = self.memories.tensor[:, columns].copy().view(np.float32)
-                if i == pieces - 1:
+                if turned == (0 if early else pieces - 1):
                     self.sums_empty[at].arrive(tensor_memory.threads_that_store())
+                    for _ in range(LATE if early else 0):
+                        yield self.is_idle
                 rounded = (torch.from_numpy(sums) * scale).bfloat16()
                 buffer, count = count % facts.PIECES_AT_ONCE, count + 1
                 if self.form.tactic.swapped:

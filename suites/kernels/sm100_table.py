@@ -125,7 +125,7 @@ def facts_of_forms() -> list[str]:
         lines.append(
             f"| {tile(form)} | {held.stages} of {held.stage_bytes:,} | "
             f"{facts.expected_bytes(form):,} | {held.total:,} | "
-            f"{tensor_memory.accumulators(form)} | "
+            f"{tensor_memory.places_of_sums(form)} | "
             f"{tensor_memory.columns_held(form)} of {tensor_memory.columns_allocated(form)} | "
             f"{tensor_memory.scale_copies(form)} | {clocks} | {read} |"
         )

@@ -178,6 +178,10 @@ def first_half_twice(true: Any, memory: Any, word: int, rows: int) -> Any:
     return codes if rows == memories.LANES else codes * 0 + codes[:1]
 
 
+def in_order(_true: Any, number: int, _place: int, _pieces: int) -> int:
+    return number
+
+
 def rows_of_one(true: Any, rows: int, columns: int) -> int:
     return int(true(rows // 2, columns))
 
@@ -188,6 +192,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "sums given back by one": (tensor_memory, "arrivals_of_sums", one_gives_back),
     "own scales cleared alone": (model.Block, "clear_beyond", own_scales_alone),
     "codes of B": (memories.Memories, "codes", first_half_twice),
+    "sums that overlap read in order": (tensor_memory, "piece_in_turn", in_order),
     "rows of one": (tcgen05_words, "block_scaled_word", rows_of_one),
 }
 

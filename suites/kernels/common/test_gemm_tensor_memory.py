@@ -91,9 +91,29 @@ def test_two_together_hold_half_of_b_each_and_more_stages(columns: int) -> None:
     assert (held.stages, held.stage_bytes, facts.expected_bytes(form)) == PAIRED[columns]
     assert facts.transaction_bytes(alone) - held.stage_bytes == columns // 2 * 128
     assert facts.expected_bytes(alone) == facts.transaction_bytes(alone)
-    # What an instruction finds in tensor memory is what it finds alone.
-    assert [*numbers(form)[:4], numbers(form)[5]] == [*NUMBERS[columns][:4], NUMBERS[columns][5]]
+    if not tensor_memory.overlaps(form):
+        # What an instruction finds in tensor memory is what it finds alone.
+        assert [*numbers(form)[:4], numbers(form)[5]] == [
+            *NUMBERS[columns][:4],
+            NUMBERS[columns][5],
+        ]
     assert tensor_memory.arrivals_of_sums(form) == 256 == 2 * tensor_memory.arrivals_of_sums(alone)
+
+
+def test_sums_that_overlap_share_what_the_first_piece_read_holds() -> None:
+    assert [columns for columns, form in PAIRS.items() if tensor_memory.overlaps(form)] == [256]
+    assert not any(tensor_memory.overlaps(form) for form in FORMS)
+    form = PAIRS[256]
+    assert (tensor_memory.accumulators(form), tensor_memory.places_of_sums(form)) == (1, 2)
+    apart = tensor_memory.columns_apart(form)
+    assert (apart, tensor_memory.first_columns(form)) == (208, (464, 480))
+    assert tensor_memory.columns_held(form) == tensor_memory.columns_allocated(form) == 512
+    shared = range(apart, 256)
+    for place in range(2):
+        pieces = [tensor_memory.piece_in_turn(i, place, 4) for i in range(4)]
+        assert sorted(pieces) == [0, 1, 2, 3]
+        first = place * apart + pieces[0] * facts.PIECE_COLUMNS
+        assert set(shared) <= set(range(first, first + facts.PIECE_COLUMNS))
 
 
 def test_who_receives_a_box_and_who_releases_it() -> None:
