@@ -75,6 +75,11 @@ def clustered_pair(form: facts.GemmForm) -> list[facts.GemmForm]:
     ]
 
 
+def cluster_size(form: facts.GemmForm) -> int:
+    """Return how many thread blocks a cluster has."""
+    return form.tactic.cluster_rows * form.tactic.cluster_columns
+
+
 def named(form: facts.GemmForm) -> str:
     """Name a form by its tile, cluster, and whether two multiply together."""
     tactic = form.tactic

@@ -7,8 +7,10 @@ Refuses machines without a B200 by name. Kept honest by suites/kernels/test_sm10
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import torch
 from degarble.harness.errors import MissingDevice
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.common import operands
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM100A, target_of_device
 from degarble.suites.kernels import gemm_checks as checks
@@ -38,8 +41,8 @@ class Executor(Protocol):
     def store(self, case: checks.Case, sums: Tensor) -> Tensor:
         """Return D of sums: [M, N]."""
 
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
-        """Return D of operands: [M, N]."""
+    def answer(self, case: checks.Case, given: Any, *, alone: bool = False) -> Tensor:
+        """Return D of operands: [M, N]; one cluster walks over all tiles where it is alone."""
 
 
 class HostModel:
@@ -81,9 +84,10 @@ class HostModel:
         blocks[0].run(roles)
         return out
 
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
+    def answer(self, case: checks.Case, given: Any, *, alone: bool = False) -> Tensor:
         """See Executor."""
-        return blackwell.on_model(case, given)[0]
+        processors = blackwell.cluster_size(case.form) * (1 if alone else 2)
+        return blackwell.on_model(case, given, processors=processors)[0]
 
     def _blocks(
         self, case: checks.Case, given: Any, out: Tensor | None = None
@@ -118,13 +122,14 @@ class Gpu:
         out: Tensor = self._part("store", case, sums=sums)[0].cpu()
         return out
 
-    def answer(self, case: checks.Case, given: Any) -> Tensor:
+    def answer(self, case: checks.Case, given: Any, *, alone: bool = False) -> Tensor:
         """See Executor."""
         entry = import_module("degarble.kernels.sm100_gemm_nvfp4").gemm_nvfp4
         moved = [type(each)(*(t.cuda() for t in each)) for each in given]
         p = case.problem
         out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16, device="cuda")
-        entry(*moved, p, self.settings, form=case.form, out=out)
+        with one_cluster(case.form) if alone else nullcontext():
+            entry(*moved, p, self.settings, form=case.form, out=out)
         return out.cpu()
 
     def _part(
@@ -144,11 +149,17 @@ class Gpu:
             image[: len(held["image"])] = held["image"].cuda()
         if "sums" in held:
             sums.copy_(held["sums"])
-        operands = tuple(each.cuda() for each in (a.codes, a.scales, b.codes, b.scales))
+        moved = tuple(each.cuda() for each in (a.codes, a.scales, b.codes, b.scales))
         kernel = parts.compile_part(part, form, self.settings)
-        probe.launch(kernel, form, p, (*operands, out, image, sums))
+        probe.launch(kernel, form, p, (*moved, out, image, sums))
         torch.cuda.synchronize()
         return out, image, sums
+
+
+def one_cluster(form: facts.GemmForm) -> Any:
+    """Let launches know of no more multiprocessors than one cluster takes."""
+    size = blackwell.cluster_size(form)
+    return mock.patch.object(operands, "processors_of", return_value=size)
 
 
 def pair_parts() -> Any:

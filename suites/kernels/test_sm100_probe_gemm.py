@@ -263,6 +263,15 @@ def test_other_bits_of_two_together_are_undecided_and_wrong_ones_are_not() -> No
     assert not first_minute.undecided(alone, apart)
 
 
+def test_one_cluster_is_all_that_a_launch_knows_of() -> None:
+    form = first_minute.PAIRS[256]
+    problem = GemmProblem(256, 776, 64, "nvfp4", "e4m3")
+    with executors.one_cluster(form):
+        processors = executors.operands.processors_of(0)
+        assert facts.grid(problem, form.tactic, processors) == (2, 1, 1)
+    assert facts.grid(problem, form.tactic, 148) == (2, 1, 4)
+
+
 def test_a_step_that_never_ends_costs_its_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_minute, "SECONDS", 0.3)
     command = (sys.executable, "-c", "while True: pass")
