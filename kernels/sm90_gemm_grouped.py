@@ -349,7 +349,7 @@ def launch_grouped(
 def compile_form(form: GroupedForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
     extents = tuple(Int32(1) for _ in range(7))
-    arguments = (_pointers((None,) * 5, form.out), extents, form, any_stream())
+    arguments = (pointers_of((None,) * 5, form.out), extents, form, any_stream())
     return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
 
 
@@ -398,7 +398,7 @@ def launch(
         clusters,
         problem.positions,
     )
-    kernel(_pointers(tensors, form.out), tuple(map(Int32, extents)), current_stream(device))
+    kernel(pointers_of(tensors, form.out), tuple(map(Int32, extents)), current_stream(device))
 
 
 def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) -> None:
@@ -424,7 +424,7 @@ def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) 
             operands.require_tensor(name, tensor, dtype, shape, alignment)
 
 
-def _pointers(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:
+def pointers_of(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:
     """Return what the entry takes; None becomes a pointer that is not read."""
     of_d = BFloat16 if out == "bf16" else Float32
     kinds = ((BFloat16, 16), (BFloat16, 16), (of_d, 16), (Uint32, 16), (Int64, 8))

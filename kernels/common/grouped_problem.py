@@ -18,18 +18,25 @@ from degarble.harness.errors import ShapeMismatch, UnknownName
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import gemm_problem as gemm
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, Tactic
-from degarble.kernels.common.targets import SM90A
+from degarble.kernels.common.targets import SM90A, SM100A
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STEP = 64  # values of K of a stage: those of a head that are turned, or none of them
 OUTPUTS: Mapping[str, int] = {"bf16": 2, "fp32": 4}  # bytes of a number of D
-TACTICS = (
-    Tactic(64, rows=64, columns=64, inner=STEP),
-    Tactic(512, rows=128, columns=128, inner=STEP),
-    Tactic(gemm.ANY, rows=128, columns=256, inner=STEP, cluster_rows=2),
-)
+TACTICS: Mapping[str, tuple[Tactic, ...]] = {
+    SM90A.name: (
+        Tactic(64, rows=64, columns=64, inner=STEP),
+        Tactic(512, rows=128, columns=128, inner=STEP),
+        Tactic(gemm.ANY, rows=128, columns=256, inner=STEP, cluster_rows=2),
+    ),
+    SM100A.name: (
+        Tactic(64, rows=128, columns=64, inner=STEP),
+        Tactic(512, rows=128, columns=128, inner=STEP),
+        Tactic(gemm.ANY, rows=128, columns=256, inner=STEP),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -97,15 +104,18 @@ class GroupedForm:
         return self.turned // STEP
 
 
-def choose_form(problem: GroupedProblem) -> GroupedForm:
+def choose_form(problem: GroupedProblem, target: str = SM90A.name) -> GroupedForm:
     """Return the form that answers a problem: by tokens, with tiles that lie within a group."""
-    first = next(n for n, tactic in enumerate(TACTICS) if problem.tokens <= tactic.rows_up_to)
+    if target not in TACTICS:
+        raise UnknownName.among("target of grouped products", target, TACTICS)
+    tactics = TACTICS[target]
+    first = next(n for n, tactic in enumerate(tactics) if problem.tokens <= tactic.rows_up_to)
     fitting = [
         tactic
-        for tactic in TACTICS[: first + 1]
+        for tactic in tactics[: first + 1]
         if problem.groups == 1 or problem.columns % tactic.columns == 0
     ]
-    form = GemmForm(gemm.BF16.name, "none", SM90A.name, fitting[-1])
+    form = GemmForm(gemm.BF16.name, "none", target, fitting[-1])
     return GroupedForm(form, problem.turned, problem.out)
 
 

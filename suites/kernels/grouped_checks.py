@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,14 @@ from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.grouped_problem import GroupedProblem
 from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 from degarble.suites.kernels import latent_checks as plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SETTINGS = CompileSettings()
+ARCHITECTURES = {SM90A.name: "sm90", SM100A.name: "sm100"}
 POSITIONS = 300
 BEHIND = 3  # rows of D that nobody may touch
 PRO, FLASH, TINY = (16, 1024, 4096, 512), (8, 1024, 4096, 512), (4, 128, 256, 128)
@@ -70,12 +73,17 @@ class Case:
         return a, b, (plain.table_of_turns(POSITIONS).cuda(), positions)
 
 
+def kernels_here(operands: str) -> Any:
+    """Return the module of the GPU that is installed."""
+    architecture = ARCHITECTURES[target_of_device().name]
+    return import_module(f"degarble.kernels.{architecture}_gemm_{operands}")
+
+
 def launched(case: Case, parts: Any) -> tuple[Tensor, Tensor]:
     """Run a case into poisoned memory; D and the rows behind it stay on the GPU."""
-    from degarble.kernels import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
-
+    kernels = kernels_here("grouped")
     a, b, turns = parts
-    kind = kernels.TORCH_OUTPUTS[case.out]
+    kind = torch.float32 if case.out == "fp32" else torch.bfloat16
     whole = torch.full((case.tokens + BEHIND, b.shape[0]), torch.nan, dtype=kind, device="cuda")
     out = whole[: case.tokens]
     kernels.gemm_grouped(a, b, case.problem, SETTINGS, turns=turns, out=out)
@@ -84,8 +92,9 @@ def launched(case: Case, parts: Any) -> tuple[Tensor, Tensor]:
 
 def composed(case: Case, parts: Any) -> Tensor:
     """Return inverse_rope, then one GEMM a group, in BF16."""
-    from degarble.kernels import simt_inverse_rope, sm90_gemm_bf16  # noqa: PLC0415  need the DSL
+    from degarble.kernels import simt_inverse_rope  # noqa: PLC0415  needs the DSL
 
+    plain_gemm = kernels_here("bf16").gemm_bf16
     p, (a, b, turns) = case.problem, parts
     if turns is not None:
         heads = p.groups * p.inner // p.turned
@@ -98,7 +107,7 @@ def composed(case: Case, parts: Any) -> Tensor:
         own = a.reshape(p.tokens, p.groups, p.inner)[:, group].contiguous()
         weight = b[group * p.columns : (group + 1) * p.columns].contiguous()
         problem = GemmProblem(p.tokens, p.columns, p.inner)
-        made.append(sm90_gemm_bf16.gemm_bf16(own, weight, problem, SETTINGS))
+        made.append(plain_gemm(own, weight, problem, SETTINGS))
     return torch.cat(made, 1)
 
 

@@ -39,7 +39,8 @@ class Product(NamedTuple):
 
 def products(ptx: str) -> list[Product]:
     """Return the matrix instructions in the order of the text."""
-    words, steps = defined(ptx, r"mov\.b32", r"%r\d+"), defined(ptx, r"add\.s64", r"%rd\d+")
+    words = defined(ptx, r"mov\.b32", r"%r\d+")
+    steps = defined(ptx, r"(?:add\.s64|or\.b64)", r"%rd\d+")  # the same where no bits meet
     constants = defined(ptx, r"mov\.pred", r"%p\d+")
     found = []
     for match in _MMA.finditer(ptx):
