@@ -16,7 +16,7 @@ import torch
 from degarble.harness.errors import InvalidArgument, MissingDevice, ShapeMismatch, UnknownName
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common import targets
+from degarble.kernels.common import operands, targets
 from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.machine_code import cubin_facts
 from degarble.kernels.common.settings import CompileSettings
@@ -267,7 +267,7 @@ def test_one_cluster_is_all_that_a_launch_knows_of() -> None:
     form = first_minute.PAIRS[256]
     problem = GemmProblem(256, 776, 64, "nvfp4", "e4m3")
     with executors.one_cluster(form):
-        processors = executors.operands.processors_of(0)
+        processors = operands.processors_of(0)
         assert facts.grid(problem, form.tactic, processors) == (2, 1, 1)
     assert facts.grid(problem, form.tactic, 148) == (2, 1, 4)
 
