@@ -28,6 +28,7 @@ from degarble.harness.errors import (
     Refused,
     UnknownName,
     UnreadableFile,
+    UnwritablePath,
 )
 from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
 from degarble.harness.plugins.presence import (
@@ -138,6 +139,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         path = _path(session.config, option)
         if path and not path.exists():
             _refuse(UnreadableFile(option, str(path), "an existing path", "Check the spelling."))
+    summary = _path(session.config, "--summary")
+    if summary and not summary.parent.is_dir():
+        wanted = "a file in a folder that exists"
+        _refuse(UnwritablePath("--summary", str(summary), wanted, f"Make {summary.parent}."))
     expression = session.config.getoption("markexpr")
     for marker in sorted(asked_markers(expression) & set(DEVICES)):
         reason = missing_device(marker)

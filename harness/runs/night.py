@@ -6,7 +6,8 @@ for, and the ledger does not know it; or a step crashed or did not finish: that 
 What the step `ledger` itself finds no entry excuses. The steps are in the table of night_table; a
 step is a function of what was asked and of what the steps before it said.
 
-Refuses workers of xdist, and a ledger that cannot be read, before anything runs.
+Refuses before anything runs: workers of xdist, a ledger that cannot be read, an address or a file
+that is no store (a server may be away until it is needed), a folder in which another night runs.
 Kept honest by suites/runs/test_night.py, with small steps, and by suites/nights.
 """
 
@@ -18,8 +19,10 @@ from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.history.addresses import engine_of
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
-from degarble.harness.record.files import require_folder
+from degarble.harness.history.store import Store
+from degarble.harness.record.files import usable_folder
 from degarble.harness.record.verdict import SEVERITY, Verdict
 from degarble.harness.runs.machine import machine, provenance
 from degarble.harness.runs.night_record import (
@@ -56,7 +59,8 @@ class Night:
 
     def __init__(self, asked: Asked, steps: Sequence[Step]) -> None:
         self.ledger = _ledger_of(asked)
-        require_folder("--report-dir", asked.folder)
+        usable_folder("--report-dir", asked.folder)
+        _require_store(asked.store)
         self._steps = {step.name: step for step in steps}
         self._order = [step.name for step in steps]
         self.journal = Journal(asked.work)
@@ -188,6 +192,16 @@ def _ledger_of(asked: Asked) -> Ledger | None:
     if asked.ledger is None:
         return None
     return read_ledger(asked.ledger, date.fromisoformat(asked.night))
+
+
+def _require_store(url: str | None) -> None:
+    if url is None:
+        return
+    _, engine = engine_of(url, create=True)
+    engine.dispose()
+    if engine.dialect.name == "sqlite":
+        with Store(url, create=True):
+            pass
 
 
 def _key_of(asked: Asked) -> str:

@@ -4,19 +4,23 @@ Owns the records of a night, and the journal: one JSON file a step, written whol
 with the digest of all that the step depends on. A night that was interrupted is answered from it as
 far as it went; what was asked of another checkpoint, commit or machine is run again. Once a night
 is finished its journal says so, and the next one begins anew.
-Refuses nothing: a file that cannot be read as a step's is a step that did not finish.
+Refuses a folder in which another process has its night. A file that cannot be read as a step's is
+no refusal, but a step that did not finish.
 Kept honest by suites/runs/test_night_record.py.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import DegarbleError, Undecided
+from degarble.harness.errors import DegarbleError, Undecided, UnwritablePath
 from degarble.harness.history.ledger import Failure
 from degarble.harness.record.files import usable_folder, write_text
 from degarble.harness.record.verdict import Verdict
@@ -116,6 +120,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = usable_folder("night folder", folder)
+        _claim(folder)
         self._finished, self._begun = folder / "finished", folder / "begun"
         if self._finished.exists():
             for path in self._folder.glob("*.json"):
@@ -153,6 +158,23 @@ class Journal:
 
     def _path(self, step: str) -> Path:
         return self._folder / f"{step}.json"
+
+
+def _claim(folder: Path) -> None:
+    """Keep other processes out of a folder until this one ends.
+
+    Trap: to close any descriptor of the file would end it, so this one stays open.
+    """
+    descriptor = os.open(folder / "claimed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+            raise UnwritablePath(
+                "--report-dir", str(folder), "a folder in which no other night runs",
+                "Wait until it has ended, or give this one another folder.",
+            ) from error  # fmt: skip
 
 
 def digest_of(*parts: object) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.errors import Refused
 from degarble.harness.plugins.presence import DEVICES
 from degarble.harness.runs.night import Night, require_no_workers, today
 from degarble.harness.runs.night_pages import write_night
@@ -78,8 +79,13 @@ def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
 def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
     if gpu not in nights:
         asked = asked_of(run, run.night, gpu=gpu)
-        steps = STEPS if asked.ranks == 1 else over_ranks(STEPS, asked.ranks)
-        nights[gpu] = Night(asked, steps)
+        if asked.ranks > 1:
+            nights[gpu] = Night(asked, over_ranks(STEPS, asked.ranks))
+            return nights[gpu]
+        try:
+            nights[gpu] = Night(asked, STEPS)
+        except Refused as error:
+            pytest.exit(f"REFUSED: {error}", returncode=error.exit_status)
     return nights[gpu]
 
 

@@ -114,6 +114,13 @@ def test_asking_for_an_absent_device_ends_with_status_2(house: House) -> None:
     assert "passed" not in text
 
 
+def test_a_summary_without_a_folder_ends_with_status_2_before_the_night(house: House) -> None:
+    status, text = house.run(SUITE, "--summary", "nowhere/summary.md")
+    assert status == 2
+    assert "nowhere/summary.md': expected a file in a folder that exists. Make " in text
+    assert "passed" not in text
+
+
 def test_vllm_is_left_out_by_name_and_asking_without_it_ends_with_status_2(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

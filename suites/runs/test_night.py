@@ -11,13 +11,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument, Undecided, UnreadableFile
+from degarble.harness.errors import (
+    EXIT_REFUSED,
+    InvalidArgument,
+    Refused,
+    Undecided,
+    UnreadableFile,
+    UnwritablePath,
+)
 from degarble.harness.history.ledger import Failure
+from degarble.harness.plugins.night_options import NightOptions
+from degarble.harness.plugins.pytest_plugin import RunOptions
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.night import Night, Step, require_no_workers
 from degarble.harness.runs.night_closing import ledger
 from degarble.harness.runs.night_pages import markdown, write_night
 from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.runs.night_table import STEPS
+from degarble.suites.nights import test_night as entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,6 +112,8 @@ from pathlib import Path
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.night import Night, Step
 from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.runs.night_table import STEPS
+from degarble.suites.nights import test_night as entry
 
 folder, forever = Path(sys.argv[1]), sys.argv[2] == "forever"
 
@@ -126,12 +139,37 @@ def test_a_killed_night_continues_behind_its_finished_steps(tmp_path: Path) -> N
     end = time.monotonic() + 60
     while not list(tmp_path.rglob(".second.*.part")) and time.monotonic() < end:
         time.sleep(0.02)
+    with pytest.raises(UnwritablePath, match="no other night"):
+        Night(asked(tmp_path), steps([], first=GREEN))
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = sorted(each.name for each in tmp_path.rglob("*.json"))
     assert kept == ["first.json"]
     done = subprocess.run([*line, "on"], capture_output=True, text=True, check=True)
     assert done.stdout == "AGREES ['first']\n"
+
+
+@pytest.mark.parametrize(
+    ("store", "kind"),
+    [
+        ("mysql://me@host/history", InvalidArgument),
+        ("{}/nowhere/history.sqlite", UnwritablePath),
+        ("{}/model/weights", UnreadableFile),
+    ],
+)
+def test_what_can_be_no_store_is_refused_before_anything_runs(
+    store: str, kind: type[Refused], tmp_path: Path
+) -> None:
+    given = asked(tmp_path, store=store.format(tmp_path))
+    with pytest.raises(kind):
+        Night(given, STEPS)
+    assert not given.work.exists()
+    # On pytest's command line that is status 2 and one line, not a failure of every step.
+    of_night, folder = NightOptions(store=given.store), tmp_path / "out"
+    run = RunOptions(given.checkpoint, given.reference, None, "torch", folder, False, of_night)
+    with pytest.raises(pytest.exit.Exception, match="REFUSED: ") as end:
+        entry._begun({}, run, gpu=False)
+    assert end.value.returncode == EXIT_REFUSED
 
 
 def test_a_half_written_step_runs_again(tmp_path: Path) -> None:
