@@ -18,7 +18,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures docs wheel nightly vllm-env vllm-test clean
+.PHONY: help setup demo test suites slow lint types figures docs wheel nightly vllm-env vllm-test vllm-pack clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -26,6 +26,7 @@ help:
 	@echo "make figures  measure what docs/figures.md states"
 	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
 	@echo "make vllm-test  hold the plugin against vLLM 0.33 itself, in .venv-vllm: docs/vllm.md"
+	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
 	@echo "also: setup lint types suites docs wheel clean"
 
@@ -72,6 +73,9 @@ vllm-env:
 
 vllm-test: vllm-env
 	@$(THREADS) VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q --no-header -m vllm -W default suites/plugins/vllm $(ARGS)
+
+vllm-pack: setup
+	@sh .ci/vllm-pack
 
 # The environments stay: delete .venv or .venv-vllm to have it built anew.
 clean:

@@ -1,4 +1,4 @@
-"""Captures from vLLM 0.33: a worker extension, a switch on its API server, and a run without one.
+"""Captures from vLLM: a worker extension, a switch on its API server, and a run without one.
 
     DEGARBLE_CAPTURES=DIR vllm serve CKPT --enforce-eager
         --worker-extension-cls degarble.harness.plugins.vllm_capture.CaptureWorker
@@ -10,7 +10,7 @@ and with no capture open nothing of ours is in its way. Imports vLLM only to run
 
 Refuses engines that replay recorded graphs, pipeline stages, runners without the batch's requests,
 and whoever the gate does not know. Kept honest by suites/plugins/test_vllm_switch.py, on a worker
-and an API server that stand in for vLLM's; it has not been run in vLLM.
+and an API server that stand in for vLLM's; in vLLM 0.26 it ran on an H200 (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,8 @@ class _Rank:
 
     NAME = "_degarble_capture"
 
-    def __init__(self, capture: Any, stack: ExitStack) -> None:
-        self.capture, self._stack = capture, stack
+    def __init__(self, capture: Any, stack: ExitStack, method: str) -> None:
+        self.capture, self._stack, self._method = capture, stack, method
         self._batch: list[tuple[str, int]] = []
 
     @classmethod
@@ -95,7 +96,7 @@ class _Rank:
         own = folder / f"rank-{worker.rank:04}"
         capture = EngineCapture(own, model, places, Asked.of_json(raw))
         stack = ExitStack()
-        made = cls(capture, stack)
+        made = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
         try:
             _watch_batches(runner, made.note, stack)
             hook = model.register_forward_pre_hook(made.begin, prepend=True, with_kwargs=True)
@@ -135,7 +136,7 @@ class _Rank:
         """End it."""
         self._stack.close()
         found: dict[str, Any] = self.capture.close()
-        return found
+        return found | {"method": self._method}
 
 
 def _require_plain(config: Any) -> int:
@@ -277,6 +278,7 @@ def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
     """Make one capture of the ranks' in `place`; their own folders go."""
     from degarble.harness.runs.capture import How, facts_of  # noqa: PLC0415  imports torch
     from degarble.harness.runs.capture_vllm import sightings_of  # noqa: PLC0415  as above
+    from degarble.harness.runs.conventions import KEY  # noqa: PLC0415  as above
     from degarble.harness.runs.engine_ranks import join_ranks  # noqa: PLC0415  as above
     from degarble.harness.runs.engine_session import require_calls  # noqa: PLC0415  as above
     from degarble.harness.runs.model import open_model  # noqa: PLC0415  as above
@@ -285,11 +287,29 @@ def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
     ranks = sorted(place.glob("rank-*"))
     with open_model(checkpoint) as model:
         places = sightings_of(model.config, len(ranks))
-        facts = facts_of(checkpoint, model, How()) | {"backend": "vllm"}
+        facts = facts_of(checkpoint, model, How()) | {
+            "backend": "vllm", KEY: stated_conventions(state.get("method"))
+        }  # fmt: skip
         apart = join_ranks(ranks, places, place, facts)
     for folder in ranks:
         shutil.rmtree(folder)
     return apart
+
+
+def stated_conventions(method: str | None) -> dict[str, Any]:
+    """Say on which side of the sources' disagreements vLLM computes, and our plugin in it."""
+    from degarble.harness.plugins.vllm.installed import NAME  # noqa: PLC0415  with the engine
+    from degarble.references.numerics import SOURCES, Switches  # noqa: PLC0415  imports torch
+
+    theirs, official = SOURCES["vllm"], Switches()
+    if method == NAME:  # each expert keeps its own input scale
+        theirs = replace(theirs, input_scale_shared=False)
+    each = {name: getattr(theirs, name) for name in sorted(official.__dataclass_fields__)}
+    return {
+        name: str(value) if isinstance(value, StrEnum) else value
+        for name, value in each.items()
+        if value != getattr(official, name)
+    }
 
 
 def capture_vllm(

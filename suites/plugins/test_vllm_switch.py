@@ -22,7 +22,9 @@ from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.capture import How
 from degarble.harness.runs.check import CheckRun, Wanted
+from degarble.harness.runs.conventions import conventions_in
 from degarble.harness.runs.model import open_model
+from degarble.references.numerics import HeadNorm
 from degarble.references.sharded import ShardedModel, Teams
 from degarble.references.state import Sequence, Step
 from degarble.suites.cli.calls import call
@@ -86,7 +88,9 @@ class Worker(plugin.CaptureWorker):
     def __init__(self, engine: StandIn, *, eager: bool = True) -> None:
         self.rank, self.model_runner = 0, Runner(engine)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(model=str(TINY), enforce_eager=eager),
+            model_config=SimpleNamespace(
+                model=str(TINY), enforce_eager=eager, quantization="deepseek_v4_fp8"
+            ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         )
 
@@ -135,6 +139,7 @@ def test_a_live_server_is_captured_by_request_and_judged(
     tmp_path: Path, engine: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(plugin.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(plugin, "stated_conventions", lambda _: {})  # the stand-in is official
     worker = Worker(engine)
     api = served(worker)
     assert api.get("/v1/models").text == "models"
@@ -154,6 +159,14 @@ def test_a_live_server_is_captured_by_request_and_judged(
     assert not list(folder.glob("rank-*"))
     with CheckRun(Wanted(folder, TINY)) as run:
         assert run.judge().verdict is Verdict.AGREES
+
+
+def test_vllms_side_of_the_sources_is_stated() -> None:
+    theirs, ours = (plugin.stated_conventions(each) for each in ("deepseek_v4_fp8", "degarble"))
+    assert conventions_in({"conventions": theirs})["head_norm"] is HeadNorm.ONCE
+    assert not theirs["routing_weight_before_w2"]
+    assert theirs["input_scale_shared"]
+    assert ours == {name: each for name, each in theirs.items() if name != "input_scale_shared"}
 
 
 def test_who_may_not_ask_is_refused(

@@ -2,8 +2,8 @@
 
 Owns RELIED (every object of vLLM that the plugin derives from, calls or is called through), how an
 object is observed (abstract methods of a class, parameters of a function, members of an enum, a
-plain value), the record contract_0_33.json, and two comparisons: the installed vLLM with the record
-(make vllm-test), and our overrides with the record (everywhere, from syntax, without vLLM).
+plain value), a record for each series, and two comparisons: the installed vLLM with its record
+(make vllm-test), and our overrides with the records (everywhere, from syntax, without vLLM).
 
 `python -m degarble.harness.plugins.vllm.contract` writes the record anew from the installed vLLM.
 Refuses names that vLLM does not have. Kept honest by suites/plugins/vllm/test_contract.py and
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 RECORD = Path(__file__).with_name("contract_0_33.json")
+RECORD_026 = Path(__file__).with_name("contract_0_26.json")
 BOUND = Path(__file__).with_name("bound")
 
 _V4 = "vllm.models.deepseek_v4"
@@ -47,6 +48,13 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         "_split_qkv_and_norm",
         "_fused_qnorm_rope_kv_insert",
     ),
+    f"{_V4}.attention:DeepseekV4Indexer": ("forward",),
+    f"{_V4}.attention:DeepseekV4IndexerCache": ("get_attn_backend",),
+    "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder": (
+        "build",
+        "get_cudagraph_support",
+    ),
+    f"{_V4}.nvidia.model:DeepseekV4DecoderLayer": ("forward",),
     f"{_V4}.nvidia.flashmla:DeepseekV4FlashMLAAttention": ("__init__", "forward_mqa", "_o_proj"),
     f"{_V4}.sparse_mla:DeepseekV4FlashMLABackend": (
         "get_name",
@@ -62,7 +70,14 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
         "get_attn_backend",
     ),
     f"{_V4}.nvidia.model:DeepseekV4ForCausalLM": ("__init__", "load_weights"),
-    f"{_V4}.nvidia.model:DeepseekV4Model": ("__init__", "load_weights", "get_expert_mapping"),
+    f"{_V4}.nvidia.model:DeepseekV4Model": (
+        "__init__",
+        "forward",
+        "load_weights",
+        "get_expert_mapping",
+    ),
+    f"{_LAYERS}.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter": ("_compute_routing",),
+    f"{_LAYERS}.activation:SiluAndMulWithClamp": ("forward_cuda",),
     f"{_V4}.quant_config:DeepseekV4FP8Config": ("get_quant_method", "from_config"),
     f"{_LAYERS}.quantization.base_config:QuantizationConfig": (
         "get_name",
@@ -113,6 +128,7 @@ VALUES: tuple[str, ...] = (
     f"{_BACKEND}:AttentionCGSupport",
     "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
     f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
+    "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
     "vllm.plugins:DEFAULT_PLUGINS_GROUP",
     "vllm.plugins:STAT_LOGGER_PLUGINS_GROUP",
     f"{_V4}.nvidia.model:DeepseekV4ForCausalLM.packed_modules_mapping",
@@ -121,6 +137,13 @@ VALUES: tuple[str, ...] = (
     f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadataBuilder._cudagraph_support",
     f"{_V4}.nvidia.flashmla:DeepseekV4FlashMLAAttention.use_fp8_ds_mla_layout",
 )
+# What the adapters of one series alone use.
+OF_SERIES: Mapping[str, tuple[str, ...]] = {
+    "0.26": (
+        f"{_V4}.attention:DeepseekV4Attention.attn_gemm_parallel_execute",
+        f"{_V4}.attention:DeepseekV4Attention.attention_impl",
+    ),
+}
 
 
 class Override(NamedTuple):
@@ -130,8 +153,9 @@ class Override(NamedTuple):
     theirs: str
 
 
-def relied() -> Iterator[str]:
-    """Yield every object that the record speaks of."""
+def relied(series: str = "0.33") -> Iterator[str]:
+    """Yield every object that the record of a series speaks of."""
+    yield from OF_SERIES.get(series, ())
     for name, methods in CLASSES.items():
         yield name
         yield from (f"{name}.{method}" for method in methods)
@@ -154,7 +178,7 @@ def observe(name: str) -> dict[str, Any]:
             )
     except (ImportError, AttributeError) as error:
         raise UnknownName(
-            "object of vLLM", name, "one that vLLM 0.33 has", f"It has none: {error}."
+            "object of vLLM", name, "one that vLLM has", f"It has none: {error}."
         ) from error
     return described(found)
 
@@ -262,9 +286,20 @@ def taken_from_vllm(source: str) -> set[str]:
     }
 
 
+def record_of(series: str) -> Path:
+    """Name the record of a series; 0.26's lacks what that vLLM has not, behind its own adapter."""
+    return RECORD_026 if series == "0.26" else RECORD
+
+
 def write_record(version: str, path: Path = RECORD) -> None:
     """Write the record from the installed vLLM."""
-    objects = {name: observe(name) for name in sorted(set(relied()))}
+    objects = {}
+    for name in sorted(set(relied("0.33" if path == RECORD else "0.26"))):
+        try:
+            objects[name] = observe(name)
+        except UnknownName:
+            if path == RECORD:
+                raise
     lines = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in objects.items()
     )
@@ -274,6 +309,7 @@ def write_record(version: str, path: Path = RECORD) -> None:
 
 
 if __name__ == "__main__":
-    from degarble.harness.plugins.vllm.installed import require_vllm
+    from degarble.harness.plugins.vllm.installed import require_vllm, series_of
 
-    write_record(require_vllm())
+    found = require_vllm()
+    write_record(found, record_of(series_of(found)))

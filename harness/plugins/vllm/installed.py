@@ -12,8 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from degarble.harness.errors import InvalidArgument, MissingDependency
 
 NAME = "degarble"
-SERIES = "0.33."
+# Series whose contract is on record; 0.26 is the newest that fits torch 2.11.
+SERIES = ("0.33", "0.26")
 VARIABLE = "VLLM_PLUGINS"  # vLLM's own list of plugins to load
+_KNOWN = " or ".join(f"{each}.x" for each in SERIES)
 
 
 def is_named() -> bool:
@@ -29,14 +31,19 @@ def require_vllm() -> str:
         raise MissingDependency(
             "vllm",
             "not installed",
-            f"vLLM {SERIES}x",
+            f"vLLM {_KNOWN}",
             "make vllm-env builds an environment with it; or install it beside degarble.",
         ) from error
-    if not found.startswith(SERIES):
+    if not any(found.startswith(f"{each}.") for each in SERIES):
         raise InvalidArgument(
             "vllm",
             found,
-            f"{SERIES}x, whose classes and signatures the plugin was held against",
+            f"{_KNOWN}, whose classes and signatures the plugin was held against",
             f"Install that one, or take {NAME} out of {VARIABLE}.",
         )
     return found
+
+
+def series_of(found: str) -> str:
+    """Return the series of a version that was not refused."""
+    return next(each for each in SERIES if found.startswith(f"{each}."))

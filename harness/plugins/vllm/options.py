@@ -17,8 +17,12 @@ OURS, THEIRS = "degarble", "vllm"
 SIDES = (OURS, THEIRS)
 # Parts of a layer that the plugin has a hook for; parts.py says what runs each.
 # `rows`: norms of query and latent rows, heads normed and turned, latent rows written to the cache;
-# `o_proj`: heads turned back, and wo_a. vLLM fuses what is inside of each, so nobody shares one.
-PARTS = ("linear", "act_quant", "experts", "rows", "attend", "o_proj", "compressor", "indexer")
+# `o_proj`: heads turned back, and wo_a; `mhc`: four streams mixed, and the norm before a block;
+# `act`: the shared expert's SwiGLU. vLLM fuses what is inside of each, so nobody shares one.
+PARTS = (
+    "linear", "act_quant", "experts", "router", "act", "rows", "attend", "o_proj", "mhc",
+    "compressor", "indexer",
+)  # fmt: skip
 ACTIVATIONS = ("quantised", "bf16")
 _KEYS = ("parts", "nvfp4_activations", "ledger", "told")
 

@@ -57,6 +57,7 @@ class Proven:
     summary: str
     formats: Mapping[str, str]  # of vLLM's modules
     stored: Mapping[str, Stored]
+    config: Any = None  # of the model, as harness/anatomy reads it
 
 
 def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven:
@@ -90,6 +91,7 @@ def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven
                 )
                 for name, each in checkpoint.entries.items()
             },
+            config=inventory.config,
         )
 
 

@@ -52,7 +52,7 @@ def config_of(folder: Path, told: str) -> Any:
         model=str(folder), quantization="degarble", dtype="bfloat16", skip_tokenizer_init=True,
         enforce_eager=True, max_model_len=64,
     )  # fmt: skip
-    parts = {"compressor": "vllm", "indexer": "vllm"}
+    parts = {"compressor": "vllm"}
     return vllm.VllmConfig(
         model_config=model,
         device_config=vllm.DeviceConfig(device="cpu"),
@@ -97,6 +97,8 @@ def build(folder: Path, told: str, dropped: str | None) -> dict[str, Any]:
         "parameters": len(list(model.named_parameters())),
         "loaded": len(loaded),
         "banner": start.banner().lines(),
+        "layers": sorted({type(layer).__name__ for layer in model.model.layers}),
+        "indexers": sorted({type(layer.attn.indexer).__name__ for layer in model.model.layers}),
         "running": [each.line() for each in start.running],
         "records": sorted(path.name for path in Path(told).glob("rank-*")),
     }

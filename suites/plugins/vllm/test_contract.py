@@ -56,6 +56,23 @@ OVERRIDES = [
         )
         for name in ("__init__", "load_weights")
     ),
+    Override("indexer.py:DegarbleIndexer.forward", f"{V4}.attention:DeepseekV4Indexer.forward"),
+    *(
+        Override(
+            f"indexer.py:IndexerBuilder.{name}",
+            "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder." + name,
+        )
+        for name in ("build", "get_cudagraph_support")
+    ),
+    Override(
+        "layers.py:DegarbleDecoderLayer.forward",
+        f"{V4}.nvidia.model:DeepseekV4DecoderLayer.forward",
+    ),
+    Override("layers.py:DegarbleModel.forward", f"{V4}.nvidia.model:DeepseekV4Model.forward"),
+    Override(
+        "routing.py:DegarbleRouter._compute_routing",
+        f"{LAYERS}.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter._compute_routing",
+    ),
     *(
         Override(f"metrics.py:PartInfo.{name}", f"vllm.v1.metrics.loggers:StatLoggerBase.{name}")
         for name in ("__init__", "record", "log_engine_initialized")
@@ -70,6 +87,24 @@ def source_of(override: Override) -> str:
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda each: each.ours)
 def test_vllm_can_call_ours_as_it_calls_its_own(override: Override) -> None:
     assert contract.misfits(override, source_of(override), RECORD) == []
+    older = contract.read_record(contract.record_of("0.26"))
+    if override.theirs in older:
+        assert contract.misfits(override, source_of(override), older) == []
+
+
+def test_what_026_lacks_its_adapter_replaces() -> None:
+    older = contract.read_record(contract.record_of("0.26"))
+    lacking = {name.rpartition(":")[2].partition(".")[0] for name in set(RECORD) - set(older)}
+    assert lacking == {
+        "DeepseekSparseSWAFlashMLABackend", "DeepseekSparseSWAFlashMLAMetadataBuilder",
+        "DeepseekV4Attention", "DeepseekV4ForCausalLM",
+    }  # fmt: skip
+    assert set(contract.OF_SERIES["0.26"]) <= set(older)
+    adapter = Override(
+        "attention.py:DegarbleAttention026.forward",
+        f"{V4}.attention:DeepseekV4Attention.forward",
+    )
+    assert contract.misfits(adapter, source_of(adapter), older) == []
 
 
 def test_a_changed_record_is_seen() -> None:

@@ -10,7 +10,7 @@ vLLM 0.33 chooses the attention class of V4 by a fixed table (a registered backe
 over in silence), so the layer is made by vLLM and becomes ours by `adopt`, object by object.
 Refuses other classes, caches in another format than fp8_ds_mla, and positions that are not int64.
 Kept honest by suites/plugins/vllm/bound/test_attention.py.
-Shape letters: T tokens, H heads, L latent width (512), P positions, G groups, N pages, B bytes.
+Shape letters: T tokens, H heads, L latent width (512), P positions, G groups.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from torch.nn import functional
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.plugins.vllm import parts
+from degarble.harness.plugins.vllm.bound.indexer import adopt_indexer
 from degarble.harness.plugins.vllm.bound.linears import by_bf16, settings
+from degarble.harness.plugins.vllm.bound.pages import PagedView
+from degarble.harness.plugins.vllm.bound.turns import require_turns
 from degarble.harness.plugins.vllm.bound.upstream import (
+    SERIES,
     AttentionCGSupport,
     DeepseekSparseSWAFlashMLABackend,
     DeepseekSparseSWAFlashMLAMetadataBuilder,
     DeepseekV4FlashMLAAttention,
     DeepseekV4FlashMLABackend,
     DeepseekV4FlashMLAMetadataBuilder,
+    DeepseekV4SWACache,
     compute_global_topk_indices_and_lens,
     get_forward_context,
 )
@@ -170,8 +175,49 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
         return self.wo_b(torch.cat(made, dim=-1))  # type: ignore[no-any-return]
 
 
+class DegarbleAttention026(DegarbleAttention):
+    """The same for vLLM 0.26, whose layer norms both halves itself, in front of every hook."""
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
+    ) -> Tensor:
+        """As vLLM's, with our norm of query rows; latent rows are normed where they are written."""
+        if not self.degarble_rows:
+            return super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[no-any-return]
+        qr_kv, *scores = self.attn_gemm_parallel_execute(hidden_states)
+        qr, _, kv = self._split_qkv_and_norm(qr_kv)
+        shape = (hidden_states.shape[0], self.padded_heads, self.head_dim)
+        heads = hidden_states.new_empty(shape)
+        self.attention_impl(hidden_states, qr, kv, *scores, positions, heads)
+        return self._o_proj(heads[:, : self.n_local_heads], positions)
+
+
+class WindowCache026(DeepseekV4SWACache):
+    """vLLM 0.26's cache of the window, which names its backend in a method."""
+
+    def get_attn_backend(self) -> type[WindowBackend]:
+        """Return ours."""
+        return WindowBackend
+
+
+def _name_backend(cache: Any) -> None:
+    cache.backend_cls = WindowBackend
+
+
+def _become_026(cache: Any) -> None:
+    cache.__class__ = WindowCache026
+
+
+# By series of vLLM: the class that a layer becomes, and how its window's cache gets our builder.
+ATTENTION = {
+    "0.33": (DegarbleAttention, _name_backend),
+    "0.26": (DegarbleAttention026, _become_026),
+}
+
+
 def adopt(attention: Any, start: Start) -> None:
     """Make a layer's attention ours; refuse another class than the one on record."""
+    kind, of_window = ATTENTION[SERIES]
     if type(attention) is not DeepseekV4FlashMLAAttention:
         raise InvalidArgument(
             f"attention of {attention.prefix}", type(attention).__name__,
@@ -179,19 +225,18 @@ def adopt(attention: Any, start: Start) -> None:
             "Do not choose an attention backend: the plugin's builds on vLLM's default.",
         )  # fmt: skip
     module = attention.prefix
+    require_turns(attention, start, SERIES)
     rows = start.kernel(module, "rows", attention.kv_cache_dtype)
     o_proj = start.options.side("o_proj") == OURS  # noted where wo_a asked for its method
     attend = start.kernel(module, "attend", attention.kv_cache_dtype)
-    for part, there in (
-        ("compressor", attention.compressor is not None),
-        ("indexer", attention.indexer is not None),
-    ):
-        if there:
-            start.kernel(module, part, attention.kv_cache_dtype)
-    attention.__class__ = DegarbleAttention
+    if attention.compressor is not None:
+        start.kernel(module, "compressor", attention.kv_cache_dtype)
+    if attention.indexer is not None and start.kernel(module, "indexer", attention.kv_cache_dtype):
+        adopt_indexer(attention.indexer)
+    attention.__class__ = kind
     attention.degarble_rows, attention.degarble_o_proj = rows is not None, o_proj
     attention.degarble_attend = attend is not None
-    attention.swa_cache_layer.backend_cls = WindowBackend
+    of_window(attention.swa_cache_layer)
 
 
 def require_cache(name: str, cache: Tensor, entries: int) -> None:
@@ -202,11 +247,6 @@ def require_cache(name: str, cache: Tensor, entries: int) -> None:
             f"uint8 [pages, {entries}, {ENTRY_BYTES}]: fp8_ds_mla",
             "Start with --kv-cache-dtype fp8.",
         )  # fmt: skip
-
-
-def pages_of(cache: Tensor) -> Tensor:
-    """View pages with their padding as rows of bytes, [N, B]."""
-    return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
 
 
 def attend(
@@ -223,8 +263,9 @@ def attend(
 
     def keys(listed: tuple[Tensor, Tensor], cache: Tensor) -> tuple[Any, Any]:
         slots, lengths = listed
-        pages = Pages("fp8", cache.shape[1], cache.shape[0], cache.stride(0))
-        given = ours.Keys(slots.contiguous(), pages_of(cache), lengths.contiguous())
+        view: Any = PagedView(layer.prefix, cache)
+        pages = Pages("fp8", view.entries, *view.shape)
+        given = ours.Keys(slots.contiguous(), view, lengths.contiguous())
         return given, facts.KeyList(slots.shape[1], pages)
 
     q_THL, out_THL = heads
@@ -253,10 +294,12 @@ def write_latent(
     kv_TL, weight_L, epsilon = latent
     slots = metadata.slot_mapping
     tokens = slots.shape[0]
-    pages = Pages("fp8", cache.shape[1], cache.shape[0], cache.stride(0))
-    problem = WriteProblem(tokens, pages, turns_P.shape[0], epsilon)
+    view: Any = PagedView("the window", cache)
+    problem = WriteProblem(
+        tokens, Pages("fp8", view.entries, *view.shape), turns_P.shape[0], epsilon
+    )
     given = Operands(kv_TL[:tokens], weight_L, turns_P, positions_T[:tokens], slots)
-    kv_write(given, pages_of(cache), problem, settings())
+    kv_write(given, view, problem, settings())
 
 
 def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:

@@ -46,9 +46,10 @@ _THEIR_EXPERTS = {
 class DegarbleConfig(QuantizationConfig):
     """Formats as they are stored, kernels as the options say."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any] | None = None) -> None:
+        """Without `raw`, as vLLM makes it where config.json names no quantisation: BF16."""
         super().__init__()
-        self.raw = raw
+        self.raw = raw or {}
         self._start: Start | None = None
         self._theirs: Any = None
 

@@ -82,6 +82,36 @@ def test_parts_are_vllms_where_asked(module: Any, layer: Any) -> None:
     assert ours == (False,) * 3
 
 
+def test_vllm_026_norms_behind_our_back_no_more(
+    module: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the layer norms both halves itself: our forward hands latent rows on as they are."""
+    monkeypatch.setattr(module, "SERIES", "0.26")
+    monkeypatch.setattr(module, "normed", lambda values, weight, _: values * weight)
+    cache = module.DeepseekV4SWACache.__new__(module.DeepseekV4SWACache)
+    torch.nn.Module.__init__(cache)
+    object.__setattr__(layer, "swa_cache_layer", cache)
+    module.adopt(layer, start())
+    assert type(layer) is module.DegarbleAttention026
+    assert cache.get_attn_backend() is module.WindowBackend
+    qr_kv, seen = torch.randn(TOKENS, QUERY + LATENT), []
+    for name, value in {
+        "n_local_heads": HEADS,
+        "attn_gemm_parallel_execute": lambda _: (qr_kv, "score", None, None),
+        "attention_impl": lambda *given: seen.extend(given),
+        "_o_proj": lambda heads, _: heads,
+    }.items():
+        object.__setattr__(layer, name, value)
+    hidden, positions = torch.randn(TOKENS, 8), torch.arange(TOKENS)
+    assert layer.forward(positions, hidden).shape == (TOKENS, HEADS, LATENT)
+    _, qr, kv, *scores, at, heads = seen
+    assert torch.equal(qr, qr_kv[:, :QUERY] * 2)
+    assert torch.equal(kv, qr_kv[:, QUERY:])
+    assert (scores, at.shape, heads.shape) == (
+        ["score", None, None], positions.shape, (TOKENS, PADDED, LATENT)
+    )  # fmt: skip
+
+
 def test_another_attention_class_is_refused(module: Any) -> None:
     other = SimpleNamespace(prefix=PREFIX)
     with pytest.raises(InvalidArgument, match="Do not choose an attention backend"):
@@ -109,7 +139,7 @@ def test_heads_are_padded_and_latents_written(
 
     def write(*given: Any) -> None:
         seen.update(zip(("latent", "turns", "positions", "metadata"), given, strict=False))
-        seen["pages"] = module.pages_of(given[-1])
+        seen["pages"] = module.PagedView("w", given[-1])
 
     monkeypatch.setattr(module, "write_latent", write)
     monkeypatch.setattr(module, "turned", lambda heads, *_: heads + 1)
@@ -123,7 +153,6 @@ def test_heads_are_padded_and_latents_written(
     assert seen["metadata"] is metadata["w"]
     assert torch.equal(seen["latent"][1], torch.full((LATENT,), 3.0))
     assert seen["pages"].shape == (3, STRIDE)
-    assert seen["pages"].is_contiguous()
     with pytest.raises(DtypeMismatch, match="int64"):
         layer._fused_qnorm_rope_kv_insert(q, kv, positions.int(), metadata)
     metadata["w"].block_size = 32

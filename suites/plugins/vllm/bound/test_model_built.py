@@ -36,6 +36,8 @@ def test_it_is_built_loaded_and_told(folder: Path) -> None:
     found = built(folder)
     assert (found["model"], found["attention"]) == ("DegarbleDeepseekV4", ["DegarbleAttention"])
     assert found["loaded"] == found["parameters"] > 100
+    assert found["layers"] == ["DegarbleDecoderLayer"]
+    assert "DegarbleIndexer" in found["indexers"]
     assert found["records"] == ["rank-0.json"]
     assert found["banner"][0].endswith("in vLLM 0.33.0 on sm_90a")
     assert "recipe 24 modules BF16, 6 modules NVFP4" in found["banner"][1]
@@ -47,7 +49,10 @@ def test_it_is_built_loaded_and_told(folder: Path) -> None:
         "model.layers.0.attn.wo_b act_quant [NVFP4]: degarble kernels: simt_quantise_nvfp4",
         "model.layers.0.attn.wo_a o_proj [BF16]: degarble kernels: simt_inverse_rope, ",
         "model.layers.0.attn attend [fp8_ds_mla]: degarble kernels: sm90_sparse_attention",
-        "model.layers.1.attn indexer [fp8_ds_mla]: vllm its own (asked for)",
+        "model.layers.1.attn indexer [fp8_ds_mla]: degarble kernels: simt_indexer_operand, ",
+        "model.layers.0 mhc [BF16]: degarble kernels: simt_mhc_project, ",
+        "model.layers.0.ffn.gate router [sqrtsoftplus]: degarble kernels: simt_router",
+        "model.layers.0.ffn.shared_experts act [BF16]: degarble kernels: simt_quantise_nvfp4",
         "model.layers.2.attn compressor [fp8_ds_mla]: vllm its own (asked for)",
         "model.layers.2.ffn.experts experts [NVFP4]: degarble kernels: simt_moe_",
     ):

@@ -1,0 +1,47 @@
+"""The table of turns of each layer of vLLM, against the model's own config.
+
+Owns the comparison of a layer's cosines and sines with those of its rope. vLLM 0.26 turns layers
+without compression by YaRN, which their rope has not; 0.33 does not. There the table is replaced,
+and the log says so; elsewhere a difference refuses the start. Kept honest by
+suites/plugins/vllm/bound/test_turns.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.errors import LayoutMismatch
+from degarble.harness.plugins.vllm.options import OURS
+from degarble.harness.plugins.vllm.parts import Running
+
+if TYPE_CHECKING:
+    from degarble.harness.plugins.vllm.bound.start import Start
+
+LOOKED_AT = 1024  # positions; a rope of another kind differs from the first turns on
+CLOSE = 2e-3  # float32 angles at those positions are off by 1e-4 at most
+MENDED = ("0.26",)
+
+
+def require_turns(attention: Any, start: Start, series: str) -> None:
+    """Compare a layer's table; mend it where vLLM is known to err, refuse it elsewhere."""
+    from degarble.harness.runs.cutedsl_turns import table_of  # noqa: PLC0415  imports torch
+
+    config = start.proven.config
+    if config is None:
+        return
+    number = int(attention.prefix.split(".layers.")[1].split(".")[0])
+    rope = config.rope(config.layers[number])
+    cache = attention.rotary_emb.cos_sin_cache
+    count = min(LOOKED_AT, cache.shape[0])
+    off = float((cache[:count].cpu().float() - table_of(rope, count)).abs().max())
+    if off <= CLOSE:
+        return
+    if series not in MENDED:
+        raise LayoutMismatch(
+            f"turns of {attention.prefix}", f"off by {off:.3f}",
+            f"theta {rope.theta:g}, {'YaRN' if rope.yarn else 'no YaRN'}, as config.json has it",
+            "Look for rope_scaling and rope_parameters: vLLM read them another way.",
+        )  # fmt: skip
+    cache.copy_(table_of(rope, cache.shape[0]).to(cache))
+    told = f"vLLM {series}'s own were off by {off:.3f}"
+    start.running.append(Running(attention.prefix, "turns", "", OURS, "table of the config", told))

@@ -1,0 +1,55 @@
+"""A layer's table of turns is its config's own, is mended where vLLM errs, or refuses the start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from degarble.harness.errors import LayoutMismatch
+from degarble.harness.plugins.vllm.proof import Proven
+from degarble.harness.runs.cutedsl_turns import table_of
+from degarble.suites.checkpoint.structure_cases import V4
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def require() -> Any:
+    return import_module("degarble.harness.plugins.vllm.bound.turns").require_turns
+
+
+def start() -> Any:
+    return SimpleNamespace(proven=Proven("", "", "", {}, {}, V4), running=[])
+
+
+def attention(number: int, table: torch.Tensor) -> Any:
+    rotary = SimpleNamespace(cos_sin_cache=table)
+    return SimpleNamespace(prefix=f"model.layers.{number}.attn", rotary_emb=rotary)
+
+
+def plain() -> int:
+    return next(n for n, block in enumerate(V4.layers) if not block.ratio)
+
+
+def test_what_the_config_says_passes(require: Any) -> None:
+    for number, block in enumerate(V4.layers):
+        begun = start()
+        require(attention(number, table_of(V4.rope(block), 2048)), begun, "0.33")
+        assert begun.running == []
+
+
+def test_yarn_where_there_is_none_is_mended_in_026_alone(require: Any) -> None:
+    own = V4.rope(V4.layers[plain()])
+    compressed = next(V4.rope(block) for block in V4.layers if block.ratio)
+    wrong = replace(own, yarn=compressed.yarn)
+    layer, begun = attention(plain(), table_of(wrong, 2048)), start()
+    with pytest.raises(LayoutMismatch, match="no YaRN, as config"):
+        require(layer, begun, "0.33")
+    require(layer, begun, "0.26")
+    assert torch.equal(layer.rotary_emb.cos_sin_cache, table_of(own, 2048))
+    assert [(each.part, each.by) for each in begun.running] == [("turns", "degarble")]
