@@ -6,6 +6,7 @@ import json
 import sys
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,6 +86,7 @@ def test_every_rank_captures_in_a_process_of_its_own(
         return type("Done", (), {"returncode": 0, "stderr": ""})
 
     monkeypatch.setattr("degarble.harness.runs.night_ranks.subprocess.run", child)
+    monkeypatch.setattr(Capture, "open", lambda _: SimpleNamespace(facts={}))
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     [step] = over_ranks([Step("captures", captures)], RANKS)
