@@ -16,12 +16,14 @@ import pytest
 
 from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.kernels.common import attention_tensor_memory as tensor_memory
+from degarble.kernels.common.compiling import package_root
 from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.sparse_attention_problem import AttentionForm
 from degarble.suites.kernels import sm100_attention_minute as minute
 from degarble.suites.kernels import sm100_attention_model as model
 from degarble.suites.kernels import sm100_attention_stages as stages
+from degarble.suites.kernels import sm100_attention_table as table
 from degarble.suites.kernels.sm100_attention_stages import HostModel
 from degarble.suites.kernels.sm100_first_minute import in_a_process
 
@@ -207,6 +209,13 @@ def test_a_machine_without_a_b200_is_refused(capsys: pytest.CaptureFixture[str])
         with mock.patch.object(sys, "argv", ["minute", *arguments]):
             assert minute.main() == 2
         assert said in capsys.readouterr().out
+
+
+def test_the_note_shows_the_tables_as_they_are() -> None:
+    note = (package_root() / "docs/design-notes/sm100_attention.md").read_text(encoding="utf-8")
+    tables = (table.table_of_scores(), table.table_of_attention(), table.bounds_of_attention())
+    for lines in tables:
+        assert "\n".join(lines) in note
 
 
 @pytest.mark.b200
