@@ -49,6 +49,16 @@ def test_equal_values_that_are_no_numbers_are_equal() -> None:
     assert distance({"codes": torch.tensor([1, 2])}, {"codes": torch.tensor([1, 3])}) == 0.5
 
 
+def test_choices_are_sets_in_whatever_order_they_are_told() -> None:
+    by_score = {"out": torch.tensor([[5, 2, 9, -1], [3, 1, 0, 7]])}
+    by_number = {"out": torch.tensor([[2, 5, 9, -1], [0, 1, 3, 7]])}
+    other = {"out": torch.tensor([[2, 5, 8, -1], [0, 1, 3, 7]])}
+    assert distance(by_score, by_number) == 0
+    assert distance(by_score, other) == pytest.approx(1 / 8)
+    one, two = ({"out": each["out"][0]} for each in (by_score, by_number))
+    assert distance(one, two) > 0, "a row by itself is codes"
+
+
 def test_gains_of_rows_or_columns_are_taken_out() -> None:
     noise = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gains = torch.linspace(0.1, 9, 8, dtype=torch.float64)

@@ -82,6 +82,10 @@ def _turned_at_the_end(true: Any, tensors: Any, told: Any, form: Any) -> Any:
     return true(tensors, (window, sequence, last + (form.ratio - 1), *rest), form)
 
 
+def _negated(true: Any, score: Any) -> Any:
+    return true(ops.select(score == -float("inf"), score, ops.multiply_rn(score, -1.0)))
+
+
 def _coarse(true: Any, score: Any) -> Any:
     return true(score) & import_module("cutlass").Uint32(_COARSE)
 
@@ -128,21 +132,36 @@ def _reversed_gates(true: Any, words: Any, gates: Any) -> Any:
     return true(words, gates[::-1])
 
 
-def _transposed(_true: Any, tensors: Any, place: Any, chunk: Any, chunks: Any) -> None:
-    mhc, cutlass = import_module(f"{KERNELS}.simt_mhc"), import_module("cutlass")
-    token, first = place
-    words = mhc.read_streams(tensors, first, chunks)
-    layer = mhc.registers_of(mhc.WORDS, 1)
-    own = cutlass.Int64(token) * cutlass.Int64(chunks) + cutlass.Int64(chunk)
-    cutlass.cute.autovec_copy(tensors.layer[None, own], layer[None, 0])
-    post = mhc.loaded_numbers(tensors.post, token)
-    numbers = [mhc.numbers_of(each) for each in (*words, mhc.words_at(layer, 0))]
-    for stream in range(mhc.STREAMS):
-        mix = mhc.loaded_numbers(tensors.mix, token * mhc.STREAMS + stream)
-        weights = [*mix, post[stream]]
-        made = [mhc.facts.weighted(weights, list(each)) for each in zip(*numbers, strict=True)]
-        at = first + cutlass.Int64(stream) * cutlass.Int64(chunks)
-        mhc.store(tensors.out, at, mhc.rounded_words(made))
+def _spread(place_of: Any, post_of: Any, row_of: Any) -> Callable[..., None]:
+    """simt_mhc.spread_out with another place of a stream, weight of the layer, or mix."""
+
+    def spread(_true: Any, tensors: Any, place: Any, chunk: Any, chunks: Any) -> None:
+        mhc, cutlass = import_module(f"{KERNELS}.simt_mhc"), import_module("cutlass")
+        token, first = place
+        words = mhc.read_streams(tensors, first, chunks)
+        layer = mhc.registers_of(mhc.WORDS, 1)
+        own = cutlass.Int64(token) * cutlass.Int64(chunks) + cutlass.Int64(chunk)
+        cutlass.cute.autovec_copy(tensors.layer[None, own], layer[None, 0])
+        post = mhc.loaded_numbers(tensors.post, token)
+        start = token * mhc.STREAMS
+        mix = [mhc.loaded_numbers(tensors.mix, start + row) for row in range(mhc.STREAMS)]
+        numbers = [mhc.numbers_of(each) for each in (*words, mhc.words_at(layer, 0))]
+        for stream in range(mhc.STREAMS):
+            weights = [*row_of(mix, stream), post_of(post[stream])]
+            made = [mhc.facts.weighted(weights, list(each)) for each in zip(*numbers, strict=True)]
+            at = first + cutlass.Int64(place_of(stream)) * cutlass.Int64(chunks)
+            mhc.store(tensors.out, at, mhc.rounded_words(made))
+
+    return spread
+
+
+def _column(mix: Any, stream: int) -> Any:
+    return [row[stream] for row in mix]
+
+
+_TRANSPOSED = _spread(lambda at: at, lambda post: post, lambda mix, stream: mix[stream])
+_HALVED = _spread(lambda at: at, lambda post: ops.multiply_rn(post, 0.5), _column)
+_REVERSED = _spread(lambda at: 3 - at, lambda post: post, _column)
 
 
 def _scales_reversed(
@@ -193,8 +212,10 @@ FAULTS = (
         module=_POOL),
     _of("entry turned at its window's end", "simt_compressor", "tell_slot", _turned_at_the_end,
         "compressor.pool", cause="M28"),
+    _of("smallest scores chosen", "simt_indexer_topk", "key_of", _negated, "indexer.topk",
+        prompts=_LONG, cause="M31"),
     _of("scores compared as E4M3", "simt_indexer_topk", "key_of", _as_e4m3, "indexer.topk",
-        prompts=_LONG),
+        prompts=_LONG, cause="M31"),
     _of("scores compared coarsely", "simt_indexer_topk", "key_of", _coarse, "indexer.topk",
         prompts=_LONG),
     _of("negative products kept", _SCORES, "rectified_pair", _not_rectified, "indexer.scores",
@@ -207,13 +228,15 @@ FAULTS = (
     _of("not transformed", "simt_indexer_operand", "transformed", _as_it_is, "indexer.q"),
     _of("Sinkhorn without rows", "simt_mhc", "row_divided", _as_it_is, "hc_pre", module=_MIX,
         cause="M23"),
-    _of("mix the other way round", "simt_mhc", "spread_out", _transposed, "hc_post",
+    _of("mix the other way round", "simt_mhc", "spread_out", _TRANSPOSED, "hc_post",
         cause="M23"),
+    _of("layer without its factor", "simt_mhc", "spread_out", _HALVED, "hc_post", cause="M23"),
+    _of("streams reversed", "simt_mhc", "spread_out", _REVERSED, "hc_post", cause="M23"),
     _of("gates of streams reversed", "simt_mhc", "collapsed", _reversed_gates, "hc_pre"),
     _of("projection without its largest part", "simt_mhc_project", "add_part", _but_the_largest,
         "hc_pre"),
     _of("scales of blocks reversed", "simt_kv_read", "decoded", _scales_reversed, "kv_write",
-        cache="fp8"),
+        cache="fp8", cause="M32"),
     _of("scales of the neighbouring entry", "simt_kv_read", "decoded", _neighbours_scales,
         "kv_write", cache="fp8"),
 )  # fmt: skip

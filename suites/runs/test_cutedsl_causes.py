@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import cutedsl
+from degarble.references.numerics import KeyValueCache
 from degarble.suites.runs import cutedsl_cases as cases
 from degarble.suites.runs import cutedsl_faults_attention as faults
 from degarble.suites.runs.cutedsl_standin import STAND_INS, StandIn
@@ -42,10 +45,55 @@ def _one_fewer(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -
     return (scores.masked_fill(torch.arange(scores.shape[1]) >= seen[:, None], -torch.inf),)
 
 
-def _transposed(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
-    if problem.part != "post":
-        return true(problem, given)
-    return true(problem, {**given, "mix": given["mix"].transpose(1, 2).contiguous()})
+def _spread(name: str, change: Callable[[Any], Any]) -> Instead:
+    """Change what a spreading is handed; other parts of mHC are the kernel's as well."""
+
+    def instead(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
+        handed = _with(name, change) if problem.part == "post" else None
+        return handed(true, problem, given) if handed else true(problem, given)
+
+    return instead
+
+
+def _reversed(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
+    made = true(problem, given)
+    return (made[0].flip(1),) if problem.part == "post" else made
+
+
+def _smallest(scores: torch.Tensor) -> torch.Tensor:
+    return torch.where(scores.isneginf(), scores, -scores)
+
+
+def _as_e4m3(scores: torch.Tensor) -> torch.Tensor:
+    coarse = scores.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return torch.where(scores.isneginf(), scores, coarse)
+
+
+def _codes_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers of blocks of 64 and their powers of two, as a cache of FP8 entries has them."""
+    blocks = rows[:, :448].float().reshape(len(rows), 7, 64)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1).clamp(min=1e-4) * (1.0 / 448.0))
+    scale = torch.exp2((exponent - (mantissa == 0.5).int()).float())
+    return (blocks / scale[..., None]).to(torch.float8_e4m3fn).float(), scale
+
+
+class Coded(StandIn):
+    """Pages of FP8 entries whose blocks are read with each other's scales."""
+
+    def _run(self, kernel: str, problem: Any, tensors: Any) -> Made:
+        if kernel == "simt_kv_write" and problem.pages.entry == "fp8":
+            self._rows = dict(zip(tensors["slots"].tolist(), tensors["values"], strict=True))
+            return (tensors["cache"],)
+        if kernel == "simt_kv_read" and problem.pages.entry == "fp8":
+            found = [self._rows[slot] for slot in tensors["indices"].tolist()]
+            if not found:
+                return (torch.empty(0, problem.pages.width, dtype=torch.bfloat16),)
+            rows = torch.stack(found)
+            codes, scale = _codes_of(rows)
+            read = (codes * scale.flip(1)[..., None]).flatten(1).to(rows.dtype)
+            return (torch.cat((read, rows[:, 448:]), dim=1),)
+        made: Made = super()._run(kernel, problem, tensors)
+        return made
 
 
 def _oldest_out(slots: torch.Tensor) -> torch.Tensor:
@@ -60,8 +108,15 @@ INSTEAD: dict[str, Instead] = {
     "logits scaled by another width": _another_width,
     "window of one less": _with("window_slots", _oldest_out),
     "an entry too late": _one_fewer,
-    "mix the other way round": _transposed,
+    "smallest scores chosen": _with("scores", _smallest),
+    "scores compared as E4M3": _with("scores", _as_e4m3),
+    "mix the other way round": _spread("mix", lambda x: x.transpose(1, 2).contiguous()),
+    "layer without its factor": _spread("post", lambda x: x / 2),
+    "streams reversed": _reversed,
 }
+
+
+LONG = tuple(torch.randint(6, 64, (140,), generator=torch.Generator().manual_seed(4)).tolist())
 
 
 class Faulty(StandIn):
@@ -79,15 +134,18 @@ class Faulty(StandIn):
         return self._instead(STAND_INS[kernel], problem, given)
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("name", [*INSTEAD, "scales of blocks reversed"])
 def test_what_a_planted_fault_does_is_named(tmp_path: Path, name: str) -> None:
     fault = faults.BY_NAME[name]
+    kernels = Faulty(fault.kernel, INSTEAD[name]) if name in INSTEAD else Coded()
     model = cases.write_model(tmp_path, "v4", "nvfp4-full", 1)
-    prompts = (tuple(range(6, 26)) * 7,) if fault.prompts else (tuple(range(6, 26)), (9, 40, 9))
-    cases.capture_by(
-        Faulty(fault.kernel, INSTEAD[name]), model.checkpoint, tmp_path / "run", prompts,
-        new_tokens=2, components=f"*{fault.component}",
-    )  # fmt: skip
+    prompts = (LONG,) if fault.prompts else (tuple(range(6, 26)), (9, 40, 9))
+    conventions = {**cutedsl.CONVENTIONS, "kv_cache": KeyValueCache(fault.cache)}
+    with mock.patch.object(cutedsl, "CONVENTIONS", conventions):
+        cases.capture_by(
+            kernels, model.checkpoint, tmp_path / "run", prompts, new_tokens=2,
+            components=f"*{fault.component}",
+        )  # fmt: skip
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.DIFFERS
     named = {

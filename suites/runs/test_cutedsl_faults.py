@@ -50,6 +50,11 @@ def _write(_: str) -> Any:
     return kv_problem.choose_write_form(problem, TARGET)
 
 
+OF_SPREADING = (
+    "streams changed", "mix the other way round", "layer without its factor", "streams reversed",
+)  # fmt: skip
+
+
 def _attention(name: str) -> Any:
     keys = attention_problem.KeyList(128, kv_problem.Pages("bf16", 64, 2))
     splits = 2 if name.startswith("splits") else 0
@@ -85,9 +90,7 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "simt_gemv_bf16": lambda _: gemv_problem.choose_form(
         gemv_problem.GemvProblem(8, 8, 192), TARGET
     ),
-    "simt_mhc": lambda name: mhc_problem.MixForm(
-        "post" if name in ("streams changed", "mix the other way round") else "all", TARGET
-    ),
+    "simt_mhc": lambda name: mhc_problem.MixForm("post" if name in OF_SPREADING else "all", TARGET),
     "sm90_sparse_attention": _attention,
     "simt_compressor": lambda _: compressor_problem.PoolForm(4, 512, True, TARGET),
     "simt_indexer_topk": lambda _: topk_problem.choose_form(
