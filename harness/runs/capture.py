@@ -325,4 +325,5 @@ def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
 
 
 def _sequence(speech: Any) -> dict[str, Any]:
-    return {"prompt": speech.prompt, "new": speech.ids, "text": speech.text}
+    told = {"prompt": speech.prompt, "new": speech.ids, "text": speech.text}
+    return told | {"finish": speech.finish}

@@ -28,9 +28,9 @@ from degarble.harness.runs.check_texts import spoken_in
 from degarble.harness.runs.model import open_model
 from degarble.harness.runs.night_metamorphic import prompts_of
 from degarble.harness.runs.night_record import Asked, StepResult
-from degarble.harness.runs.night_statistics import Gate, gate
+from degarble.harness.runs.night_statistics import FEWEST, Gate, gate
 from degarble.harness.runs.night_steps import folders_of
-from degarble.harness.talk.generation import Generation, Limits, Speech
+from degarble.harness.talk.generation import Finish, Generation, Limits, Speech
 from degarble.harness.talk.speaker import Speaker
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -141,7 +141,7 @@ def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> V
     rows = _rows(speaker, prompts)
     twice = [[*ids, *ids[1:]] for ids in prompts]
     again = _rows(speaker, twice)
-    length = _lengths(model, prompts, NEW_TOKENS)
+    length = _lengths(model, prompts, [NEW_TOKENS] * len(prompts))
     return Voice(
         [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
         [_divergence(row, mean) for row, mean in zip(rows, meant, strict=True)],
@@ -150,13 +150,13 @@ def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> V
     )
 
 
-def _lengths(model: OpenModel, prompts: list[list[int]], most: int) -> list[float] | None:
-    """How many tokens follow each prompt."""
+def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> list[float] | None:
+    """How many tokens follow each prompt, up to its limit."""
     if model.streamed is not None:  # a token would cost a pass over the disk
         return None
     speeches = [Speech(list(ids)) for ids in prompts]
-    Generation(model.speaker, None, None, Limits(most)).run(speeches)
-    return [float(len(each.ids)) for each in speeches]
+    Generation(model.speaker, None, None, Limits(max(limits))).run(speeches)
+    return [float(min(len(e.ids), most)) for e, most in zip(speeches, limits, strict=True)]
 
 
 def _surprise(row: Tensor, targets: list[int]) -> float:
@@ -188,15 +188,14 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
     new = {number: ids for number, (_, ids) in enumerate(spoken)}
     rows = [_by_owner(mine, owners)]
     known = [owner for owner in rows[0] if new.get(owner)]
-    # Only a run that says what it answered counts its last tokens, which nobody fed again.
-    stated = isinstance(run.facts.get("sequences"), list)
-    lengths: list[list[float] | None] = [[float(len(new[o])) for o in known] if stated else None]
-    prompts, most = [spoken[o][0] for o in known], max((len(new[o]) for o in known), default=0)
+    limits = limits_of(run, known, new)
+    lengths = [[float(len(new[o])) for o in limits] or None]
+    prompts = [spoken[o][0] for o in limits]
     for checkpoint, arithmetic in ((asked.checkpoint, None), (asked.reference, "bf16")):
         with open_model(checkpoint, arithmetic) as model:
             again = forward_again(model.speaker.bound, run.steps)
             rows.append(_by_owner([again[n].double() for n in at], owners))
-            lengths.append(_lengths(model, prompts, most) if stated and most else None)
+            lengths.append(_lengths(model, prompts, list(limits.values())) if limits else None)
     voices = [
         Voice(
             [_surprise(side[o][: len(new[o])], new[o][: len(side[o])]) for o in known],
@@ -206,6 +205,24 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
         for side, length in zip(rows, lengths, strict=True)
     ]
     return voices[0], voices[1], voices[2]
+
+
+def limits_of(run: Capture, known: list[int], new: Mapping[int, list[int]]) -> dict[int, int]:
+    """How long a twin may answer too, for sequences of which the capture says how they ended.
+
+    What ended at its limit may be no longer in the twin's mouth; of what was broken off nothing is
+    known. Only a run that states its answers counts their last tokens, which nobody fed again.
+    """
+    stated = run.facts.get("sequences")
+    ends = [each.get("finish") if isinstance(each, dict) else None
+            for each in (stated if isinstance(stated, list) else ())]  # fmt: skip
+    most = max((NEW_TOKENS, *(len(new[owner]) for owner in known)))
+    found = {
+        owner: len(new[owner]) if ends[owner] == Finish.LENGTH else most
+        for owner in known
+        if owner < len(ends) and ends[owner] in (Finish.LENGTH, Finish.END)
+    }
+    return found if len(found) >= FEWEST else {}
 
 
 def _by_owner(side: list[Tensor], owners: list[list[int]]) -> dict[int, Tensor]:

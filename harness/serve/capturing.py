@@ -211,7 +211,12 @@ def _begin(found: _Open, lines: Sequence[Line], pieces: Sequence[Sequence[int]])
 def _closed(found: _Open) -> dict[str, Any]:
     told = found.document()
     sequences = [
-        {"prompt": list(line.ask.prompt), "new": line.speech.ids, "text": line.speech.text}
+        {
+            "prompt": list(line.ask.prompt),
+            "new": line.speech.ids,
+            "text": line.speech.text,
+            "finish": line.speech.finish,
+        }
         for line in found.lines
     ]
     with found.writer as writer:

@@ -25,7 +25,7 @@ from degarble.harness.runs.night_metamorphic import judged as related
 from degarble.harness.runs.night_pages import write_night
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.night_table import STEPS
-from degarble.harness.runs.night_texts import texts
+from degarble.harness.runs.night_texts import NEW_TOKENS, limits_of, texts
 from degarble.suites.house.repository import ROOT
 from degarble.suites.runs.talking_cases import write_speaker
 
@@ -242,6 +242,22 @@ def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) 
         found = texts(given, {"captures": night_steps.captures(given, {})})
         assert found.verdict is verdict, found
         assert found.sentence.endswith("Not measured: echo.")
+
+
+def test_a_twin_may_answer_for_as_long_as_each_answer_was_let() -> None:
+    new = {owner: [1] * (30 if owner == 9 else 4) for owner in range(10)}
+    stated: list[Any] = [{"finish": "length"} for _ in new]
+    run: Any = SimpleNamespace(facts={"sequences": stated})
+    assert limits_of(run, list(new), new) == {owner: len(ids) for owner, ids in new.items()}
+    # One ended by itself, one was broken off, one is no record.
+    stated[0], stated[1], stated[2] = {"finish": "end"}, {"finish": None}, None
+    told = limits_of(run, list(new), new)
+    assert told == {0: 30, 3: 4, 4: 4, 5: 4, 6: 4, 7: 4, 8: 4, 9: 30}
+    assert limits_of(run, [0], {0: [1]}) == {}, "fewer than a gate needs"
+    short = {owner: [1] for owner in new}
+    assert limits_of(run, [0, 3, 4, 5], short) == {0: NEW_TOKENS, 3: 1, 4: 1, 5: 1}
+    run.facts["sequences"] = [{}] * 10
+    assert limits_of(run, list(new), new) == {}, "nobody says how they ended"
 
 
 def damaged(source: Path, folder: Path) -> Path:
