@@ -20,6 +20,7 @@ from degarble.kernels.common.compiling import package_root
 from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.sparse_attention_problem import AttentionForm
+from degarble.kernels.common.targets import SM90A
 from degarble.suites.kernels import sm100_attention_minute as minute
 from degarble.suites.kernels import sm100_attention_model as model
 from degarble.suites.kernels import sm100_attention_stages as stages
@@ -206,7 +207,10 @@ def test_a_damaged_answer_is_told() -> None:
 
 def test_a_machine_without_a_b200_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (([], "REFUSED"), (["lode only"], "Did you mean load only")):
-        with mock.patch.object(sys, "argv", ["minute", *arguments]):
+        with (
+            mock.patch.object(sys, "argv", ["minute", *arguments]),
+            mock.patch.object(minute, "target_of_device", return_value=SM90A),
+        ):
             assert minute.main() == 2
         assert said in capsys.readouterr().out
 
