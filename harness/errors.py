@@ -33,6 +33,7 @@ EXIT_REFUSED = 2
 
 _VALUE_LIMIT = 200
 _FEW = 5  # names that are listed where a name is expected, in place of their number
+_MANY = 100  # names that a remedy lists: of all components of a checkpoint nobody reads more
 
 
 def _shown(value: object) -> str:
@@ -87,7 +88,8 @@ class UnknownName(Refused):
         near = get_close_matches(str(value), names, n=3, cutoff=0.5)
         remedy = f"Did you mean {', '.join(near)}?" if near else "Use one of these names."
         if not near and len(names) > _FEW:
-            remedy = f"Known: {', '.join(names)}."
+            more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+            remedy = f"Known: {', '.join(names[:_MANY])}{more}."
         few = len(names) <= _FEW
         expectation = " or ".join(names) if few else f"one of the {len(names)} known names"
         return cls(name, value, expectation, remedy)

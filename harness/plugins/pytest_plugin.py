@@ -7,7 +7,7 @@ under a `strict` suite, is a failure instead of an omission.
 
 The plugin judges only suites that live in this repository or its installed wheel: in another
 project its markers mean nothing. It imports nothing heavy when it is loaded.
-Kept honest by suites/harness/plugins/.
+Kept honest by suites/plugins/test_pytest_plugin.py.
 """
 
 from __future__ import annotations
