@@ -221,14 +221,15 @@ def test_tails(form: facts.GemmForm, inner: int) -> None:
 @pytest.mark.parametrize("extents", [(4096, 7168, 4096), (300, 7168, 18432), (300, 520, 1184)])
 def test_two_together_do_not_change_a_bit(extents: tuple[int, int, int]) -> None:
     kernels = import_module("degarble.kernels.sm100_gemm_nvfp4")
-    given, found = None, {}
-    for form in (blackwell.forms()[0], *PAIRS.values(), *CLUSTERED):
-        case = checks.with_form(form, extents, "ordinary", 9)
-        given = given or checks.nvfp4_sides(case, "cuda").given
-        out = kernels.gemm_nvfp4(*given, case.problem, SETTINGS, form=form)
-        again = kernels.gemm_nvfp4(*given, case.problem, SETTINGS, form=form)
+    alone = checks.with_form(blackwell.forms()[0], extents, "ordinary", 9)
+    sides, found = checks.nvfp4_sides(alone, "cuda"), []
+    want = kernels.gemm_nvfp4(*sides.given, alone.problem, SETTINGS, form=alone.form)
+    for form in (*PAIRS.values(), *CLUSTERED):
+        case = replace(alone, form=form)
+        out, again = (
+            kernels.gemm_nvfp4(*sides.given, case.problem, SETTINGS, form=form) for _ in range(2)
+        )
         assert torch.equal(out.view(torch.int16), again.view(torch.int16)), "two runs differ"
-        found[case.name] = out.view(torch.int16)
-    (first, alone), *others = found.items()
-    apart = [f"{name} is not {first}" for name, out in others if not torch.equal(out, alone)]
-    blackwell.judge_pairs(blackwell.Verdict(bits, "") for bits in apart)
+        bits = blackwell.difference(case, out, want)
+        found.append(blackwell.Verdict(bits, checks.difference(case, out, sides) if bits else ""))
+    blackwell.judge_pairs(found)
