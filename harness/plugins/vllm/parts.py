@@ -64,6 +64,15 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
 }
 
+# On Blackwell instead: they compile, and none was run. The log says so for each.
+BLACKWELL: Mapping[tuple[str, str], Kernel] = {
+    ("linear", BF16): Kernel("sm100_gemm_bf16", (SM100A,), ()),
+    ("linear", FP8_E8M0): Kernel("sm100_gemm_fp8_block", (SM100A,), ()),
+    ("linear", FP8_F32): Kernel("sm100_gemm_fp8_block", (SM100A,), ()),
+    ("linear", NVFP4): Kernel("sm100_gemm_nvfp4", (SM100A,), ()),
+    ("o_proj", BF16): Kernel("simt_inverse_rope, sm100_gemm_bf16", (SM100A,), ()),
+}
+
 
 class Running(NamedTuple):
     """What runs a part of a module: `by` degarble or vllm."""
@@ -100,7 +109,8 @@ def kernel_of(part: str, form: str, target: str, options: Options) -> Kernel | N
         raise UnknownName.among("part", part, PARTS)
     if options.side(part) == THEIRS:
         return None
-    kernel = KERNELS.get((part, form))
+    own = BLACKWELL if target == SM100A else {}
+    kernel = own.get((part, form)) or KERNELS.get((part, form))
     if kernel is None:
         has = sorted(known for name, known in KERNELS if name == part)
         raise _refused(part, form or "any format", f"one for {' or '.join(has)}" if has else "none")
@@ -124,7 +134,9 @@ def unhooked(module: str) -> list[Running]:
 
 
 def ours(module: str, part: str, form: str, kernel: Kernel, tactic: str = "") -> Running:
-    """Say that a kernel of ours runs a part."""
+    """Say that a kernel of ours runs a part, and if it never ran before."""
+    if not kernel.shown_on:
+        tactic = f"{tactic}; never run" if tactic else "never run"
     return Running(module, part, form, OURS, f"kernels: {kernel.module}", tactic)
 
 

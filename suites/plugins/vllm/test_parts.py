@@ -17,7 +17,7 @@ OURS = Options()
 
 
 def test_every_kernel_of_the_table_is_in_the_tree() -> None:
-    for (part, form), kernel in parts.KERNELS.items():
+    for (part, form), kernel in (*parts.KERNELS.items(), *parts.BLACKWELL.items()):
         assert part in PARTS
         for module in kernel.module.split(", "):
             assert find_spec(f"degarble.kernels.{module}"), (part, form)
@@ -43,6 +43,10 @@ def test_targets_are_those_of_kernels() -> None:
         ("linear", parts.FP8_E8M0, "sm_90a", "sm90_gemm_fp8_block"),
         ("linear", parts.NVFP4, "sm_90a", "sm90_gemm_nvfp4"),
         ("linear", parts.NVFP4_A16, "sm_100a", "sm90_gemm_w4a16"),
+        ("linear", parts.BF16, "sm_100a", "sm100_gemm_bf16"),
+        ("linear", parts.NVFP4, "sm_100a", "sm100_gemm_nvfp4"),
+        ("linear", parts.FP8_F32, "sm_100a", "sm100_gemm_fp8_block"),
+        ("router", "sqrtsoftplus", "sm_100a", "simt_router"),
     ],
 )
 def test_our_kernel_is_chosen(part: str, form: str, target: str, module: str) -> None:
@@ -55,7 +59,7 @@ def test_our_kernel_is_chosen(part: str, form: str, target: str, module: str) ->
     ("part", "form", "target", "words"),
     [
         ("linear", "MXFP4", "sm_90a", "degarble has one for BF16 or "),
-        ("linear", parts.BF16, "sm_100a", "degarble has sm90_gemm_bf16 on sm_90a"),
+        ("experts", parts.NVFP4, "sm_100a", "degarble has simt_moe_rows, sm90_moe_nvfp4 on sm_90a"),
         ("compressor", parts.FP8_CACHE, "sm_90a", "expected degarble has none"),
         ("attend", "bfloat16", "sm_90a", "degarble has one for fp8_ds_mla"),
         ("experts", "MXFP4", "sm_90a", "degarble has one for NVFP4"),
@@ -70,6 +74,13 @@ def test_what_has_no_kernel_is_refused_with_the_way_out(
     assert f'"{part}": "vllm"' in refused.value.remedy
     asked = replace(OURS, parts={part: "vllm"})
     assert parts.kernel_of(part, form, target, asked) is None
+
+
+def test_what_never_ran_says_so() -> None:
+    kernel = parts.kernel_of("linear", parts.NVFP4, "sm_100a", OURS)
+    assert kernel is not None
+    line = parts.ours("m", "linear", parts.NVFP4, kernel, "by rows").line()
+    assert line == "m linear [NVFP4]: degarble kernels: sm100_gemm_nvfp4 (by rows; never run)"
 
 
 def test_unknown_parts_and_gpus_are_refused() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 BLOCK, FP8_BLOCK = 16, 128
 MOST_ROWS_A16 = 64  # of kernels/sm90_gemm_w4a16.py; more rows go in pieces, with equal bits
+STEMS = {"sm_90a": "sm90", "sm_100a": "sm100"}
 UNSET = float("nan")  # what a scale holds until it is loaded: seen, not hidden
 
 
@@ -48,6 +50,14 @@ def settings() -> Any:
     from degarble.kernels.common.settings import read_settings  # noqa: PLC0415  with the kernels
 
     return read_settings(os.environ)
+
+
+def for_gpu(stem: str, tensor: Tensor) -> Any:
+    """Return the module of a kernel for the GPU that holds a tensor."""
+    from degarble.kernels.common.targets import target_of_device  # noqa: PLC0415  with the kernels
+
+    name = target_of_device(tensor.device.index or 0).name
+    return import_module(f"degarble.kernels.{STEMS[name]}_{stem}")
 
 
 class Linear(LinearMethodBase):
@@ -126,11 +136,11 @@ class Bf16Linear(Linear):
 def by_bf16(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """Return the product of our BF16 kernel."""
     from degarble.kernels.common.gemm_problem import GemmProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.sm90_gemm_bf16 import gemm_bf16  # noqa: PLC0415
 
     outputs, inner = weight_NK.shape
     problem = GemmProblem(x_MK.shape[0], outputs, inner)
-    return gemm_bf16(x_MK, weight_NK, problem, settings())
+    made: Tensor = for_gpu("gemm_bf16", x_MK).gemm_bf16(x_MK, weight_NK, problem, settings())
+    return made
 
 
 @register_weight_loader_v2_supported_method
@@ -177,12 +187,14 @@ def by_fp8(codes_MK: Tensor, scales_MG: Tensor, weight_NK: Tensor, scales_HG: Te
     """Return the product of our FP8 kernel, with float32 scales on both sides."""
     from degarble.kernels.common.gemm_problem import FP8_BLOCK as NAME  # noqa: PLC0415
     from degarble.kernels.common.gemm_problem import GemmProblem  # noqa: PLC0415
-    from degarble.kernels.sm90_gemm_fp8_block import Fp8Operands, gemm_fp8_block  # noqa: PLC0415
+    from degarble.kernels.sm90_gemm_fp8_block import Fp8Operands  # noqa: PLC0415
 
     outputs, inner = weight_NK.shape
     problem = GemmProblem(codes_MK.shape[0], outputs, inner, NAME.name, "float32")
     given = Fp8Operands(codes_MK, scales_MG.contiguous(), weight_NK, scales_HG)
-    return gemm_fp8_block(given, problem, settings())
+    run = for_gpu("gemm_fp8_block", codes_MK).gemm_fp8_block
+    made: Tensor = run(given, problem, settings())
+    return made
 
 
 @register_weight_loader_v2_supported_method
@@ -245,13 +257,15 @@ def by_nvfp4(x_MK: Tensor, input_scale: Tensor, weight: tuple[Tensor, Tensor, Te
     from degarble.kernels.common.gemm_problem import NVFP4, GemmProblem  # noqa: PLC0415
     from degarble.kernels.common.quantise_problem import QuantiseProblem  # noqa: PLC0415
     from degarble.kernels.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415
-    from degarble.kernels.sm90_gemm_nvfp4 import Nvfp4Operand, gemm_nvfp4  # noqa: PLC0415
+    from degarble.kernels.sm90_gemm_nvfp4 import Nvfp4Operand  # noqa: PLC0415
 
     rows, inner = x_MK.shape
     made = quantise_nvfp4(x_MK, input_scale, QuantiseProblem(rows, inner), settings())
     problem = GemmProblem(rows, weight[0].shape[0], inner, NVFP4.name, "e4m3")
     a = Nvfp4Operand(made.codes, made.scales, input_scale)
-    return gemm_nvfp4(a, Nvfp4Operand(*weight), problem, settings())
+    run = for_gpu("gemm_nvfp4", x_MK).gemm_nvfp4
+    product: Tensor = run(a, Nvfp4Operand(*weight), problem, settings())
+    return product
 
 
 def by_w4a16(x_MK: Tensor, weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:

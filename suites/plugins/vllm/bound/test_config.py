@@ -151,6 +151,10 @@ def test_vllm_pads_shared_experts_to_our_blocks(module: Any) -> None:
     assert before.weight_block_size == [128, 128]  # asked before anything could be proven
 
 
+def test_a_config_that_names_no_quantisation_is_taken(module: Any) -> None:
+    assert module.DegarbleConfig().raw == {}  # as vLLM makes it for a checkpoint in BF16
+
+
 def test_only_v4_is_taken_and_only_where_asked(module: Any) -> None:
     take = module.DegarbleConfig.override_quantization_method
     v4, other = SimpleNamespace(model_type="deepseek_v4"), SimpleNamespace(model_type="llama")

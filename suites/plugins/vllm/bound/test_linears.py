@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -168,3 +169,16 @@ def test_an_inner_extent_that_cuts_a_block_is_refused(linears: Any) -> None:
     method = linears.Nvfp4Linear("m", quantises=True)
     with pytest.raises(InvalidArgument, match="multiple of 32"):
         method.make_parameters(torch.nn.Module(), (48, [16], 48, 16), torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(("target", "stem"), [("sm_90a", "sm90"), ("sm_100a", "sm100")])
+def test_the_gpu_decides_whose_gemm_runs(
+    linears: Any, monkeypatch: pytest.MonkeyPatch, target: str, stem: str
+) -> None:
+    targets = import_module("degarble.kernels.common.targets")
+    monkeypatch.setattr(targets, "target_of_device", lambda _: targets.TARGETS[target])
+    monkeypatch.setattr(linears, "import_module", lambda name: name)
+    for gemm in ("gemm_bf16", "gemm_fp8_block", "gemm_nvfp4"):
+        name = linears.for_gpu(gemm, torch.zeros(1))
+        assert name == f"degarble.kernels.{stem}_{gemm}"
+        assert find_spec(name), name
