@@ -17,6 +17,7 @@ from degarble.harness.record.page import Provenance
 from degarble.harness.version import VERSION
 
 _PACKAGES = ("torch", "numpy", "numba")
+_OF_KERNELS = ("nvidia-cutlass-dsl", "triton", "vllm")  # what compiles kernels, or brings them
 
 
 def provenance(command: str, now: datetime | None = None) -> Provenance:
@@ -29,6 +30,11 @@ def provenance(command: str, now: datetime | None = None) -> Provenance:
         machine=machine(),
         versions=(("degarble", VERSION), ("Python", platform.python_version()), *packages),
     )
+
+
+def kernel_versions() -> dict[str, str]:
+    """Versions of what compiles kernels here: the same source may become another kernel."""
+    return {name: found for name in _OF_KERNELS if (found := _version(name))}
 
 
 def machine() -> str:

@@ -24,7 +24,7 @@ from degarble.harness.history.ledger import Failure, Ledger, read_ledger
 from degarble.harness.history.store import Store
 from degarble.harness.record.files import usable_folder
 from degarble.harness.record.verdict import SEVERITY, Verdict
-from degarble.harness.runs.machine import machine, provenance
+from degarble.harness.runs.machine import kernel_versions, machine, provenance
 from degarble.harness.runs.night_record import (
     CAPTURES,
     Asked,
@@ -209,5 +209,6 @@ def _key_of(asked: Asked) -> str:
     places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
     told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
     ranks = asked.ranks
-    where = (machine(), provenance("").versions, asked.commit, asked.name)
+    versions = (provenance("").versions, kernel_versions())
+    where = (machine(), versions, asked.commit, asked.name)
     return digest_of(told, ranks, where, [(str(each), files_told(each)) for each in places])

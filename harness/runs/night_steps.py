@@ -42,7 +42,7 @@ from degarble.harness.runs.check_page import placed, write_check_page
 from degarble.harness.runs.check_texts import texts_of
 from degarble.harness.runs.compare_runs import compare_runs
 from degarble.harness.runs.history_page import MANIFEST as IDENTITY
-from degarble.harness.runs.machine import machine, provenance
+from degarble.harness.runs.machine import kernel_versions, machine, provenance
 from degarble.harness.runs.night_codecs import count, wrong_codecs
 from degarble.harness.runs.night_record import CAPTURES, Asked, StepResult
 from degarble.harness.runs.report_folder import write_page
@@ -73,7 +73,7 @@ _FEW = 5
 def environment(asked: Asked, _: Results) -> StepResult:
     """Tell where this is: machine, GPU with driver and clocks, versions, backend."""
     facts = {"machine": machine(), "system": platform.release(), "backend": asked.backend}
-    facts |= dict(provenance("").versions)
+    facts |= dict(provenance("").versions) | kernel_versions()
     if asked.commit:
         facts["commit"] = asked.commit
     gpus = _gpus()

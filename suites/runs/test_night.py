@@ -27,6 +27,7 @@ from degarble.harness.runs.night import Night, Step, require_no_workers
 from degarble.harness.runs.night_closing import ledger
 from degarble.harness.runs.night_pages import markdown, write_night
 from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.runs.night_steps import environment
 from degarble.harness.runs.night_table import STEPS
 from degarble.suites.nights import test_night as entry
 
@@ -106,12 +107,28 @@ def test_an_interrupted_night_continues(tmp_path: Path) -> None:
     assert night.results["second"] == RED
 
 
+def test_another_compiler_of_kernels_is_told_and_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = "nvidia-cutlass-dsl"
+    monkeypatch.setattr("degarble.harness.runs.machine._version", lambda name: f"1 of {name}")
+    assert environment(asked(tmp_path), {}).facts[compiler] == f"1 of {compiler}"
+    ran: list[str] = []
+    Night(asked(tmp_path), steps(ran, first=GREEN)).run()
+    versions = {compiler: "2"}
+    monkeypatch.setattr("degarble.harness.runs.night.kernel_versions", lambda: versions)
+    Night(asked(tmp_path), steps(ran, first=GREEN)).run()
+    Night(asked(tmp_path), steps(ran, first=GREEN)).run()
+    assert ran == ["first()"] * 2
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.night import Night, Step
 from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.runs.night_steps import environment
 from degarble.harness.runs.night_table import STEPS
 from degarble.suites.nights import test_night as entry
 
