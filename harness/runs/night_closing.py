@@ -8,6 +8,8 @@ Refuses what the store refuses. Kept honest by suites/runs/test_night_closing.py
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from degarble.harness.runs.museum_scores import Score
 
@@ -44,7 +47,7 @@ _EXTENTS = {"some": SOME, "published": museum_run.PUBLISHED, "whole": museum_run
 def museum(asked: Asked, _: Results) -> StepResult:
     """Plant faults in the embedded models: an engine that is blind makes every other step void."""
     faults = PLANTED if asked.museum == "some" else museum_run.chosen(())
-    models = usable_folder("museum", asked.folder / "work" / f"museum-{asked.night}")
+    models = _models(asked)
     extent = _EXTENTS[asked.museum]
     found = museum_run.run_museum(faults, extent, usable_workers(), root=models)
     scores = [each for each in found.scores if each.total]
@@ -69,6 +72,16 @@ def museum(asked: Asked, _: Results) -> StepResult:
     sentence = f"{counts}: the engine missed or mistook {', '.join(wrong) or 'a repeated run'}."
     return StepResult(Verdict.DIFFERS, sentence, values=values, failures=failures, judged=judged,
                       rows=rows)  # fmt: skip
+
+
+def _models(asked: Asked) -> Path:
+    """A folder for tonight's models, which all checkpoints of a night share; old ones go."""
+    for old in (asked.folder / "work").glob("museum-*"):
+        with suppress(ValueError):  # of another making
+            apart = date.fromisoformat(asked.night) - date.fromisoformat(old.name[len("museum-") :])
+            if apart.days > 1:  # a night that began yesterday may still run
+                shutil.rmtree(old, ignore_errors=True)
+    return usable_folder("museum", asked.folder / "work" / f"museum-{asked.night}")
 
 
 def held(score: Score) -> str:

@@ -124,6 +124,17 @@ def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [each.component for each in found.failures] == ["museum.v4 long"]
 
 
+def test_models_of_nights_long_over_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {"museum-2025-12-30", "museum-2025-12-31", "museum-of-somebody", "tiny"}
+    for name in names:
+        (tmp_path / "work" / name / "v4").mkdir(parents=True)
+    museum(monkeypatch, tmp_path)
+    left = {each.name for each in (tmp_path / "work").iterdir()}
+    assert left == names - {"museum-2025-12-30"} | {"museum-2026-01-01"}
+
+
 MUSEUM_LEDGER = """
 - component: museum.M01.inverse
   verdict: DIFFERS
