@@ -124,11 +124,15 @@ def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
 
 def nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
     """Codes, block scales in a layout, and decode scale of a weight, on the device."""
+    return tuple(map(work.weights.there, nvfp4_parts(weight, layout)))
+
+
+def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, block scales in a layout, and the decode scale [1], where the weight is."""
     tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
     tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN)
     tensor = tensor.with_layout(SWIZZLE_128X4 if layout == SWIZZLE_128X4.name else LINEAR)
-    scale = tensor.decode_scale.reshape(1).float()
-    return tuple(map(work.weights.there, (tensor.codes, tensor.block_scale, scale)))
+    return tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
 
 
 def _by_fp8(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
@@ -214,18 +218,11 @@ def _act_quant_fp8(columns: int, scales: str) -> Compute:
 def _grouped_fp8(part: Part, way: Way) -> Compute:
     """One product a group; a tile of 128 x 128 weights under one scale may have several groups."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
-    if rank % _TILE and _TILE % rank:
-        raise NoKernelError(f"groups of {rank} rows share scales of {_TILE} with parts of others")
+    require_group_rows(rank)
 
     def fp8(work: Work, weight: Weight) -> list[tuple[Tensor, Tensor]]:
-        tensor = weight.quantised()
-        found = []
-        for group in range(groups):
-            rows = slice(group * rank, (group + 1) * rank)
-            tiles = slice(rows.start // _TILE, -(-rows.stop // _TILE))
-            parts = tensor.codes[rows], tensor.block_scale[tiles]
-            found.append((work.weights.there(parts[0]), work.weights.there(parts[1])))
-        return found
+        there = work.weights.there
+        return [(there(codes), there(scales)) for codes, scales in by_group(weight, groups, rank)]
 
     def compute(work: Work) -> Outputs:
         rows = rows_in(work)
@@ -243,6 +240,22 @@ def _grouped_fp8(part: Part, way: Way) -> Compute:
         return {"out": torch.cat(made, dim=-1)}
 
     return compute
+
+
+def require_group_rows(rank: int) -> None:
+    """Refuse groups of FP8 whose tiles of scales are partly others'."""
+    if rank % _TILE and _TILE % rank:
+        raise NoKernelError(f"groups of {rank} rows share scales of {_TILE} with parts of others")
+
+
+def by_group(weight: Weight, groups: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """FP8 codes and scales of each group's rows; a tile under one scale may have several groups."""
+    tensor, found = weight.quantised(), []
+    for group in range(groups):
+        rows = slice(group * rank, (group + 1) * rank)
+        tiles = slice(rows.start // _TILE, -(-rows.stop // _TILE))
+        found.append((tensor.codes[rows], tensor.block_scale[tiles]))
+    return found
 
 
 def grouped(part: Part) -> Compute:

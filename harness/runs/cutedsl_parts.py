@@ -124,23 +124,24 @@ class Prepared:
         return self.made(name, str(dtype), lambda weight: self.there(weight.values(dtype)))
 
     def bf16(self, name: str) -> Tensor:
-        """Values that BF16 holds exactly: plain ones, and FP8 or FP4 codes by powers of two."""
-
-        def make(weight: Weight) -> Tensor:
-            wide = weight.values(torch.float32)
-            narrow = wide.to(torch.bfloat16)
-            if not torch.equal(narrow.float(), wide):
-                raise InvalidArgument(
-                    f"values of {name}", f"{int((narrow.float() != wide).sum())} of {wide.numel()}",
-                    "values that BF16 holds exactly", "This format needs a kernel of its own.",
-                )  # fmt: skip
-            return self.there(narrow)
-
-        return self.made(name, "exact bf16", make)
+        """Values that BF16 holds exactly, on the device."""
+        return self.made(name, "exact bf16", lambda weight: self.there(exact_bf16(name, weight)))
 
     def there(self, tensor: Tensor) -> Tensor:
         """A tensor of its own on the device."""
         return own(tensor.to(self.device))
+
+
+def exact_bf16(name: str, weight: Weight) -> Tensor:
+    """Values that BF16 holds exactly: plain ones, and FP8 or FP4 codes by powers of two."""
+    wide = weight.values(torch.float32)
+    narrow = wide.to(torch.bfloat16)
+    if not torch.equal(narrow.float(), wide):
+        raise InvalidArgument(
+            f"values of {name}", f"{int((narrow.float() != wide).sum())} of {wide.numel()}",
+            "values that BF16 holds exactly", "This format needs a kernel of its own.",
+        )  # fmt: skip
+    return narrow
 
 
 def own(tensor: Tensor) -> Tensor:

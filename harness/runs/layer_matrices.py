@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
-from degarble.harness.runs.cutedsl_linears import Way, way_of
-from degarble.harness.runs.cutedsl_parts import NoKernelError, own
+from degarble.harness.runs.cutedsl_linears import (
+    Way,
+    by_group,
+    nvfp4_parts,
+    require_group_rows,
+    way_of,
+)
+from degarble.harness.runs.cutedsl_parts import NoKernelError, exact_bf16, own
 from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.kernels.common.gemv_problem import ROWS, GemvProblem, inner_held
@@ -59,30 +64,22 @@ def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any)
     """Lay a weight out for its GEMM; raise the reason where there is none."""
     way, weight = way_of(part, name), weights[name]
     if way.kernel == BF16:
-        return Matrix(way, {"b": exact_bf16(weight, device)})
+        return Matrix(way, {"b": own(exact_bf16(name, weight).to(device))})
     if way.kernel == FP8:
         tensor = weight.quantised()
         codes = own(tensor.codes.to(device)).view(torch.float8_e4m3fn)
         return Matrix(way, {"b": codes, "b_scales": own(tensor.block_scale.to(device))})
     layout = SWIZZLE_128X4 if way.kernel == NVFP4 else LINEAR
-    codes, scales, decode = nvfp4_parts(weight, layout, device)
+    codes, scales, decode = nvfp4_on(device, weight, layout.name)
     if way.kernel == W4A16:
         return Matrix(way, {"codes": codes, "scales": scales, "decode_scale": decode})
     operands = {"b": codes, "b_scales": scales, "b_decode_scale": decode}
     return Matrix(way, operands, input_scale_of([weight], name).to(device))
 
 
-def exact_bf16(weight: Weight, device: Any) -> Tensor:
-    """Values in BF16, which hold plain ones and codes by powers of two exactly."""
-    return own(weight.values(torch.float32).to(torch.bfloat16).to(device))
-
-
-def nvfp4_parts(weight: Weight, layout: Any, device: Any) -> tuple[Tensor, ...]:
-    """Codes, scales in a layout, and the decode scale [1]."""
-    tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
-    tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN).with_layout(layout)
-    parts = tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
-    return tuple(own(each.to(device)) for each in parts)
+def nvfp4_on(device: Any, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, scales in a layout, and the decode scale [1], on the device."""
+    return tuple(own(each.to(device)) for each in nvfp4_parts(weight, layout))
 
 
 def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
@@ -129,8 +126,10 @@ def stacked(matrices: Sequence[Matrix]) -> Matrix:
     first = matrices[0]
     outputs = [each.outputs for each in matrices]
     whole = first.way.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
-    if first.way.kernel not in (BF16, FP8) or not whole:
-        raise NoKernelError(f"gate and up of {outputs} rows do not stack in {first.way.kernel}")
+    kernels = {each.way.kernel for each in matrices}
+    if kernels not in ({BF16}, {FP8}) or not whole:
+        told = " and ".join(sorted(kernels))
+        raise NoKernelError(f"gate and up of {outputs} rows do not stack in {told}")
     operands = {
         name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
     }
@@ -157,8 +156,8 @@ def experts_of(
     scales: dict[str, list[Tensor]] = {"w13": [], "w2": []}
     for one, three, two in names:
         both = [weights[one], weights[three]]
-        first.append([nvfp4_parts(each, SWIZZLE_128X4, device) for each in both])
-        second.append([nvfp4_parts(weights[two], SWIZZLE_128X4, device)])
+        first.append([nvfp4_on(device, each) for each in both])
+        second.append([nvfp4_on(device, weights[two])])
         scales["w13"].append(input_scale_of(both, one))
         scales["w2"].append(input_scale_of([weights[two]], two))
     made: dict[str, Tensor] = {}
@@ -204,15 +203,11 @@ def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
     """Cut wo_a by groups; a tile of 128 rows under one scale may have several."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
-    if way.kernel != FP8 or (rank % TILE_OF_FP8 and TILE_OF_FP8 % rank):
+    if way.kernel != FP8:
         raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
-    tensor, found = weight.quantised(), []
-    for group in range(groups):
-        rows = slice(group * rank, (group + 1) * rank)
-        tiles = slice(rows.start // TILE_OF_FP8, -(-rows.stop // TILE_OF_FP8))
-        codes, scales = tensor.codes[rows].to(device), tensor.block_scale[tiles].to(device)
-        found.append((own(codes).view(torch.float8_e4m3fn), own(scales)))
-    return CodedGroups(way, tuple(found))
+    require_group_rows(rank)
+    found = (tuple(own(each.to(device)) for each in of) for of in by_group(weight, groups, rank))
+    return CodedGroups(way, tuple((c.view(torch.float8_e4m3fn), scales) for c, scales in found))
 
 
 def grouped_products(kernels: Kernels, groups: CodedGroups, x_MK: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ compressor, H heads, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,16 @@ import torch
 from degarble.harness.errors import NotBuilt
 from degarble.harness.runs import cutedsl_turns as turning
 from degarble.harness.runs.cutedsl import parts_of
-from degarble.harness.runs.cutedsl_parts import NoKernelError, own
+from degarble.harness.runs.cutedsl_linears import way_of
+from degarble.harness.runs.cutedsl_parts import NoKernelError, exact_bf16, own
 from degarble.harness.runs.cutedsl_rows import norm_weight
 from degarble.harness.runs.layer_matrices import (
+    NVFP4,
     CodedGroups,
     Experts,
     Groups,
     Matrix,
     coded_groups_of,
-    exact_bf16,
     experts_of,
     groups_of,
     matrix_of,
@@ -36,7 +38,7 @@ from degarble.harness.runs.layer_matrices import (
 from degarble.kernels.common.mhc_projection_problem import split_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -110,7 +112,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class FfnWeights:
-    """Experts of a layer; the shared one as an expert of its own, or as two BF16 matrices."""
+    """Experts of a layer; the shared one as an expert of its own, or as two matrices."""
 
     mixing: Mixing
     norm: Norm
@@ -140,6 +142,18 @@ class EndWeights:
     head: Tensor  # BF16 [V, D]
 
 
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Refuse what has no kernel, with the reason that was given."""
+    try:
+        yield
+    except NoKernelError as reason:
+        raise NotBuilt(
+            name, str(reason), "a recipe whose components all have kernels that work in one step",
+            "Leave --graph out: components run one by one.",
+        ) from reason  # fmt: skip
+
+
 class Laying:
     """A bound model's weights on the way to the device."""
 
@@ -151,21 +165,16 @@ class Laying:
 
     def layer(self, block: Block) -> LayerWeights:
         """All of one layer."""
-        try:
+        with _refusing(f"decoder layer {block.prefix}"):
             attn, ffn = self._attention(block), self._ffn(block)
-        except NoKernelError as reason:
-            raise NotBuilt(
-                f"decoder layer {block.prefix}", str(reason),
-                "a recipe whose components all have kernels that work in one step",
-                "Run it component by component: --backend cutedsl of capture.",
-            ) from reason  # fmt: skip
         return LayerWeights(block, self.config.rope(block), attn, ffn)
 
     def ends(self) -> EndWeights:
         """What lies around the layers."""
-        return EndWeights(
-            self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
-        )
+        with _refusing("ends of a decoder"):
+            return EndWeights(
+                self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
+            )
 
     def _of(self, component: str) -> tuple[Part, Mapping[str, Weight]]:
         return self._parts[component], self._bound.weights_of(component)
@@ -173,11 +182,14 @@ class Laying:
     def _there(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         return own(weight.values(dtype).to(self._device))
 
+    def _exact(self, name: str, weights: Mapping[str, Weight]) -> Tensor:
+        return own(exact_bf16(name, weights[name]).to(self._device))
+
     def _bf16(self, component: str) -> Tensor:
         part, weights = self._of(component)
         if part.format_of(part.name) != "BF16":
             raise NoKernelError(f"{component} is {part.format_of(part.name)}")
-        return exact_bf16(weights[part.name], self._device)
+        return self._exact(part.name, weights)
 
     def _norm(self, component: str, name: str | None = None) -> Norm:
         part, weights = self._of(component)
@@ -212,7 +224,7 @@ class Laying:
         part, weights = self._of(component)
         if part.facts.activation(part.name) is not None:
             return coded_groups_of(part, weights[part.name], self._device)
-        return groups_of(exact_bf16(weights[part.name], self._device), self.config.o_groups)
+        return groups_of(self._exact(part.name, weights), self.config.o_groups)
 
     def _compressing(self, prefix: str) -> Compressing:
         part, weights = self._of(f"{prefix}proj")
@@ -223,32 +235,31 @@ class Laying:
         joined: Tensor | None = None
         apart: tuple[Matrix, ...] = ()
         if all(part.format_of(name) == "BF16" for name in ordered):
-            both = [exact_bf16(weights[name], self._device) for name in ordered]
-            joined = torch.cat(both)
+            joined = torch.cat([self._exact(name, weights) for name in ordered])
         else:
             apart = tuple(matrix_of(part, name, weights, self._device) for name in ordered)
         norm = self._norm(f"{prefix}pool", by_end["norm"])
         return Compressing(joined, apart, self._there(of_pool[by_end["ape"]], torch.float32), norm)
 
     def _indexing(self, prefix: str) -> Indexing:
-        part, weights = self._of(f"{prefix}weights_proj")
         c = self.config
         factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
         if torch.frexp(torch.tensor(factor)).mantissa != 0.5:
             raise NoKernelError(f"no kernel multiplies by {factor:.4f}, which is no power of two")
-        scaled = weights[part.name].values(torch.bfloat16) * factor
-        there = own(scaled.to(self._device))
         return Indexing(
-            self._matrix(f"{prefix}wq_b"), there, self._compressing(f"{prefix}compressor.")
-        )
+            self._matrix(f"{prefix}wq_b"), self._bf16(f"{prefix}weights_proj") * factor,
+            self._compressing(f"{prefix}compressor."),
+        )  # fmt: skip
 
     def _ffn(self, block: Block) -> FfnWeights:
         p = f"{block.prefix}.ffn."
         part, weights = self._of(f"{p}experts.w13")
-        _, down = self._of(f"{p}experts.w2")
+        second, down = self._of(f"{p}experts.w2")
         stem, count = "ffn.experts.{}.{}", self.config.n_routed_experts
         names = [tuple(stem.format(e, n) for n in ("w1", "w3", "w2")) for e in range(count)]
-        if part.facts.activation(names[0][0]) != "NVFP4" or part.facts.weight_before_w2:
+        one, three, two = names[0]  # a recipe treats all experts alike
+        ways = way_of(part, one), way_of(part, three), way_of(second, two)
+        if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
             raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
         source, of_source = self._of(f"{p}topk")
         dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
@@ -265,7 +276,8 @@ class Laying:
         second, down = self._of(f"{prefix}w2")
         ends = {name.rpartition(".")[2]: name for name in first.shapes}
         one, three = ends["w1"], ends["w3"]
-        if first.facts.activation(one) == "NVFP4":
+        ways = way_of(first, one), way_of(first, three), way_of(second, second.name)
+        if all(way.kernel == NVFP4 for way in ways):
             return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
         both = stacked([matrix_of(first, name, weights, self._device) for name in (one, three)])
         return both, matrix_of(second, second.name, down, self._device)

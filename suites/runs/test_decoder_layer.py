@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.errors import InvalidArgument, NotBuilt
+from degarble.harness.anatomy.recipes import Recipe, Rule, recipe_named
+from degarble.harness.errors import DegarbleError, InvalidArgument, NotBuilt
 from degarble.harness.runs import cutedsl_kernels
 from degarble.harness.runs.cutedsl import CONVENTIONS, use_kernels
 from degarble.harness.runs.decoder import Decoder, DecoderSpeaker
@@ -148,15 +148,48 @@ def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:
     speaker.hidden([Sequence()], [torch.tensor([1])])  # who is gone leaves its lane
 
 
-def test_what_no_layer_has_is_refused_with_its_reason(opened: OpenModel) -> None:
+def test_another_family_is_refused() -> None:
     v32 = cases.CONFIGS["v32"]
     recipe = recipe_named("nvfp4-full", v32)
     with pytest.raises(NotBuilt, match="DeepSeek-V4"):
         Decoder.of(StandIn(), Bound(v32, Numerics.twin(), {}, recipe), recipe, 1, 8)
-    recipe, weights = recipe_named("bf16", opened.config), opened.speaker.bound.weights
-    bound = Bound(opened.config, Numerics.twin().with_switches(**CONVENTIONS), weights, recipe)
-    with pytest.raises(NotBuilt, match="NVFP4 experts"):
+
+
+@pytest.mark.parametrize(
+    ("rules", "weights", "reason"),
+    [
+        ((Rule("head", "NVFP4"),), {}, "ends of a decoder = 'head is NVFP4'"),
+        (
+            (Rule("layers.*.ffn.experts.*", "BF16"),),
+            {},
+            "layers.0 = 'the grouped kernel has NVFP4",
+        ),
+        (
+            (Rule("layers.*.ffn.experts.*.w2", "BF16"),),
+            {},
+            "layers.0 = 'the grouped kernel has NVFP4 experts",
+        ),
+        ((), {"layers.0.attn.wo_a": "layers.0.attn.wq_a"}, "values of attn.wo_a .* exactly"),
+    ],
+    ids=["head", "experts", "second product", "rounded wo_a"],
+)
+def test_what_would_be_rounded_or_misread_is_refused(
+    opened: OpenModel, rules: tuple[Rule, ...], weights: dict[str, str], reason: str
+) -> None:
+    """The recipe says so, or weights are others than it says."""
+    of = opened.speaker.bound
+    recipe = Recipe("other", (*rules, *opened.recipe.rules))
+    given = {name: of.weights[weights.get(name, name)] for name in of.weights}
+    bound = Bound(of.config, of.numerics, given, recipe)
+    with pytest.raises(DegarbleError, match=reason):
         Decoder.of(StandIn(), bound, recipe, 1, 8)
+
+
+def test_a_target_without_its_forms_is_refused(opened: OpenModel) -> None:
+    kernels = StandIn()
+    kernels.target = "sm_100a"
+    with pytest.raises(NotBuilt, match="target of a decoder = 'sm_100a'"):
+        Decoder.of(kernels, opened.speaker.bound, opened.recipe, 1, 8)
 
 
 def test_narrow_groups_are_one_matrix_with_zeros_between() -> None:
