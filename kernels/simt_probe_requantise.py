@@ -18,6 +18,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
+from degarble.harness.errors import ShapeMismatch
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels import simt_moe_rows as rows
 from degarble.kernels.common import gemm_problem as facts
@@ -36,6 +37,7 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM100A, TARGETS
 
 ROWS = facts.SCALE_TILE_ROWS  # of a tile, one a thread
+STEP = moe_facts.BLOCK * moe_facts.BLOCKS_OF_STORE  # values of a row that leave together
 # Sums; codes, scales, decode scales, slots, weights; decode scales of x and of w13; experts.
 ELEMENTS = (Float32, Uint32, Uint32, Float32, Int32, Float32, Float32, Float32, Int32)
 ALIGNED = (16, 16, 16, 4, 4, 4, 4, 4, 4)
@@ -115,18 +117,10 @@ def requantise(
     given: Given, width: int, form: MoeForm, settings: CompileSettings, out: rows.Rows
 ) -> None:
     """Write codes [R, F / 2] and scales in 128x4 order of what FC1 summed."""
-    count, tiles, columns = given.sums.shape
-    checks = (
-        ("sums", given.sums, torch.float32, (count, ceil_div(width, columns // 2), columns)),
-        ("codes", out.codes, torch.uint8, (count, width // 2)),
-        ("scales", out.scales, torch.uint8, (moe.scale_bytes(count, width),)),
-        ("slots", given.slots, torch.int32, (count,)),
-        ("experts", given.experts, torch.int32, (count // ROWS,)),
-    )
-    for name, tensor, dtype, shape in checks:
-        require_tensor(name, tensor, dtype, shape, 16)
+    require_given(given, width, form, out)
     require_device((*given, *out))
     sums, hidden, slots, weights, of_a, of_b, experts = given
+    count, tiles, _ = sums.shape
     tensors = (sums, *out, hidden, slots, weights, of_a, of_b, experts)
     extents = (count // ROWS, tiles, width // moe_facts.BLOCK)
     compile_form(form, settings)(
@@ -134,3 +128,27 @@ def requantise(
         tuple(map(Int32, extents)),
         rows.stream_of(sums),
     )
+
+
+def require_given(given: Given, width: int, form: MoeForm, out: rows.Rows) -> None:
+    """Refuse tensors that the kernel would misread; rows and experts are those of slots, scales."""
+    count, experts = given.slots.numel(), given.hidden_scale.numel()
+    if count % ROWS or width % STEP:
+        raise ShapeMismatch(
+            "rows and width of the sums", (count, width), f"multiples of {ROWS} and of {STEP}",
+            "Pad rows with slots of -1.",
+        )  # fmt: skip
+    columns = form.gemm.tactic.columns
+    of_sums = (count, ceil_div(width, columns // GATE_AND_UP), columns)
+    for name, tensor, dtype, shape, alignment in (
+        ("slots", given.slots, torch.int32, (count,), 4),
+        ("sums", given.sums, torch.float32, of_sums, 16),
+        ("scales of hidden rows", given.hidden_scale, torch.float32, (experts,), 4),
+        ("routing weights", given.weights, torch.float32, (given.weights.numel(),), 4),
+        ("scales of x", given.scale_a, torch.float32, (experts,), 4),
+        ("scales of w13", given.scale_b, torch.float32, (experts, GATE_AND_UP), 4),
+        ("experts of tiles", given.experts, torch.int32, (count // ROWS,), 4),
+        ("codes", out.codes, torch.uint8, (count, width // 2), 16),
+        ("scales", out.scales, torch.uint8, (moe.scale_bytes(count, width),), 16),
+    ):
+        require_tensor(name, tensor, dtype, shape, alignment)

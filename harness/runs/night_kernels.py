@@ -42,13 +42,14 @@ _NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
 @dataclass(frozen=True)
 class Suite:
-    """What the suite of a kernel said: its cases, the first that failed, and why none ran."""
+    """What the suite of a kernel said: its cases, the first that failed, and why others did not."""
 
     kernel: str
     cases: int = 0
     failed: int = 0
     first: str = ""
     broken: str = ""  # why there is no answer
+    left: str = ""  # how many cases were not decided, and why the first was not
 
     @property
     def verdict(self) -> Verdict:
@@ -60,9 +61,10 @@ class Suite:
         """What is read in one line."""
         if self.broken:
             return self.broken
+        said = f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
         if not self.failed:
-            return f"{self.cases:,} cases agree with their definitions"
-        return f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
+            said = f"{self.cases:,} cases agree with their definitions"
+        return f"{said}; {self.left}" if self.left else said
 
 
 def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
@@ -88,7 +90,7 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
             for each in wrong
         ),
         judged=tuple(f"kernels.{each.kernel}" for each in found),
-        lines=tuple(f"{each.kernel}: {each.sentence}" for each in wrong),
+        lines=tuple(f"{e.kernel}: {e.sentence}" for e in found if e in wrong or e.left),
         rows=tuple((each.kernel, str(each.verdict), each.sentence) for each in found),
     )
 
@@ -143,18 +145,24 @@ _OF_THE_NIGHT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYT
 
 
 def suite_of(kernel: str, report: Path) -> Suite:
-    """Read JUnit: cases that ran, and the first that failed. What was skipped is no case."""
+    """Read JUnit: cases that ran, and the first that failed. What was skipped is told, no case."""
     cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
     ran = [case for case in cases if case.find("skipped") is None]
     failed = [case for case in ran if _trouble(case) is not None]
     if not ran:
         return Suite(kernel, broken="skipped every case")
-    if not failed:
-        return Suite(kernel, len(ran))
-    trouble = _trouble(failed[0])
-    assert trouble is not None, "it was chosen for that"
-    why = " ".join((trouble.get("message") or "").split())[:_LONG]
-    return Suite(kernel, len(ran), len(failed), f"{failed[0].get('name')}: {why}")
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    left = f"{len(skipped):,} undecided, first {_said(skipped[0])}" if skipped else ""
+    first = _said(failed[0]) if failed else ""
+    return Suite(kernel, len(ran), len(failed), first, left=left)
+
+
+def _said(case: ET.Element) -> str:
+    """A case's name, and why it failed or was skipped."""
+    why = _trouble(case)
+    why = case.find("skipped") if why is None else why
+    words = "" if why is None else why.get("message") or ""
+    return f"{case.get('name')}: {' '.join(words.split())[:_LONG]}"
 
 
 def _trouble(case: ET.Element) -> ET.Element | None:

@@ -100,13 +100,19 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     out = poisoned(96, 512, "cpu")
     for error, name, other in (
         (DtypeMismatch, "sums", given._replace(sums=given.sums.half())),
-        (ShapeMismatch, "slots", given._replace(slots=given.slots[:128])),
+        (ShapeMismatch, "sums", given._replace(slots=given.slots[:128])),
+        (ShapeMismatch, "sums", given._replace(sums=given.sums.flatten(1))),
+        (ShapeMismatch, "rows and width", given._replace(slots=given.slots[:100])),
+        (ShapeMismatch, "scales of x", given._replace(scale_a=given.scale_a[:2])),
+        (ShapeMismatch, "scales of w13", given._replace(scale_b=given.scale_b[:, :1])),
+        (DtypeMismatch, "routing weights", given._replace(weights=given.weights.double())),
         (InvalidArgument, "devices of the tensors", given),
     ):
         with pytest.raises(error, match=name):
             kernels.requantise(other, 96, form, checks.SETTINGS, out)
-    with pytest.raises(ShapeMismatch, match="sums"):
-        kernels.requantise(given, 160, form, checks.SETTINGS, out)
+    for width, name in ((160, "sums"), (104, "rows and width")):
+        with pytest.raises(ShapeMismatch, match=name):
+            kernels.requantise(given, width, form, checks.SETTINGS, out)
 
 
 @pytest.mark.h200

@@ -103,7 +103,9 @@ def test_company_and_rest_change_no_bit_of_a_lane(opened: OpenModel) -> None:
         assert torch.equal(bits(one[0]), bits(two[0]))
 
 
-def test_a_token_a_step_is_what_components_say_one_by_one(opened: OpenModel) -> None:
+def test_a_token_a_step_is_what_components_say_one_by_one(
+    request: pytest.FixtureRequest, opened: OpenModel
+) -> None:
     prompts = [ids_of(150, 11), ids_of(131, 12)]
     bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
     decoder = decoder_of(opened, lanes=2)
@@ -123,6 +125,8 @@ def test_a_token_a_step_is_what_components_say_one_by_one(opened: OpenModel) -> 
         parts = said(opened.speaker)
     finally:
         bound.calls.update(calls)
+    if request.node.callspec.params["opened"] == "nvfp4-full":  # the other one has not run yet
+        assert torch.equal(ours, parts)
     near = torch.cosine_similarity(ours, parts, dim=-1)
     same = (ours == parts).all(-1).float().mean()
     told = f"median cosine {float(near.median()):.7f}, equal rows {float(same):.3f}"

@@ -32,6 +32,9 @@ def test_bad(rows): assert rows == 3, f"{rows} rows\\nare wrong"
 @pytest.mark.night
 def test_left(): pytest.skip("not here")
 
+@pytest.mark.night
+def test_apart(): pytest.xfail("UNDECIDED: other bits")
+
 def test_of_the_cpu(): raise AssertionError
 """
 SPEEDS = {"gemm_bf16": {"share": 1.01, "of": "cuBLAS", "microseconds": 310.0},
@@ -53,6 +56,7 @@ def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
     found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
     assert (found.kernel, found.cases, found.failed) == ("sm90_planted", 3, 2)
     assert found.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
+    assert found.left == "2 undecided, first test_left: not here"
     assert found.verdict is Verdict.DIFFERS
 
 
@@ -109,6 +113,21 @@ def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text('<testsuites><testcase name="a"><skipped/></testcase></testsuites>')
     assert night_kernels.suite_of("x", report).verdict is Verdict.DIFFERS
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_a_suite_leaves_open_is_told_beside_what_agrees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    skipped = '<testcase name="b"><skipped message="UNDECIDED: other\nbits"/></testcase>'
+    report.write_text(f'<testsuites><testcase name="a"/>{skipped}</testsuites>')
+    pair = night_kernels.suite_of("pair", report)
+    told = "1 cases agree with their definitions; 1 undecided, first b: UNDECIDED: other bits"
+    assert (pair.sentence, pair.verdict) == (told, Verdict.AGREES)
+    monkeypatch.setattr(night_kernels, "_run_all", lambda _: [Suite("gemm", 7), pair])
+    found = night_kernels.kernels(asked(tmp_path), {})
+    assert found.lines == (f"pair: {told}",)
 
 
 @pytest.mark.usefixtures("on_hopper")
