@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice, UnknownName
+from degarble.harness.errors import MissingDevice
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.kv_problem import ENTRIES
@@ -30,11 +30,9 @@ from degarble.kernels.common.targets import SM100A, target_of_device
 from degarble.suites.kernels import attention_checks as checks
 from degarble.suites.kernels import indexer_checks
 from degarble.suites.kernels import sm100_attention_model as model
+from degarble.suites.kernels import sm100_first_minute as plain
 from degarble.suites.kernels.indexer_checks import ScoresCase
 from degarble.suites.kernels.sm100_attention_stages import Numbers, image_of, numbers_of, tiles_of
-from degarble.suites.kernels.sm100_first_minute import in_a_process
-from degarble.suites.kernels.sm100_memories import Undefined
-from degarble.suites.kernels.tcgen05_words import WrongWord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,19 +216,7 @@ BY_NAME = {step.name: step for step in STEPS}
 
 def first_failure(executor: Executor) -> tuple[str, str] | None:
     """Run the steps in their order; return the first that fails, and why."""
-    for step in STEPS:
-        why = judged(step, executor)
-        if why:
-            return step.name, why
-    return None
-
-
-def judged(step: Step, executor: Executor) -> str:
-    """Say what is wrong with a step; what the executor refuses is wrong as well."""
-    try:
-        return step.judge(executor)
-    except (Undefined, WrongWord) as error:
-        return str(error)
+    return plain.first_failure(executor, STEPS)
 
 
 class Gpu:
@@ -303,26 +289,8 @@ class Gpu:
 
 
 def main() -> int:
-    """Run one step, or all in their order until one fails."""
-    chosen = sys.argv[1:] or [step.name for step in STEPS]
-    try:
-        for name in chosen:
-            if name not in BY_NAME:
-                raise UnknownName.among("step", name, BY_NAME)
-        executor = Gpu()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}")  # noqa: T201  a script
-        return 2
-    for name in chosen:
-        step = BY_NAME[name]
-        if len(chosen) == 1:
-            why = judged(step, executor)
-        else:
-            why = in_a_process(name, (sys.executable, "-m", MODULE, name))
-        print(f"{name} ({step.proves}): {why or 'right'}", flush=True)  # noqa: T201  a script
-        if why:
-            return 1
-    return 0
+    """Run steps on the GPU."""
+    return plain.run_steps(STEPS, MODULE, Gpu)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = ("a", "b", "scales of a", "scales of b")
+MODULE = "degarble.suites.kernels.sm100_first_minute"
 SECONDS = 60  # of a step, its compilation included
 FORMS = {form.tactic.columns: form for form in blackwell.forms()}
 SWAPPED = {form.tactic.columns: form for form in blackwell.swapped()}
@@ -244,8 +245,8 @@ PLAIN = 7  # steps before those of other forms
 BY_NAME = {step.name: step for step in STEPS}
 
 
-def first_failure(executor: Executor, steps: Sequence[Step] = STEPS) -> tuple[str, str] | None:
-    """Run the steps in their order; return the first that fails, and why."""
+def first_failure(executor: Any, steps: Sequence[Any] = STEPS) -> tuple[str, str] | None:
+    """Run the steps of a first minute in their order; return the first that fails, and why."""
     for step in steps:
         why = judged(step, executor)
         if why:
@@ -253,12 +254,13 @@ def first_failure(executor: Executor, steps: Sequence[Step] = STEPS) -> tuple[st
     return None
 
 
-def judged(step: Step, executor: Executor) -> str:
+def judged(step: Any, executor: Any) -> str:
     """Say what is wrong with a step; what the executor refuses is wrong as well."""
     try:
-        return step.judge(executor)
+        found: str = step.judge(executor)
     except (Undefined, WrongWord) as error:
         return str(error)
+    return found
 
 
 # ---- run -----------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ def judged(step: Step, executor: Executor) -> str:
 
 def in_a_process(name: str, command: tuple[str, ...] = ()) -> str:
     """Run a step on the GPU in a process of its own; say what is wrong with it."""
-    given = command or (sys.executable, "-m", "degarble.suites.kernels.sm100_first_minute", name)
+    given = command or (sys.executable, "-m", MODULE, name)
     try:
         run = subprocess.run(given, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -274,25 +276,33 @@ def in_a_process(name: str, command: tuple[str, ...] = ()) -> str:
     return "" if run.returncode == 0 else (run.stdout + run.stderr).strip()
 
 
-def main() -> int:
-    """Run one step, or all in their order until one fails."""
-    chosen = sys.argv[1:] or [step.name for step in STEPS]
+def run_steps(steps: Sequence[Any], module: str, executor_of: Callable[[], Any]) -> int:
+    """Run the step that the command names, or all in their order until one fails."""
+    by_name = {step.name: step for step in steps}
+    chosen = sys.argv[1:] or list(by_name)
     try:
         for name in chosen:
-            if name not in BY_NAME:
-                raise UnknownName.among("step", name, BY_NAME)
-        executor = Gpu()
+            if name not in by_name:
+                raise UnknownName.among("step", name, by_name)
+        executor = executor_of()
     except DegarbleError as error:
         print(f"REFUSED: {error}")  # noqa: T201  a script
         return 2
     for name in chosen:
-        step = BY_NAME[name]
-        # One step runs here; several run each in a process of its own.
-        why = judged(step, executor) if len(chosen) == 1 else in_a_process(name)
+        step = by_name[name]
+        if len(chosen) == 1:
+            why = judged(step, executor)
+        else:  # what one breaks reaches no other
+            why = in_a_process(name, (sys.executable, "-m", module, name))
         print(f"{name} ({step.proves}): {why or 'right'}", flush=True)  # noqa: T201  a script
         if why:
             return 1
     return 0
+
+
+def main() -> int:
+    """Run steps on the GPU."""
+    return run_steps(STEPS, MODULE, Gpu)
 
 
 if __name__ == "__main__":

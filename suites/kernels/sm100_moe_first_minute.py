@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice, UnknownName
+from degarble.harness.errors import MissingDevice
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.harness.formats.packing import unpack_nibbles
 from degarble.kernels.common import gemm_problem as facts
@@ -34,11 +34,9 @@ from degarble.kernels.common.targets import SM100A, target_of_device
 from degarble.references import elementary
 from degarble.suites.kernels import moe_checks as checks
 from degarble.suites.kernels import moe_twin as twin
+from degarble.suites.kernels import sm100_first_minute as plain
 from degarble.suites.kernels import sm100_moe_model as model
 from degarble.suites.kernels import sm100_moe_stages as stages
-from degarble.suites.kernels.sm100_first_minute import in_a_process
-from degarble.suites.kernels.sm100_memories import Undefined
-from degarble.suites.kernels.tcgen05_words import WrongWord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,19 +192,7 @@ BY_NAME = {step.name: step for step in STEPS}
 
 def first_failure(executor: Executor) -> tuple[str, str] | None:
     """Run the steps in their order; return the first that fails, and why."""
-    for step in STEPS:
-        why = judged(step, executor)
-        if why:
-            return step.name, why
-    return None
-
-
-def judged(step: Step, executor: Executor) -> str:
-    """Say what is wrong with a step; what the executor refuses is wrong as well."""
-    try:
-        return step.judge(executor)
-    except (Undefined, WrongWord) as error:
-        return str(error)
+    return plain.first_failure(executor, STEPS)
 
 
 # ---- executors -----------------------------------------------------------------------------------
@@ -333,26 +319,8 @@ def moved(given: Any) -> Any:
 
 
 def main() -> int:
-    """Run one step, or all in their order until one fails."""
-    chosen = sys.argv[1:] or [step.name for step in STEPS]
-    try:
-        for name in chosen:
-            if name not in BY_NAME:
-                raise UnknownName.among("step", name, BY_NAME)
-        executor = Gpu()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}")  # noqa: T201  a script
-        return 2
-    for name in chosen:
-        step = BY_NAME[name]
-        if len(chosen) == 1:
-            why = judged(step, executor)
-        else:
-            why = in_a_process(name, (sys.executable, "-m", MODULE, name))
-        print(f"{name} ({step.proves}): {why or 'right'}", flush=True)  # noqa: T201  a script
-        if why:
-            return 1
-    return 0
+    """Run steps on the GPU."""
+    return plain.run_steps(STEPS, MODULE, Gpu)
 
 
 if __name__ == "__main__":

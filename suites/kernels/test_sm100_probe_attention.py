@@ -26,7 +26,7 @@ from degarble.suites.kernels import sm100_attention_model as model
 from degarble.suites.kernels import sm100_attention_stages as stages
 from degarble.suites.kernels import sm100_attention_table as table
 from degarble.suites.kernels.sm100_attention_stages import HostModel
-from degarble.suites.kernels.sm100_first_minute import in_a_process
+from degarble.suites.kernels.sm100_first_minute import in_a_process, judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,8 +201,8 @@ def test_a_damaged_answer_is_told() -> None:
             return super().scores(case, of) * 1.001
 
     step = minute.BY_NAME["scores: one stage"]
-    assert not minute.judged(step, HostModel())
-    assert "beyond their budget" in minute.judged(step, Damaged())
+    assert not judged(step, HostModel())
+    assert "beyond their budget" in judged(step, Damaged())
 
 
 def test_a_machine_without_a_b200_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

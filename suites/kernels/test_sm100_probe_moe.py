@@ -23,7 +23,7 @@ from degarble.suites.kernels import moe_checks as checks
 from degarble.suites.kernels import sm100_model, tcgen05_words
 from degarble.suites.kernels import sm100_moe_first_minute as first_minute
 from degarble.suites.kernels import sm100_moe_model as model
-from degarble.suites.kernels.sm100_first_minute import in_a_process
+from degarble.suites.kernels.sm100_first_minute import in_a_process, judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_steps_need_one_thing_more_each_time() -> None:
 )
 def test_what_is_right_passes_every_step(name: str) -> None:
     step = first_minute.BY_NAME[name]
-    assert not first_minute.judged(step, first_minute.HostModel())
+    assert not judged(step, first_minute.HostModel())
 
 
 def more(by: int) -> Callable[..., Any]:
