@@ -7,7 +7,7 @@ agree with; NVFP4's own tensor scale as long as the reference could have led to 
 wrong must not explain the error that it makes.
 
 Refuses nothing: rows that are not finite have no round trip, and the caller leaves them out.
-Kept honest by suites/checkpoint/test_against_floor.py, against the quantisers.
+Kept honest by suites/checkpoint/test_against.py, against the quantisers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Owns the inner loop only: float32 arrays in, sums of float64 out, no checks, no 
 the GIL). Elements that are not finite on either side are counted and left out of every sum.
 
 Importing this imports numba; the loop is compiled at first use and cached. Kept honest by
-suites/checkpoint/test_against_rows.py, against numpy.
+suites/checkpoint/test_against.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the fusing and the stacking on either side; otherwise by the name of the stored 
 a config knows as one matrix (wo_a in three axes) is compared member by member with its rows.
 
 Refuses references of another family, or with no tensor in common. What cannot be paired is listed
-with the reason, never dropped. Kept honest by suites/checkpoint/test_against_pairs.py.
+with the reason, never dropped. Kept honest by suites/checkpoint/test_against.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ eight, and a sketch of each side. Memory is bounded by a window of rows on each 
 numbers a row. A row that is off by half of itself is looked at again, with its own round trip, so
 that rows too weak for their format are no fault.
 
-Judges nothing but rows. Kept honest by suites/checkpoint/test_against_rows.py.
+Judges nothing but rows. Kept honest by suites/checkpoint/test_against.py.
 Shape letters: M rows, K columns.
 """
 

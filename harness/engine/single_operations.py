@@ -6,7 +6,7 @@ input errs by one rounding, times the root of the longest sum that its extents a
 
 Refuses, by name, inputs that an operation lacks or does not know, extents that do not fit, values
 that are not finite, and callables that fail in float64. Kept honest by
-suites/engine/test_single_operations.py. Shape letters: T tokens, D width, F half of gate and up.
+suites/engine/test_single.py. Shape letters: T tokens, D width, F half of gate and up.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns the forms of messages, and what becomes of tools (they stand in the system message, where the
 official encoding has them), of `reasoning_effort` and of `thinking`. Refuses by name what the
 encodings have no text for: pictures, several parts, forced calls, formats of the answer.
-Kept honest by suites/serve/test_asked_chat.py.
+Kept honest by suites/serve/test_asked.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the facts that every answer repeats. Refuses chats where the tokenizer lacks the marks of a
 conversation: another text in their place would be another prompt.
-Kept honest by suites/serve/test_desk.py.
+Kept honest by suites/serve/test_engine.py.
 """
 
 from __future__ import annotations

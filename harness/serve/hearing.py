@@ -2,7 +2,7 @@
 
 Owns the bridge from the computing thread to the web side's loop, and the three ways out: all
 sequences ended, the client went away (noticed while waiting, not only when something is sent), the
-time is up. However it ends, the sequences are let go. Kept honest by suites/serve/test_hearing.py.
+time is up. However it ends, the sequences are let go. Kept honest by suites/serve/test_app.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns ApiError and the way from our own errors to it. What a request got wrong is 400 with the name
 of the parameter; what the model got wrong is 500 and says so. No answer holds a traceback.
-Kept honest by suites/serve/test_refusals.py.
+Kept honest by suites/serve/test_asked.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the documents. Each choice turns a piece into the change that a stream shows, and is the sum of
 its changes; so a stream put together is the whole answer.
-Kept honest by suites/serve/test_replies.py.
+Kept honest by suites/serve/test_app.py.
 """
 
 from __future__ import annotations

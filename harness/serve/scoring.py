@@ -2,7 +2,7 @@
 
 Owns the numbers: natural logarithms in float64 of the model's own distribution, before temperature
 and top_p. The texts of one sequence's tokens put together are its text.
-Kept honest by suites/serve/test_scoring.py.
+Kept honest by suites/serve/test_engine.py.
 """
 
 from __future__ import annotations

@@ -140,3 +140,23 @@ def test_constraints_pin_every_requirement_exactly() -> None:
 def canonical(name: str) -> str:
     """PEP 503: case, dots, dashes and underscores do not tell distributions apart."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+_SUITE = re.compile(r"suites/[a-z0-9_/]+\.py")
+
+
+def suites_named(text: str) -> list[str]:
+    """Files of suites that a module's docstring names."""
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    return _SUITE.findall(docstring)
+
+
+def test_what_keeps_a_module_honest_is_there() -> None:
+    missing = [
+        f"{shown(path)} names {name}"
+        for path in modules()
+        for name in suites_named(path.read_text(encoding="utf-8"))
+        if not (ROOT / name).is_file()
+    ]
+    assert missing == []
+    assert suites_named('"""Kept honest by suites/a/test_b.py."""') == ["suites/a/test_b.py"]
