@@ -34,7 +34,6 @@ WITH_KEY = WIDTH + ROTATED  # V3.2's cached row: the latent, then the turned key
 HALF = 8  # values of a lane's 16-byte load
 LANES = 32
 SLOTS = WIDTH // (LANES * HALF)
-FIRST_TURNED_LANE = LANES - ROTATED // HALF  # in the last slot
 PAIRS_OF_LANE = HALF // 2
 TABLE_WIDTH = ROTATED  # 32 cosines, 32 sines
 LARGEST = 1 << 31

@@ -102,6 +102,15 @@ class MoeForm:
     weighted: bool = False  # whether the epilogue of FC1 multiplies by routing weights
     shown: bool = False  # whether FC1 stores gate and up as well, for whoever wants to see them
 
+    def __post_init__(self) -> None:
+        if self.shown and (self.gemm.target, self.gemm.parts) != (SM90A.name, GATE_AND_UP):
+            raise InvalidArgument(
+                "a product that shows gate and up",
+                (self.gemm.target, self.gemm.parts),
+                f"FC1 on {SM90A.name}: no other form stores them",
+                "Read them one by one, by plain products.",
+            )
+
 
 @dataclass(frozen=True)
 class CombineForm:

@@ -108,3 +108,9 @@ def test_refuses_by_name() -> None:
             replace(FLASH, limit=limit)
     with pytest.raises(UnknownName, match="target of a mixture"):
         facts.choose_tactic(FLASH, "sm_80")
+    first, second = facts.forms_of(MoeProblem(4, 64, 32, 2, 1, 2), "sm_90a")
+    assert replace(first, shown=True).shown
+    of_blackwell, _ = facts.forms_of(MoeProblem(4, 64, 32, 2, 1, 2), "sm_100a")
+    for form in (second, of_blackwell):
+        with pytest.raises(InvalidArgument, match="shows gate and up"):
+            replace(form, shown=True)
