@@ -6,7 +6,7 @@ the head's value rows. The first and the last are one product a head, of the ker
 groups. A weight that BF16 does not hold, as NVFP4's beside their tensor scale, is the sum of up to
 three BF16 numbers, multiplied side by side: each product is exact, and the sum float32.
 
-Gives the reason where no kernel fits. Kept honest by suites/runs/test_cutedsl.py. Shape letters: T
+Gives the reason where no kernel fits. Kept honest by suites/runs/test_cutedsl_latent.py. Letters: T
 tokens, H heads, n nope width, v value width, C latent width (512), K keys that are chosen.
 """
 
