@@ -4,8 +4,8 @@ Owns what is alike whatever operands and target are: the arguments to compile wi
 and on the GPU, the choice by table, and the launch: extents, clusters, pointers, torch's stream. An
 entry point checks its operands itself, then hands all tensors over, D as the last of them.
 
-Refuses the wrong GPU and the wrong D by name. Kept honest by suites/kernels/common/
-test_gemm_entry.py, which looks at the arguments of every form's launch.
+Refuses by name the wrong GPU, the wrong D, a tactic of the grouped products. Kept honest by
+suites/kernels/common/test_gemm_entry.py, which looks at the arguments of every form's launch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutlass import Int32
 
+from degarble.harness.errors import InvalidArgument
 from degarble.kernels.common import gemm_contract as contract
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import operands
@@ -45,6 +46,11 @@ def compiled(
     jitted: Any, pointers: tuple[Any, ...], form: GemmForm, settings: CompileSettings
 ) -> CompiledKernel:
     """Compile a form's launch; the pointers are those of no tensors, and no GPU is needed."""
+    if form.tactic.blocks != 1:
+        raise InvalidArgument(
+            "thread blocks of a processor", form.tactic.blocks, "1 in a plain GEMM",
+            "Only the grouped products launch several.",
+        )  # fmt: skip
     extents = tuple(Int32(1) for _ in range(EXTENTS))
     arguments = (pointers, extents, form, any_stream())
     return compile_kernel(jitted, arguments, TARGETS[form.target], settings)

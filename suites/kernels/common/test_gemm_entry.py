@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
-from degarble.harness.errors import MissingDevice, ShapeMismatch
+from degarble.harness.errors import InvalidArgument, MissingDevice, ShapeMismatch
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import targets
 from degarble.suites.kernels import gemm_checks as checks
@@ -126,3 +127,11 @@ def test_no_rows_launch_nothing_and_what_does_not_fit_is_refused(
     empty, _ = given(checks.forms(operands, target)[0], rows=0)
     none = checks.SIDES[operands](empty, "cpu").given
     assert entry(*none, empty.problem, checks.SETTINGS).shape == (0, EXTENTS[1])
+
+
+def test_a_tactic_of_several_thread_blocks_is_refused() -> None:
+    compiled = import_module("degarble.kernels.common.gemm_entry").compiled
+    for form in checks.forms("nvfp4"):
+        wide = replace(form, tactic=replace(form.tactic, blocks=2))
+        with pytest.raises(InvalidArgument, match="thread blocks of a processor"):
+            compiled(None, (), wide, checks.SETTINGS)
