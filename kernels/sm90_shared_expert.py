@@ -12,7 +12,7 @@ Shape letters: T tokens, D hidden, F width, H blocks of 128 rows, G blocks of 12
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,9 +28,12 @@ from degarble.kernels.common.targets import SM90A
 from degarble.kernels.simt_quantise_fp8 import quantise_fp8
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from degarble.kernels.common.settings import CompileSettings
+    from degarble.kernels.common.targets import Target
 
 
 class Fp8Weights(NamedTuple):
@@ -51,23 +54,35 @@ def shared_expert_nvfp4(
     x_TD: Tensor, weights: moe.MoeWeights, problem: MoeProblem, settings: CompileSettings
 ) -> Tensor:
     """Return the shared expert's output, BF16 [T, D]; `weights` hold one expert."""
+    return one_expert(x_TD, weights, problem, settings, moe, SM90A)
+
+
+def one_expert(
+    x_TD: Tensor,
+    weights: moe.MoeWeights,
+    problem: MoeProblem,
+    settings: CompileSettings,
+    grouped: Any,
+    target: Target,
+) -> Tensor:
+    """Send every token through the one expert of a target's module of grouped products."""
     if problem.slots != problem.tokens or problem.routed != 1:
         raise ShapeMismatch(
             "experts of a shared expert",
             (problem.chosen, problem.routed),
             "one expert, which every token visits",
-            "Use problem_of.",
+            "Use sm90_shared_expert.problem_of.",
         )
     device = x_TD.device
     chosen = torch.zeros(problem.tokens, 1, dtype=torch.int32, device=device)
     routing = moe.Routing(chosen, torch.ones(problem.tokens, 1, device=device))
     given = moe.Given(x_TD, routing, weights)
     moe.require_given(problem, given)
-    contract.require_place(tuple(moe.tensors_of(given)), SM90A)
-    job = moe.job_of(problem, settings)
+    contract.require_place(tuple(moe.tensors_of(given)), target)
+    job = grouped.job_of(problem, settings)
     workspace = moe.empty_workspace(job, device)
     if problem.tokens:
-        moe.products(job, given, workspace)
+        grouped.products(job, given, workspace)
     return workspace.out[: problem.tokens]  # rows are in the order of tokens: all visit one expert
 
 
@@ -75,35 +90,42 @@ def shared_expert_fp8(
     x_TD: Tensor, weights: Fp8Weights, problem: MoeProblem, settings: CompileSettings
 ) -> Tensor:
     """Return the shared expert's output, BF16 [T, D]."""
-    tokens, hidden, width = problem.tokens, problem.hidden, problem.width
-    if hidden % BLOCK or width % BLOCK:
+    require_tokens(x_TD, problem)
+    contract.require_place((x_TD, *weights), SM90A)
+    return fp8_products(x_TD, weights, problem, settings, fp8.gemm_fp8_block)
+
+
+def require_tokens(x_TD: Tensor, problem: MoeProblem) -> None:
+    """Refuse an FP8 expert whose extents cut blocks, and tokens that are not its."""
+    if problem.hidden % BLOCK or problem.width % BLOCK:
         raise ShapeMismatch(
             "hidden and width of an FP8 expert",
-            (hidden, width),
+            (problem.hidden, problem.width),
             f"multiples of {BLOCK}: w1 and w3 have blocks of their own",
             "Pad with zeros.",
         )
-    require_tensor("x", x_TD, torch.bfloat16, (tokens, hidden), 32)
-    scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
-    contract.require_place((x_TD, *weights), SM90A)
-    halves = _product(x_TD, weights[:2], GATE_AND_UP * width, (scales, "values", None), settings)
-    source = (scales, "swiglu", problem.limit)
-    return _product(halves, weights[2:], hidden, source, settings)
+    require_tensor("x", x_TD, torch.bfloat16, (problem.tokens, problem.hidden), 32)
 
 
-def _product(
-    values: Tensor,
-    weight: tuple[Tensor, ...],
-    columns: int,
-    source: tuple[str, str, float | None],
+def fp8_products(
+    x_TD: Tensor,
+    weights: Fp8Weights,
+    problem: MoeProblem,
     settings: CompileSettings,
+    multiply: Callable[[fp8.Fp8Operands, GemmProblem, CompileSettings], Tensor],
 ) -> Tensor:
-    """Quantise what the source makes of values, and multiply."""
-    scales, kind, limit = source
-    codes, of_codes = weight
-    inner = values.shape[1] // (GATE_AND_UP if kind == "swiglu" else 1)
-    rows = values.shape[0]
-    a = quantise_fp8(values, Fp8Problem(rows, inner, scales, kind, limit), settings)
-    problem = GemmProblem(rows, columns, inner, FP8_BLOCK.name, scales)
-    given = fp8.Fp8Operands(a.codes, a.scales, codes, of_codes)
-    return fp8.gemm_fp8_block(given, problem, settings)
+    """Quantise, multiply, quantise what SwiGLU gives, multiply: by a target's product."""
+    scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
+
+    def product(
+        values: Tensor, of_values: Fp8Problem, columns: int, weight: tuple[Tensor, ...]
+    ) -> Tensor:
+        a = quantise_fp8(values, of_values, settings)
+        inner = of_values.columns
+        of_product = GemmProblem(values.shape[0], columns, inner, FP8_BLOCK.name, scales)
+        return multiply(fp8.Fp8Operands(a.codes, a.scales, *weight), of_product, settings)
+
+    of_x = Fp8Problem(problem.tokens, problem.hidden, scales, "values", None)
+    of_halves = Fp8Problem(problem.tokens, problem.width, scales, "swiglu", problem.limit)
+    halves = product(x_TD, of_x, GATE_AND_UP * problem.width, weights[:2])
+    return product(halves, of_halves, problem.hidden, weights[2:])
