@@ -151,10 +151,11 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 def planted(fault: Fault) -> Iterator[None]:
     """Let a kernel be compiled with a fault as long as this lasts."""
     kernel, module = import_module(f"{KERNELS}.{fault.kernel}"), import_module(fault.module)
-    true, tracing = getattr(module, fault.function), [False]
+    true, tracing, traced = getattr(module, fault.function), [False], [False]
 
     def instead(*given: Any, **named: Any) -> Any:
         # Other kernels that are compiled meanwhile share the module, and are whole and kept.
+        traced[0] = traced[0] or tracing[0]
         return fault.instead(true, *given, **named) if tracing[0] else true(*given, **named)
 
     with ExitStack() as stack:
@@ -162,10 +163,17 @@ def planted(fault: Fault) -> Iterator[None]:
             if hasattr(getattr(kernel, name), "__wrapped__"):
                 fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
+                if name == "compile_form" and hasattr(kernel, "ENTRY"):  # which holds it as well
+                    entry = kernel.ENTRY._replace(compiled=fresh)
+                    stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))
+        if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
+            entry = kernel.ENTRY._replace(compiled=kernel.compile_form)
+            stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))
         yield
+    assert traced[0], f"{fault.name}: {fault.kernel} was never compiled with it"
 
 
 def _uncached(compile_form: Callable[..., Any], tracing: list[bool]) -> Callable[..., Any]:

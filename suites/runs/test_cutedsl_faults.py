@@ -129,7 +129,10 @@ def ptx(fault: faults.Fault) -> str:
     if fault.kernel not in FORMS:
         return of_experts(fault.kernel)
     module = import_module(f"{faults.KERNELS}.{fault.kernel}")
-    return str(module.compile_form(FORMS[fault.kernel](fault.name), CompileSettings()).ptx)
+    form = FORMS[fault.kernel](fault.name)
+    # What is launched is what a plain GEMM's entry compiles.
+    compile_form = module.ENTRY.compiled if hasattr(module, "ENTRY") else module.compile_form
+    return str(compile_form(form, CompileSettings()).ptx)
 
 
 ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
@@ -141,13 +144,16 @@ def test_names_are_their_own_and_there_are_enough() -> None:
     assert attention_rows.WIDTH == 512
 
 
-SOME = ("entry of the next slot", "overlap dropped")
+SOME = ("entry of the next slot", "overlap dropped", "scaled without a scale")
 
 
 def _changes(fault: faults.Fault) -> None:
     whole = ptx(fault)
+    kernel = import_module(f"{faults.KERNELS}.{fault.kernel}")
     with faults.planted(fault):
         assert ptx(fault) != whole
+        if hasattr(kernel, "ENTRY"):  # what its torch entry point launches
+            assert kernel.ENTRY.compiled is kernel.compile_form
     assert ptx(fault) == whole
 
 
