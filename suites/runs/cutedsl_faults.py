@@ -163,9 +163,6 @@ def planted(fault: Fault) -> Iterator[None]:
             if hasattr(getattr(kernel, name), "__wrapped__"):
                 fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
-                if name == "compile_form" and hasattr(kernel, "ENTRY"):  # which holds it as well
-                    entry = kernel.ENTRY._replace(compiled=fresh)
-                    stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))
         if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
             entry = kernel.ENTRY._replace(compiled=kernel.compile_form)
             stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))
