@@ -153,15 +153,13 @@ def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
 
 
 def _load(request: _Request, folder: Path) -> CompiledKernel | None:
-    """Return the cached kernel if every file is there and has the bytes that were written."""
-    try:
-        recorded = json.loads((folder / _MANIFEST).read_text())
-        files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _CUBIN)}
-    except (OSError, ValueError):
+    """Return the cached kernel if its entry is whole."""
+    files = _whole(folder)
+    if files is None:
         return None
-    if recorded != {file: _digest(text) for file, text in files.items()}:
-        return None
-    module = _dsl("cutlass.cute.runtime").load_module(str(folder / _OBJECT))
+    with tempfile.TemporaryDirectory() as own:  # what was verified, whoever replaces the entry
+        (Path(own) / _OBJECT).write_bytes(files[_OBJECT])
+        module = _dsl("cutlass.cute.runtime").load_module(str(Path(own) / _OBJECT))
     return CompiledKernel(
         name=request.name,
         target=request.target,
@@ -173,6 +171,16 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
     )
 
 
+def _whole(folder: Path) -> dict[str, bytes] | None:
+    """Return an entry's files if every one is there and has the bytes that were written."""
+    try:
+        recorded = json.loads((folder / _MANIFEST).read_text())
+        files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _CUBIN)}
+    except (OSError, ValueError):
+        return None
+    return files if recorded == {file: _digest(text) for file, text in files.items()} else None
+
+
 def _store(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a cache entry so that a reader sees all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +189,8 @@ def _store(folder: Path, files: Mapping[str, bytes]) -> None:
         (staged / file).write_bytes(text)
     manifest = {file: _digest(text) for file, text in files.items()}
     (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
+    if _whole(folder) is None:  # damaged; a whole one may be read by others just now
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         staged.rename(folder)
     except OSError:  # another process was faster, with the same kernel

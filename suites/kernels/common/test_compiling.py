@@ -116,6 +116,39 @@ def test_a_faster_writer_is_no_failure(
     assert entries(tmp_path) == []
 
 
+def test_a_whole_entry_stays_when_another_writer_comes(
+    crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CompileSettings(cache_folder=tmp_path)
+    crowded.compile_crowded(128, SM90A, settings)
+    (entry,) = entries(tmp_path)
+    written = entry.stat().st_ino
+    monkeypatch.setattr(compiling, "_load", lambda *_given: None)  # not there when it was looked up
+    assert not crowded.compile_crowded(128, SM90A, settings).from_cache
+    assert entries(tmp_path) == [entry]
+    assert entry.stat().st_ino == written
+
+
+def test_an_entry_that_goes_while_it_is_read_is_loaded_all_the_same(
+    crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = CompileSettings(cache_folder=tmp_path)
+    crowded.compile_crowded(128, SM90A, settings)
+    (entry,) = entries(tmp_path)
+    whole = compiling._whole
+
+    def then_gone(folder: Path) -> dict[str, bytes] | None:
+        files = whole(folder)
+        shutil.rmtree(folder)
+        return files
+
+    monkeypatch.setattr(compiling, "_whole", then_gone)
+    kernel = crowded.compile_crowded(128, SM90A, settings)
+    assert kernel.from_cache
+    assert callable(kernel._run)
+    assert not entry.exists()
+
+
 def test_without_a_cache_nothing_is_written(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
