@@ -28,6 +28,7 @@ from degarble.harness.engine.diagnose_trial import (
     Proof,
     distance,
     make,
+    only_roundings,
     proof,
     shape_distance,
 )
@@ -50,6 +51,7 @@ PROVED = 12  # ways at most that are proved on every row
 _PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
 _PARTNERS = 20  # ways at most that are put on top
 _NOISE = 1e-6  # of the difference: below, all is explained
+_ROUNDINGS = 0.01  # of the difference: more is never left by roundings alone
 _WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
 _NEAREST = 3  # excluded faults in a sentence
 
@@ -195,7 +197,12 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
     before = sample.before(measure)
     if made is None or not before:
         return 1.0
-    return measure(sample.candidate, sample.looked_at(made.outputs)) / before
+    outputs = sample.looked_at(made.outputs)
+    left = measure(sample.candidate, outputs) / before
+    if measure is not distance or left > _ROUNDINGS:
+        return left
+    # Which of two ways rounds more alike is luck, and says nothing about either.
+    return min(left, _NOISE) if only_roundings(sample.candidate, outputs) else left
 
 
 def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:

@@ -105,6 +105,20 @@ def test_every_fault_is_named_wherever_it_has_an_effect(
     assert not wrong, "\n".join(wrong)
 
 
+def test_two_faults_of_the_same_numbers_are_told_together() -> None:
+    """The scale of activations once more is a factor; roundings alone tell which side it was on."""
+    model = double("v4", "nvfp4-full")
+    place = "layers.0.attn.wo_b"
+    for name, also in (
+        ("M02.activation_twice", "O10.multiplied"),
+        ("O10.multiplied", "M02.activation_twice"),
+    ):
+        way = next(MODEL_FAULTS[name].ways(model.planting(place)))
+        found = asked(model, place, way)
+        assert found is not None
+        assert {name, also} <= {found.named[0].id, *found.named[0].alternatives}, found.sentence
+
+
 def test_a_cause_quotes_its_figures() -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, "ffn.experts.w2")

@@ -10,6 +10,7 @@ from degarble.harness.engine.diagnose_trial import (
     CODES_UNLIKE,
     distance,
     make,
+    only_roundings,
     proof,
     shape_distance,
 )
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PLACE = "layers.1.attn.wq_a"
 TOPK = "layers.1.ffn.topk"
+MANY = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
 ONE = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
 
@@ -57,6 +59,42 @@ def test_choices_are_sets_in_whatever_order_they_are_told() -> None:
     assert distance(by_score, other) == pytest.approx(1 / 8)
     one, two = ({"out": each["out"][0]} for each in (by_score, by_number))
     assert distance(one, two) > 0, "a row by itself is codes"
+
+
+def rounded_otherwise(count: int, spacings: int = 1) -> dict[str, torch.Tensor]:
+    """Numbers of BF16 of which some lie beside where they were."""
+    codes = MANY.view(torch.int16).clone()
+    codes[0, :count] += spacings
+    return {"out": codes.view(torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (rounded_otherwise(0), True),
+        (rounded_otherwise(8), True),
+        (rounded_otherwise(1, spacings=4), False),
+        (rounded_otherwise(9), False),
+        ({"out": MANY[:4]}, False),
+        ({}, False),
+    ],
+)
+def test_sums_in_another_order_round_otherwise_here_and_there(
+    made: Mapping[str, torch.Tensor], expected: bool
+) -> None:
+    assert only_roundings({"out": MANY}, made) is expected
+
+
+def test_of_codes_and_of_what_is_no_number_nothing_is_a_rounding() -> None:
+    codes = torch.arange(4096).reshape(64, 64)
+    other = codes.clone()
+    other[0, 0] += 1
+    assert only_roundings({"codes": codes}, {"codes": codes.clone()})
+    assert not only_roundings({"codes": codes}, {"codes": other})
+    nan = MANY.clone()
+    nan[0, 0] = torch.nan
+    assert only_roundings({"out": nan}, {"out": nan.clone()})
+    assert not only_roundings({"out": nan}, {"out": MANY})
 
 
 def test_gains_of_rows_or_columns_are_taken_out() -> None:
