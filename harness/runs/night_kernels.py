@@ -1,8 +1,9 @@
 """Kernels in a night: every suite that this device can run, and rates beside ceilings of the run.
 
-Owns two steps. `kernels` runs suites/kernels by processes of their own, one a file, so that a
-kernel that breaks the device breaks no other's, and names each kernel whose suite fails; one that
-does not end is stopped and fails. `figures` runs suites/bench/bench_night.py, whose shares go into
+Owns two steps. `kernels` runs the suites of kernels, formats and runs that are marked for a device
+by processes of their own, one a file, so that a kernel that breaks the device breaks no other's,
+and names each kernel whose suite fails; one that does not end is stopped, with all that it started,
+and fails. `figures` runs suites/bench/bench_night.py, whose shares go into
 the history as `speed`. Both need a GPU: where none was asked for they say so and are UNDECIDED,
 never green; the same where no suite of this device is there. Refuses as target_of_device does.
 Kept honest by suites/runs/test_night_kernels.py, with stand-ins, and by suites/nights on a GPU.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -31,12 +33,14 @@ from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SUITES = Path(__file__).resolve().parents[2] / "suites" / "kernels"
+SUITES = Path(__file__).resolve().parents[2] / "suites"
+FOLDERS = ("formats", "kernels", "runs")  # the others want servers, or are nights themselves
 BENCH = "degarble.suites.bench.bench_night"
 MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
 PROCESSES = 12  # at once: each compiles on one core, and they share the device
 SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
 _LONG = 200  # characters of what a failing case says
+_RUNNING: set[int] = set()  # sessions of suites
 _NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
 
@@ -97,17 +101,26 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
 
 def _run_all(markers: Sequence[str]) -> list[Suite]:
     """Run every file with suites of a device, the longest ones first; in order of their names."""
-    files = [path for path in SUITES.rglob("test_*.py") if _is_marked(path, markers)]
-    files.sort(key=lambda path: -path.stat().st_size)
+    files = sorted(files_for(markers), key=lambda path: -path.stat().st_size)
     with (
         TemporaryDirectory() as folder,
         ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
     ):
         made = [(path, Path(folder) / f"{path.stem}.xml") for path in files]
-        return sorted(
-            pool.map(lambda each: run_suite(each[0], each[1], markers), made),
-            key=lambda each: each.kernel,
-        )
+        try:
+            found = list(pool.map(lambda each: run_suite(each[0], each[1], markers), made))
+        except BaseException:  # an interrupted night ends what it started
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in tuple(_RUNNING):
+                os.killpg(group, signal.SIGKILL)
+            raise
+        return sorted(found, key=lambda each: each.kernel)
+
+
+def files_for(markers: Sequence[str]) -> list[Path]:
+    """Return the files with suites of a device."""
+    there = [path for folder in FOLDERS for path in (SUITES / folder).rglob("test_*.py")]
+    return [path for path in there if _is_marked(path, markers)]
 
 
 def _is_marked(path: Path, markers: Sequence[str]) -> bool:
@@ -122,22 +135,35 @@ def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_NIGHT}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
-    try:
-        done = subprocess.run(  # noqa: S603  ours
-            line, env=environment, capture_output=True, text=True, check=False,
-            timeout=SUITE_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    status, said = _ended(line, environment)
+    if status is None:
         return Suite(kernel, broken=f"did not end in {SUITE_SECONDS // 60} minutes")
-    if done.returncode == _NO_CASES:
+    if status == _NO_CASES:
         return Suite(kernel)
-    if done.returncode not in (0, 1) or not report.exists():
-        said = " ".join((done.stdout + done.stderr).split())[-_LONG:]
-        return Suite(kernel, broken=f"broke off with status {done.returncode}: {said}")
+    if status not in (0, 1) or not report.exists():
+        last = " ".join(said.split())[-_LONG:]
+        return Suite(kernel, broken=f"broke off with status {status}: {last}")
     found = suite_of(kernel, report)
-    if done.returncode and found.verdict is Verdict.AGREES:
-        return Suite(kernel, broken=f"ended with status {done.returncode}, and no case failed")
+    if status and found.verdict is Verdict.AGREES:
+        return Suite(kernel, broken=f"ended with status {status}, and no case failed")
     return found
+
+
+def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Run a suite; its status and words. None where it hangs: then all that it started is ended."""
+    with subprocess.Popen(  # noqa: S603  ours
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        _RUNNING.add(process.pid)
+        try:
+            said, _ = process.communicate(timeout=SUITE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, ""
+        finally:
+            _RUNNING.discard(process.pid)
+    return process.returncode, said
 
 
 # Of torchrun and of the night's own pytest: a suite of a kernel is a run of its own.

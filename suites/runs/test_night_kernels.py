@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,6 @@ from degarble.harness.runs import night_kernels
 from degarble.harness.runs.night_kernels import Suite
 from degarble.harness.runs.night_record import Asked
 from degarble.kernels.common.targets import SM90A, TARGETS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SUITE = """
 import pytest
@@ -36,6 +36,13 @@ def test_left(): pytest.skip("not here")
 def test_apart(): pytest.xfail("UNDECIDED: other bits")
 
 def test_of_the_cpu(): raise AssertionError
+"""
+HANGS = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path("{child}").write_text(str(child.pid))
+time.sleep(60)
 """
 SPEEDS = {"gemm_bf16": {"share": 1.01, "of": "cuBLAS", "microseconds": 310.0},
           "kv_write_fp8": {"share": 0.78, "of": "copy bandwidth", "microseconds": 5.0}}  # fmt: skip
@@ -71,10 +78,7 @@ def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
 def test_a_suite_without_answers_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str, expected: Suite
 ) -> None:
-    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(line, status, text, "")
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(night_kernels, "_ended", lambda *_: (status, text))
     found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
     assert found == expected
     assert found.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
@@ -86,13 +90,13 @@ def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
     report = tmp_path / "report.xml"
     told: dict[str, Any] = {}
 
-    def run(line: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
-        told.update(how["env"], asked=line[line.index("pytest") + 3])
+    def ended(line: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        told.update(environment, asked=line[line.index("pytest") + 3])
         report.write_text('<testsuites><testcase name="a"/></testsuites>')
-        return subprocess.CompletedProcess(line, 1, "", "")
+        return 1, ""
 
     monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(night_kernels, "_ended", ended)
     found = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
     assert found.broken == "ended with status 1, and no case failed"
     # With CI the plugin fails what lacks a package, and does not leave it out.
@@ -102,11 +106,46 @@ def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
 def test_a_suite_that_hangs_is_ended_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    path = tmp_path / "test_x.py"
-    path.write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(night_kernels, "SUITE_SECONDS", 0.5)
+    path, child = tmp_path / "test_x.py", tmp_path / "child"
+    path.write_text(HANGS.format(child=child))
+    monkeypatch.setattr(night_kernels, "SUITE_SECONDS", 3)
     found = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
     assert found.broken.startswith("did not end in")
+    assert ends(int(child.read_text()))
+
+
+def ends(process: int) -> bool:
+    """Whether a process is gone soon: whoever adopts it may take a moment to bury it."""
+    state = Path(f"/proc/{process}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().rpartition(") ")[2].startswith("Z"):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_an_interrupted_night_ends_its_suites(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    child = tmp_path / "child"
+    for name, text in (("hangs", HANGS.format(child=child)), ("stops", "")):
+        (tmp_path / "kernels" / f"test_{name}.py").write_text(f"# mark.h200\n{text}")
+    true = night_kernels.run_suite
+
+    def run(path: Path, *rest: Any) -> Suite:
+        if path.stem == "test_hangs":
+            return true(path, *rest)
+        while not child.exists() or not child.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return Suite("stops")
+
+    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    with pytest.raises(KeyboardInterrupt):
+        night_kernels._run_all(("h200",))
+    assert ends(int(child.read_text()))
 
 
 def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
@@ -134,9 +173,10 @@ def test_what_a_suite_leaves_open_is_told_beside_what_agrees(
 def test_the_step_names_the_kernel_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "kernels").mkdir()
     said = {"good": Suite("good", 7), "bad": Suite("bad", 5, 2, "test_tail[3]: 4 differ")}
     for name, mark in (("good", "gpu"), ("bad", "h200"), ("other", "b200")):
-        (tmp_path / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
+        (tmp_path / "kernels" / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
 
     def run(path: Path, _: Path, markers: tuple[str, ...]) -> Suite:
         assert markers == ("h200", "gpu")
@@ -160,12 +200,15 @@ def test_the_step_names_the_kernel_that_fails(
 def test_every_target_has_suites_of_its_own_and_of_all() -> None:
     assert set(night_kernels.MARKERS) == set(TARGETS)
     for markers in night_kernels.MARKERS.values():
-        files = {path.stem for path in night_kernels.SUITES.rglob("test_*.py")
-                 if night_kernels._is_marked(path, markers)}  # fmt: skip
+        files = {path.stem for path in night_kernels.files_for(markers)}
         assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
         assert "test_simt_probe_formats" in files, "the formats on any GPU"
         own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
         assert own[markers[0]] in files
+        assert "test_night" not in files, "a night within a night"
+    assert {"test_cutedsl_h200", "test_decoder_h200"} <= {
+        path.stem for path in night_kernels.files_for(night_kernels.MARKERS["sm_90a"])
+    }
 
 
 def bench_of(text: str) -> list[str]:
