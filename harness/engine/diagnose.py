@@ -110,9 +110,10 @@ class _Trial:
 
     @property
     def fitted(self) -> int:
-        """Facts that had to be fitted: numbers, and which rows of a weight."""
+        """Facts that had to be fitted: numbers, and which rows of a weight, columns of an input."""
         where = self.way.where
-        return sum(isinstance(each, float) for each in where.values()) + ("rows" in where)
+        found = sum(isinstance(each, float) for each in where.values())
+        return found + ("rows" in where) + ("columns" in where)
 
 
 def diagnose(

@@ -96,15 +96,16 @@ def _next_place(true: Any, *given: Any) -> Any:
     return page, within + 1
 
 
-def _of_gemm(
-    name: str, kernel: str, component: str, layout: str = "nvfp4-full", also: str = ""
-) -> Fault:
+def _of_gemm(name: str, kernel: str, component: str, **more: Any) -> Fault:
     known = gemm_faults.BY_NAME[name]
-    return Fault(name, kernel, known.module, known.function, known.instead, component, layout, also)
+    return Fault(name, kernel, known.module, known.function, known.instead, component, **more)
 
 
-def _of_rows(name: str, kernel: str, function: str, instead: Any, component: str) -> Fault:
-    return Fault(name, kernel, f"{KERNELS}.{kernel}", function, instead, component)
+def _of_rows(
+    name: str, kernel: str, function: str, instead: Any, component: str, cause: str = ""
+) -> Fault:
+    place = f"{KERNELS}.{kernel}", function
+    return Fault(name, kernel, *place, instead, component, cause=cause)
 
 
 _NVFP4, _FP8, _BF16 = "sm90_gemm_nvfp4", "sm90_gemm_fp8_block", "sm90_gemm_bf16"
@@ -113,18 +114,20 @@ FAULTS = (
     _of_gemm("scale column", _NVFP4, "wq_a"),
     # Queries so small that epsilon is all of their norm: x times 1000 lies on ties, which a float32
     # factor breaks all to one side.
-    _of_gemm("tensor scale twice", _NVFP4, "wq_b", also="q_head_norm_rope"),
+    _of_gemm("tensor scale twice", _NVFP4, "wq_b", also="q_head_norm_rope", cause="M02"),
     # Gates of -88: SwiGLU leaves float32's normal numbers.
-    _of_gemm("tensor scale left out", _NVFP4, "shared.w2", also="shared.act"),
+    _of_gemm("tensor scale left out", _NVFP4, "shared.w2", also="shared.act", cause="M02"),
     _of_gemm("swizzle of codes", _NVFP4, "wkv"),
-    _of_gemm("scale group of the step before", _FP8, "wo_b", "nvfp4-experts"),
-    _of_gemm("scales of rows changed", _FP8, "wo_b", "nvfp4-experts"),
+    _of_gemm("scale group of the step before", _FP8, "wo_b", layout="nvfp4-experts",
+             cause="M12"),
+    _of_gemm("scales of rows changed", _FP8, "wo_b", layout="nvfp4-experts", cause="M11"),
     _of_gemm("unwritten tile", _BF16, "wo_a"),
-    _of_gemm("rows of the other warpgroup", _BF16, "wo_a"),
-    _of_gemm("scaled without a scale", _BF16, "wo_a"),
-    _of_rows("gate and up", _QUANTISE, "swiglu_words", _swapped, "shared.act"),
-    _of_rows("maximum of half a block", _QUANTISE, "block_amax", _half, "wq_a.act_quant"),
-    _of_rows("the next scale", _QUANTISE, "scale_code_of", _next_code, "wq_b.act_quant"),
+    _of_gemm("rows of the other warpgroup", _BF16, "wo_a", cause="M41"),
+    _of_gemm("scaled without a scale", _BF16, "wo_a", cause="M43"),
+    _of_rows("gate and up", _QUANTISE, "swiglu_words", _swapped, "shared.act", "M14"),
+    _of_rows("maximum of half a block", _QUANTISE, "block_amax", _half, "wq_a.act_quant",
+             "M08"),
+    _of_rows("the next scale", _QUANTISE, "scale_code_of", _next_code, "wq_b.act_quant", "M08"),
     _of_rows("norm's weights reversed", "simt_rmsnorm", "weights_of", _reversed, "attn.norm"),
     _of_rows("queries turned back", "simt_qnorm_rope", "turned_words", _the_other_way,
              "q_head_norm_rope"),

@@ -111,7 +111,8 @@ def _one_more(true: Any, position: Any, ratio: Any) -> Any:
 
 
 def _one_fewer(true: Any, position: Any, ratio: Any) -> Any:
-    return true(position, ratio) - 1
+    seen = true(position, ratio)  # fewer than none says that the token is another sequence's
+    return seen - ops.select(seen > 0, type(seen)(1), type(seen)(0))
 
 
 def _a_place_later(true: Any, table: Any, registers: Any, place: Any) -> Any:

@@ -7,7 +7,7 @@ proportions stay, and a cosine sees nothing.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,23 +15,41 @@ from degarble.harness.engine.faults import operand_faults as operands
 from degarble.harness.engine.faults.decoding import scale_numbers, with_scales
 from degarble.harness.engine.faults.family import Fault, Part
 from degarble.harness.engine.faults.gain import gain_match
+from degarble.harness.engine.faults.model_faults import (
+    ChangedWeights,
+    ModelFault,
+    Way,
+    from_ways,
+    with_outputs,
+)
+from degarble.harness.engine.faults.slopes import is_named
 from degarble.harness.engine.faults.weight_faults import (
     Words,
     has_tensor_scale,
+    kept,
     of_fault,
     of_scales,
     weight_fault,
 )
+from degarble.harness.formats.arrays import decode_array
+from degarble.harness.formats.element_formats import E4M3
 from degarble.harness.formats.weight import Weight
+from degarble.harness.record.wording import number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from degarble.harness.engine.faults.family import Case, Match
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
     from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.protocols import ComponentCall
+
+_PLANTED = (0.01, 1.0)  # tensor scales
+_NORMAL, _LAST = 0x08, 0x7E  # codes of E4M3: the smallest normal number, the largest
+_FEWEST = 32  # block scales that show a tensor scale
+_SPREAD = 1.3  # between what they show: each of two is rounded by up to a sixteenth
 
 
 def inject_missing(tensor: QuantisedTensor) -> QuantisedTensor | None:
@@ -97,6 +115,78 @@ def _read_twice(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Ten
     return {**inputs, "tensor_scale": inputs["tensor_scale"].square()}
 
 
+def _of_product(words: str, change: Callable[[Tensor], Tensor]) -> Callable[[Scene], Iterator[Way]]:
+    """Both tensor scales changed, so that their product is what a factor of the sum becomes."""
+
+    def of_weight(_name: str, weight: Weight) -> Weight:
+        if weight.tensor_scale is None:
+            return weight
+        return replace(weight, tensor_scale=change(weight.tensor_scale), _decoded={})
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+            scaled = {**inputs, "tensor_scale": change(inputs["tensor_scale"])}
+            return call(scaled, ChangedWeights(weights, of_weight))
+
+        return faulty
+
+    return lambda scene: iter((Way(f"{words} {scene.name}", apply),))
+
+
+def _makes(scene: Scene) -> bool:
+    form = operands.activation_format(scene) if "codes" in scene.component.outputs else None
+    return form is not None and form.tensor_scale
+
+
+def _made_by(scene: Scene, scale: float) -> Way:
+    def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        used = torch.full_like(outputs["tensor_scale"], scale)
+        return operands.requantised(scene, inputs, outputs, used)
+
+    words = f"codes by a tensor scale of {number(scale)} at {scene.name}"
+    return Way(words, with_outputs(change), {"scale": scale})
+
+
+def _other_ways(scene: Scene) -> Iterator[Way]:
+    for scale in _PLANTED:
+        yield _made_by(scene, scale)
+
+
+def _others(scene: Scene, sight: Sight) -> Iterator[Way]:
+    """The one scale that block scales show, where all of them show it."""
+    stored, own = sight.outputs["block_scale"], sight.expected["tensor_scale"]
+    expected = sight.expected["block_scale"]
+    if stored.dtype != expected.dtype or stored.shape != expected.shape:
+        return
+    # Codes of normal numbers, but the largest, at which conversion ends: a step is an eighth.
+    sure = (stored >= _NORMAL) & (stored < _LAST) & (expected >= _NORMAL) & (expected < _LAST)
+    if int(sure.sum()) < _FEWEST:
+        return
+    made, right = (decode_array(each, E4M3).double() for each in (stored, expected))
+    shown = (right / made * own.double()[..., None])[sure]
+    low, scale, high = shown.quantile(shown.new_tensor([0.05, 0.5, 0.95])).tolist()
+    if high > low * _SPREAD or stored.eq(expected).all():
+        return
+    scale = float(shown.log().mean().exp())
+    for value in {float(f"{scale:.{digits}g}"): None for digits in (1, 2, 3)}:
+        if is_named(scale, value):
+            yield _made_by(scene, value)
+    yield _made_by(scene, scale)
+
+
+def _product_fault(name: str, title: str, remedy: str, ways: Any) -> ModelFault:
+    def sits(scene: Scene) -> bool:
+        form = operands.activation_format(scene)
+        reads = any(each.name == "codes" for each in scene.component.inputs)
+        both = form is not None and form.tensor_scale and any(map(has_tensor_scale, kept(scene)))
+        return reads and both
+
+    return ModelFault(
+        f"M02.{name}", title, "outputs are wrong by one factor, the product of both scales",
+        remedy, sits, ways, from_ways(ways),
+    )  # fmt: skip
+
+
 MODEL_FAULTS = (
     of_fault(FAULTS[0], "leaving the tensor scale out on", has_tensor_scale),
     of_fault(FAULTS[1], "the tensor scale applied twice on", has_tensor_scale),
@@ -141,5 +231,26 @@ MODEL_FAULTS = (
         ),
         _read_twice,
         operands.has_tensor_scale,
+    ),
+    _product_fault(
+        "product_missing",
+        "Both tensor scales are left out of the product",
+        "Multiply the sum by alpha, the product of both tensor scales.",
+        _of_product("both tensor scales left out of the product of", torch.ones_like),
+    ),
+    _product_fault(
+        "product_twice",
+        "The product of both tensor scales is applied twice",
+        "Multiply by alpha once: where the sum is finished, or where it is stored.",
+        _of_product("both tensor scales applied twice in the product of", torch.square),
+    ),
+    ModelFault(
+        id="M02.another",
+        title="Activations are quantised by another tensor scale than the one that goes with them",
+        effect="all inputs are too large or too small by the ratio of two scales",
+        remedy="Quantise by the scale that is handed on; an expert's rows by their expert's.",
+        sits=_makes,
+        ways=_other_ways,
+        signature=_others,
     ),
 )

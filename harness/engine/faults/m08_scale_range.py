@@ -20,7 +20,7 @@ from degarble.harness.engine.faults.weight_faults import (
     weight_fault,
 )
 from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.element_formats import E2M1, E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.operand_faults import Making
     from degarble.harness.engine.faults.weight_faults import Change
     from degarble.harness.formats.quantised import QuantisedTensor
 
     Scaling = Callable[[QuantisedTensor, Tensor], Tensor]
 
+_HALF = 8  # numbers of a block of 16
+_PARTS = (("first_half", "first", slice(_HALF)), ("second_half", "last", slice(_HALF, None)))
 _NORMAL = 2.0**-6  # the smallest normal E4M3 number
 _SHIFT = 2.0**-14  # what a tensor scale that is too large takes from block scales
 _ASSUMED = 2.0  # an encoder that drops the top bit of the exponent takes it for granted
@@ -68,6 +71,29 @@ def _unit(
 ) -> Mapping[str, Tensor]:
     one = torch.ones_like(outputs["tensor_scale"])
     return {**operands.requantised(scene, inputs, outputs, one), "tensor_scale": one}
+
+
+def _next_code(
+    scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Rounded up, or a code too far."""
+    return operands.with_block_scales(
+        scene, inputs, outputs, lambda _, codes: (codes.int() + 1).clamp(max=E4M3.largest_code)
+    )
+
+
+def _of_half(part: slice) -> Making:
+    """The largest magnitude of some numbers of a block stands for that of all."""
+
+    def change(
+        scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        def scales(blocks: Tensor, _codes: Tensor) -> Tensor:
+            return encode_array(blocks[..., part].abs().amax(-1) / E2M1.largest, E4M3)
+
+        return operands.with_block_scales(scene, inputs, outputs, scales)
+
+    return change
 
 
 def _fault(variant: str, title: str, doing: str, change: Change) -> ModelFault:
@@ -128,5 +154,30 @@ MODEL_FAULTS = (
         ),
         _unit,
         operands.has_tensor_scale,
+    ),
+    operands.making_fault(
+        Words(
+            "M08.next_code",
+            "Block scales of activations are one code too large",
+            "numbers are coded too coarsely, by up to an eighth: the largest codes stay unused",
+            "Round a block's scale to the nearest E4M3 code, once.",
+            "the next larger code for every block scale at",
+        ),
+        _next_code,
+        operands.has_tensor_scale,
+    ),
+    *(
+        operands.making_fault(
+            Words(
+                f"M08.{name}",
+                f"A block's scale follows from its {told} 8 numbers alone",
+                "blocks whose largest number is among the others are clipped",
+                "Take the largest magnitude of all numbers of a block.",
+                f"scales by the {told} 8 numbers of every block at",
+            ),
+            _of_half(part),
+            operands.has_tensor_scale,
+        )
+        for name, told, part in _PARTS
     ),
 )

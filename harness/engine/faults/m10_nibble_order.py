@@ -79,6 +79,21 @@ def _read_swapped(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, T
     return {**inputs, "codes": (inputs["codes"] << 4) | (inputs["codes"] >> 4)}
 
 
+def _blocks_changed(
+    scene: Scene, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor] | None:
+    """Codes and scales of block j where those of j ^ 1 belong."""
+    form = operands.activation_format(scene)
+    if form is None or outputs["block_scale"].shape[-1] % 2:
+        return None
+    wide = {"codes": form.block[1] // (2 if form.packed else 1), "block_scale": 1}
+    changed = {
+        name: outputs[name].unflatten(-1, (-1, 2, width)).flip(-2).flatten(-3)
+        for name, width in wide.items()
+    }
+    return {**outputs, **changed}
+
+
 MODEL_FAULTS = (
     of_fault(FAULTS[0], "a nibble swap on", is_packed),
     weight_fault(
@@ -112,6 +127,17 @@ MODEL_FAULTS = (
             "a nibble swap of the activations of",
         ),
         _read_swapped,
+        operands.is_packed,
+    ),
+    operands.making_fault(
+        Words(
+            "M10.activation_blocks",
+            "Neighbouring blocks of activations change places",
+            "inputs meet the weights of others: outputs are noise of the right size",
+            "Block j of a row holds its numbers from j times the block on.",
+            "neighbouring blocks in each other's place at",
+        ),
+        _blocks_changed,
         operands.is_packed,
     ),
 )

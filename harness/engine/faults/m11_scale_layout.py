@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from degarble.harness.engine.faults import operand_faults as operands
 from degarble.harness.engine.faults.family import Fault, Match, Part, read_scales, reproduction
 from degarble.harness.engine.faults.weight_faults import (
@@ -178,6 +180,14 @@ def _read_backwards(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str,
     return {**inputs, "block_scale": inputs["block_scale"].flip(-1)}
 
 
+def _read_changed(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Rows g and g + 8 of every 16, which one thread holds, in each other's place."""
+    scales = inputs["block_scale"]
+    rows = scales.flatten(0, -2)
+    other = (torch.arange(len(rows)) ^ 8).clamp(max=len(rows) - 1)
+    return {**inputs, "block_scale": rows[other].reshape(scales.shape)}
+
+
 _DOING = (
     "reading swizzled scales as linear on",
     "a second swizzle of the scales of",
@@ -223,6 +233,17 @@ MODEL_FAULTS = (
             "reversed scales of the activations of",
         ),
         _read_backwards,
+        operands.any_format,
+    ),
+    operands.reading_fault(
+        Words(
+            "M11.activation_rows",
+            "Rows that are eight apart are scaled by each other's scales",
+            "exact for one token, wrong by a varying factor for several",
+            "The sums of a row, and its scales, are in the same registers: see the fragment's map.",
+            "scales of rows eight apart exchanged in the product of",
+        ),
+        _read_changed,
         operands.any_format,
     ),
 )

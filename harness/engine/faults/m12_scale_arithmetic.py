@@ -10,26 +10,39 @@ Shape letters: E experts, R and C block scales along rows and columns.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from degarble.harness.engine.faults.decoding import scale_numbers, with_scales
+from degarble.harness.engine.faults.model_faults import (
+    ChangedWeights,
+    ModelFault,
+    Way,
+    from_ways,
+)
 from degarble.harness.engine.faults.spots import expert_of
 from degarble.harness.engine.faults.weight_faults import (
     Words,
     has_codes,
+    has_scale_bytes,
+    kept,
     of_scales,
     weight_fault,
 )
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.engine.faults.weight_faults import Change, Kept
     from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.protocols import ComponentCall
 
 _TILE = 128  # rows to which every expert's scales are padded
 _REMEDY = "Take strides and offsets from the tensor, and pad every expert on its own."
@@ -96,12 +109,88 @@ def _dense_rows(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
     return replace(weight, codes=stored.reshape(codes.shape).contiguous(), _decoded={})
 
 
+def _visited_before(call: ComponentCall) -> ComponentCall:
+    """Codes of an expert, scales of the one before it among those that a call visits."""
+
+    def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        visited = [number for number in inputs["experts"].unique().tolist() if number >= 0]
+        before = dict(pairwise(reversed(visited)))
+
+        def changed(name: str, weight: Weight) -> Weight:
+            number = before.get(expert_of(name))
+            if number is None:
+                return weight
+            holder = weights[name.replace(f".{expert_of(name)}.", f".{number}.")]
+            return _with_scales_of(weight, _scales(holder)) or weight
+
+        return call(inputs, ChangedWeights(weights, changed))
+
+    return faulty
+
+
+def _visited_ways(scene: Scene) -> Iterator[Way]:
+    yield Way(f"the scales of the visited expert before on {scene.name}", _visited_before)
+
+
+def _up_offset(part: int) -> Change:
+    """Scales of up looked for behind those of `part` rows of gate, where tiles of 128 lie."""
+
+    def change(scene: Scene, name: str, weight: Weight) -> Weight | None:
+        stem, _, which = name.rpartition(".")
+        gate = scene.weights.get(f"{stem}.w1")
+        if which != "w3" or gate is None or not weight.is_quantised or not gate.is_quantised:
+            return None
+        of_gate, own = _scales(gate), _scales(weight)
+        if own.ndim != 2 or of_gate.shape != own.shape:
+            return None
+        height = -(-len(own) // _TILE) * _TILE
+        of_gate, of_up = (pad(each, (0, 0, 0, height - len(own))) for each in (of_gate, own))
+        row = torch.arange(len(own))
+        tile, within = row // _TILE * _TILE, row % _TILE // part * part + part + row % part
+        near = of_gate[tile + within.clamp(max=_TILE - 1)]
+        far = of_up[tile + (within - _TILE).clamp(min=0)]
+        return _with_scales_of(weight, torch.where((within < _TILE)[:, None], near, far))
+
+    return change
+
+
+def _step_before(call: ComponentCall) -> ComponentCall:
+    """Both operands' scales from the step of K before; the first one has its own."""
+
+    def delayed(scales: Tensor) -> Tensor:
+        return torch.cat((scales[..., :1], scales[..., :-1]), dim=-1)
+
+    def changed(_name: str, weight: Weight) -> Weight:
+        if not weight.is_quantised:
+            return weight
+        return _with_scales_of(weight, delayed(_scales(weight))) or weight
+
+    def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        given = {**inputs, "block_scale": delayed(inputs["block_scale"])}
+        return call(given, ChangedWeights(weights, changed))
+
+    return faulty
+
+
+def _step_ways(scene: Scene) -> Iterator[Way]:
+    yield Way(f"scales of the step of K before on {scene.name}", _step_before)
+
+
+def _reads_codes(scene: Scene) -> bool:
+    coded = any(each.name == "codes" for each in scene.component.inputs)
+    return coded and any(map(has_codes, kept(scene)))
+
+
 def _column_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
     return scales.roll(-1, -1)
 
 
 def _row_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
     return scales.roll(-1, -2)
+
+
+def _takes_slots(scene: Scene) -> bool:
+    return any(each.name == "experts" for each in scene.component.inputs)
 
 
 def _routed(kept: Kept) -> bool:
@@ -155,5 +244,37 @@ MODEL_FAULTS = (
         "scale rows off by one on",
         of_scales(_row_off),
         routed=False,
+    ),
+    ModelFault(
+        id="M12.visited_before",
+        title="Every expert of a call reads the scales of the one before it in that call",
+        effect="the first expert is exact, all others are scaled by another's numbers",
+        remedy=_REMEDY,
+        sits=lambda scene: any(map(_routed, kept(scene))) and _takes_slots(scene),
+        ways=_visited_ways,
+        signature=from_ways(_visited_ways),
+    ),
+    *(
+        weight_fault(
+            Words(
+                f"M12.up_behind_{part}",
+                f"Scales of up are read behind {part} rows of gate, which are not filled up to 128",
+                "up is scaled by gate's numbers or by padding; gate is exact",
+                _REMEDY,
+                f"the scales behind {part} rows of gate on",
+            ),
+            _up_offset(part),
+            lambda kept: has_scale_bytes(kept) and kept.name.endswith(".w3"),
+        )
+        for part in (32, 64)
+    ),
+    ModelFault(
+        id="M12.step_before",
+        title="Every step of K is scaled by the scales of the step before",
+        effect="the first step is exact, what follows is wrong by ratios of scales",
+        remedy=_REMEDY,
+        sits=_reads_codes,
+        ways=_step_ways,
+        signature=from_ways(_step_ways),
     ),
 )

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.faults.decoding import numbers_of
+from degarble.harness.engine.faults.m25_activation_constant import gated, sits
+from degarble.harness.engine.faults.model_faults import ModelFault, from_ways
 from degarble.harness.engine.faults.weight_faults import (
     Words,
     has_codes,
@@ -21,11 +23,14 @@ from degarble.harness.engine.faults.weight_faults import (
     weight_fault,
 )
 from degarble.harness.formats.weight import Weight
+from degarble.references import elementary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Way
     from degarble.harness.engine.faults.weight_faults import Change, Kept
 
 _OTHER = {"w1": "w3", "w3": "w1"}
@@ -84,6 +89,13 @@ def _has_scales(kept: Kept) -> bool:
     return is_gate_or_up(kept) and has_codes(kept)
 
 
+def _taken_ways(scene: Scene) -> Iterator[Way]:
+    def changed(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+        return elementary.swiglu(up, gate, limit)
+
+    yield gated(scene, "gate and up taken for each other", changed)
+
+
 def _fault(variant: str, title: str, doing: str, change: Change, *, scales: bool) -> ModelFault:
     words = Words(
         f"M14.{variant}",
@@ -117,5 +129,14 @@ MODEL_FAULTS = (
         "swapped block scales of gate and up on",
         _scales_swapped,
         scales=True,
+    ),
+    ModelFault(
+        id="M14.taken",
+        title="SwiGLU takes up for the gate, and the gate for up",
+        effect="up is gated by what it should have multiplied: text is garbled, nothing is NaN",
+        remedy="Tell the kernel which half of its input is the gate.",
+        sits=sits,
+        ways=_taken_ways,
+        signature=from_ways(_taken_ways),
     ),
 )

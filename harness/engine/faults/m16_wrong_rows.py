@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.faults.decoding import numbers_of
+from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
 from degarble.harness.engine.faults.spots import expert_of, matrices
 from degarble.harness.engine.faults.weight_faults import (
     Words,
@@ -25,11 +26,14 @@ from degarble.harness.engine.faults.weight_faults import (
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.engine.faults.weight_faults import Change, Kept
 
+_EXPERTS = ("ffn.experts.w13", "ffn.experts.w2")
 _REMEDY = "Say which rows of which parameter a slot holds, and check a digest of each after load."
 
 
@@ -87,6 +91,53 @@ def _next_expert(step: int) -> Change:
     return change
 
 
+def _met(words: str, other: Callable[[Tensor], Tensor]) -> Way:
+    """Slots go through the matrices of another expert; `other` says whose, -1 for none."""
+
+    def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        experts = inputs["experts"]
+        if not bool((experts >= 0).any()):
+            return inputs
+        taken, scale = other(experts), inputs.get("tensor_scale")
+        given = {**inputs, "experts": taken}
+        if scale is not None and scale.shape == experts.shape:
+            of_expert = scale.new_ones(int(experts.max()) + 1)
+            of_expert[experts[experts >= 0]] = scale[experts >= 0]
+            known = taken.clamp(0, len(of_expert) - 1)
+            given["tensor_scale"] = of_expert[known]  # it meets the sums as the expert's own
+        return given
+
+    return Way(words, with_inputs(change))
+
+
+def _places(experts: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts that a call visits, in order, and the place among them of each slot's."""
+    visited = experts[experts >= 0].unique()
+    return visited, torch.searchsorted(visited, experts.clamp(min=0))
+
+
+def _beside(step: int) -> Callable[[Tensor], Tensor]:
+    def other(experts: Tensor) -> Tensor:
+        visited, place = _places(experts)
+        found = visited[(place + step).clamp(0, len(visited) - 1)]
+        return torch.where(experts < 0, experts, found)
+
+    return other
+
+
+def _as_places(experts: Tensor) -> Tensor:
+    """Numbers of experts taken for places among those that are held: there may be none."""
+    visited, _ = _places(experts)
+    there = (experts >= 0) & (experts < len(visited))
+    return torch.where(there, visited[experts.clamp(0, len(visited) - 1)], -1)
+
+
+def _met_ways(_scene: Scene) -> Iterator[Way]:
+    yield _met("the matrices of the visited expert before", _beside(-1))
+    yield _met("the matrices of the visited expert behind", _beside(1))
+    yield _met("numbers of experts taken for places among the visited ones", _as_places)
+
+
 def _is_fused(kept: Kept) -> bool:
     return kept.linear and kept.role.rpartition(".")[2] in {"w13", "proj"}
 
@@ -122,5 +173,14 @@ MODEL_FAULTS = (
     _fault(
         "first_expert", "Expert slots hold the first expert",
         "the first expert's rows on", _next_expert(0), needs=is_routed,
+    ),
+    ModelFault(
+        "M16.visited",
+        "Rows meet the matrices of another expert that the call visits",
+        "slots get what their expert would not say: text is garbled, nothing is NaN",
+        "Keep one map from an expert's number to its place, and look every group up in it.",
+        lambda scene: scene.role in _EXPERTS,
+        _met_ways,
+        from_ways(_met_ways),
     ),
 )  # fmt: skip

@@ -46,6 +46,7 @@ _FORMED = ("attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm")
 _ROOTED = (
     *_NORMS, "attn.q_head_norm_rope", "attn.compressor.pool", "attn.indexer.compressor.pool",
 )  # fmt: skip
+_RUN = 8  # numbers of a thread
 EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _FIRST, _TURNS, _MOST = 1e-3, 4, 1e3  # of the search for another one
 _STORING = (
@@ -75,12 +76,18 @@ def _as_fp32(value: Tensor) -> Tensor:
     return pairs.repeat(2)[: len(value)] if len(pairs) * 2 >= len(value) else value
 
 
+def _reversed_runs(value: Tensor) -> Tensor:
+    """What a thread holds of the weight, from the last number to the first."""
+    return value if len(value) % _RUN else value.unflatten(0, (-1, _RUN)).flip(1).flatten()
+
+
 def _gamma_ways(scene: Scene) -> Iterator[Way]:
     yield Way("the norm's weight as fp32 bytes read as BF16", _gamma(_as_bf16))
     yield Way("the norm's weight as BF16 bytes read as fp32", _gamma(_as_fp32))
     yield Way("the norm's weight plus 1", _gamma(lambda value: value + 1))
     yield Way("a norm without weight", _gamma(torch.ones_like))
     yield Way("the norm's weight applied twice", _gamma(lambda value: value * value))
+    yield Way("the norm's weight reversed in runs of 8", _gamma(_reversed_runs))
     yield from _other_gammas(scene)
 
 

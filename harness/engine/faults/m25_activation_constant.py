@@ -6,6 +6,7 @@ cheap sigmoid (vllm issue 24833). Rows without large values are exact.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     Gate = Callable[[Tensor, Tensor, float | None], Tensor]
 
 _ROUTED, _PLAIN = "ffn.experts.act_quant", ("ffn.shared.act", "ffn.act")
+_HALVINGS = 40
+_SURELY = 1.25  # times a limit: whatever is larger was cut
 LIMITS = (7.0, 10.0, 20.0)  # of released models, and twice V4's
 
 
@@ -112,6 +115,37 @@ def _limits(scene: Scene, sight: Sight) -> Iterator[Way]:
     if int(beyond.sum()) > 8:
         found = float(through[beyond].median())
         yield _with_limit(scene, float(f"{found:.2g}"))
+    yield from (_with_limit(scene, limit) for limit in _of_cut(gate, up, made))
+
+
+def _of_cut(gate: Tensor, up: Tensor, made: Tensor) -> Iterator[float]:
+    """A low limit shows where gate and up exceed it: silu(limit) * limit, whatever they are.
+
+    Gates below 0 are not clamped. Codes of four bits err by a quarter, their mean hardly.
+    """
+    size, least = made.abs(), torch.minimum(gate, up.abs())
+    most = float(size[gate > 0].max()) if bool((gate > 0).any()) else 0.0
+    limit = _limit_of(most, float(least.max()))
+    cut = least > _SURELY * limit
+    if not 0 < limit < float(least.max()) / 2 or int(cut.sum()) <= 8:
+        return
+    limit = _limit_of(float(size[cut].mean()), limit)
+    short = (2.0 ** round(math.log2(limit)), *(float(f"{limit:.{n}g}") for n in (1, 2)))
+    yield from (each for each in dict.fromkeys(short) if abs(each - limit) < limit / 16)
+
+
+def _limit_of(made: float, most: float) -> float:
+    """The limit at which so much passes, at most a known one."""
+    low, high = 0.0, most
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _passed(middle) < made else (low, middle)
+    return high
+
+
+def _passed(limit: float) -> float:
+    """What SwiGLU makes of gate and up at a limit."""
+    return limit * limit / (1 + math.exp(-min(limit, _OPEN))) if limit > 0 else 0.0
 
 
 def _values(scene: Scene, sight: Sight) -> Tensor | None:

@@ -254,6 +254,26 @@ def _arrivals(scene: Scene, sight: Sight) -> Iterator[Way]:
         yield from _arrival_ways(scene)
 
 
+def _sum_ways(_scene: Scene) -> Iterator[Way]:
+    for words, change in (
+        ("no routing weights", torch.ones_like),
+        ("routing weights applied twice", torch.square),
+    ):
+        yield Way(words, with_inputs(partial(_weighed, change)))
+
+
+def _weighed(
+    change: Callable[[Tensor], Tensor], inputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    return {**inputs, "weights": change(inputs["weights"])} if "weights" in inputs else inputs
+
+
+def _weighs(scene: Scene) -> bool:
+    """Where slots meet their weights: in front of w2, or in the sum."""
+    before = is_v4(scene) and scene.bound.numerics.switches.routing_weight_before_w2
+    return scene.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
+
+
 def _in_router(ways: Callable[[Scene], Iterator[Way]], place: str) -> Callable[[Scene], bool]:
     del ways
 
@@ -318,6 +338,15 @@ MODEL_FAULTS = (
         ),
         _table_ways,
         "hashed",
+    ),
+    ModelFault(
+        id="M26.slots",
+        title="Experts' outputs are weighed twice by the router's weights, or not at all",
+        effect="every chosen expert counts alike, or the lesser ones hardly",
+        remedy="Multiply a slot by its routing weight once: in front of w2, or in the sum.",
+        sits=_weighs,
+        ways=_sum_ways,
+        signature=from_ways(_sum_ways),
     ),
     ModelFault(
         id="M26.choice_arrives",

@@ -39,6 +39,7 @@ PRODUCTS = (
 _MORE = ("attn.attend", "ffn.experts.combine", "attn.inverse_rope")
 _VALUES = {"zeros": 0.0, "NaN": math.nan, "what lay there": 3.0e4}
 _TILE_OF_K = 64
+_WARPGROUPS = ((128, 64), (64, 32), (256, 64))  # rows of a tile, and of one group of threads
 
 
 def _rows(words: str, value: float, first: int, last: int | None = None) -> Way:
@@ -135,6 +136,31 @@ def _tile_ways(scene: Scene) -> Iterator[Way]:
         yield _no_tile(scene, words, begin, begin + _TILE_OF_K)
 
 
+def _repeated(tile: int, own: int) -> Way:
+    """Rows of a tile that are those of its first part."""
+
+    def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
+        row = torch.arange(len(out))
+        return {**outputs, "out": out[row - row % tile + row % own]}
+
+    words = f"in every tile of {tile} rows the first {own} again"
+    return Way(words, with_outputs(change), {"tile": tile})
+
+
+def _repeated_ways(_scene: Scene) -> Iterator[Way]:
+    for tile, own in _WARPGROUPS:
+        yield _repeated(tile, own)
+
+
+def _repeats(scene: Scene, sight: Sight) -> Iterator[Way]:
+    """Where rows of the candidate are the same that belong to different ones."""
+    out = sight.outputs["out"][: sight.rows[0] if sight.rows else None]
+    for way, (_, own) in zip(_repeated_ways(scene), _WARPGROUPS, strict=True):
+        if len(out) > own and torch.equal(out[own : 2 * own], out[: len(out) - own][:own]):
+            yield way
+
+
 def _quantiser_ways(_scene: Scene) -> Iterator[Way]:
     for name, words in (("codes", "codes of 0"), ("block_scale", "block scales of 0")):
         yield Way(words, with_outputs(partial(_empty, (name,))))
@@ -187,6 +213,15 @@ MODEL_FAULTS = (
         sits=lambda scene: scene.role in PRODUCTS,
         ways=_tile_ways,
         signature=from_ways(_tile_ways),
+    ),
+    ModelFault(
+        id="M41.rows_repeated",
+        title="A part of a tile's rows is computed twice, in the place of the others",
+        effect="rows of a tile are those of other tokens; calls of few rows are exact",
+        remedy="Every group of threads takes its own rows of A, as it stores its own.",
+        sits=lambda scene: scene.role in PRODUCTS,
+        ways=_repeated_ways,
+        signature=_repeats,
     ),
     ModelFault(
         id="M41.quantiser_empty",

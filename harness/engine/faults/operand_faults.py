@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.parameters import parameter_named
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
+from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.packing import pack_nibbles
 from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.types import Rounding
 from degarble.references import experts
 from degarble.references.facts import V4Facts, V32Facts
 
@@ -38,6 +43,10 @@ if TYPE_CHECKING:
     Reading = Callable[[Scene, Parts], Parts | None]
 
 _SWIGLU = "ffn.experts.act_quant"
+_COLUMNS: tuple[tuple[bool, str, dict[str, str]], ...] = (
+    (False, "", {}),
+    (True, ", the second half of the columns", {"columns": "second half"}),
+)
 
 
 def any_format(_form: BlockFormat) -> bool:
@@ -110,6 +119,26 @@ def requantised(
     return {**outputs, "codes": codes, "block_scale": block_scale}
 
 
+def with_block_scales(
+    scene: Scene, inputs: Parts, outputs: Parts, change: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """NVFP4 codes made again under other block scales, as codes of E4M3.
+
+    `change` gets blocks [..., b] in units of the tensor scale, and the right codes [...].
+    """
+    form, x = activation_format(scene), numbers(scene, inputs).float()
+    assert form is not None, "asked only where codes are made"
+    step, stored = outputs["tensor_scale"].float(), outputs["block_scale"]
+    if step.ndim == x.ndim:  # a token, quantised for each of its experts
+        x = x.unsqueeze(1).expand(*step.shape, -1)
+    blocks = x.unflatten(-1, (-1, form.block[1])) / step[..., None, None]
+    made = change(blocks, stored).to(stored.dtype)
+    scale = decode_array(made, form.scale)[..., None]
+    quotients = torch.where(scale > 0, blocks / scale, 0.0).flatten(-2)
+    codes = pack_nibbles(encode_array(quotients, form.element, Rounding.NEAREST_EVEN))
+    return {**outputs, "codes": codes, "block_scale": made}
+
+
 def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bool]) -> ModelFault:
     """A maker of codes puts out something else; `change` sees its inputs and right outputs."""
 
@@ -118,8 +147,8 @@ def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bo
         return form is not None and needs(form)
 
     def ways(scene: Scene) -> Iterator[Way]:
-        for half, of in ((False, ""), (True, ", the second half of the columns")):
-            yield Way(f"{words.doing} {scene.name}{of}", _made(scene, change, half))
+        for half, of, where in _COLUMNS:
+            yield Way(f"{words.doing} {scene.name}{of}", _made(scene, change, half), where)
 
     return ModelFault(
         words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
@@ -137,8 +166,8 @@ def reading_fault(
         return form is not None and needs(form)
 
     def ways(scene: Scene) -> Iterator[Way]:
-        for half, of in ((False, ""), (True, ", the second half of the columns")):
-            yield Way(f"{words.doing} {scene.name}{of}", _read(scene, change, half))
+        for half, of, where in _COLUMNS:
+            yield Way(f"{words.doing} {scene.name}{of}", _read(scene, change, half), where)
 
     return ModelFault(
         words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
