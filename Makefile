@@ -18,7 +18,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures docs wheel nightly vllm-env vllm-test vllm-pack clean
+.PHONY: help setup demo test suites slow lint types figures docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -27,6 +27,7 @@ help:
 	@echo "make nightly  judge a checkpoint, or the embedded one, as every night: docs/nights.md"
 	@echo "make vllm-test  hold the plugin against vLLM 0.33 itself, in .venv-vllm: docs/vllm.md"
 	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
+	@echo "make vllm-prove  start vLLM with the plugin on this machine's GPU, and judge it: docs/vllm.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
 	@echo "also: setup lint types suites docs wheel clean"
 
@@ -73,6 +74,12 @@ vllm-env:
 
 vllm-test: vllm-env
 	@$(THREADS) VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q --no-header -m vllm -W default suites/plugins/vllm $(ARGS)
+
+# In the caller's environment, which has vLLM and a GPU: PYTHON names its interpreter.
+PROVE := PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m degarble.harness.plugins.vllm.engine
+vllm-prove:
+	@[ -d out/vllm-asked ] || $(PROVE).prepare out/vllm-asked
+	@$(PROVE).prove out/vllm-asked out/vllm-proof $(ARGS)
 
 vllm-pack: setup
 	@sh .ci/vllm-pack

@@ -78,6 +78,9 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_LAYERS}.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter": ("_compute_routing",),
     f"{_LAYERS}.activation:SiluAndMulWithClamp": ("forward_cuda",),
+    f"{_LAYERS}.fused_moe.router.gate_linear:GateLinear": ("forward",),
+    f"{_LAYERS}.logits_processor:LogitsProcessor": ("_apply_head",),
+    f"{_LAYERS}.layernorm:RMSNorm": ("__init__",),
     f"{_V4}.quant_config:DeepseekV4FP8Config": ("get_quant_method", "from_config"),
     f"{_LAYERS}.quantization.base_config:QuantizationConfig": (
         "get_name",
@@ -142,6 +145,10 @@ OF_SERIES: Mapping[str, tuple[str, ...]] = {
     "0.26": (
         f"{_V4}.attention:DeepseekV4Attention.attn_gemm_parallel_execute",
         f"{_V4}.attention:DeepseekV4Attention.attention_impl",
+    ),
+    "0.33": (
+        f"{_V4}.attention:DeepseekV4Attention._run_parallel_input_projections",
+        f"{_V4}.attention:DeepseekV4Attention._fused_wqa_wkv_gemm",
     ),
 }
 

@@ -18,10 +18,12 @@ SIDES = (OURS, THEIRS)
 # Parts of a layer that the plugin has a hook for; parts.py says what runs each.
 # `rows`: norms of query and latent rows, heads normed and turned, latent rows written to the cache;
 # `o_proj`: heads turned back, and wo_a; `mhc`: four streams mixed, and the norm before a block;
-# `act`: the shared expert's SwiGLU. vLLM fuses what is inside of each, so nobody shares one.
+# `act`: the shared expert's SwiGLU; `gate`: the router's logits; `projections`: the compressors'
+# scores and the indexer's weights; `head`: logits, and the norm in front of them. vLLM fuses what
+# is inside of each, so nobody shares one.
 PARTS = (
-    "linear", "act_quant", "experts", "router", "act", "rows", "attend", "o_proj", "mhc",
-    "compressor", "indexer",
+    "linear", "act_quant", "experts", "gate", "router", "act", "rows", "attend", "o_proj", "mhc",
+    "projections", "compressor", "indexer", "head",
 )  # fmt: skip
 ACTIVATIONS = ("quantised", "bf16")
 _KEYS = ("parts", "nvfp4_activations", "ledger", "told")

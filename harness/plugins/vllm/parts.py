@@ -29,7 +29,7 @@ NVFP4_A16 = "NVFP4 with BF16 activations"
 FP8_CACHE = "fp8_ds_mla"  # vLLM's name of kernels/common/kv_problem.py's fp8: 584 bytes an entry
 # vLLM's AttentionCGSupport by name, the lowest first.
 GRAPHS = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
-NO_HOOK = ("norm", "embed", "head", "metadata")  # norm: the last one
+NO_HOOK = ("embed", "metadata")
 
 
 class Kernel(NamedTuple):
@@ -42,9 +42,11 @@ class Kernel(NamedTuple):
 
 
 BOTH = (SM90A, SM100A)
+DECODING = "UNIFORM_SINGLE_TOKEN_DECODE"
 # By part and format. `shown_on`: its suites ran on such a GPU; a form that only compiles is no
-# entry. All were captured in CUDA graphs, by their suites or benches on an H200; the indexer's grid
-# follows from the longest sequence of a batch, which a replay would not know.
+# entry. All were captured in CUDA graphs, by their suites or benches on an H200. Attention splits a
+# batch by numbers of the host, so a recording serves decoding alone; the indexer's grid follows
+# from the longest sequence that vLLM names, which is the whole context where it records.
 KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("linear", BF16): Kernel("sm90_gemm_bf16", (SM90A,), (SM90A,)),
     ("linear", FP8_E8M0): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
@@ -53,13 +55,16 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("linear", NVFP4_A16): Kernel("sm90_gemm_w4a16", BOTH, (SM90A,)),
     ("act_quant", NVFP4): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
     ("experts", NVFP4): Kernel("simt_moe_rows, sm90_moe_nvfp4", (SM90A,), (SM90A,)),
-    ("attend", FP8_CACHE): Kernel("sm90_sparse_attention", (SM90A,), (SM90A,)),
+    ("attend", FP8_CACHE): Kernel("sm90_sparse_attention", (SM90A,), (SM90A,), DECODING),
     ("rows", FP8_CACHE): Kernel("simt_rmsnorm, simt_qnorm_rope, simt_kv_write", BOTH, (SM90A,)),
     ("router", "sqrtsoftplus"): Kernel("simt_router", BOTH, (SM90A,)),
     ("act", BF16): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
+    ("gate", BF16): Kernel("sm90_gemm_grouped", (SM90A,), (SM90A,)),
+    ("head", BF16): Kernel("simt_rmsnorm, sm90_gemm_grouped", (SM90A,), (SM90A,)),
+    ("projections", BF16): Kernel("sm90_gemm_grouped, sm90_gemm_bf16", (SM90A,), (SM90A,)),
     ("mhc", BF16): Kernel("simt_mhc_project, simt_mhc, simt_rmsnorm", BOTH, (SM90A,)),
     ("indexer", FP8_CACHE): Kernel(
-        "simt_indexer_operand, sm90_indexer_scores, simt_indexer_topk", (SM90A,), (SM90A,), "NEVER"
+        "simt_indexer_operand, sm90_indexer_scores, simt_indexer_topk", (SM90A,), (SM90A,), DECODING
     ),
     ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
 }

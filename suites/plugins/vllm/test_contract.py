@@ -68,6 +68,18 @@ OVERRIDES = [
         "layers.py:DegarbleDecoderLayer.forward",
         f"{V4}.nvidia.model:DeepseekV4DecoderLayer.forward",
     ),
+    Override(
+        "layers.py:DegarbleLogits._apply_head",
+        f"{LAYERS}.logits_processor:LogitsProcessor._apply_head",
+    ),
+    Override(
+        "wide.py:DegarbleGate.forward",
+        f"{LAYERS}.fused_moe.router.gate_linear:GateLinear.forward",
+    ),
+    Override(
+        "attention.py:DegarbleAttention._run_parallel_input_projections",
+        f"{ATTENTION}._run_parallel_input_projections",
+    ),
     Override("layers.py:DegarbleModel.forward", f"{V4}.nvidia.model:DeepseekV4Model.forward"),
     Override(
         "routing.py:DegarbleRouter._compute_routing",

@@ -38,6 +38,7 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     compute_global_topk_indices_and_lens,
     get_forward_context,
 )
+from degarble.harness.plugins.vllm.bound.wide import projected
 from degarble.harness.plugins.vllm.options import OURS
 
 if TYPE_CHECKING:
@@ -98,6 +99,13 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
     degarble_rows: bool
     degarble_attend: bool
     degarble_o_proj: bool
+    degarble_projects: bool
+
+    def _run_parallel_input_projections(self, hidden_states: Tensor) -> tuple[Any, ...]:
+        """Multiply what is beside the queries by our kernels."""
+        if not self.degarble_projects:
+            return super()._run_parallel_input_projections(hidden_states)  # type: ignore[no-any-return]
+        return self._fused_wqa_wkv_gemm(hidden_states), *projected(self, hidden_states)
 
     def _split_qkv_and_norm(self, qr_kv: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Norm query rows by our kernel; latent rows are normed where they are written."""
@@ -191,6 +199,13 @@ class DegarbleAttention026(DegarbleAttention):
         self.attention_impl(hidden_states, qr, kv, *scores, positions, heads)
         return self._o_proj(heads[:, : self.n_local_heads], positions)
 
+    def attn_gemm_parallel_execute(self, hidden_states: Tensor) -> tuple[Any, ...]:
+        """Multiply what is beside the queries by our kernels."""
+        if not self.degarble_projects:
+            return super().attn_gemm_parallel_execute(hidden_states)  # type: ignore[no-any-return]
+        qr_kv, _ = self.fused_wqa_wkv(hidden_states)
+        return qr_kv, *projected(self, hidden_states)
+
 
 class WindowCache026(DeepseekV4SWACache):
     """vLLM 0.26's cache of the window, which names its backend in a method."""
@@ -229,13 +244,16 @@ def adopt(attention: Any, start: Start) -> None:
     rows = start.kernel(module, "rows", attention.kv_cache_dtype)
     o_proj = start.options.side("o_proj") == OURS  # noted where wo_a asked for its method
     attend = start.kernel(module, "attend", attention.kv_cache_dtype)
+    projects = None
     if attention.compressor is not None:
         start.kernel(module, "compressor", attention.kv_cache_dtype)
+        projects = start.kernel(module, "projections", parts.BF16)
     if attention.indexer is not None and start.kernel(module, "indexer", attention.kv_cache_dtype):
         adopt_indexer(attention.indexer)
     attention.__class__ = kind
     attention.degarble_rows, attention.degarble_o_proj = rows is not None, o_proj
     attention.degarble_attend = attend is not None
+    attention.degarble_projects = projects is not None
     of_window(attention.swa_cache_layer)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.errors import InvalidArgument
+from degarble.harness.plugins.vllm import parts
 from degarble.harness.plugins.vllm.bound.linears import settings
 from degarble.harness.plugins.vllm.bound.pages import PagedView
 from degarble.harness.plugins.vllm.bound.upstream import (
@@ -41,9 +42,14 @@ class IndexerBuilder(DeepseekV32IndexerMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """None: how many entries are scored is said by the host."""
-        del vllm_config, kv_cache_spec
-        return AttentionCGSupport.NEVER
+        """Return the lowest level of vLLM's own and our kernels'.
+
+        Trap: the host says how many entries are scored. While a graph is recorded, vLLM says the
+        model's whole context, so a replay scores all that may be there, and sees what is.
+        """
+        theirs = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        kernels = vllm_config.quant_config.start.kernels
+        return AttentionCGSupport[parts.graph_level(kernels, theirs.name)]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -1,9 +1,10 @@
 """DeepSeek-V4's decoder layer and model of vLLM with our mHC kernels and norms of blocks.
 
 Owns what is between blocks: four streams projected, mixed and collapsed, the norm behind it, a
-block's output spread over the streams, and the head that collapses them for good. vLLM fuses these
-by TileLang; here a layer takes streams and gives streams, and blocks are called as vLLM calls them.
-The layer's weights are split into three BF16 parts once they are loaded.
+block's output spread over the streams; and what is behind them: the streams collapsed for good, the
+last norm, the head. vLLM fuses mHC by TileLang; here a layer takes streams and gives streams, and
+blocks are called as vLLM calls them. The layer's weights are split into three BF16 parts once they
+are loaded.
 
 Refuses layers and models of another class, sequence parallelism and MegaMoE. Kept honest by
 suites/plugins/vllm/bound/test_layers.py, where sums stand in for the kernels.
@@ -22,8 +23,11 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     DeepseekV4DecoderLayer,
     DeepseekV4Model,
     IntermediateTensors,
+    LogitsProcessor,
+    RMSNorm,
     get_pp_group,
 )
+from degarble.harness.plugins.vllm.bound.wide import widely
 from degarble.harness.plugins.vllm.parts import BF16
 
 if TYPE_CHECKING:
@@ -83,6 +87,44 @@ class DegarbleModel(DeepseekV4Model):
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": streams})
         return self.norm(headed(streams, self.degarble_head))
+
+
+class DegarbleNorm(RMSNorm):
+    """The norm in front of the head; made by vLLM, adopted by `adopt_head`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm by our kernel."""
+        return normed(x.contiguous(), self.weight.data, self.variance_epsilon)
+
+
+class DegarbleLogits(LogitsProcessor):
+    """The head, in float32 as DeepSeek's code has it; vLLM rounds logits to BF16, and words tie."""
+
+    def _apply_head(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Any) -> Tensor:
+        """Multiply by our kernel."""
+        if embedding_bias is not None:
+            raise InvalidArgument(
+                "bias of the head", tuple(embedding_bias.shape), "none: V4 has no biases",
+                "Give the head to vLLM: parts.head = vllm.",
+            )  # fmt: skip
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return widely(rows, lm_head.weight.data).view(*hidden_states.shape[:-1], -1)
+
+
+def adopt_head(causal: Any, start: Start) -> None:
+    """Make the last norm and the head ours; refuse other classes than those on record."""
+    if not get_pp_group().is_last_rank or start.kernel("model", "head", BF16) is None:
+        return
+    for name, one, known in (
+        ("the last norm", causal.model.norm, RMSNorm),
+        ("the head", causal.logits_processor, LogitsProcessor),
+    ):
+        if type(one) is not known:
+            raise InvalidArgument(
+                name, type(one).__name__, known.__name__, "Give them to vLLM: parts.head = vllm."
+            )
+    causal.model.norm.__class__ = DegarbleNorm
+    causal.logits_processor.__class__ = DegarbleLogits
 
 
 def adopt_model(model: Any, start: Start) -> bool:

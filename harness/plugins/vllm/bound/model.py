@@ -13,7 +13,7 @@ from degarble.harness.errors import InvalidArgument
 from degarble.harness.plugins.vllm.bound.attention import adopt
 from degarble.harness.plugins.vllm.bound.config import DegarbleConfig
 from degarble.harness.plugins.vllm.bound.experts import ModelOptOfDegarble
-from degarble.harness.plugins.vllm.bound.layers import adopt_model, prepare
+from degarble.harness.plugins.vllm.bound.layers import adopt_head, adopt_model, prepare
 from degarble.harness.plugins.vllm.bound.routing import adopt_block
 from degarble.harness.plugins.vllm.bound.start import ranks_of
 from degarble.harness.plugins.vllm.bound.upstream import (
@@ -42,6 +42,7 @@ class DegarbleDeepseekV4(DeepseekV4ForCausalLM):
             adopt(layer.attn, self.degarble_config.start)
             adopt_block(layer.ffn, layer.ffn.prefix, self.degarble_config.start)
         self.degarble_mixes = adopt_model(self.model, self.degarble_config.start)
+        adopt_head(self, self.degarble_config.start)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load what was proven, refuse what stays empty, and say what runs."""

@@ -18,6 +18,7 @@ import torch
 
 from degarble.harness.plugins.vllm.bound.linears import settings
 from degarble.harness.plugins.vllm.bound.upstream import FusedTopKBiasRouter, SiluAndMulWithClamp
+from degarble.harness.plugins.vllm.bound.wide import adopt_gate
 from degarble.harness.plugins.vllm.parts import BF16
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class DegarbleAct(SiluAndMulWithClamp):
 
 
 def adopt_block(ffn: Any, module: str, start: Start) -> None:
-    """Make a block's router and activation ours, where their classes are those on record."""
+    """Make a block's gate, router and activation ours, where their classes are those on record."""
+    adopt_gate(ffn.gate, f"{module}.gate", start)
     router = ffn.experts.router
     if type(router) is FusedTopKBiasRouter and start.kernel(
         f"{module}.gate", "router", router.scoring_func

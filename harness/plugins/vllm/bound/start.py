@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = init_logger("vllm.degarble")
-_THEIR_GRAPHS = "ALWAYS"  # vLLM's builder for FlashMLA; on record in contract_0_33.json
+_THEIR_GRAPHS = "ALWAYS"  # at most: builders of 0.26 declare less, and vLLM asks each of them
 _WAY_OUT = "Start without it, or without the plugin."
 
 

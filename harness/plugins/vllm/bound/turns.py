@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from degarble.harness.errors import LayoutMismatch
 from degarble.harness.plugins.vllm.options import OURS
 from degarble.harness.plugins.vllm.parts import Running
@@ -33,7 +35,9 @@ def require_turns(attention: Any, start: Start, series: str) -> None:
     rope = config.rope(config.layers[number])
     cache = attention.rotary_emb.cos_sin_cache
     count = min(LOOKED_AT, cache.shape[0])
-    off = float((cache[:count].cpu().float() - table_of(rope, count)).abs().max())
+    with torch.device("cpu"):  # vLLM builds its model with the GPU as the default device
+        table = table_of(rope, cache.shape[0])
+    off = float((cache[:count].cpu().float() - table[:count]).abs().max())
     if off <= CLOSE:
         return
     if series not in MENDED:
@@ -42,6 +46,6 @@ def require_turns(attention: Any, start: Start, series: str) -> None:
             f"theta {rope.theta:g}, {'YaRN' if rope.yarn else 'no YaRN'}, as config.json has it",
             "Look for rope_scaling and rope_parameters: vLLM read them another way.",
         )  # fmt: skip
-    cache.copy_(table_of(rope, cache.shape[0]).to(cache))
+    cache.copy_(table.to(cache))
     told = f"vLLM {series}'s own were off by {off:.3f}"
     start.running.append(Running(attention.prefix, "turns", "", OURS, "table of the config", told))

@@ -24,12 +24,15 @@ try:
     from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import (
         FusedTopKBiasRouter,
     )
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import (
         LinearBase,
         LinearMethodBase,
         UnquantizedLinearMethod,
         register_weight_loader_v2_supported_method,
     )
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.layers.quantization.utils.fp8_utils import (
@@ -109,13 +112,16 @@ __all__ = [
     "FusedMoEMethodBase",
     "FusedMoeWeightScaleSupported",
     "FusedTopKBiasRouter",
+    "GateLinear",
     "IntermediateTensors",
     "LinearBase",
     "LinearMethodBase",
+    "LogitsProcessor",
     "ModelRegistry",
     "ModelWeightParameter",
     "PerTensorScaleParameter",
     "QuantizationConfig",
+    "RMSNorm",
     "RoutedExperts",
     "SiluAndMulWithClamp",
     "UnquantizedFusedMoEMethod",

@@ -74,7 +74,9 @@ def test_parts_are_vllms_where_asked(module: Any, layer: Any) -> None:
     object.__setattr__(layer, "indexer", object())
     with pytest.raises(InvalidArgument, match="part compressor"):
         module.adopt(layer, start())
-    asked = dict.fromkeys(("compressor", "indexer", "attend", "rows", "o_proj"), "vllm")
+    asked = dict.fromkeys(
+        ("compressor", "indexer", "attend", "rows", "o_proj", "projections"), "vllm"
+    )
     begun = start(**asked)
     module.adopt(layer, begun)
     assert {each.by for each in begun.running} == {"vllm"}

@@ -29,8 +29,11 @@ def block(module: Any) -> Any:
     act = module.SiluAndMulWithClamp.__new__(module.SiluAndMulWithClamp)
     torch.nn.Module.__init__(act)
     act.swiglu_limit = 10.0
+    gate = SimpleNamespace(weight=torch.zeros(1))  # of another class: it stays vLLM's
     return SimpleNamespace(
-        experts=SimpleNamespace(router=router), shared_experts=SimpleNamespace(act_fn=act)
+        gate=gate,
+        experts=SimpleNamespace(router=router),
+        shared_experts=SimpleNamespace(act_fn=act),
     )
 
 

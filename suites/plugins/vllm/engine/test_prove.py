@@ -1,0 +1,124 @@
+"""The proof starts what was asked for, judges starts and refusals, and says what held."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from degarble.harness.errors import UnknownName
+from degarble.harness.plugins.vllm.engine import prove
+from degarble.harness.plugins.vllm.engine.server import Asked
+from degarble.harness.plugins.vllm.engine.steps import STEPS
+from degarble.suites.plugins.vllm.engine import stand_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STAND_IN = [sys.executable, "-m", "degarble.suites.plugins.vllm.engine.stand_in"]
+REFUSES = "import sys; print('degarble.harness.errors.LayoutMismatch: it lacks'); sys.exit(1)"
+
+
+class Served(Asked):
+    """A server that stands in."""
+
+    def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
+        del checkpoint, told
+        return [*STAND_IN, str(port)]
+
+
+class Ended(Asked):
+    """One that refuses to start."""
+
+    def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
+        del checkpoint, port, told
+        return [sys.executable, "-c", REFUSES]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.Place:
+    monkeypatch.setattr(prove, "FIRST_PORT", 18461)
+    (tmp_path / "in" / "small").mkdir(parents=True)
+    told = json.dumps(asdict(stand_in.answers()))
+    (tmp_path / "in" / "small.json").write_text(told, encoding="utf-8")
+    return prove.Place(tmp_path / "in", tmp_path / "out", 30)
+
+
+def test_servers_are_asked_beside_each_other(place: prove.Place) -> None:
+    found = prove.prove(place, [
+        Served("one", "small", ("parts", "questions", "texts")), Ended("lacking", "small",
+        refused="it lacks"), Ended("other", "small", refused="another word"),
+        Ended("ended", "small", ("parts",)), Served("up", "small", refused="it lacks"),
+    ])  # fmt: skip
+    assert [each.passed for each in found["one"]] == [True] * 4
+    assert [found[name][0].passed for name in ("lacking", "other", "ended", "up")] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert found["lacking"][0].told == "LayoutMismatch: it lacks"
+    assert found["up"][0].told == "it answered"
+    assert json.loads((place.out / "one" / "texts.json").read_text())[0] == stand_in.following(
+        [0, 1, 2], 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "passed", "told"),
+    [
+        ("Capturing CUDA graphs (decode, FULL): 1\nGraph capturing finished", True, "decode, FULL"),
+        ("Capturing CUDA graphs (decode, FULL): 1", False, "decode, FULL"),
+        ("Graph capturing finished", False, "none"),
+    ],
+)
+def test_recorded_graphs_are_read_from_the_log(log: str, passed: bool, told: str) -> None:
+    assert prove.graphs(log)[1:] == (passed, f"recorded: {told}")
+
+
+def test_a_tensor_is_left_out_of_a_copy(tmp_path: Path) -> None:
+    made = tmp_path / "ck"
+    made.mkdir()
+    tensors = {"a": torch.ones(2), "b": torch.zeros(1)}
+    save_file(tensors, made / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (made / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    copy = prove.lacking(made, tmp_path / "copy", "a")
+    assert list(load_file(next(copy.glob("*.safetensors")))) == ["b"]
+    assert list(json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]) == [
+        "b"
+    ]
+    assert len(load_file(next(made.glob("*.safetensors")))) == 2
+
+
+def test_servers_are_chosen_by_name_and_by_gpus() -> None:
+    assert {each.ranks for each in prove.chosen((), 1)} == {1}
+    assert {each.ranks for each in prove.chosen((), 2)} == {1, 2}
+    assert [each.name for each in prove.chosen(("bf16", "full"), 1)] == ["bf16", "full"]
+    with pytest.raises(UnknownName, match="fulll"):
+        prove.chosen(("fulll",), 1)
+    for each in prove.SERVERS:
+        assert set(each.steps) <= set(STEPS)
+        assert bool(each.steps) != bool(each.refused)
+
+
+def test_status_says_whether_all_held(
+    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Served("right", "small", ("parts",))
+    wrong = replace(right, name="wrong", steps=("capture",))
+    monkeypatch.setattr(prove, "SERVERS", (right, wrong))
+    line = [str(place.prepared), str(place.out), "--only", "right"]
+    assert prove.main(line) == 2  # no vLLM here, or no GPU
+    assert "REFUSED" in capsys.readouterr().err
+    assert not place.out.exists()
+    monkeypatch.setattr(prove, "require_engine", lambda _: "0.26.0")
+    assert prove.main(line) == 0
+    assert "passed  parts: 2 parts, 1 by degarble" in capsys.readouterr().out
+    assert prove.main(line) == 2  # that folder is there now
+    line[1] += "-again"
+    assert prove.main([*line, "--only", "wrong"]) == 1
+    told = json.loads((place.out.parent / "out-again" / "proof.json").read_text())
+    assert told["servers"]["wrong"][1]["passed"] is False
