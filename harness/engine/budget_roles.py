@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     Rule = Callable[[Call, Tensor], Budget]
     Whole = Callable[[Call], dict[str, Budget]]
 
-__all__ = ("RULES", "WHOLE", "Call", "budgets_of")
+__all__ = ("RULES", "SUMS", "WHOLE", "Call", "budgets_of")
 
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
 _ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
@@ -315,6 +315,10 @@ _GROUPS: tuple[tuple[str, Rule], ...] = (
 )
 RULES: Mapping[str, Rule] = MappingProxyType(
     {role: rule for roles, rule in _GROUPS for role in roles.split()}
+)
+# Sums of products and nothing else: twice the operand is twice the output, and twice its slack.
+SUMS = frozenset(
+    role for role, rule in RULES.items() if rule in (_linear, _projected, _grouped, _routed)
 )
 _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("attn.hc_pre ffn.hc_pre hc_head", mixed),

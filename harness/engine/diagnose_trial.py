@@ -21,6 +21,7 @@ from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.budget_choices import weights_budget
 from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.compare_definition import values_of_any
+from degarble.harness.engine.diagnose_overflow import beyond_float32
 from degarble.harness.engine.faults.decoding import Decoding
 from degarble.harness.engine.judging import judge_outputs
 from degarble.harness.errors import CANNOT_RUN, DegarbleError, InvalidArgument
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.engine.budget import Budget
     from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
     from degarble.harness.formats.weight import Weight
 
@@ -210,11 +212,17 @@ def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
         return _edge_proof(candidate, made.outputs)
     call = _call(scene, made)
     worst, words = 0.0, ""
-    for name, (ratio, text) in _ratios(call, candidate).items():
+    ratios = _ratios(call, candidate)
+    known = all(math.isfinite(ratio) for ratio, _ in ratios.values())
+    beyond = {} if known else beyond_float32(scene, call, candidate)
+    for name, budget in beyond.items():
+        decisive = judge(candidate[name], call.outputs[name], budget).worst
+        ratios[name] = decisive.ratio, str(decisive)
+    for name, (ratio, text) in ratios.items():
         found = ratio / made.stretch.get(name, 1.0)
         if found >= worst:
             worst, words = found, text
-    return Proof(worst, *shares(call, candidate, made), words)
+    return Proof(worst, *shares(call, candidate, made, beyond), words)
 
 
 def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
@@ -290,10 +298,12 @@ def _call(scene: Scene, made: Made) -> Call:
     return replace(call, weights=made.weights)
 
 
-def shares(call: Call, candidate: Tensors, made: Made) -> tuple[float, float]:
+def shares(
+    call: Call, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
+) -> tuple[float, float]:
     """Shares of elements within budget, and of equal ones, over all outputs together."""
     try:
-        budgets = budgets_of(call)
+        budgets = beyond or budgets_of(call)
     except DegarbleError:
         budgets = {}
     within = same = total = 0
@@ -313,7 +323,8 @@ def shares(call: Call, candidate: Tensors, made: Made) -> tuple[float, float]:
         near = (slack + spacing(abs(t) + slack, budget.output)) / HEADROOM
         with np.errstate(invalid="ignore"):
             apart = abs(values_of_any(c.detach().cpu()) - t)
-        within += int(((apart <= near) | equal.numpy()).sum())
+        good = (apart <= near) | equal.numpy()
+        within += int((good if budget.free is None else good | budget.free.numpy()).sum())
     return (within / total, same / total) if total else (1.0, 1.0)
 
 
