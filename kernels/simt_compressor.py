@@ -27,7 +27,6 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.errors import InvalidArgument
-from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels import simt_kv_write
 from degarble.kernels.common import compressor_problem as facts
 from degarble.kernels.common.approximations import power
@@ -38,6 +37,21 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.compressor_problem import AT_ONCE, CHANNELS, PoolForm, PoolProblem
+from degarble.kernels.common.compressor_rows import (
+    Place,
+    Tensors,
+    choose_rows,
+    keeps,
+    kept_registers,
+    place_of,
+    read_kept,
+    read_new_rows,
+    read_old_rows,
+    read_only_new_row,
+    ring_at,
+    row_registers,
+    write_kept,
+)
 from degarble.kernels.common.kv_problem import Pages, WriteProblem
 from degarble.kernels.common.latent_words import vectors
 from degarble.kernels.common.nvfp4_words import rounded_words, store
@@ -83,112 +97,6 @@ class Entries(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
-    """What the kernels read and write; float32 in pairs."""
-
-    projected: Any
-    ape: Any
-    rings: Any
-    closing: Any
-    owners: Any
-    starts: Any
-    offsets: Any
-    ring_of: Any
-    table: Any
-    values: Any
-    positions: Any
-    slots: Any
-
-
-class Place(NamedTuple):
-    """Where a sequence's rows lie: first new position and its token, tokens, ring; all Int32."""
-
-    start: Any
-    begin: Any
-    count: Any
-    ring: Any
-
-
-def place_of(tensors: Tensors, sequence: Any) -> Place:
-    """Read where a sequence's rows lie."""
-    begin = Int32(tensors.offsets[sequence])
-    count = Int32(tensors.offsets[sequence + 1]) - begin
-    start, ring = Int32(tensors.starts[sequence]), Int32(tensors.ring_of[sequence])
-    return Place(start, begin, count, ring)
-
-
-@cute.jit
-def read_new_rows(
-    tensors: Tensors,
-    registers: tuple[Any, Any],
-    told: tuple[Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Read eight rows as if all came in this call; `told` is first token, part, chunk of E.
-
-    So they are on their way before it is known where the sequence begins.
-    """
-    first, part, chunk = told
-    rLatent, rGate = registers
-    of_row, of_gate, of_entry = (
-        n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
-    )
-    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32)
-    for row in cutlass.range_constexpr(AT_ONCE):
-        number = part * AT_ONCE + row
-        column = chunk + row // form.ratio * of_entry  # with overlap a window has its own half
-        at = Int64(ops.maximum(first + number, Int32(0))) * of_row + Int64(column)
-        cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
-        cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
-        bias = number % form.ratio * of_gate + column
-        cute.autovec_copy(tensors.ape[None, bias], rBias[None, row])
-    for row in cutlass.range_constexpr(AT_ONCE):
-        for channel in cutlass.range_constexpr(CHANNELS):
-            biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
-            rGate[channel, row] = biased
-
-
-@cute.jit
-def read_old_rows(
-    tensors: Tensors,
-    registers: tuple[Any, Any],
-    place: Place,
-    told: tuple[Any, Any, Any, Any],
-    form: cutlass.Constexpr,
-) -> None:
-    """Put rows of the ring where a window began before this call; `told`: as before, and rings.
-
-    Which rows are old is chosen, not branched on: behind a branch each load would be waited for.
-    """
-    first, part, chunk, rings = told
-    rLatent, rGate = registers
-    of_row, of_gate, of_entry = (
-        n // CHANNELS for n in (2 * form.columns, form.columns, form.width)
-    )
-    carries = (place.ring >= 0) & (place.ring < rings)
-    ring = Int64(ops.select(carries, place.ring, Int32(0))) * form.ring_rows
-    rOld, rOldGate = (
-        cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
-    )
-    for row in cutlass.range_constexpr(AT_ONCE):
-        position = ops.maximum(first + (part * AT_ONCE + row), Int32(0))
-        column = chunk + row // form.ratio * of_entry
-        at = (ring + Int64(position % form.ring_rows)) * of_row + Int64(column)
-        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
-        cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
-    for row in cutlass.range_constexpr(AT_ONCE):
-        position = first + (part * AT_ONCE + row)
-        is_new, is_there = position >= place.start, position >= 0
-        is_old = is_there & carries
-        lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
-        before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        for channel in cutlass.range_constexpr(CHANNELS):
-            latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
-            gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
-            rLatent[channel, row] = ops.select(is_new, Float32(rLatent[channel, row]), latent)
-            rGate[channel, row] = ops.select(is_new, Float32(rGate[channel, row]), gate)
-
-
 @cute.jit
 def pool_window(
     tensors: Tensors,
@@ -213,19 +121,26 @@ def pool_window(
     sums = [
         facts.part_sums(g, a, peak, power) for g, a, peak in zip(gates, latents, peaks, strict=True)
     ]
-    totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
     if cutlass.const_expr(form.parts > 1):
         put_own(shared[1], within, part, [total for total, _ in sums])
         put_own(shared[2], within, part, [made for _, made in sums])
         cute.arch.sync_threads()
-        totals, weighted = (
-            [list(each) for each in zip(*of_parts(tensor, within, form), strict=True)]
-            for tensor in shared[1:]
-        )
     if part == 0:
-        means = [facts.pooled(t, w) for t, w in zip(totals, weighted, strict=True)]
         at = Int64(window) * (form.width // CHANNELS) + Int64(chunk)
-        store(tensors.values, at, rounded_words(means))
+        store(tensors.values, at, rounded_words(means_of(sums, shared[1:], within, form)))
+
+
+def means_of(
+    sums: list[tuple[Any, Any]], shared: tuple[Any, ...], within: Any, form: PoolForm
+) -> list[Any]:
+    """Return the means of a thread's channels, from its own sums or those of all parts."""
+    totals, weighted = [[total] for total, _ in sums], [[made] for _, made in sums]
+    if form.parts > 1:
+        totals, weighted = (of_parts(tensor, within, form) for tensor in shared)
+        totals, weighted = (
+            [list(each) for each in zip(*of, strict=True)] for of in (totals, weighted)
+        )
+    return [facts.pooled(t, w) for t, w in zip(totals, weighted, strict=True)]
 
 
 def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
@@ -240,28 +155,6 @@ def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
         [Float32(shared[within * CHANNELS + channel, part]) for channel in range(CHANNELS)]
         for part in range(form.parts)
     ]
-
-
-@cute.jit
-def keep_row(
-    tensors: Tensors, place: Place, told: tuple[Any, Any, Any], form: cutlass.Constexpr
-) -> None:
-    """Put a few columns of a token into its ring; `told` is token, column, rings."""
-    token, column, rings = told
-    of_row, of_gate = 2 * form.columns // CHANNELS, form.columns // CHANNELS
-    if (place.ring >= 0) & (place.ring < rings):
-        position = place.start + (token - place.begin)
-        rLatent, rGate, rBias = (cute.make_rmem_tensor(CHANNELS, Float32) for _ in range(3))
-        at = Int64(token) * of_row + Int64(column)
-        cute.autovec_copy(tensors.projected[None, at], rLatent)
-        cute.autovec_copy(tensors.projected[None, at + of_gate], rGate)
-        cute.autovec_copy(tensors.ape[None, position % form.ratio * of_gate + column], rBias)
-        for channel in cutlass.range_constexpr(CHANNELS):
-            rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
-        held = place.ring * form.ring_rows + position % form.ring_rows
-        at = Int64(held) * of_row + Int64(column)
-        cute.autovec_copy(rLatent, tensors.rings[None, at])
-        cute.autovec_copy(rGate, tensors.rings[None, at + of_gate])
 
 
 @cute.jit
@@ -281,48 +174,101 @@ def tell_slot(tensors: Tensors, told: tuple[Any, ...], form: cutlass.Constexpr) 
     tensors.slots[window] = slot
 
 
-@cute.kernel
-def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Pool a window's channels, if it closes; one token a sequence: keep that token as well."""
-    thread, _, _ = cute.arch.thread_idx()
-    window, group, _ = cute.arch.block_idx()
+def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
+    """Make room for peaks and both sums of all parts, where there are several."""
+    if form.parts == 1:
+        return None, None, None
+    memory = cutlass.memory.SmemAllocator()
+    layout = cute.make_layout((form.channels, form.parts))
+    peaks, totals, weighted = (memory.allocate_tensor(Float32, layout, 16) for _ in range(3))
+    return peaks, totals, weighted
+
+
+@cute.jit
+def pool_new_rows(
+    tensors: Tensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Pool a window, if it closes; `told` is window, group, thread."""
+    window, group, thread = told
     tokens, sequences, rings, entries, columns = extents
-    thread, window, group = Int32(thread), Int32(window), Int32(group)
-    shared: tuple[Any, Any, Any] = (None, None, None)
-    if cutlass.const_expr(form.parts > 1):
-        memory = cutlass.memory.SmemAllocator()
-        layout = cute.make_layout((form.channels, form.parts))
-        shared = tuple(memory.allocate_tensor(Float32, layout, 16) for _ in range(3))
     of_block = form.channels // CHANNELS
     part, within = thread // of_block, thread % of_block
     chunk = group * of_block + within
-    token = sequence = window  # one token a sequence
-    if cutlass.const_expr(not form.alone):
-        token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
+    token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
     known = (token >= 0) & (token < tokens) & (sequence >= 0) & (sequence < sequences)
     if known:
-        rLatent, rGate = (
-            cute.make_rmem_tensor(cute.make_layout((CHANNELS, AT_ONCE)), Float32) for _ in range(2)
-        )
-        registers, back = (rLatent, rGate), form.ring_rows - 1
+        registers, back = row_registers(), form.ring_rows - 1
         read_new_rows(tensors, registers, (token - back, part, chunk), form)
         place = place_of(tensors, sequence)
         last = place.start + (token - place.begin)
         closes = (last + 1) % form.ratio == 0
         if closes:
             if last - back < place.start:
-                read_old_rows(tensors, registers, place, (last - back, part, chunk, rings), form)
+                carries, ring = ring_at(place, rings, form)
+                carried = row_registers()
+                read_old_rows(tensors, carried, (last - back, part, chunk, ring), form)
+                choose_rows(registers, carried, place, (last - back, part, carries))
             pool_window(tensors, registers, shared, (window, part, chunk, within), form)
         if (group == 0) & (thread == 0):
             tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
-        if cutlass.const_expr(form.alone):  # noqa: SIM102  one is known in tracing
-            if part == 0:
-                for half in cutlass.range_constexpr(form.columns // form.width):
-                    column = chunk + half * (form.width // CHANNELS)
-                    keep_row(tensors, place, (token, column, rings), form)
     elif (group == 0) & (thread == 0):
         tensors.slots[window] = Int64(facts.NOTHING)
         tensors.positions[window] = Int64(0)
+
+
+@cute.jit
+def pool_alone(
+    tensors: Tensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Pool the window of a sequence's only token, if it closes, and keep that token.
+
+    Everything is asked for before anything is waited for: what a sequence's start tells needs the
+    ring, the page and the bias at once.
+    """
+    window, group, thread = told
+    _, _, rings, entries, columns = extents
+    of_block = form.channels // CHANNELS
+    part, within = thread // of_block, thread % of_block
+    chunk = group * of_block + within
+    start, ring_of = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
+    place = Place(start, window, Int32(1), ring_of)
+    registers, carried = row_registers(), row_registers()
+    read_only_new_row(tensors, registers, (window, chunk), form)
+    carries, ring = ring_at(place, rings, form)
+    first, closes = start - (form.ring_rows - 1), (start + 1) % form.ratio == 0
+    if closes:
+        read_old_rows(tensors, carried, (first, part, chunk, ring), form)
+    if (group == 0) & (thread == 0):
+        tell_slot(tensors, (window, window, start, closes, entries, columns), form)
+    if part == 0:
+        for half in cutlass.range_constexpr(form.columns // form.width):
+            column = chunk + half * (form.width // CHANNELS)
+            if keeps(place, rings):
+                kept = kept_registers()
+                read_kept(tensors, kept, place, (window, column), form)
+                write_kept(tensors, kept, place, (window, column), form)
+    if closes:
+        choose_rows(registers, carried, place, (first, part, carries))
+        pool_window(tensors, registers, shared, (window, part, chunk, within), form)
+
+
+@cute.kernel
+def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Pool a window's channels, if it closes; one token a sequence: keep that token as well.
+
+    Thread blocks of one window lie side by side: together they read whole rows.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    block = Int32(block)
+    told = (block // form.groups, block % form.groups, Int32(thread))
+    shared = shared_of(form)
+    if cutlass.const_expr(not form.alone):  # keep_kernel may begin, and reads what is no output
+        cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(form.alone):
+        pool_alone(tensors, shared, extents, told, form)
+    else:
+        pool_new_rows(tensors, shared, extents, told, form)
 
 
 @cute.kernel
@@ -334,9 +280,14 @@ def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
     place = place_of(tensors, Int32(sequence))
     last = place.start + place.count - 1
     position = last - (last - row) % form.ring_rows
-    if (place.count > 0) & (position >= place.start) & (column < form.columns // CHANNELS):
-        token = place.begin + (position - place.start)
-        keep_row(tensors, place, (token, column, rings), form)
+    wanted = (place.count > 0) & (position >= place.start) & (column < form.columns // CHANNELS)
+    wanted = wanted & keeps(place, rings)
+    told, kept = (place.begin + (position - place.start), column), kept_registers()
+    if wanted:
+        read_kept(tensors, kept, place, told, form)
+    cute.arch.griddepcontrol_wait()  # until no window reads a ring; all wait, who follows relies
+    if wanted:
+        write_kept(tensors, kept, place, told, form)
 
 
 @cute.jit
@@ -353,7 +304,7 @@ def launch_pool(
     tokens, sequences, rings, entries, columns, windows = extents
     if windows > 0:
         pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
-            grid=[windows, form.width // form.channels, 1],
+            grid=[windows * form.groups, 1, 1],
             block=[form.threads, 1, 1],
             stream=stream,
         )
@@ -361,6 +312,7 @@ def launch_pool(
         keep_kernel(tensors, rings, form).launch(
             grid=[form.ring_rows, sequences, -(-form.columns // CHANNELS // KEEPING_THREADS)],
             block=[KEEPING_THREADS, 1, 1],
+            use_pdl=windows > 0,  # else it would not be the windows that it follows
             stream=stream,
         )
 

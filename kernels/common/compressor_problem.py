@@ -35,6 +35,8 @@ RATIOS = (4, 128)  # DeepSeek-V4 config.json, compress_ratios; 4 overlaps with t
 AT_ONCE = 8  # rows of a part: a thread has all of them in flight
 CHANNELS = 2  # of a thread, so that 24 loads are in flight without many registers
 NARROW = 32  # channels of a thread block where rows are parted
+FEW_SEQUENCES = 8  # of one token each: up to here more processors share a window's channels
+FEW_CHANNELS = {True: 64, False: 8}  # of a thread block then: a warp or two; by one part or more
 NOTHING = -1  # a window that does not close, a page or a ring that there is not
 
 
@@ -58,6 +60,7 @@ class PoolProblem:
         for name in ("tokens", "sequences", "windows", "rings"):
             rows.require_extent(name, getattr(self, name), int(name == "rings"))
         rows.require_extent("rows of all rings", self.rings * self.ring_rows)
+        rows.require_extent("pairs of channels of all windows", self.windows * self.width // 2)
         if self.tokens < self.sequences:
             raise ShapeMismatch(
                 "tokens", self.tokens, f"one at least of {self.sequences} sequences",
@@ -99,6 +102,7 @@ class PoolForm:
     width: int
     alone: bool
     target: str
+    few: bool = False
 
     @property
     def ring_rows(self) -> int:
@@ -118,7 +122,14 @@ class PoolForm:
     @property
     def channels(self) -> int:
         """Channels of a thread block."""
+        if self.few:
+            return FEW_CHANNELS[self.parts == 1]
         return self.width if self.parts == 1 else NARROW
+
+    @property
+    def groups(self) -> int:
+        """Thread blocks that share a window."""
+        return self.width // self.channels
 
     @property
     def threads(self) -> int:
@@ -137,8 +148,9 @@ def rows_of_ring(ratio: int) -> int:
 
 
 def choose_form(problem: PoolProblem, target: str) -> PoolForm:
-    """Return the form that answers a problem: no extent but one token a sequence."""
-    return PoolForm(problem.ratio, problem.width, problem.alone, target)
+    """Return the form that answers a problem: one token a sequence, or more, and how many."""
+    few = problem.alone and problem.sequences <= FEW_SEQUENCES
+    return PoolForm(problem.ratio, problem.width, problem.alone, target, few)
 
 
 def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def require_sound(kernels: ModuleType, form: PoolForm) -> None:
 def test_compiles_without_spills_and_with_every_rounding_stated(
     kernels: ModuleType, target: Target
 ) -> None:
-    require_sound(kernels, PoolForm(4, 512, alone=True, target=target.name))
+    require_sound(kernels, PoolForm(4, 512, alone=True, target=target.name, few=True))
     require_sound(kernels, PoolForm(128, 512, alone=False, target=target.name))
 
 
@@ -56,8 +56,8 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 def test_every_form_compiles(kernels: ModuleType, target: Target) -> None:
     for ratio in (4, 128):
         for width in (512, 128):
-            for alone in (True, False):
-                require_sound(kernels, PoolForm(ratio, width, alone, target.name))
+            for alone, few in ((True, True), (True, False), (False, False)):
+                require_sound(kernels, PoolForm(ratio, width, alone, target.name, few))
 
 
 def test_refuses_by_name(kernels: ModuleType) -> None:

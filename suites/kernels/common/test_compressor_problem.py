@@ -36,13 +36,17 @@ def test_a_ring_has_the_last_whole_window_and_the_rest() -> None:
 def test_forms_have_a_thread_for_every_channel_and_row() -> None:
     for ratio in facts.RATIOS:
         for width in (512, 128):
-            form = PoolForm(ratio, width, alone=False, target="sm_90a")
-            assert form.parts * facts.AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
-            assert form.threads * facts.CHANNELS == form.parts * form.channels
-            assert width % form.channels == 0
-            assert form.threads % 32 == 0
+            for few in (False, True):
+                form = PoolForm(ratio, width, alone=few, target="sm_90a", few=few)
+                assert form.parts * facts.AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
+                assert form.threads * facts.CHANNELS == form.parts * form.channels
+                assert form.groups * form.channels == width
+                assert form.threads % 32 == 0
     assert facts.choose_form(PoolProblem(3, 3, 3, 5, 4), "sm_90a").alone
     assert not facts.choose_form(PoolProblem(4, 3, 3, 5, 4), "sm_90a").alone
+    many = facts.FEW_SEQUENCES + 1
+    alone = [PoolProblem(n, n, n, 1, 128) for n in (many - 1, many)]
+    assert [facts.choose_form(each, "sm_90a").few for each in alone] == [True, False]
     assert PoolProblem(8192, 1, 2048, 1, 4).bytes_moved == 8 * 1024 * 8200 + 2048 * 1040
 
 
@@ -54,6 +58,7 @@ def test_refuses_by_name() -> None:
         ((-1, 0, 1, 1, 4), ShapeMismatch, "tokens"),
         ((1, 1, 1, 0, 4), ShapeMismatch, "rings"),
         ((1, 1, 1, 1 << 30, 4), ShapeMismatch, "rows of all rings"),
+        ((1, 1, 1 << 30, 1, 4), ShapeMismatch, "pairs of channels of all windows"),
     ):
         with pytest.raises(error, match=name):
             PoolProblem(*extents)
