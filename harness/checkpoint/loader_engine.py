@@ -69,15 +69,20 @@ class Ranks(NamedTuple):
 ONE_RANK = Ranks()
 
 
-def engine_map(inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK) -> LoaderMap:
-    """Make the map by which an engine loads a checkpoint of this inventory."""
+def engine_map(
+    inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK, built: Recipe | None = None
+) -> LoaderMap:
+    """Make the map by which an engine loads a checkpoint of this inventory.
+
+    `built`: the formats that it builds, where they are not its own choice.
+    """
     config = inventory.config
     if engine not in ENGINES:
         raise UnknownName.among("engine", engine, ENGINES)
     require_unfused(inventory, engine)
     source = inventory.layout.with_recipe(stored_recipe(inventory))
     layout = layout_for(inventory, engine)
-    recipe, converted = _engine_recipe(inventory, source)
+    recipe, converted = (built, ()) if built else _engine_recipe(inventory, source)
     return _Maker(config, source, layout.with_recipe(recipe), ranks).make(converted)
 
 

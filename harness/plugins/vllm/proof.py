@@ -101,12 +101,12 @@ def as_stored(inventory: Inventory, ranks: tuple[int, int, int]) -> LoaderMap:
     from degarble.harness.checkpoint.loader_engine import Ranks, engine_map  # noqa: PLC0415
     from degarble.harness.checkpoint.loader_maps import Elsewhere, Engine  # noqa: PLC0415
 
-    made = engine_map(inventory, "vllm", Ranks(*ranks))
+    # Trap: vLLM's own formats may not be cut over these ranks where the stored ones can be.
+    made = engine_map(inventory, "vllm", Ranks(*ranks), stored_recipe(inventory))
     engine = made.parameters
     assert isinstance(engine, Engine), "an engine's map has its layout"
     assert not isinstance(engine.layout, str), "an engine's map has its layout as a record"
-    layout = engine.layout.with_recipe(stored_recipe(inventory))
-    layout = replace(layout, no_drafter=NO_DRAFTER)
+    layout = replace(engine.layout, no_drafter=NO_DRAFTER)
     return replace(
         made,
         name=f"{made.name}, with degarble's linears",

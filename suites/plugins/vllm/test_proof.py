@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.anatomy.recipes import Recipe, Rule
+from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import LayoutMismatch, PartnersMismatch, ShapeMismatch
 from degarble.harness.plugins.vllm import proof
@@ -128,3 +130,13 @@ def test_parameters_that_nothing_reached_are_refused() -> None:
     proof.require_filled(["a", "b"], {"a", "b", "c"})
     with pytest.raises(LayoutMismatch, match="1, as b"):
         proof.require_filled(["a", "b"], {"a"})
+
+
+def test_ranks_are_proven_in_the_formats_that_are_stored(tmp_path: Path) -> None:
+    """vLLM would build these linears in FP8, whose blocks of 128 no two ranks can share here."""
+    rule = Rule("layers.*.ffn.experts.*", "NVFP4", "NVFP4")
+    model = Synthetic(V4, "nvfp4-experts", Recipe("experts alone", (rule,)))
+    write_checkpoint(tmp_path / "c", model)
+    found = proof.prove_start(tmp_path / "c", (2, 2, 1))
+    assert found.summary.startswith("2 ranks, ")
+    assert found.summary.endswith(" 0 elements unwritten")

@@ -51,6 +51,8 @@ SERVERS = (
     Asked("lacking", "full", dropped="layers.2.attn.wo_b.weight_scale",
           refused="loader.unwritten"),
     Asked("ranks", "experts", (*_KNOWS, "many", "capture"), ranks=2),
+    Asked("ranks-swapped", "experts", ("capture",), ranks=2, plant="gate and up",
+          blamed=("layers.1.ffn.shared.w13", "M14")),
 )  # fmt: skip
 _RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
 _ENDS = ("Error", "error:", "Traceback")

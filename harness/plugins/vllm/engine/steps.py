@@ -119,16 +119,19 @@ def texts(session: Session) -> Outcome:
 
 def forced(session: Session) -> Outcome:
     """The references' texts as prompts: at how many places is their token the likeliest."""
-    right = every = 0
+    gaps: list[float] = []
     for each in session.answers.texts:
         made = session.caller.complete(each.prompt + each.ids, 1, prompt_logprobs=1)
         for place, token in enumerate(each.ids):
             known = made["prompt_logprobs"][len(each.prompt) + place]
             best = max(known, key=lambda one: known[one]["logprob"])
-            right += int(best) == token
-            every += 1
-    told = f"{right} of {every} places; with a moved rounding the references stay at"
-    return Outcome("forced", None, f"{told} {session.answers.steady}")
+            gaps.append(0.0 if int(best) == token else each.gap(place, int(best)))
+    told = (
+        f"{sum(not gap for gap in gaps)} of {len(gaps)} places, with a moved rounding the"
+        f" references' own {session.answers.steady}; where it is another, they have the two"
+        f" {max(gaps):.2f} apart at most"
+    )
+    return Outcome("forced", None, told)
 
 
 def questions(session: Session) -> Outcome:
