@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,9 +136,8 @@ def diagnose(
         more: list[_Trial] = []
         if not named and not (sample.whole and len(main.rows) < 2):
             # What counts rows or tiles is itself only in a whole call.
-            call = most_telling(calls_in(main))
-            if max(each.numel() for each in call.outputs.values()) <= _WHOLE:
-                whole = sampled(scene, call, sys.maxsize)
+            whole = _uncut(scene, main)
+            if whole is not None:
                 more = list(_trials(scene, main, whole, steady, weights=False))
                 named = _proved(scene, calls, main, more)
         if not named:
@@ -181,13 +181,22 @@ def _trials(
     weights: bool = True,
 ) -> Iterator[_Trial]:
     """Try every way that a fault proposes, on the sample; or all but those of weights."""
-    order = 0
+    order, uncut = 0, cache(lambda: _uncut(scene, main) or sample)
     for fault in sitting:
         for way in fault.signature(scene, main):
             if not weights and "weights" in way.where:
                 continue
-            yield _Trial(order, (fault,), way, _left(scene, sample, way))
+            looked_at = uncut() if way.whole else sample
+            yield _Trial(order, (fault,), way, _left(scene, looked_at, way))
             order += 1
+
+
+def _uncut(scene: Scene, main: Sight) -> Sample | None:
+    """The call that shows most, with all its rows; None where that is too much to try."""
+    call = most_telling(calls_in(main))
+    if max(each.numel() for each in call.outputs.values()) > _WHOLE:
+        return None
+    return sampled(scene, call, sys.maxsize)
 
 
 def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,22 @@ def test_two_faults_of_the_same_numbers_are_told_together() -> None:
         found = asked(model, place, way)
         assert found is not None
         assert {name, also} <= {found.named[0].id, *found.named[0].alternatives}, found.sentence
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
+    """Who visits whom is another question where experts are left out of a sample."""
+    model = double("v4", "nvfp4-experts")
+    place, fault = "layers.0.ffn.experts.w13", MODEL_FAULTS["M12.visited_before"]
+
+    def ways(scene: Scene, _sight: Sight) -> Iterator[Way]:
+        return (replace(each, whole=whole) for each in fault.ways(scene))
+
+    known = (MODEL_FAULTS["M12.previous_expert"], replace(fault, signature=ways))
+    before = next(fault.ways(model.planting(place)))
+    found = diagnose(model.naming(place), model.sights(place, before, calls=1), known)
+    told = {found.named[0].id, *found.named[0].alternatives}
+    assert told == {"M12.previous_expert", *([fault.id] if whole else [])}
 
 
 def test_a_cause_quotes_its_figures() -> None:

@@ -105,13 +105,15 @@ class Way:
     """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
 
     `beside` wraps other components, by name, that hand this one what it takes wrongly; they stay
-    healthy. Whoever plants a way plants these with it.
+    healthy. Whoever plants a way plants these with it. `whole` ways depend on which rows and
+    experts a call holds: with some of them left out they are other ways.
     """
 
     words: str
     apply: Callable[[ComponentCall], ComponentCall]
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
     beside: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
+    whole: bool = False
 
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]

@@ -25,6 +25,7 @@ from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.types import Rounding
 from degarble.references import experts
 from degarble.references.facts import V4Facts, V32Facts
+from degarble.references.linears import holds_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -186,8 +187,11 @@ def _made(scene: Scene, change: Making, half: bool) -> Callable[[ComponentCall],
 
 
 def _read(scene: Scene, change: Reading, half: bool) -> Callable[[ComponentCall], ComponentCall]:
+    # Some switches hand numbers to a linear whose recipe has codes: nothing is read wrongly then.
     apply: Callable[[ComponentCall], ComponentCall] = with_inputs(
-        lambda inputs: _columns(half, inputs, change(scene, inputs))
+        lambda inputs: _columns(
+            half, inputs, change(scene, inputs) if holds_codes(inputs) else None
+        )
     )
     return apply
 

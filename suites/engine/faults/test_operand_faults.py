@@ -50,3 +50,15 @@ def test_half_of_the_columns_stays_right() -> None:
     middle = right["codes"].shape[-1] // 2
     assert torch.equal(made["codes"][:, :middle], right["codes"][:, :middle])
     assert not torch.equal(made["codes"][:, middle:], right["codes"][:, middle:])
+
+
+@pytest.mark.parametrize("name", ["M11.activation_transposed", "M11.activation_reversed"])
+def test_a_linear_that_is_handed_numbers_reads_no_codes_wrongly(name: str) -> None:
+    """The official source multiplies wo_a by numbers, whatever the recipe keeps it in."""
+    model, place = double("v4", "nvfp4-experts"), "layers.1.attn.wo_a"
+    scene, inputs = model.planting(place), model.calls[place][0]
+    assert MODEL_FAULTS[name].sits(scene)
+    assert "codes" not in inputs
+    way = next(MODEL_FAULTS[name].ways(scene))
+    right = scene.call(inputs, scene.weights)
+    assert torch.equal(way.apply(scene.call)(inputs, scene.weights)["out"], right["out"])
