@@ -1,19 +1,20 @@
 """vLLM's own DeepSeek-V4 with the plugin, built and loaded on a CPU, in a process of its own.
 
 Run as `python -m degarble.suites.plugins.vllm.built_model CKPT [NAME]` with VLLM_PLUGINS=degarble;
-NAME is a stored tensor that the stream drops. A GPU's streams, events and capability are pretended:
-nothing is computed. Prints one JSON object: classes, counts, banner, what runs; or the refusal.
+NAME is a stored tensor that the stream drops. With `--rank N --store FILE` it is one of two ranks,
+experts spread. A GPU's streams, events and capability are pretended: nothing is computed. Prints
+one JSON object: classes, counts, shapes, banner, what runs; or the refusal.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -45,7 +46,15 @@ def write_served(folder: Path) -> Path:
     return folder
 
 
-def config_of(folder: Path, told: str) -> Any:
+class Place(NamedTuple):
+    """Which of how many ranks, and the file where they meet."""
+
+    rank: int
+    ranks: int
+    store: str
+
+
+def config_of(folder: Path, told: str, place: Place) -> Any:
     """Return vLLM's config of a start."""
     vllm = import_module("vllm.config")
     model = vllm.ModelConfig(
@@ -57,8 +66,12 @@ def config_of(folder: Path, told: str) -> Any:
         model_config=model,
         device_config=vllm.DeviceConfig(device="cpu"),
         cache_config=vllm.CacheConfig(cache_dtype="fp8", block_size=256),
+        parallel_config=vllm.ParallelConfig(
+            tensor_parallel_size=place.ranks, enable_expert_parallel=place.ranks > 1,
+            rank=place.rank, distributed_executor_backend="mp" if place.ranks > 1 else None,
+        ),
         additional_config={"degarble": {"parts": parts, "told": told}},
-    )
+    )  # fmt: skip
 
 
 def pretend_hopper() -> None:
@@ -71,16 +84,16 @@ def pretend_hopper() -> None:
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[assignment,misc]
 
 
-def build(folder: Path, told: str, dropped: str | None) -> dict[str, Any]:
+def build(folder: Path, told: str, dropped: str | None, place: Place) -> dict[str, Any]:
     """Build and load; say what came of it."""
     import_module("vllm.plugins").load_general_plugins()
-    config = config_of(folder, told)
+    config = config_of(folder, told, place)
     pretend_hopper()
     distributed = import_module("vllm.distributed")
     with import_module("vllm.config").set_current_vllm_config(config):
-        store = f"file://{told}/store"
-        distributed.init_distributed_environment(1, 0, store, 0, "gloo")
-        distributed.initialize_model_parallel(1)
+        met = f"file://{place.store}"
+        distributed.init_distributed_environment(place.ranks, place.rank, met, place.rank, "gloo")
+        distributed.initialize_model_parallel(place.ranks)
         registry = import_module("vllm.model_executor.models").ModelRegistry
         of_model = config.model_config
         made, _ = registry.resolve_model_cls(of_model.architectures, of_model)
@@ -96,6 +109,7 @@ def build(folder: Path, told: str, dropped: str | None) -> dict[str, Any]:
         "attention": sorted({type(layer.attn).__name__ for layer in model.model.layers}),
         "parameters": len(list(model.named_parameters())),
         "loaded": len(loaded),
+        "shapes": {name: list(each.shape) for name, each in model.named_parameters()},
         "banner": start.banner().lines(),
         "layers": sorted({type(layer).__name__ for layer in model.model.layers}),
         "indexers": sorted({type(layer.attn.indexer).__name__ for layer in model.model.layers}),
@@ -106,10 +120,16 @@ def build(folder: Path, told: str, dropped: str | None) -> dict[str, Any]:
 
 def main() -> None:
     """Build, and print what came of it."""
-    folder, dropped = Path(sys.argv[1]), sys.argv[2] if sys.argv[2:] else None
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("dropped", nargs="?")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--store")
+    given = parser.parse_args()
     with TemporaryDirectory() as told:
+        place = Place(given.rank or 0, 1 if given.rank is None else 2, given.store or f"{told}/met")
         try:
-            made = build(folder, told, dropped)
+            made = build(given.folder, told, given.dropped, place)
         except Refused as error:
             made = {"refused": str(error)}
     print(json.dumps(made))  # noqa: T201  read by the suite

@@ -62,6 +62,27 @@ def test_it_is_built_loaded_and_told(folder: Path) -> None:
         assert sum(each.startswith(line) for each in running) == 1, line
 
 
+def test_two_ranks_hold_their_shares(folder: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "degarble.suites.plugins.vllm.built_model", str(folder)]
+    running = [
+        subprocess.Popen(
+            [*line, "--rank", str(rank), "--store", str(tmp_path / "met")],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"VLLM_PLUGINS": "degarble"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    alone = built(folder)["shapes"]
+    for rank, each in enumerate(running):
+        found = json.loads(each.communicate(timeout=900)[0].splitlines()[-1])
+        assert found["banner"][2].startswith("loader proof: 2 ranks, ")
+        assert found["records"] == [f"rank-{rank}.json"]
+        assert found["loaded"] == found["parameters"]
+        shapes, experts = found["shapes"], "model.layers.0.ffn.experts.routed_experts.w13_weight"
+        assert shapes[experts][0] * 2 == alone[experts][0]
+        assert shapes["lm_head.weight"][0] * 2 == alone["lm_head.weight"][0]
+        assert any("experts [NVFP4]: degarble" in each for each in found["running"])
+
+
 def test_a_tensor_that_does_not_come_ends_the_start(folder: Path) -> None:
     found = built(folder, "layers.1.ffn.experts.2.w3.input_scale")
     assert "weights that never came = '1, as layers.1.ffn.experts.2.w3" in found["refused"]

@@ -43,6 +43,14 @@ def test_what_the_config_says_passes(require: Any) -> None:
         assert begun.running == []
 
 
+def test_a_gpu_as_the_default_device_changes_nothing(require: Any) -> None:
+    """So vLLM builds its model there: a table made beside it would be of another device."""
+    begun, layer = start(), attention(plain(), table_of(V4.rope(V4.layers[plain()]), 2048))
+    with torch.device("meta"):
+        require(layer, begun, "0.33")
+    assert begun.running == []
+
+
 def test_yarn_where_there_is_none_is_mended_in_026_alone(require: Any) -> None:
     own = V4.rope(V4.layers[plain()])
     compressed = next(V4.rope(block) for block in V4.layers if block.ratio)
