@@ -55,7 +55,8 @@ SERVERS = (
           blamed=("layers.1.ffn.shared.w13", "M14")),
 )  # fmt: skip
 _RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
-_ENDS = ("Error", "error:", "Traceback")
+_ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")
+_ABOVE = "See root cause above"  # a process that tells of another one
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def graphs(log: str) -> Outcome:
 
 def last_words(log: str) -> str:
     """Return the line of a log that says why it ended."""
-    lines = [each for each in log.splitlines() if any(sign in each for sign in _ENDS)]
-    return f"never answered: {lines[-1][-300:] if lines else log[-300:]}"
+    lines = [each for each in log.splitlines() if _ENDS.search(each) and _ABOVE not in each]
+    return f"never answered: {_ENDS.split(lines[-1], 1)[-1][:300] if lines else log[-300:]}"
 
 
 def lacking(checkpoint: Path, folder: Path, name: str) -> Path:
