@@ -42,7 +42,7 @@ class AskedBackend:
     name: str = TORCH
     strict: bool = False
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
-    graph: bool = False  # whole layers of our own kernels, captured
+    graph: int = 0  # sequences side by side in captured whole layers of our own kernels; 0: none
 
 
 @dataclass(frozen=True, eq=False)

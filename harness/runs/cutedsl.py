@@ -20,6 +20,7 @@ from degarble.harness.pairings import Paired, replace_call
 from degarble.harness.record.kernel_table import KernelTable
 from degarble.harness.runs import cutedsl_attention as attention
 from degarble.harness.runs import cutedsl_experts as experts
+from degarble.harness.runs import cutedsl_indexer as indexer
 from degarble.harness.runs import cutedsl_latent as latent
 from degarble.harness.runs import cutedsl_linears as linears
 from degarble.harness.runs import cutedsl_mixing as mixing
@@ -54,7 +55,7 @@ PAIRINGS: Mapping[str, Pairing] = {
     "embed": rows.embed,
     "head": linears.wide,
     "attn.q_norm": rows.norm,
-    "attn.kv_norm": rows.norm,
+    "attn.kv_norm": latent.latent_norm,
     "attn.wq_a": linears.linear,
     "attn.wq_b": linears.linear,
     "attn.wkv": linears.linear,
@@ -78,12 +79,12 @@ PAIRINGS: Mapping[str, Pairing] = {
     "attn.hc_post": mixing.post,
     "ffn.hc_post": mixing.post,
     "attn.compressor.pool": attention.pool,
-    "attn.indexer.q": attention.indexer_q,
-    "attn.indexer.k": attention.indexer_k,
-    "attn.indexer.weights_proj": attention.indexer_weights,
-    "attn.indexer.compressor.pool": attention.indexer_pool,
-    "attn.indexer.scores": attention.indexer_scores,
-    "attn.indexer.topk": attention.indexer_topk,
+    "attn.indexer.q": indexer.queries,
+    "attn.indexer.k": indexer.keys,
+    "attn.indexer.weights_proj": indexer.weights,
+    "attn.indexer.compressor.pool": indexer.pooled,
+    "attn.indexer.scores": indexer.scores,
+    "attn.indexer.topk": indexer.topk,
     "ffn.experts.combine": experts.combine,
     "ffn.moe_sum": experts.moe_sum,
     "ffn.gate": linears.wide,

@@ -1,26 +1,23 @@
-"""Compressor, indexer and attention in place of the references', with pages made for a call.
+"""Compressor and attention in place of the references', with pages made for a call.
 
 Owns the way from a component's tensors to what kernels read. Rows that a sequence remembers and
 those of this call are written into pages by the kernel that writes caches, and lists of slots say
 which a token attends to. The compressor's state, which sites carry in the official order, is laid
-into rings and back. Entries are chosen in ascending order by the kernel; which they are is the
-same. Indexers of either family.
+into rings and back.
 
 Gives the reason where no kernel fits. Kept honest by suites/runs/test_cutedsl.py. Shape letters: T
-tokens, B sequences, W windows or entries, E width of an entry, H heads, N indexer heads, R rows.
+tokens, B sequences, W windows or entries, E width of an entry, H heads, R rows.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.runs.cutedsl_linears import wide_product
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
 from degarble.harness.runs.cutedsl_rows import TURNS, norm_weight, rope_of, through_pages
-from degarble.kernels.common.attention_rows import ROTATED, WIDTH
 from degarble.kernels.common.compressor_problem import (
     PoolProblem,
     as_references_have_it,
@@ -28,14 +25,9 @@ from degarble.kernels.common.compressor_problem import (
     rows_of_ring,
     windows_of,
 )
-from degarble.kernels.common.gemm_problem import GemmProblem
-from degarble.kernels.common.indexer_operand_problem import WIDTH as KEY_WIDTH
-from degarble.kernels.common.indexer_operand_problem import OperandProblem
-from degarble.kernels.common.indexer_problem import KeyPages, ScoresProblem
 from degarble.kernels.common.kv_problem import Pages, WriteProblem
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
 from degarble.kernels.common.targets import SM90A
-from degarble.kernels.common.topk_problem import TopkProblem
 from degarble.references.facts import Span, spans_of
 
 if TYPE_CHECKING:
@@ -43,10 +35,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.types import Rope
     from degarble.harness.runs.cutedsl_parts import Compute, Outputs, Part, Work
 
-_PAGE = 64  # entries
+PAGE = 64  # entries
 
 
 # ---- compressor ----------------------------------------------------------------------------------
@@ -133,172 +124,6 @@ def _ring(state_RF: Tensor, length: int, ratio: int) -> Tensor:
     return ring
 
 
-# ---- indexer -------------------------------------------------------------------------------------
-
-
-def _require_indexer(part: Part) -> None:
-    if part.config.index_head_dim != KEY_WIDTH:
-        raise NoKernelError(f"indexer heads of {part.config.index_head_dim}; kernels have 128")
-
-
-def _indexer_rope(part: Part) -> tuple[Rope, str]:
-    if not part.v4:
-        return part.config.indexer_rope(), "halves"
-    return part.config.rope(part.component.block), "interleaved"
-
-
-def _operand(part: Part, tokens: int, heads: int, pairing: str, **more: Any) -> OperandProblem:
-    switches = part.facts.numerics.switches
-    return OperandProblem(
-        tokens, heads, pairing, str(switches.indexer_format), switches.indexer_hadamard, **more
-    )
-
-
-def indexer_q(part: Part) -> Compute:
-    """Queries turned, transformed and rounded as the scores multiply them."""
-    _require_indexer(part)
-    rope, pairing = _indexer_rope(part)
-    heads = part.config.index_n_heads
-    _operand(part, 1, heads, pairing, positions=1)
-
-    def compute(work: Work) -> Outputs:
-        x, positions = work.bf16(), own(work.inputs["positions"])
-        table = TURNS.reaching(rope, positions)
-        problem = _operand(part, x.shape[0], heads, pairing, positions=table.shape[0])
-        (made,) = work.run(
-            "simt_indexer_operand", problem, rows=x.reshape(-1, heads, KEY_WIDTH), turns=table,
-            positions=positions,
-        )  # fmt: skip
-        return {"out": made}
-
-    return compute
-
-
-def indexer_k(part: Part) -> Compute:
-    """V3.2's keys: LayerNorm, then what queries go through."""
-    _require_indexer(part)
-    rope, pairing = _indexer_rope(part)
-    names = {name.rpartition(".")[2]: name for name in part.shapes}
-    epsilon = part.config.rms_norm_eps
-    _operand(part, 1, 1, pairing, positions=1, normed=True, epsilon=epsilon)
-
-    def compute(work: Work) -> Outputs:
-        x, positions = work.bf16(), own(work.inputs["positions"])
-        table = TURNS.reaching(rope, positions)
-        problem = _operand(
-            part, x.shape[0], 1, pairing, positions=table.shape[0], normed=True, epsilon=epsilon
-        )
-        weight, bias = (
-            work.weights.plain(names[each], torch.float32) for each in ("k_norm", "bias")
-        )
-        (made,) = work.run(
-            "simt_indexer_operand", problem, rows=x.unsqueeze(1), turns=table,
-            positions=positions, weight=weight, bias=bias,
-        )  # fmt: skip
-        return {"out": made.squeeze(1)}
-
-    return compute
-
-
-def indexer_pool(part: Part) -> Compute:
-    """As the main compressor, then what the indexer's queries go through but the turn."""
-    _require_indexer(part)
-    pooled = pool(part)
-    _operand(part, 1, 1, "none")
-
-    def compute(work: Work) -> Outputs:
-        made = pooled(work)
-        rows = made["out"]
-        problem = _operand(part, rows.shape[0], 1, "none")
-        (keys,) = work.run("simt_indexer_operand", problem, rows=own(rows.unsqueeze(1)))
-        return made | {"out": keys.squeeze(1)}
-
-    return compute
-
-
-def indexer_weights(part: Part) -> Compute:
-    """Weights of heads. A factor that is a power of two is part of the matrix, bit for bit."""
-    c, name = part.config, part.name
-    factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
-    if part.format_of(name) != "BF16" or part.facts.activation(name) is not None:
-        raise NoKernelError(f"no kernel has heads' weights of {part.format_of(name)}")
-    if torch.frexp(torch.tensor(factor)).mantissa != 0.5:
-        raise NoKernelError(f"no kernel multiplies by {factor:.4f}, which is no power of two")
-    outputs, inner = part.shapes[name]
-    problem = GemmProblem(1, outputs, inner)
-    stored = part.v4 and part.facts.numerics.switches.indexer_in_storage_dtype
-
-    def compute(work: Work) -> Outputs:
-        x = work.bf16()
-        weight = work.weights.made(
-            name, "scaled", lambda w: work.weights.there(w.values(torch.bfloat16) * factor)
-        )
-        if not part.v4:
-            return {"out": wide_product(work, x, weight, outputs)}
-        told = GemmProblem(x.shape[0], problem.columns, problem.inner)
-        (made,) = work.run("sm90_gemm_bf16", told, a=x, b=weight)
-        return {"out": made if stored else made.float()}
-
-    if part.v4 and part.target != SM90A.name:
-        raise NoKernelError(f"the GEMM of bf16 has run on {SM90A.name} alone")
-    return compute
-
-
-def indexer_scores(part: Part) -> Compute:
-    """Scores of every entry that a token may see, -inf elsewhere."""
-    _require_indexer(part)
-    if part.target != SM90A.name:
-        raise NoKernelError(f"the kernel is written for {SM90A.name}")
-    heads, block = part.config.index_n_heads, part.component.block
-    ratio = block.ratio if part.v4 and block is not None else 1
-    stored = part.v4 and part.facts.numerics.switches.indexer_in_storage_dtype
-    arithmetic = "stored" if stored else "float32"
-    ScoresProblem(1, heads, 1, 1, KeyPages("bf16", _PAGE, 1), ratio, arithmetic)
-
-    def compute(work: Work) -> Outputs:
-        spans = spans_of(work.inputs)
-        keys = memories(work, spans, "state_keys", "keys", ratio)
-        widest = max(len(own_keys) for own_keys in keys)
-        q = work.bf16("q")
-        if not widest:
-            return {"out": q.new_empty(len(q), 0, dtype=torch.float32)}
-        each = -(-widest // _PAGE)
-        pages = q.new_zeros(len(keys) * each * _PAGE, KEY_WIDTH)
-        for n, own_keys in enumerate(keys):
-            pages[n * each * _PAGE : n * each * _PAGE + len(own_keys)] = own_keys
-        told = KeyPages("bf16", _PAGE, len(keys) * each)
-        problem = ScoresProblem(len(q), heads, widest, len(keys), told, ratio, arithmetic)
-        counts = torch.tensor([span.count for span in spans])
-        owners = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), counts)
-        (made,) = work.run(
-            "sm90_indexer_scores", problem, queries=q,
-            weights=work.bf16("weights") if stored else work.fp32("weights"),
-            positions=own(work.inputs["positions"]), sequences=owners.to(q.device),
-            table=torch.arange(told.count, dtype=torch.int32, device=q.device).reshape(-1, each),
-            pages=pages.view(torch.uint8).reshape(told.count, -1),
-        )  # fmt: skip
-        return {"out": made}
-
-    return compute
-
-
-def indexer_topk(part: Part) -> Compute:
-    """The entries of the largest scores, -1 for none."""
-    count = part.config.index_topk
-    TopkProblem(1, 1, count)
-
-    def compute(work: Work) -> Outputs:
-        scores = work.fp32("scores")
-        rows, entries = scores.shape
-        if not entries:
-            return {"out": scores.new_empty(rows, 0, dtype=torch.int64)}
-        problem = TopkProblem(rows, entries, min(count, entries))
-        (made,) = work.run("simt_indexer_topk", problem, scores=scores)
-        return {"out": made.to(torch.int64)}
-
-    return compute
-
-
 # ---- attention -----------------------------------------------------------------------------------
 
 
@@ -321,7 +146,7 @@ def attend(part: Part) -> Compute:
     if part.target != SM90A.name:
         raise NoKernelError(f"the kernel is written for {SM90A.name}")
     heads, ratio = c.num_attention_heads, block.ratio if block is not None else 0
-    AttentionProblem(1, heads, KeyList(c.sliding_window, Pages("bf16", _PAGE, 1)))
+    AttentionProblem(1, heads, KeyList(c.sliding_window, Pages("bf16", PAGE, 1)))
 
     def compute(work: Work) -> Outputs:
         spans = spans_of(work.inputs)
@@ -386,7 +211,7 @@ def _entry_list(
 def paged(work: Work, rows: Tensor) -> tuple[Tensor, Pages]:
     """Rows written into pages of BF16 entries, in order."""
     count = rows.shape[0]
-    pages = Pages("bf16", _PAGE, max(1, -(-count // _PAGE)), width=rows.shape[1])
+    pages = Pages("bf16", PAGE, max(1, -(-count // PAGE)), width=rows.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=rows.device)
     slots = torch.arange(count, device=rows.device)
     work.run(
@@ -394,6 +219,3 @@ def paged(work: Work, rows: Tensor) -> tuple[Tensor, Pages]:
         cache=cache,
     )  # fmt: skip
     return cache, pages
-
-
-assert ROTATED < KEY_WIDTH < WIDTH, "rows of the indexer are narrower than those of attention"

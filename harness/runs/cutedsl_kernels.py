@@ -147,6 +147,15 @@ def _rmsnorm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> 
     return module.rmsnorm(t["values"], t["weight"], problem, settings).values
 
 
+def _residual_norm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    return tuple(module.residual_norm(t["values"], t["residual"], t["weight"], problem, settings))
+
+
+def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    names = module.Operands._fields
+    return module.latent_query(module.Operands(*(t[name] for name in names)), problem, settings)
+
+
 def _kv_write(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     names = ("values", "weight", "turns", "positions", "slots")
     operands = module.Operands(*(t.get(name) for name in names))
@@ -232,6 +241,13 @@ def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Giv
 ENTRIES: Mapping[str, Entry] = {
     "simt_embed": Entry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
     "simt_rmsnorm": Entry(_rmsnorm),
+    "simt_residual_norm": Entry(
+        _residual_norm, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
+    ),
+    "simt_scale": Entry(
+        lambda m, p, s, t: m.scale(t["values"], p, s), lambda p, _: f"{p.source} to {p.out}"
+    ),
+    "simt_latent_query": Entry(_latent_query),
     "simt_gemv_bf16": Entry(
         lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
         lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",

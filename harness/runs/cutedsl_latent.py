@@ -19,7 +19,7 @@ import torch
 
 from degarble.harness.runs.cutedsl_attention import memories, paged
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
-from degarble.harness.runs.cutedsl_rows import through_pages
+from degarble.harness.runs.cutedsl_rows import NORM_WEIGHTS, norm_weight, through_pages
 from degarble.kernels.common.attention_rows import ROTATED, WIDTH, WITH_KEY
 from degarble.kernels.common.grouped_problem import GroupedProblem
 from degarble.kernels.common.kv_problem import Pages, WriteProblem
@@ -31,7 +31,9 @@ from degarble.references.latent_attention import softmax_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from degarble.harness.anatomy.config import V32Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.runs.cutedsl_kernels import Kernels
     from degarble.harness.runs.cutedsl_parts import Compute, Outputs, Part, Work
 
 _ENTRY_OF_CACHE = {"exact": "bf16", "fp8": "fp8-v32-ue8m0", "fp8_f32": "fp8-v32"}
@@ -64,6 +66,25 @@ def cache_row(part: Part) -> Compute:
     return compute
 
 
+def latent_norm(part: Part) -> Compute:
+    """The latent's norm, as the kernel that writes rows has it: behind it lies a key of zeros."""
+    _require_rows(part)
+    kind, epsilon = norm_weight(part, part.name), part.config.rms_norm_eps
+    told = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        rows = own(torch.nn.functional.pad(x, (0, ROTATED)))
+        more = {
+            "weight": work.weights.plain(part.name, NORM_WEIGHTS[kind]),
+            "turns": torch.zeros(1, ROTATED, device=x.device),
+            "positions": torch.zeros(len(x), dtype=torch.int64, device=x.device),
+        }
+        return {"out": own(through_pages(work, rows, "bf16", told, more)[:, :WIDTH])}
+
+    return compute
+
+
 def attend(part: Part) -> Compute:
     """V3.2's attention over chosen latents, in its absorbed form."""
     _require_rows(part)
@@ -78,16 +99,14 @@ def attend(part: Part) -> Compute:
     GroupedProblem(1, heads, WIDTH, nope)
     GroupedProblem(1, heads, value, WIDTH)
 
-    def both(work: Work, weight: Weight) -> tuple[Tensor, Tensor]:
-        per_head = weight.values(torch.float32).reshape(heads, nope + value, WIDTH)
-        key, of_value = per_head[:, :nope].mT, per_head[:, nope:]
-        return work.weights.there(side_by_side(key)), work.weights.there(side_by_side(of_value))
-
     def compute(work: Work) -> Outputs:
         assert "expanded" not in work.inputs, "a model by kernels is bound in its absorbed form"
         q, spans = work.bf16("q"), spans_of(work.inputs)
-        key, of_value = work.weights.made(name, "absorbed", lambda weight: both(work, weight))
-        latent = by_head(work, q[..., :nope], key).reshape(len(q), heads, WIDTH)
+        key, of_value = work.weights.made(
+            name, "absorbed",
+            lambda weight: tuple(map(work.weights.there, absorbed(weight, c))),
+        )  # fmt: skip
+        latent = by_head(work.kernels, q[..., :nope], key).reshape(len(q), heads, WIDTH)
         query = own(torch.cat((latent, q[..., nope:]), dim=-1))
         rows = memories(work, spans, "state_rows", "rows", 1)
         begins = [0, *accumulate(len(each) for each in rows)]
@@ -101,9 +120,17 @@ def attend(part: Part) -> Compute:
         problem = AttentionProblem(len(q), heads, keys, mode=mode, scale=scale)
         given: dict[str, Any] = {"window_slots": slots, "window_cache": cache}
         out = work.run("sm90_sparse_attention", problem, q=query, sink=None, **given)[0]
-        return {"out": by_head(work, out, of_value)}
+        return {"out": by_head(work.kernels, out, of_value)}
 
     return compute
+
+
+def absorbed(weight: Weight, config: V32Config) -> tuple[Tensor, Tensor]:
+    """Each head's key rows of wkv_b, turned over, and its value rows, as BF16 matrices."""
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    shape = (config.num_attention_heads, nope + value, WIDTH)
+    per_head = weight.values(torch.float32).reshape(shape)
+    return side_by_side(per_head[:, :nope].mT), side_by_side(per_head[:, nope:])
 
 
 def side_by_side(weight_HNK: Tensor) -> Tensor:
@@ -116,9 +143,10 @@ def side_by_side(weight_HNK: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1).flatten(0, 1).contiguous()
 
 
-def by_head(work: Work, x_THK: Tensor, weight: Tensor) -> Tensor:
+def by_head(kernels: Kernels, x_THK: Tensor, weight: Tensor) -> Tensor:
     """Each head's values through its own matrix, BF16 [T, H N]."""
     tokens, heads, inner = x_THK.shape
-    wide = x_THK.repeat(1, 1, weight.shape[1] // inner)
+    parts = weight.shape[1] // inner
+    wide = x_THK if parts == 1 else x_THK.repeat(1, 1, parts)
     problem = GroupedProblem(tokens, heads, weight.shape[0] // heads, weight.shape[1])
-    return work.run("sm90_gemm_grouped", problem, a=own(wide.flatten(1)), b=weight)[0]
+    return kernels.run("sm90_gemm_grouped", problem, a=own(wide.flatten(1)), b=weight)[0]

@@ -23,6 +23,7 @@ from degarble.kernels.common.embed_problem import EmbedProblem
 from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
+from degarble.kernels.common.residual_problem import ResidualProblem
 from degarble.kernels.common.rmsnorm_problem import NormProblem
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.types import Rope
     from degarble.harness.runs.cutedsl_parts import Compute, Outputs, Part, Work
 
-_NORM_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NORM_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ENTRY_OF_CACHE = {"exact": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 _PAGE = 64  # entries
 TURNS = Turns()
@@ -63,15 +64,22 @@ def norm(part: Part) -> Compute:
 
 
 def residual_norm(part: Part) -> Compute:
-    """V3.2's norm: a kernel only where no residual is added in front, in the first layer."""
-    if any(each.name == "residual" for each in part.component.inputs):
-        raise NoKernelError("no kernel adds the residual in front of a norm")
-    kind = norm_weight(part, part.name)
-    NormProblem(1, part.shapes[part.name][0], part.config.rms_norm_eps, kind)
+    """V3.2's norm, with the residual added in front of it in one launch, but in the first layer."""
+    kind, switches = norm_weight(part, part.name), part.facts.numerics.switches
+    columns, epsilon = part.shapes[part.name][0], part.config.rms_norm_eps
+    told = (columns, epsilon, kind, switches.residual_rounded_before_norm)
+    ResidualProblem(1, *told)
 
     def compute(work: Work) -> Outputs:
         x = work.bf16()
-        return {"out": _normed(part, work, x, kind), "residual": x}
+        if "residual" not in work.inputs:
+            return {"out": _normed(part, work, x, kind), "residual": x}
+        out, total = work.run(
+            "simt_residual_norm", ResidualProblem(len(x), *told), values=x,
+            residual=work.bf16("residual"),
+            weight=work.weights.plain(part.name, NORM_WEIGHTS[kind]),
+        )  # fmt: skip
+        return {"out": out, "residual": total}
 
     return compute
 
@@ -82,7 +90,7 @@ def norm_weight(part: Part, name: str) -> str:
 
 
 def _normed(part: Part, work: Work, x: Tensor, kind: str) -> Tensor:
-    weight = work.weights.plain(part.name, _NORM_WEIGHTS[kind])
+    weight = work.weights.plain(part.name, NORM_WEIGHTS[kind])
     problem = NormProblem(x.shape[0], x.shape[1], part.config.rms_norm_eps, kind)
     return work.run("simt_rmsnorm", problem, values=x, weight=weight)[0]
 
@@ -169,7 +177,7 @@ def latent_row(part: Part) -> Compute:
         x, positions = work.bf16(), own(work.inputs["positions"])
         turns = TURNS.reaching(rope, positions)
         more = {
-            "weight": work.weights.plain(part.name, _NORM_WEIGHTS[kind]),
+            "weight": work.weights.plain(part.name, NORM_WEIGHTS[kind]),
             "turns": turns, "positions": positions,
         }  # fmt: skip
         told = {

@@ -13,20 +13,19 @@ letters: B lanes (a token each), S streams, D hidden, H heads, L latent width, N
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.runs.layer_matrices import (
     CodedGroups,
-    Experts,
     dense_product,
     grouped_products,
     multiply,
     widely,
 )
-from degarble.harness.runs.layer_memory import PAGE, Room, Tables, tables_of
-from degarble.harness.runs.layer_weights import table_of_turns
+from degarble.harness.runs.layer_memory import PAGE
+from degarble.harness.runs.layer_steps import Steps, widened
 from degarble.kernels.common.attention_rows import WIDTH
 from degarble.kernels.common.compressor_problem import PoolProblem
 from degarble.kernels.common.grouped_problem import GroupedProblem
@@ -37,59 +36,29 @@ from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.kv_problem import Pages, WriteProblem
 from degarble.kernels.common.mhc_problem import MixProblem
 from degarble.kernels.common.mhc_projection_problem import ProjectProblem
-from degarble.kernels.common.moe_problem import AFTER_W2, MoeProblem
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
-from degarble.kernels.common.quantise_problem import QuantiseProblem
-from degarble.kernels.common.rmsnorm_problem import NormProblem
-from degarble.kernels.common.router_problem import RouterProblem
-from degarble.kernels.common.slots_problem import CHOSEN, ENTRIES, WINDOW, SlotsProblem
+from degarble.kernels.common.slots_problem import CHOSEN, ENTRIES, WINDOW
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
 from degarble.kernels.common.topk_problem import TopkProblem
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Many
+
     from torch import Tensor
 
     from degarble.harness.anatomy.config import V4Config
-    from degarble.harness.anatomy.types import Rope
     from degarble.harness.runs.cutedsl_kernels import Kernels
-    from degarble.harness.runs.layer_memory import LayerMemory
+    from degarble.harness.runs.layer_memory import LayerMemory, Room
     from degarble.harness.runs.layer_weights import (
         AttentionWeights,
         Compressing,
+        EndWeights,
         FfnWeights,
         Indexing,
         LayerWeights,
         Mixing,
-        Norm,
     )
     from degarble.references.numerics import Switches
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """What a step is told, on the device: a token for each lane; a resting lane's owner is -1."""
-
-    tokens: Tensor  # int64 [B]
-    repeated: Tensor  # int64 [B S], each token once a stream
-    positions: Tensor  # int64 [B]
-    owners: Tensor  # int32 [B], the lane itself
-    members: Tensor  # int32 [B], 0, 1, ...
-    places: Tensor  # int64 [B], 0, 1, ...
-    offsets: Tensor  # int32 [B + 1], 0, 1, ...
-    first: Tensor  # int32 [B, 1] of zeros: the shared expert of every token
-    whole: Tensor  # float32 [B, 1] of ones: its weight
-
-    @classmethod
-    def of(cls, lanes: int, streams: int, device: Any) -> Lanes:
-        """All lanes resting."""
-        count = torch.arange(lanes + 1, dtype=torch.int32)
-        made = (
-            torch.zeros(lanes, dtype=torch.int64), torch.zeros(lanes * streams, dtype=torch.int64),
-            torch.zeros(lanes, dtype=torch.int64), torch.full((lanes,), -1, dtype=torch.int32),
-            count[:-1].clone(), count[:-1].long(), count, torch.zeros(lanes, 1, dtype=torch.int32),
-            torch.ones(lanes, 1),
-        )  # fmt: skip
-        return cls(*(each.to(device) for each in made))
 
 
 @dataclass(frozen=True)
@@ -101,58 +70,43 @@ class Lists:
     visible: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Stepping:
-    """Layers of one model, step by step, in one room."""
+class Stepping(Steps):
+    """V4's layers, a row a lane."""
 
     def __init__(self, kernels: Kernels, config: V4Config, switches: Switches, room: Room) -> None:
-        self.kernels, self.config, self.room = kernels, config, room
-        self._switches = switches
-        self.lanes = Lanes.of(room.lanes, config.hc_mult, kernels.device)
-        self._tables: dict[int, Tables] = {}
-        self._turns: dict[Rope, Tensor] = {}
+        super().__init__(kernels, config, switches, room, room.lanes)
+        self.config = config
 
-    # ---- what layers share -----------------------------------------------------------------------
+    def through(
+        self,
+        ends: EndWeights,
+        layers: Many[LayerWeights],
+        memories: Many[LayerMemory],
+        embedded: Tensor,
+    ) -> Tensor:
+        """Streams [B, S, D] behind the last layer."""
+        del ends
+        streams = embedded.reshape(self.rows, -1, embedded.shape[1])
+        seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
+        lists = self.lists(tuple(sorted(seen)))
+        for weights, memory in zip(layers, memories, strict=True):
+            streams = self.layer(weights, memory, lists, streams)
+        return streams
 
-    def tables(self, ratio: int) -> Tables:
-        """Where a lane's window (0) or entries lie."""
-        if ratio not in self._tables:
-            self._tables[ratio] = tables_of(self.room, ratio, self.kernels.device)
-        return self._tables[ratio]
-
-    def turns(self, rope: Rope) -> Tensor:
-        """Turns of every position that there is room for."""
-        if rope not in self._turns:
-            reach = self.room.positions
-            self._turns[rope] = table_of_turns(rope, reach, self.kernels.device)
-        return self._turns[rope]
+    def behind(self, ends: EndWeights, hidden: Tensor) -> Tensor:
+        """Streams mixed and normed."""
+        return self.normed(ends.norm, self.mixed(ends.mixing, hidden, "head")[0])
 
     def lists(self, ratios: tuple[int, ...]) -> Lists:
         """Slots for all layers of a step; `ratios` are those of layers that see every entry."""
-        window, own = self._slots(WINDOW, self.room.window, 0)
+        window, own = self.slots(WINDOW, self.room.window, 0)
         visible = {
-            ratio: self._slots(ENTRIES, self.room.columns(ratio), ratio)[0] for ratio in ratios
+            ratio: self.slots(ENTRIES, self.room.columns(ratio), ratio)[0] for ratio in ratios
         }
         assert own is not None, "a window tells the tokens' own slots"
         return Lists(window, own, visible)
 
-    def _slots(
-        self, kind: str, width: int, ratio: int, numbers: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        lanes, columns = self.room.lanes, self.room.columns(ratio)
-        problem = SlotsProblem(lanes, width, kind, lanes, columns, max(1, ratio))
-        made = self.kernels.run(
-            "simt_slots", problem, positions=self.lanes.positions, owners=self.lanes.owners,
-            table=self.tables(ratio).slots, numbers=numbers,
-        )  # fmt: skip
-        return made[0], made[1] if len(made) > 1 else None
-
     # ---- parts that every layer has --------------------------------------------------------------
-
-    def normed(self, norm: Norm, x: Tensor) -> Tensor:
-        """RMSNorm."""
-        rows, columns = x.shape
-        problem = NormProblem(rows, columns, self.config.rms_norm_eps, norm.kind)
-        return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
 
     def mixed(self, mixing: Mixing, streams: Tensor, part: str) -> tuple[Tensor, ...]:
         """MHC in front of a sublayer ("all"), or of the head."""
@@ -190,6 +144,12 @@ class Stepping:
         pre = self.mixed(weights.ffn.mixing, streams, "all")
         x = self.normed(weights.ffn.norm, pre[0])
         return self.spread(self._ffn(weights.ffn, x), streams, pre)
+
+    def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
+        limit, clamped = self.config.swiglu_limit or None, self.switches.shared_expert_clamped
+        width = self.config.moe_intermediate_size
+        shared = self.gated(w.shared, x, width, limit if clamped else None)
+        return self.routed(w.routed, x, shared, limit)
 
     def _attention(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, x: Tensor
@@ -261,7 +221,7 @@ class Stepping:
         if w.indexer is None:
             return lists.visible[ratio]
         chosen = self._chosen(weights, w.indexer, memory, given)
-        return self._slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
+        return self.slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
 
     def _pooled(
         self, weights: Compressing, ring: Tensor, ratio: int, x: Tensor
@@ -311,15 +271,18 @@ class Stepping:
         operand = self._operand(len(x), heads, "interleaved", len(table))
         positions = self.lanes.positions
         (q,) = run("simt_indexer_operand", operand, rows=q, turns=table, positions=positions)
-        of_heads = dense_product(self.kernels, w.weights, x)
-        stored = self._switches.indexer_in_storage_dtype
+        stored = self.switches.indexer_in_storage_dtype
+        of_heads = self.scaled(
+            dense_product(self.kernels, w.weights, x), w.factor,
+            torch.bfloat16 if stored else torch.float32,
+        )  # fmt: skip
         columns, lanes = self.room.columns(ratio), self.room.lanes
         pages = KeyPages("bf16", PAGE, len(memory.keys))
         arithmetic = "stored" if stored else "float32"
         problem = ScoresProblem(len(x), heads, columns, lanes, pages, ratio, arithmetic)
         (scores,) = run(
             "sm90_indexer_scores", problem, queries=q,
-            weights=of_heads if stored else widened([of_heads]), positions=positions,
+            weights=of_heads, positions=positions,
             sequences=self.lanes.members, table=self.tables(ratio).pages, pages=memory.keys,
         )  # fmt: skip
         count = min(self.config.index_topk, columns)
@@ -346,50 +309,6 @@ class Stepping:
         )  # fmt: skip
 
     def _operand(self, tokens: int, heads: int, pairing: str, positions: int) -> OperandProblem:
-        s = self._switches
+        s = self.switches
         told = (str(s.indexer_format), s.indexer_hadamard)
         return OperandProblem(tokens, heads, pairing, *told, positions=positions)
-
-    # ---- experts ---------------------------------------------------------------------------------
-
-    def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
-        c, lanes = self.config, len(x)
-        table = w.source.dtype is torch.int64
-        router = RouterProblem(
-            lanes, c.n_routed_experts, c.num_experts_per_tok, c.scoring_func,
-            scale=c.routed_scaling_factor, epsilon=self._switches.routing_epsilon,
-            vocabulary=len(w.source) if table else 0,
-        )  # fmt: skip
-        ids = self.lanes.tokens if table else None
-        experts, weights = self.kernels.run(
-            "simt_router", router, logits=widely(self.kernels, w.gate, x), source=w.source, ids=ids
-        )
-        counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
-        limit = c.swiglu_limit or None
-        sizes = (lanes, c.hidden_size, c.moe_intermediate_size)
-        problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)
-        return self.kernels.run(
-            "sm90_moe_nvfp4", problem, x=x, experts=experts, weights=weights,
-            shared=self._shared(w, x, limit), **w.experts.tensors,
-        )[0]  # fmt: skip
-
-    def _shared(self, w: FfnWeights, x: Tensor, limit: float | None) -> Tensor:
-        limit = limit if self._switches.shared_expert_clamped else None
-        lanes, hidden, width = len(x), self.config.hidden_size, self.config.moe_intermediate_size
-        if isinstance(w.shared, Experts):
-            problem = MoeProblem(lanes, hidden, width, 1, 1, 1, limit, AFTER_W2)
-            told = {"experts": self.lanes.first, "weights": self.lanes.whole}
-            tensors = w.shared.tensors
-            return self.kernels.run("sm90_shared_expert", problem, x=x, **told, **tensors)[0]
-        both, second = w.shared
-        halves = multiply(self.kernels, both, x)
-        act = QuantiseProblem(lanes, width, "linear", "swiglu", keeps_values=True, limit=limit)
-        made = self.kernels.run(
-            "simt_quantise_nvfp4", act, values=halves, decode_scale=self.lanes.whole[0]
-        )
-        return multiply(self.kernels, second, made[2])
-
-
-def widened(parts: list[Tensor]) -> Tensor:
-    """BF16 side by side in float32. Trap: this is torch's, since no kernel of ours widens."""
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).float()

@@ -222,7 +222,7 @@ def speaking_model(
         if asked.graph:
             from degarble.harness.runs.decoder import speak_by_layers  # noqa: PLC0415  our kernels
 
-            yield model, speak_by_layers(model, kernels_of(asked))
+            yield model, speak_by_layers(model, kernels_of(asked), asked.graph)
         else:
             yield model, use_backend(model.speaker.bound, asked, model.recipe)
 

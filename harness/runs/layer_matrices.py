@@ -26,7 +26,7 @@ from degarble.harness.runs.cutedsl_linears import (
 )
 from degarble.harness.runs.cutedsl_parts import NoKernelError, exact_bf16, own
 from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
-from degarble.kernels.common.gemm_problem import GemmProblem
+from degarble.kernels.common.gemm_problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.common.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.common.grouped_problem import GroupedProblem
 from degarble.kernels.common.quantise_problem import QuantiseProblem
@@ -112,29 +112,41 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
 
 
 def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
-    """BF16 rows by a BF16 weight in float32: a GEMV for few rows, else the grouped GEMM."""
+    """BF16 rows by a BF16 weight in float32: a GEMV for few rows, else the grouped GEMM.
+
+    Columns that are no whole vectors of a GEMM's have a GEMV for every few rows.
+    """
     (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
-    if rows <= max(each for each in ROWS if inner <= inner_held(each)):
-        problem = GemvProblem(rows, columns, inner)
-        return kernels.run("simt_gemv_bf16", problem, x=x_MK, weight=weight_NK)[0]
+    most = max(each for each in ROWS if inner <= inner_held(each))
+    if rows <= most or columns % COLUMNS_MULTIPLE:
+        made = [
+            kernels.run(
+                "simt_gemv_bf16", GemvProblem(len(some), columns, inner), x=own(some),
+                weight=weight_NK,
+            )[0]
+            for some in x_MK.split(most)
+        ]  # fmt: skip
+        return made[0] if len(made) == 1 else torch.cat(made)
     grouped = GroupedProblem(rows, 1, columns, inner, out="fp32")
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
 
 
-def stacked(matrices: Sequence[Matrix]) -> Matrix:
-    """Matrices over one input as one, rows below rows; FP8 scales have whole tiles of rows."""
+def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """Matrices over one input as one, rows below rows, or as they are where they do not stack.
+
+    FP8 has whole tiles of rows under a scale, NVFP4 a scale of its own for every matrix.
+    """
     first = matrices[0]
     outputs = [each.outputs for each in matrices]
     whole = first.way.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
     kernels = {each.way.kernel for each in matrices}
     if kernels not in ({BF16}, {FP8}) or not whole:
-        told = " and ".join(sorted(kernels))
-        raise NoKernelError(f"gate and up of {outputs} rows do not stack in {told}")
+        return tuple(matrices)
     operands = {
         name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
     }
     problem = replace(first.way.problem, columns=sum(outputs))
-    return Matrix(Way(first.way.kernel, problem), operands)
+    return (Matrix(Way(first.way.kernel, problem), operands),)
 
 
 # ---- experts and wo_a ----------------------------------------------------------------------------

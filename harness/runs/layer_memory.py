@@ -18,7 +18,7 @@ import torch
 
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.common.attention_rows import WIDTH
+from degarble.kernels.common.attention_rows import WIDTH, WITH_KEY
 from degarble.kernels.common.compressor_problem import overlaps, rows_of_ring
 from degarble.kernels.common.indexer_operand_problem import WIDTH as KEY_WIDTH
 from degarble.kernels.common.kv_problem import Pages
@@ -57,9 +57,9 @@ class Room:
         """Slots of a lane."""
         return self.pages_of_lane(ratio) * PAGE
 
-    def pages(self, ratio: int) -> Pages:
-        """The cache of all lanes."""
-        return Pages(self.entry, PAGE, self.lanes * self.pages_of_lane(ratio))
+    def pages(self, ratio: int, width: int = WIDTH, entry: str | None = None) -> Pages:
+        """The cache of all lanes; by default of latent rows in the room's own format."""
+        return Pages(entry or self.entry, PAGE, self.lanes * self.pages_of_lane(ratio), width=width)
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,35 @@ class LayerMemory:
         return tuple(each for each in every if each is not None)
 
 
+@dataclass(frozen=True)
+class LatentMemory:
+    """One of V3.2's layers: pages of rows, latents beside keys, and of the indexer's keys."""
+
+    rows: Tensor
+    keys: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both."""
+        return self.rows, self.keys
+
+
+def latent_memory_of(room: Room, device: Any) -> LatentMemory:
+    """Room for one layer, an entry a token, zeros at first."""
+    rows, keys = room.pages(1, WITH_KEY), room.pages(1, KEY_WIDTH, "bf16")
+    return LatentMemory(empty_pages(rows, device), empty_pages(keys, device))
+
+
+def empty_pages(of: Pages, device: Any) -> Tensor:
+    """Zeros in place of entries."""
+    return torch.zeros(of.count, of.stride, dtype=torch.uint8, device=device)
+
+
 def memory_of(room: Room, block: Block, *, indexes: bool, device: Any) -> LayerMemory:
     """Room for one layer, zeros at first."""
 
     def pages(ratio: int, width: int = WIDTH, entry: str | None = None) -> Tensor:
-        of = Pages(entry or room.entry, PAGE, room.pages(ratio).count, width=width)
-        return torch.zeros(of.count, of.stride, dtype=torch.uint8, device=device)
+        return empty_pages(room.pages(ratio, width, entry), device)
 
     def ring(width: int) -> Tensor:
         columns = 2 * width * (2 if overlaps(block.ratio) else 1)

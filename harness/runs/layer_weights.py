@@ -33,7 +33,7 @@ from degarble.harness.runs.layer_matrices import (
     experts_of,
     groups_of,
     matrix_of,
-    stacked,
+    side_by_side,
 )
 from degarble.kernels.common.mhc_projection_problem import split_weight
 
@@ -85,11 +85,12 @@ class Compressing:
 
 @dataclass(frozen=True)
 class Indexing:
-    """The indexer's queries, weights of heads (with their factor in the matrix), and keys."""
+    """The indexer's queries, weights of heads, what these are multiplied by, and keys."""
 
     wq_b: Matrix
     weights: Tensor  # BF16 [N, D]
     compressor: Compressing
+    factor: float = 1.0  # 1 where it is a power of two, which is part of the matrix then
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,27 @@ class AttentionWeights:
     indexer: Indexing | None
 
 
-@dataclass(frozen=True)
-class FfnWeights:
-    """Experts of a layer; the shared one as an expert of its own, or as two matrices."""
+# Gate and up, then down: one expert of NVFP4, or matrices, of which the last is down.
+Gated = Experts | tuple[Matrix, ...]
 
-    mixing: Mixing
-    norm: Norm
+
+@dataclass(frozen=True)
+class Routed:
+    """The router and its experts."""
+
     gate: Tensor  # BF16 [E, D]
     source: Tensor  # float32 bias [E], or int64 table [V, K]
     experts: Experts
-    shared: Experts | tuple[Matrix, Matrix]
+
+
+@dataclass(frozen=True)
+class FfnWeights:
+    """Experts of a layer, and the shared one."""
+
+    mixing: Mixing
+    norm: Norm
+    routed: Routed
+    shared: Gated
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class EndWeights:
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
+def refusing(name: str) -> Iterator[None]:
     """Refuse what has no kernel, with the reason that was given."""
     try:
         yield
@@ -154,27 +166,12 @@ def _refusing(name: str) -> Iterator[None]:
         ) from reason  # fmt: skip
 
 
-class Laying:
-    """A bound model's weights on the way to the device."""
+class Laid:
+    """Weights of a bound model of either family on the way to the device."""
 
-    def __init__(
-        self, bound: Bound, config: V4Config, recipe: Recipe, device: torch.device
-    ) -> None:
-        self._bound, self._device, self.config = bound, device, config
+    def __init__(self, bound: Bound, recipe: Recipe, device: torch.device) -> None:
+        self._bound, self._device = bound, device
         self._parts = {each.component.name: each for each in parts_of(bound, recipe, "sm_90a")}
-
-    def layer(self, block: Block) -> LayerWeights:
-        """All of one layer."""
-        with _refusing(f"decoder layer {block.prefix}"):
-            attn, ffn = self._attention(block), self._ffn(block)
-        return LayerWeights(block, self.config.rope(block), attn, ffn)
-
-    def ends(self) -> EndWeights:
-        """What lies around the layers."""
-        with _refusing("ends of a decoder"):
-            return EndWeights(
-                self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
-            )
 
     def _of(self, component: str) -> tuple[Part, Mapping[str, Weight]]:
         return self._parts[component], self._bound.weights_of(component)
@@ -196,16 +193,77 @@ class Laying:
         name = name or part.name
         return Norm(self._there(weights[name], _NORMS[norm_weight(part, name)]))
 
+    def _matrix(self, component: str) -> Matrix:
+        part, weights = self._of(component)
+        return matrix_of(part, part.name, weights, self._device)
+
+    def _factored(self, component: str, factor: float) -> tuple[Tensor, float]:
+        """A BF16 weight with its factor, or beside it where that is no power of two."""
+        weight = self._bf16(component)
+        if torch.frexp(torch.tensor(factor)).mantissa == 0.5:
+            return weight * factor, 1.0
+        return weight, factor
+
+    def _routed(self, p: str, count: int) -> Routed:
+        part, weights = self._of(f"{p}experts.w13")
+        second, down = self._of(f"{p}experts.w2")
+        stem = "ffn.experts.{}.{}"
+        names = [tuple(stem.format(e, n) for n in ("w1", "w3", "w2")) for e in range(count)]
+        one, three, two = names[0]  # a recipe treats all experts alike
+        ways = way_of(part, one), way_of(part, three), way_of(second, two)
+        if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
+            raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
+        source, of_source = self._of(f"{p}topk")
+        dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
+        every = {**weights, **down}
+        return Routed(
+            self._bf16(f"{p}gate"), self._there(of_source[source.name], dtype),
+            experts_of(names, every, self._device),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _gated(self, prefix: str) -> Gated:
+        """A shared expert, or a dense layer."""
+        first, weights = self._of(f"{prefix}w13")
+        second, down = self._of(f"{prefix}w2")
+        ends = {name.rpartition(".")[2]: name for name in first.shapes}
+        one, three = ends["w1"], ends["w3"]
+        ways = way_of(first, one), way_of(first, three), way_of(second, second.name)
+        if all(way.kernel == NVFP4 for way in ways):
+            return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
+        both = side_by_side(
+            [matrix_of(first, name, weights, self._device) for name in (one, three)]
+        )
+        return *both, matrix_of(second, second.name, down, self._device)
+
+
+class Laying(Laid):
+    """V4's."""
+
+    def __init__(
+        self, bound: Bound, config: V4Config, recipe: Recipe, device: torch.device
+    ) -> None:
+        super().__init__(bound, recipe, device)
+        self.config = config
+
+    def layer(self, block: Block) -> LayerWeights:
+        """All of one layer."""
+        with refusing(f"decoder layer {block.prefix}"):
+            attn, ffn = self._attention(block), self._ffn(block)
+        return LayerWeights(block, self.config.rope(block), attn, ffn)
+
+    def ends(self) -> EndWeights:
+        """What lies around the layers."""
+        with refusing("ends of a decoder"):
+            return EndWeights(
+                self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
+            )
+
     def _mixing(self, component: str) -> Mixing:
         _, weights = self._of(component)
         ends = {name.rpartition("_")[2]: weights[name] for name in weights}
         split = own(split_weight(ends["fn"].values(torch.float32)).to(self._device))
         base, scale = (self._there(ends[end], torch.float32) for end in ("base", "scale"))
         return Mixing(split, base, scale)
-
-    def _matrix(self, component: str) -> Matrix:
-        part, weights = self._of(component)
-        return matrix_of(part, part.name, weights, self._device)
 
     def _attention(self, block: Block) -> AttentionWeights:
         p = f"{block.prefix}.attn."
@@ -243,44 +301,17 @@ class Laying:
 
     def _indexing(self, prefix: str) -> Indexing:
         c = self.config
-        factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
-        if torch.frexp(torch.tensor(factor)).mantissa != 0.5:
-            raise NoKernelError(f"no kernel multiplies by {factor:.4f}, which is no power of two")
-        return Indexing(
-            self._matrix(f"{prefix}wq_b"), self._bf16(f"{prefix}weights_proj") * factor,
-            self._compressing(f"{prefix}compressor."),
-        )  # fmt: skip
+        weights, factor = self._factored(
+            f"{prefix}weights_proj", float((c.index_head_dim * c.index_n_heads) ** -0.5)
+        )
+        compressor = self._compressing(f"{prefix}compressor.")
+        return Indexing(self._matrix(f"{prefix}wq_b"), weights, compressor, factor)
 
     def _ffn(self, block: Block) -> FfnWeights:
         p = f"{block.prefix}.ffn."
-        part, weights = self._of(f"{p}experts.w13")
-        second, down = self._of(f"{p}experts.w2")
-        stem, count = "ffn.experts.{}.{}", self.config.n_routed_experts
-        names = [tuple(stem.format(e, n) for n in ("w1", "w3", "w2")) for e in range(count)]
-        one, three, two = names[0]  # a recipe treats all experts alike
-        ways = way_of(part, one), way_of(part, three), way_of(second, two)
-        if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
-            raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
-        source, of_source = self._of(f"{p}topk")
-        dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
-        every = {**weights, **down}
-        return FfnWeights(
-            self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), self._bf16(f"{p}gate"),
-            self._there(of_source[source.name], dtype),
-            experts_of(names, every, self._device),  # type: ignore[arg-type]
-            self._shared(f"{p}shared."),
-        )  # fmt: skip
-
-    def _shared(self, prefix: str) -> Experts | tuple[Matrix, Matrix]:
-        first, weights = self._of(f"{prefix}w13")
-        second, down = self._of(f"{prefix}w2")
-        ends = {name.rpartition(".")[2]: name for name in first.shapes}
-        one, three = ends["w1"], ends["w3"]
-        ways = way_of(first, one), way_of(first, three), way_of(second, second.name)
-        if all(way.kernel == NVFP4 for way in ways):
-            return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
-        both = stacked([matrix_of(first, name, weights, self._device) for name in (one, three)])
-        return both, matrix_of(second, second.name, down, self._device)
+        routed = self._routed(p, self.config.n_routed_experts)
+        shared = self._gated(f"{p}shared.")
+        return FfnWeights(self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), routed, shared)
 
 
 def table_of_turns(rope: Rope, positions: int, device: torch.device) -> Tensor:

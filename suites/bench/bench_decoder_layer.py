@@ -127,9 +127,8 @@ def mixing(config: V4Config, products: int) -> records.Mixing:
     )
 
 
-def experts(config: V4Config, count: int) -> Experts:
+def experts(hidden: int, width: int, count: int) -> Experts:
     """Experts of random codes."""
-    hidden, width = config.hidden_size, config.moe_intermediate_size
     made: dict[str, Tensor] = {}
     for name, leading, n, k in (
         ("w13", (count, 2), width, hidden),
@@ -188,13 +187,11 @@ def layer(
     """A layer of random weights; routed experts are those of all sets."""
     hidden, count = config.hidden_size, config.n_routed_experts
     width = config.moe_intermediate_size
-    shared: Any = experts(config, 1)
+    shared: Any = experts(hidden, width, 1)
     if recipe == FP8:
         shared = fp8(2 * width, hidden), fp8(hidden, width)
-    ffn = records.FfnWeights(
-        mixing(config, 24), norm(hidden), bf16(count, hidden), float32(count), shared_by_all,
-        shared,
-    )  # fmt: skip
+    routed = records.Routed(bf16(count, hidden), float32(count), shared_by_all)
+    ffn = records.FfnWeights(mixing(config, 24), norm(hidden), routed, shared)
     return records.LayerWeights(block, config.rope(block), attention(config, block, recipe), ffn)
 
 
@@ -283,28 +280,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DegarbleError as error:
         print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
         return error.exit_status
-    _say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    _say(f"{asked.model}, {asked.recipe}, caches of FP8 entries")
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    say(f"{asked.model}, {asked.recipe}, caches of FP8 entries")
     config = replace(MODELS[asked.model], num_hash_layers=0)
     with torch.inference_mode():
         kernels = Remembering(settings_here())
-        given = experts(config, config.n_routed_experts), asked.recipe
+        sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        given = experts(*sizes), asked.recipe
         for lanes in asked.lanes:
             spent = {}
             for ratio, count in sorted(Counter(each.ratio for each in config.layers).items()):
                 steps = steps_of(kernels, config, ratio, lanes, given)
                 names, figures = shares(kernels, steps, asked.rounds)
                 spent[ratio] = count * figures[0].median
-                _say(f"\n**{TYPES[ratio]}, {lanes} tokens behind {CONTEXT - 1:,} each**\n")
-                _say("\n".join(told(names, figures)))
+                say(f"\n**{TYPES[ratio]}, {lanes} tokens behind {CONTEXT - 1:,} each**\n")
+                say("\n".join(told(names, figures)))
                 del steps
                 torch.cuda.empty_cache()
             total = sum(spent.values()) / 1e3
-            _say(f"\nall {len(config.layers)} layers for {lanes} tokens: {total:.2f} ms")
+            say(f"\nall {len(config.layers)} layers for {lanes} tokens: {total:.2f} ms")
     return 0
 
 
-def _say(text: Any) -> None:
+def say(text: Any) -> None:
+    """Print a line at once."""
     print(text, flush=True)  # noqa: T201  a script
 
 

@@ -1,6 +1,6 @@
-"""What the small V4 model knows through our kernels, beside the twin: a script that prints a table.
+"""What a small model knows through our kernels, beside the twin: a script that prints a table.
 
-    python -m degarble.suites.bench.bench_decoder_text [--documents N] [--twin N] [--texts N]
+    python -m degarble.suites.bench.bench_decoder_text [--family F] [--documents N] [--twin N]
 
 Owns two ways of reading held-out documents and of speaking: by the decoder's graph, all documents
 side by side and a token a step, and by the twin on the CPU with the kernels' conventions. Shares of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+FAMILIES = ("v4", "v32")
 RECIPES = ("nvfp4-experts", "nvfp4-full")
 KINDS = {
     "far recall": figures.FAR, "near recall": (figures.NEAR,), "sums": ("sum",),
@@ -166,6 +167,7 @@ def table(recipe: str, found: list[Found]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; status 1 where kernels are out of noise, 2 where none can run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--documents", type=int, default=64, help="that kernels read")
     parser.add_argument("--twin", type=int, default=4, help="documents that the twin reads")
     parser.add_argument("--texts", type=int, default=32)
@@ -177,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     missed: list[str] = []
     try:
         for recipe in asked.recipe or RECIPES:
-            model = Model(FOLDER / "v4", recipe)
+            model = Model(FOLDER / asked.family, recipe)
             found = [way(model, count, asked.texts) for way, count in ways if count]
             missed += table(recipe, found)
     except DegarbleError as error:

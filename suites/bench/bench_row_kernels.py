@@ -1,4 +1,4 @@
-"""RMSNorm, fused or not, embedding, product of few rows and router against copies, on a GPU.
+"""Norms, fused or not, embedding, product of few rows and router against copies, on a GPU.
 
     python -m degarble.suites.bench.bench_row_kernels [--only PART ...] [--rounds N]
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,14 @@ from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import (
     embed_problem,
     gemv_problem,
+    residual_problem,
     rmsnorm_problem,
     router_problem,
 )
 from degarble.kernels.common.embed_problem import EmbedProblem
 from degarble.kernels.common.gemv_problem import GemvProblem
 from degarble.kernels.common.quantise_problem import LAYOUTS, QuantiseProblem
+from degarble.kernels.common.residual_problem import ResidualProblem
 from degarble.kernels.common.rmsnorm_problem import NormProblem, Tactic
 from degarble.kernels.common.router_problem import RouterProblem
 from degarble.kernels.common.settings import CompileSettings
@@ -50,7 +52,7 @@ SETTINGS = CompileSettings()
 HEAD = (129_280, 7_168)  # rows and columns of V4-Pro's embedding and head
 WANTED_NORM = 0.85
 WANTED_FUSED = 1.1
-WANTED_GEMV = 0.80
+WANTED_GEMV = WANTED_ROWS = 0.80
 WALKERS = (0, 2, 3, 4, 6, 8, 16)
 
 
@@ -80,6 +82,38 @@ def torch_norm_arm(problem: NormProblem) -> Arm:
             lambda pair=pair: torch.nn.functional.rms_norm(pair[0], pair[1].shape, pair[1], 1e-6)
         )
     return captured("torch rms_norm", problem.bytes_moved, launches)
+
+
+def residual_arms(problem: ResidualProblem) -> list[Arm]:
+    """Add and norm in one launch, in two of which ours is the second, and by torch in two."""
+    from degarble.kernels import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels import simt_rmsnorm as plain  # noqa: PLC0415  as above
+
+    target, norm = target_of_device().name, problem.norm
+    kernel = kernels.compile_form(residual_problem.choose_form(problem, target), SETTINGS)
+    form = plain.compile_form(rmsnorm_problem.choose_form(norm, target), SETTINGS)
+    tactic = rmsnorm_problem.choose_tactic(norm)
+    arms: dict[str, list[Callable[[], object]]] = {
+        "in one launch": [], "torch's sum, our norm": [], "torch's sum, torch's norm": [],
+    }  # fmt: skip
+    for _ in range(sets_for(problem.bytes_moved)):
+        x, residual = (_random(problem.rows, problem.columns) for _ in range(2))
+        weight = _random(problem.columns)
+        out = kernels.empty_outputs(problem, x.device)
+        ours = (x, residual, weight, *out)
+
+        def apart(t: Any = ours) -> None:
+            torch.add(t[0], t[1], out=t[4])
+            plain.launch(form, norm, (t[4], t[2], None, t[3], None, None), tactic)
+
+        def by_torch(t: Any = ours) -> None:
+            torch.add(t[0], t[1], out=t[4])
+            torch.nn.functional.rms_norm(t[4], t[2].shape, t[2], 1e-6)
+
+        together = partial(kernels.launch, kernel, problem, ours)
+        for made, launch in zip(arms.values(), (together, apart, by_torch), strict=True):
+            made.append(launch)  # type: ignore[arg-type]
+    return [captured(name, problem.bytes_moved, made) for name, made in arms.items()]
 
 
 def gemv_arms(rows: int) -> list[Arm]:
@@ -197,6 +231,19 @@ def norms(rounds: int) -> list[str]:
     return missed
 
 
+def residuals(rounds: int) -> list[str]:
+    """V3.2's sum and norm between sublayers; the target of kernels that only move numbers."""
+    missed: list[str] = []
+    for rows in (8192, 1024, 64, 1):
+        problem = ResidualProblem(rows, 7168)
+        arms = [copy_arm(problem.bytes_moved), *residual_arms(problem)]
+        figures = {f.arm.name: f for f in table(f"Sum and norm, {rows} x 7168", arms, rounds)}
+        if rows == 8192:
+            share = figures["in one launch"].share_of(figures[arms[0].name])
+            missed += _judged("sum and norm, share of copy", share, WANTED_ROWS)
+    return missed
+
+
 def heads(rounds: int) -> list[str]:
     """The head of decode, and the embedding; the target of the head."""
     WEIGHTS.extend(_random(*HEAD) for _ in range(2))
@@ -233,7 +280,9 @@ def routers(rounds: int) -> list[str]:
     return []
 
 
-PARTS = {"walks": walks, "norms": norms, "heads": heads, "routers": routers}
+PARTS = {
+    "walks": walks, "norms": norms, "residuals": residuals, "heads": heads, "routers": routers,
+}  # fmt: skip
 
 
 def _judged(what: str, measured: float, wanted: float, *, at_least: bool = True) -> list[str]:

@@ -54,6 +54,17 @@ def _rmsnorm(p: Any, t: Given) -> Made:
     return ((t["weight"].float() * (x * factor)).to(BF16),)
 
 
+def _residual_norm(p: Any, t: Given) -> Made:
+    require_tensor("residual", t["residual"], BF16, (p.rows, p.columns), 32)
+    require_tensor("values", t["values"], BF16, (p.rows, p.columns), 32)
+    of_weight = {"bf16": BF16, "fp32": F32}[p.weight]
+    require_tensor("weight", t["weight"], of_weight, (p.columns,), 32)
+    total = t["values"].float() + t["residual"].float()
+    x = total.to(BF16).float() if p.rounded else total
+    factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
+    return (t["weight"].float() * (x * factor)).to(BF16), total.to(BF16)
+
+
 def _gemv(p: Any, t: Given) -> Made:
     require_tensor("activations", t["x"], BF16, (p.rows, p.inner), 16)
     require_tensor("weight", t["weight"], BF16, (p.columns, p.inner), 16)
@@ -191,10 +202,11 @@ def _kv_write(p: Any, t: Given) -> Made:
     row = t["values"]
     if p.source == "latent":
         require_tensor("turns", t["turns"], F32, (p.positions, 64), 16)
-        x = row.float()
+        x, beside = row[:, :WIDTH].float(), row[:, WIDTH:].float()  # V3.2's key is not normed
         factor = 1.0 / (x.square().mean(-1, keepdim=True) + p.epsilon).sqrt()
         normed = (t["weight"].float() * (x * factor)).to(BF16).float()
-        row = _turned(normed[:, None], t["turns"][t["positions"]], 1.0)[:, 0].to(BF16)
+        whole = torch.cat((normed, beside), 1)[:, None]
+        row = _turned(whole, t["turns"][t["positions"]], 1.0)[:, 0].to(BF16)
     told = t["slots"] >= 0
     t["cache"].view(BF16).view(-1, p.pages.width)[t["slots"][told]] = row[told]
     return (t["cache"],)
@@ -273,6 +285,9 @@ def _mhc_post(p: Any, t: Given) -> Made:
 STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_embed": _embed,
     "simt_rmsnorm": _rmsnorm,
+    "simt_residual_norm": _residual_norm,
+    "simt_scale": layer.scale,
+    "simt_latent_query": layer.latent_query,
     "simt_gemv_bf16": _gemv,
     "sm90_gemm_bf16": _gemm_bf16,
     "sm90_gemm_nvfp4": _gemm_nvfp4,

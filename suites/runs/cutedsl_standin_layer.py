@@ -49,6 +49,25 @@ def grouped(p: Any, t: Given) -> Made:
     return (made if p.out == "fp32" else made.to(BF16),)
 
 
+def scale(p: Any, t: Given) -> Made:
+    """Multiply by a factor, rounded once."""
+    kinds = {"bf16": BF16, "fp32": F32}
+    require_tensor("values", t["values"].reshape(-1), kinds[p.source], (p.count,), 2)
+    return ((t["values"].float() * torch.tensor(p.factor)).to(kinds[p.out]),)
+
+
+def latent_query(p: Any, t: Given) -> Made:
+    """Put a head's turned part beside its latent one."""
+    require_tensor("latent part", t["latent"], BF16, (p.tokens, p.heads, 512), 16)
+    require_tensor("query heads", t["heads"], BF16, (p.tokens, p.heads, p.width), 16)
+    require_tensor("turns", t["turns"], F32, (p.positions, 64), 16)
+    require_tensor("positions", t["positions"], I64, (p.tokens,), 8)
+    turns, tail = t["turns"][t["positions"]][:, None], t["heads"][..., -64:].float()
+    cos, sin, even, odd = turns[..., :32], turns[..., 32:], tail[..., ::2], tail[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return (torch.cat((t["latent"], turned.to(BF16)), -1),)
+
+
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     made = quantise(x.float(), NVFP4, CANONICAL, decode_scale=scale)
     return dequantise(made, F32)

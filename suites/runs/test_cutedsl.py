@@ -230,7 +230,9 @@ def test_strict_needs_a_backend_and_refuses_a_mixture(
     model = cases.write_model(folder, "v32", "nvfp4-full")
     line = ("capture", model.checkpoint, "--prompt", "w7", "--out", tmp_path / "out", "--strict")
     assert "a backend with kernels" in call(capsys, *line).err
-    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: StandIn())
+    elsewhere = StandIn()
+    elsewhere.target = "sm_100a"  # which some components have no form for
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: elsewhere)
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     done = call(capsys, *line, "--backend", "cutedsl")
     assert done.status == 2

@@ -104,7 +104,8 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     text = None
     if options.perplexity is not None:
         text = run.text_from("--perplexity", options.perplexity)
-    asked = AskedBackend(options.backend, options.strict, settings_here(), options.graph)
+    lanes = len(prompts) if options.graph else 0
+    asked = AskedBackend(options.backend, options.strict, settings_here(), lanes)
     with speaking_model(options.checkpoint, options.numerics, asked) as (model, paired):
         talker = run.Talker(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
