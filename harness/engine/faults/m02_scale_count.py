@@ -6,6 +6,7 @@ proportions stay, and a cosine sees nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
     ModelFault,
     Way,
-    from_ways,
     with_outputs,
 )
 from degarble.harness.engine.faults.slopes import is_named
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _PLANTED = (0.01, 1.0)  # tensor scales
 _NORMAL, _LAST = 0x08, 0x7E  # codes of E4M3: the smallest normal number, the largest
 _FEWEST = 32  # block scales that show a tensor scale
+_SAME_SIZE = 0.1  # logarithm of a ratio of lengths
 _SPREAD = 1.3  # between what they show: each of two is rounded by up to a sixteenth
 
 
@@ -183,8 +184,19 @@ def _product_fault(name: str, title: str, remedy: str, ways: Any) -> ModelFault:
 
     return ModelFault(
         f"M02.{name}", title, "outputs are wrong by one factor, the product of both scales",
-        remedy, sits, ways, from_ways(ways),
+        remedy, sits, ways, lambda scene, sight: ways(scene) if _is_scaled(sight) else iter(()),
     )  # fmt: skip
+
+
+def _is_scaled(sight: Sight) -> bool:
+    """Whether outputs are of another size, and in proportion: parts may have gains of their own."""
+    c, e = sight.outputs.get("out"), sight.expected.get("out")
+    if c is None or e is None or c.shape != e.shape:
+        return True  # several outputs: nothing is known of them
+    sizes = [float(each.double().norm()) for each in (c, e)]
+    if not all(map(math.isfinite, sizes)) or not all(sizes):
+        return True
+    return abs(math.log(sizes[0] / sizes[1])) > _SAME_SIZE
 
 
 MODEL_FAULTS = (

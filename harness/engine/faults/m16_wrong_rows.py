@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.faults.decoding import numbers_of
-from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
+from degarble.harness.engine.faults.model_faults import ModelFault, Way, with_inputs
+from degarble.harness.engine.faults.regions import wrong_slots
 from degarble.harness.engine.faults.spots import expert_of, matrices
 from degarble.harness.engine.faults.weight_faults import (
     Words,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
     from degarble.harness.engine.faults.weight_faults import Change, Kept
 
 _EXPERTS = ("ffn.experts.w13", "ffn.experts.w2")
@@ -107,7 +108,7 @@ def _met(words: str, other: Callable[[Tensor], Tensor]) -> Way:
             given["tensor_scale"] = of_expert[known]  # it meets the sums as the expert's own
         return given
 
-    return Way(words, with_inputs(change))
+    return Way(words, with_inputs(change), whole=True)
 
 
 def _places(experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,10 +133,39 @@ def _as_places(experts: Tensor) -> Tensor:
     return torch.where(there, visited[experts.clamp(0, len(visited) - 1)], -1)
 
 
+_OTHERS = (_beside(-1), _beside(1), _as_places)
+
+
 def _met_ways(_scene: Scene) -> Iterator[Way]:
-    yield _met("the matrices of the visited expert before", _beside(-1))
-    yield _met("the matrices of the visited expert behind", _beside(1))
-    yield _met("numbers of experts taken for places among the visited ones", _as_places)
+    yield _met("the matrices of the visited expert before", _OTHERS[0])
+    yield _met("the matrices of the visited expert behind", _OTHERS[1])
+    yield _met("numbers of experts taken for places among the visited ones", _OTHERS[2])
+
+
+def _meets(scene: Scene, sight: Sight) -> Iterator[Way]:
+    """Ways by which most slots that go where they should are right in a call, others wrong."""
+    wrong, experts = wrong_slots(sight), sight.inputs["experts"]
+    if wrong is None or not bool(wrong.any()):
+        return
+    counts = list(sight.rows or (len(experts),))
+    telling = (sight.outputs["out"] != 0).any(-1) | (sight.expected["out"] != 0).any(-1)
+    sides = (each.split(counts) for each in (wrong, telling, experts))
+    calls = list(zip(*sides, strict=True))
+    for way, other in zip(_met_ways(scene), _OTHERS, strict=True):
+        if any(_is_met(other, *call) for call in calls):
+            yield way
+
+
+def _is_met(
+    other: Callable[[Tensor], Tensor], wrong: Tensor, telling: Tensor, experts: Tensor
+) -> bool:
+    """Slots that are zeros on both sides, as those of no expert are, say nothing."""
+    same = other(experts) == experts
+    return _mostly(wrong[~same & telling]) and not _mostly(wrong[same & telling])
+
+
+def _mostly(marked: Tensor) -> bool:
+    return bool(marked.numel()) and float(marked.double().mean()) > 0.5
 
 
 def _is_fused(kept: Kept) -> bool:
@@ -181,6 +211,6 @@ MODEL_FAULTS = (
         "Keep one map from an expert's number to its place, and look every group up in it.",
         lambda scene: scene.role in _EXPERTS,
         _met_ways,
-        from_ways(_met_ways),
+        _meets,
     ),
 )  # fmt: skip

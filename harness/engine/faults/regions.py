@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Sight
 
 STEPS = 4 * 2.0**-8  # four spacings of BF16
+_SLOT = 0.05  # of a slot's length
 FLOOR = 4e-3  # of a row's root mean square
 
 
@@ -66,6 +67,30 @@ def length_of_difference(sight: Sight, output: str = "out") -> float:
         return math.inf
     gap, size = float((c.double() - e.double()).norm()), float(e.double().norm())
     return gap / size if size and math.isfinite(gap / size) else math.inf
+
+
+def likeness(sight: Sight, output: str = "out") -> float:
+    """The cosine of what came out and what was expected; 0 where there is no telling.
+
+    What scales parts of a sum leaves it large, what takes other operands does not.
+    """
+    c, e = sight.outputs.get(output), sight.expected.get(output)
+    if c is None or e is None or c.shape != e.shape:
+        return 0.0
+    c, e = c.double().flatten(), e.double().flatten()
+    size = float(c.norm()) * float(e.norm())
+    return float(c @ e) / size if size and math.isfinite(size) else 0.0
+
+
+def wrong_slots(sight: Sight) -> Tensor | None:
+    """Mark slots [T, K] whose outputs are others than roundings make them; None of other calls."""
+    c, e, experts = sight.outputs.get("out"), sight.expected.get("out"), sight.inputs.get("experts")
+    if c is None or e is None or experts is None or c.shape != e.shape:
+        return None
+    c, e = c.double(), e.double()
+    far = (c - e).norm(dim=-1) > _SLOT * torch.maximum(c.norm(dim=-1), e.norm(dim=-1))
+    found: Tensor = (far | ~c.isfinite().all(-1)) & (experts >= 0)
+    return found
 
 
 def apart(candidate: Tensor, expected: Tensor) -> Tensor:
