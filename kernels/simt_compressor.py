@@ -57,6 +57,7 @@ from degarble.kernels.common.latent_words import vectors
 from degarble.kernels.common.nvfp4_words import rounded_words, store
 from degarble.kernels.common.operands import pointer, require_device, require_tensor
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.succession import EARLY, follow, let_follow, wait_for_front
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 KEEPING_THREADS = 128
@@ -263,8 +264,7 @@ def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     block = Int32(block)
     told = (block // form.groups, block % form.groups, Int32(thread))
     shared = shared_of(form)
-    if cutlass.const_expr(not form.alone):  # keep_kernel may begin, and reads what is no output
-        cute.arch.griddepcontrol_launch_dependents()
+    follow()  # keep_kernel reads what is no output, and waits before it writes
     if cutlass.const_expr(form.alone):
         pool_alone(tensors, shared, extents, told, form)
     else:
@@ -285,7 +285,8 @@ def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
     told, kept = (place.begin + (position - place.start), column), kept_registers()
     if wanted:
         read_kept(tensors, kept, place, told, form)
-    cute.arch.griddepcontrol_wait()  # until no window reads a ring; all wait, who follows relies
+    wait_for_front()  # until no window reads a ring any more
+    let_follow()
     if wanted:
         write_kept(tensors, kept, place, told, form)
 
@@ -306,6 +307,7 @@ def launch_pool(
         pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
             grid=[windows * form.groups, 1, 1],
             block=[form.threads, 1, 1],
+            use_pdl=EARLY,
             stream=stream,
         )
     if cutlass.const_expr(not form.alone):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
 from torch import Tensor
 
 from degarble.harness.errors import InvalidArgument
@@ -42,6 +42,7 @@ from degarble.kernels.common.latent_words import (
     NAN,
     WORDS,
     amax_bits,
+    amax_number,
     ask_for_turn,
     factor_of_row,
     fp8_words,
@@ -65,6 +66,7 @@ from degarble.kernels.common.operands import (
     require_tensor,
 )
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.succession import EARLY, follow
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
@@ -138,20 +140,21 @@ def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteF
 def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
     """Return the code of the block's scale, or its bits, and the words of a lane's codes."""
     entry = form.format
+    if entry.code_bits == 4:
+        code = nvfp4_scale_code(amax_number(words, entry.block // rows.HALF))
+        return code, [nvfp4_word(words, code, form.target)]
     bits = amax_bits(words, entry.block // rows.HALF)
     if entry.inside:
         scale = facts.fp32_scale_bits(bits, entry)
         return scale, quotient_words(words, ops.number_of(scale))
-    if entry.code_bits == 8:
-        code = facts.fp8_scale_code(bits)
-        return code, fp8_words(words, facts.fp8_factor(code))
-    code = nvfp4_scale_code(bits)
-    return code, [nvfp4_word(words, code, form.target)]
+    code = facts.fp8_scale_code(bits)
+    return code, fp8_words(words, facts.fp8_factor(code))
 
 
 @cute.kernel
 def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> None:
     """Let the last token with a slot claim it."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     token = Int32(block) * CLAIMING_THREADS + Int32(thread)
@@ -237,6 +240,7 @@ def write_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Give each token a warp: read, norm, turn, quantise, store."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     tokens, positions, capacity = extents
@@ -252,7 +256,7 @@ def write_kernel(
         row = Row(rWords, None, None, None, None, None)
         if cutlass.const_expr(latent):
             position = Int64(tensors.positions[token])
-            inside = (position >= 0) & (position < Int64(positions))
+            inside = Uint64(position) < Uint64(positions)  # a negative one is large
             rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
             rTurn.fill(NAN)
             group = lane - held.first_turned_lane
@@ -268,7 +272,7 @@ def write_kernel(
             factor = factor_of_row(rWords, epsilon, facts.normed_width(form.width))
             row = Row(rWords, rWeight, rTurn, factor, position, inside)
 
-        live = (slot >= 0) & (slot < capacity)
+        live = Uint64(slot) < Uint64(capacity)
         if cutlass.const_expr(form.duplicates == "last"):
             claim = Int32(NO_CLAIM)
             if live:
@@ -302,7 +306,7 @@ def launch_write(
     tokens, positions, capacity, entries, pieces, multiplier, shift, blocks, claiming = extents
     if cutlass.const_expr(form.duplicates == "last"):
         claim_kernel(tensors.slots, tensors.claims, tokens, Int64(capacity)).launch(
-            grid=[claiming, 1, 1], block=[CLAIMING_THREADS, 1, 1], stream=stream
+            grid=[claiming, 1, 1], block=[CLAIMING_THREADS, 1, 1], use_pdl=EARLY, stream=stream
         )
     pages = (entries, pieces, multiplier, shift)
     bound = facts.bound_blocks(form)
@@ -311,6 +315,7 @@ def launch_write(
         block=[THREADS, 1, 1],
         min_blocks_per_mp=bound,
         preferred_smem_carveout=DRIVERS_CHOICE if bound else None,
+        use_pdl=EARLY,
         stream=stream,
     )
 

@@ -40,6 +40,7 @@ from degarble.kernels.common.nvfp4_words import (
 )
 from degarble.kernels.common.operands import pointer, require_device, require_tensor
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.succession import EARLY, follow
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = CHUNK // 2  # of two BF16 in a chunk
@@ -107,11 +108,32 @@ def own_logit(tensors: Any, place: tuple[Any, int, Any], factor: Any) -> Any:
     return facts.logit(product, factor, tensors.scale[group], base)
 
 
-def over_lanes(number: Any) -> Any:
-    """Sum a number over the four lanes of a token, in the order of `total`."""
-    for distance in (1, 2):
-        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
-    return number
+def of_token(row: list[Any], lane: Any) -> list[list[Any]]:
+    """Return the rows of all four lanes of a token."""
+    first = lane & ~(STREAMS - 1)
+    return [
+        [Float32(cute.arch.shuffle_sync(number, offset=first + other)) for number in row]
+        for other in range(STREAMS)
+    ]
+
+
+def own_of(numbers: list[Any], stream: Any) -> Any:
+    """Return the number of a lane's own stream."""
+    found = numbers[0]
+    for other in range(1, STREAMS):
+        found = ops.select(stream == other, numbers[other], found)
+    return found
+
+
+def put(registers: Any, numbers: list[Any]) -> None:
+    """Put four numbers into registers."""
+    for place, number in enumerate(numbers):
+        registers[place] = number
+
+
+def four(registers: Any) -> list[Any]:
+    """Return the numbers of four registers."""
+    return [Float32(registers[place]) for place in range(STREAMS)]
 
 
 @cute.jit
@@ -121,30 +143,46 @@ def put_coefficients(
     told: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Make a stream's post and its row of mix, and pre where the parts come one after the other."""
+    """Make a stream's post and its row of mix, and pre where the parts come one after the other.
+
+    Each lane has all powers of its token and divides all lines: no step waits for another lane.
+    """
     wanted_token, tokens, stream = place
     iterations, _, _, epsilon = told
     token = ops.minimum(wanted_token, tokens - 1)  # lanes without a token take part in shuffles
     factor = factor_at(tensors, token, told)
-    post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
     logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
-    mix = facts.softmax_row(logits, epsilon, PROCESSOR)
-    mix = facts.columns_divided(mix, [over_lanes(each) for each in mix], epsilon, PROCESSOR)
-    rMix = cute.make_rmem_tensor(STREAMS, Float32)
-    for column in cutlass.range_constexpr(STREAMS):
-        rMix[column] = mix[column]
+    post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
+    pre = Float32(0.0)
+    if cutlass.const_expr(form.part == "coefficients"):
+        pre = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
+    own = facts.softmax_row(logits, epsilon, PROCESSOR)
+    powers = of_token(own, cute.arch.lane_idx())
+    columns = [list(column) for column in zip(*powers, strict=True)]
+    rShares, rOfRows, rOfColumns, rFactors = (
+        cute.make_rmem_tensor(STREAMS, Float32) for _ in range(4)
+    )
+    rShares.fill(1.0)
+    rOfRows.fill(1.0)
+    of_columns = facts.columns_at_first(columns, epsilon)
+    put(rOfColumns, of_columns)
+    put(rFactors, facts.reciprocals(of_columns, PROCESSOR))
     for _ in cutlass.range(1, iterations, unroll=1):
-        row = [Float32(rMix[column]) for column in range(STREAMS)]
-        row = facts.row_divided(row, epsilon, PROCESSOR)
-        row = facts.columns_divided(row, [over_lanes(each) for each in row], epsilon, PROCESSOR)
-        for column in cutlass.range_constexpr(STREAMS):
-            rMix[column] = row[column]
+        told_rows = (four(rFactors), four(rOfRows), epsilon)
+        of_rows, shares = facts.rows_divided(powers, told_rows, PROCESSOR)
+        put(rOfRows, of_rows)
+        put(rShares, shares)
+        told_columns = (shares, four(rOfColumns), epsilon)
+        divided = facts.columns_divided(columns, told_columns, PROCESSOR)
+        put(rOfColumns, divided[0])
+        put(rFactors, divided[1])
     if wanted_token < tokens:
+        rMix = cute.make_rmem_tensor(STREAMS, Float32)
+        put(rMix, facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors)))
         tensors.post[stream, token] = ops.multiply_rn(post, 2.0)
         cute.autovec_copy(rMix, tensors.mix[None, token * STREAMS + stream])
         if cutlass.const_expr(form.part == "coefficients"):
-            gate = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
-            tensors.pre[stream, token] = ops.add_rn(gate, epsilon)
+            tensors.pre[stream, token] = ops.add_rn(pre, epsilon)
 
 
 def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
@@ -186,6 +224,7 @@ def mhc_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Make coefficients in the first thread blocks, go over the streams in the others."""
+    follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     thread, block = Int32(thread), Int32(block)
@@ -229,7 +268,7 @@ def launch_mhc(
     tokens, leading, groups, chunks, iterations, blocks = extents
     told = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
-        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 

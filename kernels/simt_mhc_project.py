@@ -32,7 +32,7 @@ from degarble.kernels.common.compiling import (
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.common.latent_words import registers_of, vectors, words_at
+from degarble.kernels.common.latent_words import vectors
 from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
 from degarble.kernels.common.mhc_projection_problem import (
     LINE,
@@ -50,11 +50,13 @@ from degarble.kernels.common.mhc_projection_problem import (
 from degarble.kernels.common.nvfp4_words import numbers_of
 from degarble.kernels.common.operands import pointer, require_device, require_tensor
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.succession import EARLY, follow, let_follow, wait_for_front
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
 OF_TILE = 4  # sums of a lane in a tile of 16 x 8
+EXTENTS = 7  # numbers that a launch is told
 ADDING_WARPS = 4  # of a thread block, a token each
 CHUNKS = ROW_BYTES // 16  # of a row of a stage
 NAMES = ("streams", "weight", "partial sums", "products", "squares")
@@ -121,18 +123,19 @@ def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: Proje
 
 @cute.jit
 def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
-    """Have a stage fetched: place is step of K and slot of the ring.
+    """Have a stage fetched: place is step of K and slot of the ring; behind K and tokens zeros.
 
-    Behind the end of K and of the tokens there are zeros: nothing is read where no bytes are asked
-    for. A chunk lies at the same place in all rows of a thread, an even number apart.
+    A chunk lies at the same place in all rows of a thread where they are eight apart; of rows four
+    apart every other one has it 64 bytes from there.
     """
     step, slot = place
+    other = 64 if form.rows_at_once % TILE else 0
     inside = step * CHUNKS + feed.chunk < feed.of_row
     to = feed.shared + slot * (form.stage_rows * ROW_BYTES)
     address = feed.streams + Int64(step) * ROW_BYTES
     for turn in cutlass.range_constexpr(form.tokens_of_block // form.rows_at_once):
         row = turn * form.rows_at_once
-        fetch(to + row * ROW_BYTES, address, inside & (feed.left > row))
+        fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside & (feed.left > row))
         address = address + feed.to_next
     to = to + form.tokens_of_block * ROW_BYTES
     address = feed.weight + Int64(step) * ROW_BYTES
@@ -140,9 +143,9 @@ def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
     for turn in cutlass.range_constexpr(-(-rows // form.rows_at_once)):
         row = turn * form.rows_at_once
         if cutlass.const_expr(row + form.rows_at_once <= rows):  # noqa: SIM114  known in tracing
-            fetch(to + row * ROW_BYTES, address, inside)
+            fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside)
         elif feed.row < rows - row:
-            fetch(to + row * ROW_BYTES, address, inside)
+            fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside)
         address = address + feed.to_next
 
 
@@ -153,56 +156,73 @@ def fetch(to: Any, address: Any, wanted: Any) -> None:
     cute.arch.inline_ptx(text, read_only_args=[to, address, size])
 
 
-def row_words(base: Any, row: Any, chunk: Any) -> list[Any]:
-    """Read a lane's 16 bytes of a row of a stage."""
-    address = base + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
-    pointer_ = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16)
-    found = registers_of(WORDS, 1)
-    cute.autovec_copy(vectors(pointer_, WORDS)[None, 0], found[None, 0])
-    return words_at(found, 0)
+def matrices(address: Any) -> list[Any]:
+    """Read four matrices of eight rows of 16 bytes, a row a lane; a lane gets a word of each."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    made = cute.arch.inline_ptx(text, write_only_types=[Uint32] * WORDS, read_only_args=[address])
+    return list(made)
+
+
+def place_of_lane(row: Any, chunk: Any) -> Any:
+    """Return where a lane's row of a matrix begins, in bytes."""
+    return row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
 
 
 @cute.jit
 def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) -> None:
-    """Add the products and squares of a stage whose rows begin at `base`."""
+    """Add the products and squares of a stage whose rows begin at `base`.
+
+    Of streams four matrices are sixteen tokens by sixteen values of K, as an instruction has them;
+    of the weight they are eight rows by 32 values.
+    """
     rSums, rSquares = registers
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = Int32(thread) % 32, Int32(thread) // 32
-    of_lane, in_quad = lane // QUAD, lane % QUAD
+    own = base + warp * (form.tokens_of_warp * ROW_BYTES)
+    weights = base + form.tokens_of_block * ROW_BYTES
     for half in cutlass.range_constexpr(STEP // 32):
-        chunk = half * QUAD + in_quad
-        streams: list[Any] = []
-        for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
-            row = warp * form.tokens_of_warp + each * 8 + of_lane
-            words = row_words(base, row, chunk)
-            total = Float32(rSquares[each])
-            for number in numbers_of(words):
-                total = ops.fma_rn(number, number, total)
-            rSquares[each] = total
-            streams.append(words)
+        of_weight = weights + place_of_lane(lane % TILE, half * QUAD + lane // TILE)
+        streams: list[list[Any]] = []
+        for quarter in cutlass.range_constexpr(2):
+            chunk = half * QUAD + quarter * 2 + lane // ROWS_OF_TILE
+            of_lane = own + place_of_lane(lane % ROWS_OF_TILE, chunk)
+            tiles = range(form.tokens_of_warp // ROWS_OF_TILE)
+            streams.append([matrices(of_lane + t * (ROWS_OF_TILE * ROW_BYTES)) for t in tiles])
+        add_squares(streams, rSquares)
         for part in cutlass.range_constexpr(PARTS - 1, -1, -1):  # the smallest first
-            add_part(base, (rSums, streams), (of_lane, chunk, part), form)
+            add_part(of_weight, (rSums, streams), part, form)
+
+
+@cute.jit
+def add_squares(streams: list[list[Any]], rSquares: Any) -> None:
+    """Add the squares of what a lane holds: of every tile two tokens, each in two words of four."""
+    for each in cutlass.range_constexpr(cute.size(rSquares)):
+        total = Float32(rSquares[each])
+        for of_quarter in streams:
+            for number in numbers_of(of_quarter[each // 2][each % 2 :: 2]):
+                total = ops.fma_rn(number, number, total)
+        rSquares[each] = total
 
 
 @cute.jit
 def add_part(
-    base: Any, operands: tuple[Any, Any], place: tuple[Any, Any, Any], form: cutlass.Constexpr
+    of_weight: Any, operands: tuple[Any, Any], part: cutlass.Constexpr, form: cutlass.Constexpr
 ) -> None:
-    """Add 32 values of K against one part of the weight; place is lane's row, chunk and part.
+    """Add 32 values of K against one part of the weight.
 
     Instructions of one sum wait for each other, so those of all sums take turns.
     """
     rSums, streams = operands
-    of_lane, chunk, part = place
-    first = form.tokens_of_block + part * (form.tiles * TILE) + of_lane
-    weights = [row_words(base, first + tile * TILE, chunk) for tile in range(form.tiles)]
-    for half in (0, 2):
+    first = part * form.tiles
+    weights = [
+        matrices(of_weight + (first + tile) * (TILE * ROW_BYTES)) for tile in range(form.tiles)
+    ]
+    for quarter in cutlass.range_constexpr(2):
         for tile in cutlass.range_constexpr(form.tiles):
             for high in cutlass.range_constexpr(form.tokens_of_warp // ROWS_OF_TILE):
-                upper, lower = streams[2 * high], streams[2 * high + 1]
-                a = [upper[half], lower[half], upper[half + 1], lower[half + 1]]
+                b = weights[tile][2 * quarter : 2 * quarter + 2]
                 sums = [Float32(rSums[i, tile, high]) for i in range(OF_TILE)]
-                sums = multiplied(sums, a, weights[tile][half : half + 2])
+                sums = multiplied(sums, streams[quarter][high], b)
                 for i in cutlass.range_constexpr(OF_TILE):
                     rSums[i, tile, high] = sums[i]
 
@@ -222,9 +242,19 @@ def add_piece(whole: tuple[Any, Any], piece: tuple[Any, Any]) -> None:
     piece[1].fill(0.0)
 
 
+@cute.jit
+def add_group(span: tuple[Any, Any], group: tuple[Any, Any]) -> None:
+    """Add a group's sums and squares to its span's, and clear them."""
+    for whole, part in zip(span, group, strict=True):
+        for i in cutlass.range_constexpr(cute.size(whole)):
+            whole[i] = ops.add_rn(Float32(whole[i]), Float32(part[i]))
+        part.fill(0.0)
+
+
 @cute.kernel
 def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Sum a piece of K, or a group of pieces, for a thread block's tokens."""
+    """Sum a piece of K, a group of pieces, or a span of groups for a thread block's tokens."""
+    follow()
     part, block, _ = cute.arch.block_idx()
     tokens, of_row, steps, per_piece, per_group, partials = extents
     part = Int32(part)
@@ -235,13 +265,18 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
     feed = feed_of(tensors, base, (first, tokens, of_row), form)
     shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
     rows = form.tokens_of_warp // 8
-    rWhole, rSums = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-    rWholeSquares, rSquares = (cute.make_rmem_tensor(rows, Float32) for _ in range(2))
-    for registers in (rWhole, rSums, rWholeSquares, rSquares):
-        registers.fill(0.0)
-    of_part = per_piece * (1 if form.few else per_group)
+    piece, group, span = (
+        (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(rows, Float32))
+        for _ in range(3)
+    )
+    for sums in (piece, group, span):
+        sums[0].fill(0.0)
+        sums[1].fill(0.0)
+    of_group = per_piece * (1 if form.lines == "pieces" else per_group)
+    of_part = of_group * (facts.SPAN if form.lines == "spans" else 1)
     begin = part * of_part
     count = ops.minimum(begin + of_part, steps) - begin
+    piece_end, group_end = per_piece, of_group
     for ahead in cutlass.range_constexpr(STAGES - 1):
         if ahead < count:
             ask(feed, (begin + ahead, Int32(ahead)), form)
@@ -254,10 +289,16 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
             ask(feed, (begin + following, following % STAGES), form)
         cute.arch.cp_async_commit_group()
         stage = base + number % STAGES * (form.stage_rows * ROW_BYTES)
-        add_stage(stage, (rSums, rSquares), form)
-        if ((begin + number + 1) % per_piece == 0) | (number + 1 == count):
-            add_piece((rWhole, rWholeSquares), (rSums, rSquares))
-    store_sums(tensors, (rWhole, rWholeSquares), (part, partials, tokens, first), form)
+        add_stage(stage, piece, form)
+        if (number + 1 == piece_end) | (number + 1 == count):
+            add_piece(group, piece)
+            piece_end = piece_end + per_piece
+        if cutlass.const_expr(form.lines == "spans"):  # noqa: SIM102  known in tracing
+            if (number + 1 == group_end) | (number + 1 == count):
+                add_group(span, group)
+                group_end = group_end + of_group
+    made = span if form.lines == "spans" else group
+    store_sums(tensors, made, (part, partials, tokens, first), form)
 
 
 @cute.jit
@@ -289,38 +330,38 @@ def store_sums(
 
 @cute.kernel
 def add_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Add a token's partial sums, a lane a column; of few tokens each group has a warp."""
+    """Add a token's partial sums, a lane a column; where they are pieces each group has a warp."""
+    wait_for_front()
+    let_follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    tokens, groups, per_group, partials = extents
+    tokens, per_group, partials = extents
     lane, warp = Int32(thread) % 32, Int32(thread) // 32
-    if cutlass.const_expr(form.few):
+    if cutlass.const_expr(form.lines == "pieces"):
         shared = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((LINE, facts.MOST_GROUPS)), 16
         )
         first = warp * per_group
-        end = ops.minimum(first + per_group, partials)
-        shared[lane, warp] = summed(
-            tensors, (Int32(block), lane, partials), (first, end), facts.MOST_IN_GROUP
-        )
+        between = (first, ops.minimum(first + per_group, partials))
+        place = (Int32(block), lane, partials)
+        shared[lane, warp] = in_turn(lines_of(tensors, place, between, facts.MOST_IN_GROUP))
         cute.arch.sync_threads()
         if warp == 0:
-            whole = Float32(0.0)
-            for group in cutlass.range_constexpr(facts.MOST_GROUPS):
-                whole = ops.add_rn(whole, Float32(shared[lane, group]))  # no group: 0
-            store_whole(tensors, Int32(block), lane, whole, form)
+            groups = [Float32(shared[lane, group]) for group in range(facts.MOST_GROUPS)]
+            store_whole(tensors, Int32(block), lane, in_spans(groups), form)
     else:
         token = Int32(block) * ADDING_WARPS + warp
         if token < tokens:
-            place = (token, lane, partials)
-            whole = summed(tensors, place, (Int32(0), groups), facts.MOST_GROUPS)
+            most = facts.MOST_SPANS if form.lines == "spans" else facts.MOST_GROUPS
+            lines = lines_of(tensors, (token, lane, partials), (Int32(0), partials), most)
+            whole = in_turn(lines) if form.lines == "spans" else in_spans(lines)
             store_whole(tensors, token, lane, whole, form)
 
 
-def summed(
+def lines_of(
     tensors: Tensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
-) -> Any:
-    """Return the sum of some partial sums of a column, in turn; all are read at once."""
+) -> list[Any]:
+    """Return some partial sums of a column, and zeros up to as many as there may be."""
     token, lane, partials = place
     first, end = between
     line = Int64(token) * Int64(partials) * LINE + Int64(lane)
@@ -328,10 +369,23 @@ def summed(
     for number in range(most):
         at = ops.maximum(ops.minimum(first + number, end - 1), 0)
         found.append(Float32(tensors.partials[line + Int64(at) * LINE]))
+    return [
+        ops.select(first + number < end, each, Float32(0.0)) for number, each in enumerate(found)
+    ]
+
+
+def in_turn(numbers: list[Any]) -> Any:
+    """Return a sum, from zero on; a zero that stands for nothing changes no bit of it."""
     whole = Float32(0.0)
-    for number, each in enumerate(found):
-        whole = ops.select(first + number < end, ops.add_rn(whole, each), whole)
+    for number in numbers:
+        whole = ops.add_rn(whole, number)
     return whole
+
+
+def in_spans(groups: list[Any]) -> Any:
+    """Return the sum of groups: each span in turn, then spans in turn."""
+    spans = [groups[at : at + facts.SPAN] for at in range(0, len(groups), facts.SPAN)]
+    return in_turn([in_turn(span) for span in spans])
 
 
 @cute.jit
@@ -353,20 +407,21 @@ def launch_project(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch both: tokens, vectors of a row, steps, per piece, per group, groups, parts, blocks."""
+    """Launch both: tokens, vectors of a row, steps, per piece, per group, the grid of the first."""
     streams, weight, partials, products, squares = pointers
     sizes = (0, 0, 2, 0, 0, 0)
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
-    tokens, of_row, steps, per_piece, per_group, groups, parts, blocks = extents
+    tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
     told = (tokens, of_row, steps, per_piece, per_group, parts)
     project_kernel(tensors, told, form).launch(
-        grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], stream=stream
+        grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], use_pdl=EARLY, stream=stream
     )
-    warps = facts.MOST_GROUPS if form.few else ADDING_WARPS
-    adding = tokens if form.few else (tokens + (ADDING_WARPS - 1)) // ADDING_WARPS
-    add_kernel(tensors, (tokens, groups, per_group, parts), form).launch(
-        grid=[adding, 1, 1], block=[32 * warps, 1, 1], stream=stream
+    by_piece = form.lines == "pieces"
+    warps = facts.MOST_GROUPS if by_piece else ADDING_WARPS
+    adding = tokens if by_piece else (tokens + (ADDING_WARPS - 1)) // ADDING_WARPS
+    add_kernel(tensors, (tokens, per_group, parts), form).launch(
+        grid=[adding, 1, 1], block=[32 * warps, 1, 1], use_pdl=True, stream=stream
     )
 
 
@@ -384,7 +439,7 @@ class Weights(NamedTuple):
 @cache
 def compile_form(form: ProjectForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(8))
+    extents = tuple(Int32(1) for _ in range(EXTENTS))
     arguments = (_pointers((None,) * 5), extents, form, any_stream())
     return compile_kernel(launch_project, arguments, TARGETS[form.target], settings)
 
@@ -435,10 +490,16 @@ def launch(
     kernel: CompiledKernel, form: ProjectForm, problem: ProjectProblem, tensors: Sequence[Tensor]
 ) -> None:
     """Launch on checked tensors: streams, weight, partial sums, products, squares."""
-    cut, (parts, blocks) = Cut(problem.inner), facts.grid(problem, form)
+    kernel(
+        _pointers(tensors), _extents(problem, form), current_stream(tensors[0].device.index or 0)
+    )
+
+
+def _extents(problem: ProjectProblem, form: ProjectForm) -> tuple[Any, ...]:
+    """Return tokens, vectors of a row, how K is cut, and the grid."""
+    cut = Cut(problem.inner)
     numbers = (problem.tokens, problem.inner // 8, cut.steps, cut.per_piece, cut.per_group)
-    extents = tuple(Int32(number) for number in (*numbers, cut.groups, parts, blocks))
-    kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
+    return tuple(Int32(number) for number in (*numbers, *facts.grid(problem, form)))
 
 
 def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

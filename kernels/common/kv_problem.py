@@ -29,7 +29,7 @@ from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.common import attention_rows as rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 WARPS = 4  # entries that a thread block works on, one a warp
 FEW_TOKENS = 2_112  # up to here latency counts: 16 warps for each of an H200's processors
@@ -369,13 +369,12 @@ def fp32_scale_bits(amax_bits: Any, entry: EntryFormat) -> Any:
     return ops.select(amax_bits >= NAN_BF16, 0x7FC0_0000, bits)
 
 
-def nvfp4_scale_number(amax_bits: Any) -> Any:
+def nvfp4_scale_number(amax: Any, larger: Callable[[Any, Any], Any] = ops.maximum) -> Any:
     """Return a sixth of a block's largest magnitude, floored; coding it to E4M3 is the caller's.
 
     Of BF16 magnitudes the product with ONE_SIXTH codes as the true sixth does, ties included.
     """
-    amax = ops.maximum(codecs.bf16_decode(amax_bits), NVFP4_SMALLEST_AMAX)
-    return ops.multiply_rn(amax, codecs.ONE_SIXTH)
+    return ops.multiply_rn(larger(amax, NVFP4_SMALLEST_AMAX), codecs.ONE_SIXTH)
 
 
 def nvfp4_inverse(scale: Any, estimate: Any) -> tuple[Any, Any]:

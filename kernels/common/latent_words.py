@@ -8,8 +8,7 @@ rows and heads, which on an H200 compare bytes with the stated rules and the ref
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, cute
@@ -17,10 +16,9 @@ from cutlass import Float32, Int64, Uint16, Uint32, cute
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common import e2m1_halves as halves
 from degarble.kernels.common import kv_problem as facts
-from degarble.kernels.common.e2m1_words import e2m1_word
 from degarble.kernels.common.nvfp4_words import (
-    INSTRUCTIONS,
     emit,
     native_word,
     numbers_of,
@@ -28,10 +26,38 @@ from degarble.kernels.common.nvfp4_words import (
 )
 from degarble.kernels.common.targets import TARGETS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 WORDS = rows.HALF // 2  # of two BF16 in a half
 FLAT = 1 << 30
 NAN = 0x7FC0_0000
-BOUNDED = replace(INSTRUCTIONS, limited=lambda number: number)
+UPPER_MAGNITUDE = 0x7FFF_0000
+
+
+def _pairwise(instruction: str, words: int = 2) -> Callable[..., Any]:
+    """Return an instruction on words of two BF16."""
+    moves = "\n".join(f"mov.b32 w{i}, {{$r{i}}};" for i in range(words))
+    operands = ", ".join(f"w{i}" for i in range(words))
+    # Trap: these take no constants, and a constant is what some words become.
+    text = f"{{\n.reg .b32 {operands};\n{moves}\n{instruction} {{$w0}}, {operands};\n}}"
+    return lambda *given: emit(text, Uint32, *given)
+
+
+PACKED = halves.Primitives(
+    product=_pairwise("mul.rn.bf16x2"),
+    fused=_pairwise("fma.rn.bf16x2", 3),
+    at_least=_pairwise("max.xorsign.abs.bf16x2"),
+    low_word=lambda word, factor, addend: emit(
+        "mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", Uint32, word, Uint32(factor), Uint32(addend)
+    ),
+    bytes_of=lambda low, high, order: emit(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", Uint32, low, high
+    ),
+    constant=Uint32,
+)
+_smaller_magnitude = _pairwise("min.xorsign.abs.bf16x2")
+_larger_magnitude = _pairwise("max.NaN.xorsign.abs.bf16x2")
 
 
 def vectors(address: Any, words: int) -> Any:
@@ -140,6 +166,20 @@ def amax_bits(words: list[Any], lanes: int) -> Any:
     return bits
 
 
+def amax_number(words: list[Any], lanes: int) -> Any:
+    """Return the largest magnitude in a block of so many lanes; NaN is largest."""
+    largest = words[0]
+    for word in words[1:]:
+        largest = _larger_magnitude(largest, word)
+    distance = 1
+    while distance < lanes:
+        other = Uint32(cute.arch.shuffle_sync_bfly(largest, offset=distance))
+        largest = _larger_magnitude(largest, other)
+        distance *= 2
+    largest = _larger_magnitude(largest, PACKED.bytes_of(largest, largest, 0x1032))
+    return ops.number_of(largest & Uint32(UPPER_MAGNITUDE))
+
+
 def pair_of(number: Any) -> Any:
     """Return a float32 that BF16 holds exactly as a word of two."""
     bits = ops.bits_of(number)
@@ -169,12 +209,15 @@ def e4m3_words(scaled: list[Any]) -> list[Any]:
     return [emit(text, Uint32, *scaled[start : start + 4]) for start in (0, 4)]
 
 
-def nvfp4_scale_code(bits: Any) -> Any:
+def nvfp4_scale_code(amax: Any) -> Any:
     """Return the E4M3 code of a block's scale; a block that holds a NaN has the NaN's."""
-    number = facts.nvfp4_scale_number(bits)
+    number = facts.nvfp4_scale_number(amax, _larger_or_nan)
     text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
-    code = Uint32(emit(text, Uint16, number, Float32(0.0)))
-    return ops.select(bits > facts.NAN_BF16, 0x7F, code)
+    return Uint32(emit(text, Uint16, number, Float32(0.0)))
+
+
+def _larger_or_nan(number: Any, least: float) -> Any:
+    return emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(least))
 
 
 def e4m3_number(code: Any) -> Any:
@@ -196,13 +239,16 @@ def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
     """
     scale = e4m3_number(scale_code)
     estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)
-    inverse = facts.nvfp4_inverse(scale, estimate)
     most = pair_of(ops.multiply_rn(scale, codecs.E2M1_MAX))
-    text = "min.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
-    bounded = [emit(text, Uint32, word, most) for word in words]
-    scaled = [facts.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
-    native = TARGETS[target].converts_e2m1
-    word = native_word(scaled) if native else e2m1_word(scaled, BOUNDED)
+    bounded = [_smaller_magnitude(word, most) for word in words]
+    if TARGETS[target].converts_e2m1:
+        inverse = facts.nvfp4_inverse(scale, estimate)
+        scaled = [facts.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
+        word = native_word(scaled)
+    else:
+        first, second = halves.inverse_terms(scale, estimate)
+        terms = pair_of(first), rounded_words([second, second])[0]
+        word = halves.code_word(halves.quotients(bounded, terms, PACKED), PACKED)
     return ops.select(scale_code == 0x7F, Uint32(0), word)
 
 

@@ -168,32 +168,79 @@ def softmax_row(row: Sequence[Any], epsilon: Any, primitives: Primitives) -> lis
     return [ops.add_rn(ops.multiply_rn(power, share), epsilon) for power in powers]
 
 
-def row_divided(row: Sequence[Any], epsilon: Any, primitives: Primitives) -> list[Any]:
-    """Return four numbers divided by their sum plus epsilon."""
-    share = primitives.reciprocal(ops.add_rn(total(row), epsilon))
-    return [ops.multiply_rn(number, share) for number in row]
+def reciprocals(numbers: Sequence[Any], primitives: Primitives) -> list[Any]:
+    """Return one over each number."""
+    return [primitives.reciprocal(number) for number in numbers]
+
+
+def divisors(
+    lines: Sequence[Sequence[Any]], factors: Sequence[Any], before: Sequence[Any], epsilon: Any
+) -> list[Any]:
+    """Return what lines are divided by, given the factors across and the divisors before.
+
+    A line of the mix is its powers times factors over the divisor before; its sum plus epsilon
+    divides it again, so the divisor becomes the sum without it, plus epsilon of itself.
+    """
+    made = []
+    for line, old in zip(lines, before, strict=True):
+        number = ops.multiply_rn(epsilon, old)
+        for power, factor in zip(line, factors, strict=True):
+            number = ops.fma_rn(power, factor, number)
+        made.append(number)
+    return made
+
+
+def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any]:
+    """Return the columns' divisors where nothing was divided yet: their sums and epsilon."""
+    made = []
+    for column in columns:
+        number = epsilon
+        for power in column:
+            number = ops.add_rn(power, number)
+        made.append(number)
+    return made
+
+
+def rows_divided(
+    powers: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: Primitives
+) -> tuple[list[Any], list[Any]]:
+    """Return the rows' divisors and factors; told: columns' factors, divisors before, epsilon."""
+    found = divisors(powers, *told)
+    return found, reciprocals(found, primitives)
 
 
 def columns_divided(
-    row: Sequence[Any], sums: Sequence[Any], epsilon: Any, primitives: Primitives
-) -> list[Any]:
-    """Return a row, each number divided by the sum of its column plus epsilon."""
-    shares = [primitives.reciprocal(ops.add_rn(each, epsilon)) for each in sums]
-    return [ops.multiply_rn(number, share) for number, share in zip(row, shares, strict=True)]
+    columns: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: Primitives
+) -> tuple[list[Any], list[Any]]:
+    """Return the columns' divisors and factors; told: rows' factors, divisors before, epsilon."""
+    found = divisors(columns, *told)
+    return found, reciprocals(found, primitives)
+
+
+def scaled_row(row: Sequence[Any], share: Any, factors: Sequence[Any]) -> list[Any]:
+    """Return a row of the mix from its powers, its own factor and those of the columns."""
+    return [
+        ops.multiply_rn(ops.multiply_rn(power, share), factor)
+        for power, factor in zip(row, factors, strict=True)
+    ]
 
 
 def sinkhorn(
     logits: Sequence[Any], iterations: int, epsilon: Any, primitives: Primitives
 ) -> list[list[Any]]:
-    """Return the rows of the mix; the kernel has a lane for each, and sums columns over lanes."""
+    """Return the rows of the mix; what is divided again and again are factors, not the mix."""
     starts = range(0, STREAMS * STREAMS, STREAMS)
-    mix = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
-    for turn in range(iterations):
-        if turn:
-            mix = [row_divided(row, epsilon, primitives) for row in mix]
-        sums = [total(column) for column in zip(*mix, strict=True)]
-        mix = [columns_divided(row, sums, epsilon, primitives) for row in mix]
-    return mix
+    powers = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
+    columns = list(zip(*powers, strict=True))
+    of_rows = shares = [1.0] * STREAMS
+    of_columns = columns_at_first(columns, epsilon)
+    factors = reciprocals(of_columns, primitives)
+    for _ in range(1, iterations):
+        told = (factors, of_rows, epsilon)
+        of_rows, shares = rows_divided(powers, told, primitives)
+        told = (shares, of_columns, epsilon)
+        of_columns, factors = columns_divided(columns, told, primitives)
+    return [scaled_row(row, share, factors) for row, share in zip(powers, shares, strict=True)]
 
 
 def weighted(weights: Sequence[Any], numbers: Sequence[Any]) -> Any:

@@ -3,8 +3,9 @@
 Owns the problem (T tokens of K = 4 D values against 24 rows, the head's 4), the split of a float32
 weight into three BF16 parts whose sum it is, so that matrix units multiply it without loss, and the
 order of the sums. K is cut into pieces by its length alone; a piece is summed by the matrix unit,
-sixteen values at a time, all three parts into one float32 sum; pieces are added in groups, and
-groups to the whole, each in turn. Who computes a piece depends on T, no bit of the result does.
+sixteen values at a time, all three parts into one float32 sum; pieces are added in groups, four
+groups in a span, spans to the whole, each in turn from zero. Who computes a piece, and which of
+these sums go through memory, depends on T; no bit of the result does.
 
 Pure host arithmetic, no GPU, no DSL. Refuses extents that do not fit. Kept honest by
 suites/kernels/common/test_mhc_projection_problem.py. Shape letters: T tokens, S streams, D width,
@@ -28,16 +29,21 @@ if TYPE_CHECKING:
 
 PARTS = 3  # BF16 numbers that are one float32: 24 bits of significand in three times 8
 STEP = 64  # values of K of a stage; behind the end of K they are zeros
-MOST_PIECES = 128
+MOST_PIECES = 448  # a step each at V4-Pro's width: then no sum of the matrix unit waits for long
 MOST_GROUPS = 16
 MOST_IN_GROUP = MOST_PIECES // MOST_GROUPS
+SPAN = 4  # groups
+MOST_SPANS = MOST_GROUPS // SPAN
 LINE = 32  # float32 numbers of a partial sum: products, then at SQUARES the sum of squares
 SQUARES = 24
 ROWS_OF_TILE = 16  # tokens of an instruction
 TILE = 8  # rows of the weight of an instruction
 STAGES = 4  # of shared memory: three are on their way
 ROW_BYTES = 2 * STEP
-FEW_TOKENS = 512  # up to here a warp has a piece, beyond it a group
+ROWS_OF_BLOCK = 128  # tokens that many warps share
+FEW_TOKENS = 512  # up to here a warp has sixteen tokens by itself
+LEAST_TOKENS = 32  # up to here it has a piece of K, beyond that a group
+WANTED_BLOCKS = 256  # where spans make so many: two a processor of an H200, all of them at once
 WEIGHTS = {"layer": COEFFICIENTS, "head": STREAMS}
 
 
@@ -74,7 +80,15 @@ class ProjectProblem:
     def partials(self) -> int:
         """Partial sums of a token in memory."""
         cut = Cut(self.inner)
-        return cut.pieces if self.tokens <= FEW_TOKENS else cut.groups
+        return {"pieces": cut.pieces, "groups": cut.groups, "spans": cut.spans}[self.lines]
+
+    @property
+    def lines(self) -> str:
+        """Which sums of a token go through memory."""
+        if self.tokens <= LEAST_TOKENS:
+            return "pieces"
+        blocks = Cut(self.inner).spans * ceil_div(self.tokens, ROWS_OF_BLOCK)
+        return "spans" if blocks >= WANTED_BLOCKS else "groups"
 
     @property
     def bytes_moved(self) -> int:
@@ -119,6 +133,12 @@ class Cut:
         count: int = ceil_div(self.pieces, self.per_group)
         return count
 
+    @property
+    def spans(self) -> int:
+        """Spans of groups."""
+        count: int = ceil_div(self.groups, SPAN)
+        return count
+
 
 @dataclass(frozen=True)
 class ProjectForm:
@@ -127,6 +147,7 @@ class ProjectForm:
     kind: str
     few: bool
     target: str
+    lines: str = "groups"  # which sums of a token go through memory
 
     @property
     def tiles(self) -> int:
@@ -171,20 +192,20 @@ def rows_of(kind: str) -> int:
 
 
 def choose_form(problem: ProjectProblem, target: str) -> ProjectForm:
-    """Return the form that answers a problem: few and many tokens differ."""
-    return ProjectForm(problem.kind, problem.tokens <= FEW_TOKENS, target)
+    """Return the form that answers a problem: numbers of tokens differ."""
+    return ProjectForm(problem.kind, problem.tokens <= FEW_TOKENS, target, problem.lines)
 
 
 def chunk_place(row: Any, chunk: Any) -> Any:
-    """Return where a row's 16-byte chunk lies in its 128 bytes: odd rows have halves exchanged.
+    """Return where a row's 16-byte chunk lies in its 128 bytes.
 
-    Four lanes read half a row and their neighbours half of the next: all banks once.
+    Eight neighbouring rows have a chunk at eight places: a matrix is read from all banks at once.
     """
-    return chunk ^ (row % 2 * 4)
+    return chunk ^ (row % TILE)
 
 
 def grid(problem: ProjectProblem, form: ProjectForm) -> tuple[int, int]:
-    """Thread blocks: along x pieces or groups, along y tokens."""
+    """Thread blocks: along x pieces, groups or spans, along y tokens."""
     return problem.partials, ceil_div(problem.tokens, form.tokens_of_block)
 
 

@@ -32,7 +32,7 @@ SETTINGS = CompileSettings()
 BUDGET = 2e-6
 SPREADS = ("ordinary", "wide", "tiny", "integers", "one")
 EXACT = SPREADS[3:]
-FEW = facts.FEW_TOKENS
+FEW, LEAST = facts.FEW_TOKENS, facts.LEAST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,11 @@ def mismatch(case: Case) -> str:
 def cases() -> list[Case]:
     """Return the named cases: widths of models, tokens around every constant, both kinds."""
     made = [Case(5, width, kind) for width in (8, 64, 256, 4096, 7168) for kind in facts.WEIGHTS]
-    lengths = (1, 7, 15, 16, 17, 127, 128, 129, FEW - 1, FEW, FEW + 1, 640, 1027)
+    lengths = (1, 7, 15, 16, 17, LEAST, LEAST + 1, 127, 128, 129, FEW - 1, FEW, FEW + 1, 640, 1027)
     made += [Case(n, 136, spread="integers", seed=n) for n in lengths]
     made += [Case(n, 1032, kind, seed=n) for n in (33, FEW + 33) for kind in facts.WEIGHTS]
-    made += [Case(n, 7168, spread="integers") for n in (3, FEW + 3)]
+    made += [Case(n, 7168, spread="integers") for n in (3, LEAST + 3, FEW + 3)]
+    made += [Case(n, 136, spread="integers", seed=n) for n in (4_001, 8_200)]  # groups, spans
     made += [Case(n, 520, spread=spread) for n in (9, FEW + 9) for spread in SPREADS]
     return made
 

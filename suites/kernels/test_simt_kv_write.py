@@ -54,12 +54,12 @@ def require_sound(kernels: ModuleType, form: WriteForm) -> None:
         assert facts.registers <= (56 if form.few else 32), facts
         assert facts.shared_bytes == 0, facts
     assert unstated_roundings(kernel.ptx) == ()
-    # The sum of squares; for NVFP4, in each of two halves, the inverse's error, eight quotients,
-    # and on sm_90a eight sums that round to a code.
+    # The sum of squares; for NVFP4, in each of two halves, the inverse's error and eight quotients,
+    # on sm_90a the inverse, and quotients and codes of four pairs.
     nvfp4 = ENTRIES[form.entry].code_bits == 4
     halves = 2 if form.width == 512 else 1
     fused = 7 * halves * (form.source == "latent")
-    fused += halves * nvfp4 * (1 + 8 + 8 * (not target.converts_e2m1))
+    fused += halves * nvfp4 * (1 + 8 if target.converts_e2m1 else 2 + 4 + 4)
     assert len(fused_instructions(kernel.ptx)) == fused
 
 

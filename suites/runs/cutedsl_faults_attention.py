@@ -124,9 +124,14 @@ def _as_it_is(_true: Any, numbers: Any, *_rest: Any) -> Any:
     return list(numbers)
 
 
-def _but_the_largest(true: Any, base: Any, operands: Any, place: Any, form: Any) -> None:
-    if place[2] != 0:
-        true(base, operands, place, form)
+def _rows_left(_true: Any, _lines: Any, told: Any, *_rest: Any, **_more: Any) -> Any:
+    _, before, _ = told
+    return before, [_float32(1.0)] * len(before)
+
+
+def _but_the_largest(true: Any, base: Any, operands: Any, part: int, form: Any) -> None:
+    if part != 0:
+        true(base, operands, part, form)
 
 
 def _reversed_gates(true: Any, words: Any, gates: Any) -> Any:
@@ -227,7 +232,7 @@ FAULTS = (
     _of("an entry too early", _SCORES, "visible_of", _one_more, "indexer.scores", also="attend"),
     _of("an entry too late", _SCORES, "visible_of", _one_fewer, "indexer.scores", cause="M34"),
     _of("not transformed", "simt_indexer_operand", "transformed", _as_it_is, "indexer.q"),
-    _of("Sinkhorn without rows", "simt_mhc", "row_divided", _as_it_is, "hc_pre", module=_MIX,
+    _of("Sinkhorn without rows", "simt_mhc", "rows_divided", _rows_left, "hc_pre", module=_MIX,
         cause="M23"),
     _of("mix the other way round", "simt_mhc", "spread_out", _TRANSPOSED, "hc_post",
         cause="M23"),

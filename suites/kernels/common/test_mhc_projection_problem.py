@@ -36,17 +36,24 @@ def test_every_step_of_k_is_in_one_piece_and_every_piece_in_one_group(width: int
     assert sorted(set(groups)) == list(range(cut.groups))
     assert cut.pieces <= facts.MOST_PIECES
     assert cut.groups <= facts.MOST_GROUPS
+    assert (cut.spans - 1) * facts.SPAN < cut.groups <= cut.spans * facts.SPAN
+    assert cut.spans <= facts.MOST_SPANS
 
 
 def test_tokens_choose_who_computes_and_nothing_else() -> None:
     forms = [
         facts.choose_form(ProjectProblem(tokens, 7168), "sm_90a")
-        for tokens in (facts.FEW_TOKENS, facts.FEW_TOKENS + 1)
+        for tokens in (facts.LEAST_TOKENS, facts.FEW_TOKENS, facts.FEW_TOKENS + 1)
     ]
-    assert [form.few for form in forms] == [True, False]
-    assert [form.tokens_of_block for form in forms] == [16, 128]
-    assert facts.grid(ProjectProblem(1, 7168), forms[0]) == (112, 1)
-    assert facts.grid(ProjectProblem(8192, 7168), forms[1]) == (16, 64)
+    assert [(form.few, form.lines) for form in forms] == [
+        (True, "pieces"), (True, "groups"), (False, "groups")
+    ]  # fmt: skip
+    assert [form.tokens_of_block for form in forms] == [16, 16, 128]
+    grids = {1: (448, 1), 33: (16, 3), 600: (16, 5), 8064: (16, 63), 8192: (4, 64)}
+    for tokens, grid in grids.items():
+        problem = ProjectProblem(tokens, 7168)
+        form = facts.choose_form(problem, "sm_90a")
+        assert facts.grid(problem, form) == grid
     assert ProjectProblem(2, 4096).bytes_moved == 2 * (32768 + 100) + 6 * 24 * 16384
 
 
@@ -55,16 +62,12 @@ def test_two_thread_blocks_fit_and_every_bank_is_read_once() -> None:
         form = facts.ProjectForm(kind, few=False, target="sm_90a")
         assert 2 * (form.shared_bytes + 2048) <= 228 * 1024
         for each in (form, facts.ProjectForm(kind, few=True, target="sm_90a")):
-            assert each.rows_at_once % 2 == 0  # so chunks keep their place from row to row
+            # Chunks keep their place from row to row, or have two by turns, 64 bytes apart.
+            assert each.rows_at_once % 8 in {0, 4}
             assert each.tokens_of_block % each.rows_at_once == 0
-    for half in (0, 1):
-        for row in range(0, 8, 2):
-            read = {
-                facts.chunk_place(own, 4 * half + lane)
-                for own in (row, row + 1)
-                for lane in range(4)
-            }
-            assert read == set(range(8))
+    for chunk in range(8):
+        assert {facts.chunk_place(row, chunk) for row in range(8, 16)} == set(range(8))
+        assert facts.chunk_place(4, chunk) == facts.chunk_place(0, chunk) ^ 4
     places = {facts.chunk_place(3, chunk) for chunk in range(8)}
     assert places == set(range(8))
 
