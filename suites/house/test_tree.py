@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ACROSS = {
     "suites/anatomy/test_transformers.py": "tensors, layouts and name maps against one oracle",
     "suites/cli/test_messages.py": "help and refusals of every command, as snapshots",
+    "suites/kernels/test_memory_checker.py": "every kernel, watched by a memory checker",
     "suites/nights/test_night.py": "a whole night, which pytest runs on a user's checkpoint",
     "suites/references/test_v32_against_transformers.py": "a whole model against one oracle",
     "suites/references/test_v4_against_transformers.py": "a whole model against one oracle",

@@ -1,0 +1,284 @@
+"""Small launches of every Hopper and SIMT kernel, for a memory checker to watch: a script.
+
+    compute-sanitizer python -m degarble.suites.kernels.memory_checks GROUP
+
+Owns the launches by group and the kernels that a group has to launch; rows, columns and lists end
+within tiles. Results are not looked at, which the kernels' own suites do: here it is memory alone.
+Tensors lie in allocations of their own, so that a byte behind one is nobody's. `planted` launches a
+kernel on a tensor that is too short, and has to be told. Prints the kernels that were launched.
+Kept honest by suites/kernels/test_memory_checker.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from degarble.harness.errors import DegarbleError, UnknownName
+from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common import kv_problem
+from degarble.kernels.common import sparse_attention_problem as attention
+from degarble.kernels.common.compiling import CompiledKernel, current_stream
+from degarble.kernels.common.embed_problem import EmbedProblem
+from degarble.kernels.common.fp8_quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.common.latent_query_problem import QueryProblem
+from degarble.kernels.common.scale_problem import ScaleProblem
+from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.slots_problem import KINDS, SlotsProblem
+from degarble.kernels.common.targets import target_of_device
+from degarble.suites.kernels import (
+    attention_checks,
+    cache_checks,
+    compressor_checks,
+    gemm_checks,
+    grouped_checks,
+    head_checks,
+    indexer_checks,
+    indexer_operand_checks,
+    latent_checks,
+    mhc_checks,
+    mhc_project_checks,
+    moe_checks,
+    quantise_checks,
+    residual_checks,
+    router_checks,
+    row_checks,
+    topk_checks,
+    w4a16_checks,
+    wgmma_checks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KERNELS = "degarble.kernels"
+SETTINGS = CompileSettings()
+SEED = 61
+
+
+@dataclass(frozen=True)
+class Group:
+    """Launches, and the kernels that they are of."""
+
+    launch: Callable[[], None]
+    kernels: tuple[str, ...]
+
+
+def _gemms(operands: str) -> Callable[[], None]:
+    def launch() -> None:
+        for n, form in enumerate(gemm_checks.forms(operands)):
+            case = gemm_checks.with_form(form, (67 + n, 72, 4 * 128), "ordinary", n)
+            gemm_checks.on_device(case, gemm_checks.SIDES[operands](case, "cuda"))
+
+    return launch
+
+
+def _grouped() -> None:
+    for case in grouped_checks.fuzzed(SEED, 6):
+        grouped_checks.launched(case, case.operands())
+
+
+def _w4a16() -> None:
+    for case in w4a16_checks.fuzzed(SEED, 8):
+        w4a16_checks.on_device(case)
+
+
+def _experts() -> None:
+    for case in moe_checks.fuzzed(SEED, 8):
+        few = replace(case, problem=replace(case.problem, tokens=min(case.problem.tokens, 70)))
+        moe_checks.on_device(few, moe_checks.given_of(few))
+
+
+def _shared_expert() -> None:
+    kernels = import_module(f"{KERNELS}.sm90_shared_expert")
+    case = moe_checks.Case(kernels.problem_of(33, 256, 384, 10.0), seed=SEED)
+    given = moe_checks.given_of(case)
+    kernels.shared_expert_nvfp4(given.x, given.weights, case.problem, SETTINGS)
+
+
+def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
+    def launch() -> None:
+        plain = attention_checks.Case(tokens=3, near=70, seed=SEED, key=width)
+        for n, entry in enumerate(entries):
+            for mode in attention.MODES:
+                far = None if width == rows.WITH_KEY else 130 + n
+                case = replace(
+                    plain, entry=entry, heads=9 + 37 * n, far=far, mode=mode, lengths=n % 2 == 0,
+                    splits=(0, 3)[n % 2], pages=(5, 64),
+                )  # fmt: skip
+                attention_checks.on_device(case, attention_checks.drawn(case))
+
+    return launch
+
+
+def _scores() -> None:
+    for case in indexer_checks.fuzzed(SEED, 6):
+        indexer_checks.on_device(case, indexer_checks.sides(case, "cuda").given)
+
+
+def _operands() -> None:
+    for case in indexer_operand_checks.fuzzed(SEED, 12):
+        indexer_operand_checks.on_device(case)
+
+
+def _choices() -> None:
+    for choice in topk_checks.fuzzed(SEED, 6):
+        topk_checks.on_device(choice)
+    for case in router_checks.fuzzed(SEED, 8):
+        router_checks.on_device(case)
+
+
+def _cache() -> None:
+    for case in cache_checks.fuzzed(SEED, 14):
+        cache_NB = cache_checks.on_device(case)
+        pages = case.problem.pages
+        slots = torch.arange(-1, min(pages.slots, 40), dtype=torch.int32)
+        cache_checks.read_on_device(cache_NB, slots, kv_problem.ReadProblem(len(slots), pages))
+
+
+def _compressor() -> None:
+    for case in compressor_checks.fuzzed(SEED, 6):
+        compressor_checks.mismatch(case)
+
+
+def _streams() -> None:
+    for case in mhc_checks.fuzzed(SEED, 14):
+        mhc_checks.on_device(case)
+    for projected in mhc_project_checks.fuzzed(SEED, 6):
+        mhc_project_checks.on_device(projected)
+
+
+def _rows() -> None:
+    for case in row_checks.fuzzed_norms(SEED, 8):
+        row_checks.norm_on_device(case)
+    for product in row_checks.fuzzed_gemvs(SEED, 6):
+        row_checks.product_on_device(product)
+    for kind in ("norm", "back"):
+        for heads in head_checks.fuzzed(kind, SEED, 6):
+            head_checks.on_device(heads)
+
+
+def _sums() -> None:
+    for case in residual_checks.fuzzed(SEED, 6):
+        residual_checks.on_device(case)
+    scale, queries = (import_module(f"{KERNELS}.simt_{name}") for name in ("scale", "latent_query"))
+    scale.scale(torch.randn(5, 33, device="cuda"), ScaleProblem(165, 0.5), SETTINGS)
+    problem = QueryProblem(5, 8, 192, 40)
+    operands = queries.Operands(
+        _normal(5, 8, 512), _normal(5, 8, 192), latent_checks.table_of_turns(40).cuda(),
+        torch.tensor([0, 39, 40, -1, 7], device="cuda"),
+    )  # fmt: skip
+    out = queries.empty_rows(problem, torch.device("cuda"))
+    queries.latent_query(operands, problem, SETTINGS, out)
+
+
+def _quantised() -> None:
+    for case in quantise_checks.fuzzed(SEED, 10):
+        quantise_checks.on_device(case)
+    fp8 = import_module(f"{KERNELS}.simt_quantise_fp8")
+    for scales in SCALES:
+        fp8.quantise_fp8(_normal(7, 384), Fp8Problem(7, 384, scales), SETTINGS)
+
+
+def _looked_up() -> None:
+    embed, slots = (import_module(f"{KERNELS}.simt_{name}") for name in ("embed", "slots"))
+    id_T = torch.tensor([0, 99, -1, 100, 7], device="cuda")
+    embed.embed(id_T, _normal(100, 264), EmbedProblem(5, 100, 264), SETTINGS)
+    for kind in KINDS:
+        problem = SlotsProblem(5, 33, kind, 2, 40, 4)
+        positions = torch.tensor([0, 5, 39, 40, 700], device="cuda")
+        owners = torch.tensor([0, 1, -1, 2, 1], dtype=torch.int32, device="cuda")
+        table = torch.arange(80, dtype=torch.int32, device="cuda").reshape(2, 40)
+        numbers = torch.randint(-2, 43, (5, 33), device="cuda").int()
+        chosen = numbers if kind == "chosen" else None
+        slots.slots(slots.Told(positions, owners, table, chosen), problem, SETTINGS)
+
+
+def _normal(*shape: int) -> Any:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def _probes() -> None:
+    for case in list(wgmma_checks.cases())[:3]:
+        wgmma_checks.on_device(case)
+
+
+def _planted() -> None:
+    crowded, runtime = (
+        import_module(name)
+        for name in ("degarble.suites.kernels.common.crowded_kernel", "cutlass.cute.runtime")
+    )
+    short = torch.zeros(16, device="cuda")
+    kernel = crowded.compile_crowded(128, target_of_device(), SETTINGS)
+    space = import_module("cutlass").cute.AddressSpace.gmem
+    number = import_module("cutlass").Float32
+    kernel(runtime.make_ptr(number, short.data_ptr(), space, assumed_align=16), current_stream())
+
+
+GROUPS = {
+    "bf16": Group(_gemms("bf16"), ("sm90_gemm_bf16",)),
+    "nvfp4": Group(_gemms("nvfp4"), ("sm90_gemm_nvfp4",)),
+    "fp8_block": Group(_gemms("fp8_block"), ("sm90_gemm_fp8_block",)),
+    "grouped": Group(_grouped, ("sm90_gemm_grouped",)),
+    "w4a16": Group(_w4a16, ("sm90_gemm_w4a16",)),
+    "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
+    "shared expert": Group(_shared_expert, ("sm90_gemm_nvfp4", "simt_quantise_nvfp4")),
+    "attention": Group(
+        _attention(rows.WIDTH, tuple(kv_problem.ENTRIES)),
+        ("sm90_attention_kernel", "simt_attention_merge"),
+    ),
+    "absorbed": Group(_attention(rows.WITH_KEY, cache_checks.WITH_KEY), ("sm90_attention_kernel",)),
+    "scores": Group(_scores, ("sm90_indexer_scores",)),
+    "indexer rows": Group(_operands, ("simt_indexer_operand",)),
+    "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),
+    "cache": Group(_cache, ("simt_kv_write", "simt_kv_read")),
+    "compressor": Group(_compressor, ("simt_compressor",)),
+    "streams": Group(_streams, ("simt_mhc", "simt_mhc_project")),
+    "rows": Group(
+        _rows, ("simt_rmsnorm", "simt_gemv_bf16", "simt_qnorm_rope", "simt_inverse_rope")
+    ),
+    "sums": Group(_sums, ("simt_residual_norm", "simt_scale", "simt_latent_query")),
+    "quantised": Group(_quantised, ("simt_quantise_nvfp4", "simt_quantise_fp8")),
+    "looked up": Group(_looked_up, ("simt_embed", "simt_slots")),
+    "probes": Group(_probes, ("sm90_probe_wgmma",)),
+}
+PLANTED = "planted"
+
+
+def launched(name: str) -> list[str]:
+    """Launch a group and return the names of the kernels that were."""
+    if name != PLANTED and name not in GROUPS:
+        raise UnknownName.among("group of launches", name, [*GROUPS, PLANTED])
+    seen: set[str] = set()
+    true = CompiledKernel.__call__
+
+    def counted(kernel: CompiledKernel, *given: Any) -> None:
+        seen.add(kernel.name.partition(".")[0])
+        true(kernel, *given)
+
+    with mock.patch.object(CompiledKernel, "__call__", counted):
+        _planted() if name == PLANTED else GROUPS[name].launch()
+        torch.cuda.synchronize()
+    return sorted(seen)
+
+
+def main(arguments: list[str]) -> int:
+    """Launch one group and print what was launched."""
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    try:
+        for name in launched(" ".join(arguments)):
+            print(f"launched {name}", flush=True)  # noqa: T201  a script
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
