@@ -98,7 +98,8 @@ def attention_kernel(
     if group == tensor_memory.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)
         producer = with_key if form.format.inside else gather
-        producer.produce(lists, widths, walk, memory.places, form)
+        how = tensor_memory.bringing(form.format)
+        producer.produce(lists, widths, walk, memory.places, how)
         leave_together(form)
     elif group == tensor_memory.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
@@ -169,20 +170,18 @@ def prepared(form: AttentionForm) -> Memory:
         allocator.allocate_array(BFloat16, size, byte_alignment=facts.ALIGNMENT)
         for size in (*sizes, facts.HEADS * facts.TILE)
     ]
-    warps = facts.WARPGROUP // rows.LANES
+    how = tensor_memory.bringing(form.format)
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
     tiles = allocator.allocate_array(Int64, 2 * facts.STAGES)
-    masks = allocator.allocate_array(Uint32, hopper.MASK_WORDS * warps * facts.STAGES)
+    masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     others = allocator.allocate_array(Int64, tensor_memory.BARRIERS)
     address = allocator.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
-    codes = allocator.allocate_array(
-        Uint32, facts.ahead_bytes(form.format) // 4 or 4, byte_alignment=16
-    )
+    codes = allocator.allocate_array(Uint32, how.ahead_bytes // 4 or 4, byte_alignment=16)
     places = gather.Places(*(Uint32(each.toint()) for each in (pointers[1], tiles, masks, codes)))
     first = Uint32(others.toint())
     size = tensor_memory.BARRIER_BYTES
     barriers = Barriers(first, first + tensor_memory.LOGITS * size, first + 3 * size)
-    begin(places, barriers, address)
+    begin(places, barriers, (address, how))
     queries, keys, shares, values = (
         cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         for at, layout in zip((*pointers, pointers[1]), layouts, strict=True)
@@ -192,12 +191,13 @@ def prepared(form: AttentionForm) -> Memory:
 
 
 @cute.jit
-def begin(places: gather.Places, barriers: Barriers, address: Any) -> None:
+def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Constexpr]) -> None:
     """Set all barriers up and allocate tensor memory; nobody goes on before."""
     thread, _, _ = cute.arch.thread_idx()
+    address, how = held
     if thread == 0:
         for stage in range(facts.STAGES):
-            shared.begin_barrier(places.full + stage * 8, facts.arrivals())
+            shared.begin_barrier(places.full + stage * 8, how.arrivals)
             shared.begin_barrier(places.full + (facts.STAGES + stage) * 8, 1)
         for buffer in range(tensor_memory.LOGITS):
             shared.begin_barrier(barriers.logits + buffer * 8, 1)

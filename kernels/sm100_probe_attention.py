@@ -56,7 +56,7 @@ class Images(NamedTuple):
     """Addresses of what parts take and leave; S tiles."""
 
     tiles: Any  # [S, bytes] as they lie in shared memory
-    masks: Any  # [S, 32 bytes]
+    masks: Any  # [S, 16 bytes]
     logits: Any  # float32 [S, 64, 64]
     shares: Any  # BF16 [S, 64, 64]: as they lie where weighing leaves them, plain where they come
     sums: Any  # float32 [64, 512]
@@ -84,7 +84,8 @@ def probe_kernel(
         cute.arch.setmaxregister_decrease(registers.gathering)
         if cutlass.const_expr(part == "load"):
             producer = with_key if form.format.inside else gather
-            producer.produce(lists, widths, walk, memory.places, form)
+            how = tensor_memory.bringing(form.format)
+            producer.produce(lists, widths, walk, memory.places, how)
     elif group == tensor_memory.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
         if cutlass.const_expr(part == "multiply"):

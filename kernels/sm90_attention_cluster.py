@@ -25,6 +25,7 @@ ROW_BYTES = 4 * rows.WIDTH
 VALUES = 4  # of a lane, side by side
 TURNS = rows.WIDTH // (VALUES * rows.LANES)
 WARPS = facts.CONSUMERS * facts.WARPGROUP // rows.LANES
+MOST_AT_ONCE = 8  # rows of splits in registers: 16 numbers each
 
 
 def address_of_sum(row: Any, segment: Any) -> Any:
@@ -57,52 +58,75 @@ def write_rows(
     """Write this thread block's rows; `position` is the warp among eight, and the lane."""
     warp, lane = position
     together = form.together
-    for turn in cutlass.range_constexpr(-(-facts.HEADS // (WARPS * together))):
-        row = (warp + turn * WARPS) * together + place.split
-        head = place.head + row
-        if (row < facts.HEADS) & (head < place.heads):
-            merge_row(addresses, place, shared, (row, head, lane), form)
+    turns = -(-facts.HEADS // (WARPS * together))
+    at_once = max(1, MOST_AT_ONCE // together)
+    for begin in cutlass.range_constexpr(0, turns, at_once):
+        mine = [
+            (warp + turn * WARPS) * together + place.split
+            for turn in range(begin, min(begin + at_once, turns))
+        ]
+        # What other thread blocks have is far away: everything is asked for before any is used.
+        kept = [Uint32(ops.minimum(row, facts.HEADS - 1)) for row in mine]
+        stats = [
+            [ptx.numbers_of_rank(shared[1] + row * 8, rank, 2) for rank in range(together)]
+            for row in kept
+        ]
+        read = [
+            [row_of_rank(shared[0], row, Uint32(lane), rank) for rank in range(together)]
+            for row in kept
+        ]
+        for i in cutlass.range_constexpr(len(mine)):
+            head = place.head + mine[i]
+            wanted = (mine[i] < facts.HEADS) & (head < place.heads)
+            which = head, lane, wanted
+            merge_row(addresses, place, (stats[i], read[i]), which, form.sinks)
 
 
-@cute.jit
+def row_of_rank(tiles_at: Any, row: Any, lane: Any, rank: int) -> list[Any]:
+    """Begin to read a lane's sums of a row of one split."""
+    made = []
+    for turn in range(TURNS):
+        segment = lane // 2 + turn * (rows.LANES // 2)
+        at = tiles_at + address_of_sum(row, segment) + lane % 2 * 16
+        made += ptx.numbers_of_rank(at, rank, VALUES)
+    return made
+
+
 def merge_row(
     addresses: Any,
     place: Any,
-    shared: tuple[Any, Any],
+    found: tuple[Any, Any],
     which: tuple[Any, Any, Any],
-    form: cutlass.Constexpr,
+    sinks: bool,
 ) -> None:
-    """Add up a row of all splits, divide, round once, write."""
-    together = form.together
-    tiles_at, stats_at = shared
-    row, head, lane = which
-    row, lane = Uint32(row), Uint32(lane)
-    stats = [ptx.numbers_of_rank(stats_at + row * 8, rank, 2) for rank in range(together)]
+    """Add up a row of all splits, divide, round once, write where the row is wanted.
+
+    Nothing branches here: what a branch alone needs would be asked for in it.
+    """
+    stats, read = found
+    head, lane, wanted = which
+    lane = Uint32(lane)
     largest = stats[0][0]
-    for rank in cutlass.range_constexpr(1, together):
-        largest = ptx.larger(largest, stats[rank][0])
+    for peak, _ in stats[1:]:
+        largest = ptx.larger(largest, peak)
     total = Float32(0.0)
-    sums = cute.make_rmem_tensor(TURNS * VALUES, Float32)
-    sums.fill(0.0)
-    for rank in cutlass.range_constexpr(together):
-        peak, of_split = stats[rank]
-        if of_split != 0.0:
-            factor = merging.factor_of(peak, largest)
-            total = ops.fma_rn(of_split, factor, total)
-            for turn in cutlass.range_constexpr(TURNS):
-                segment = lane // 2 + turn * (rows.LANES // 2)
-                at = tiles_at + address_of_sum(row, segment) + lane % 2 * 16
-                read = ptx.numbers_of_rank(at, rank, VALUES)
-                for i in cutlass.range_constexpr(VALUES):
-                    number = sums[turn * VALUES + i]
-                    sums[turn * VALUES + i] = ops.fma_rn(read[i], factor, number)
-    sink = merging.sink_of(addresses.sink, head, form.sinks)
+    sums = [Float32(0.0)] * (TURNS * VALUES)
+    for (peak, of_split), row in zip(stats, read, strict=True):
+        counts = of_split != 0.0
+        factor = merging.factor_of(peak, largest)
+        total = ops.select(counts, ops.fma_rn(of_split, factor, total), total)
+        sums = [
+            ops.select(counts, ops.fma_rn(number, factor, so_far), so_far)
+            for number, so_far in zip(row, sums, strict=True)
+        ]
+    kept = Int64(ops.minimum(head, place.heads - 1))
+    sink = merging.sink_of(addresses.sink, kept, sinks)
     inverse = merging.inverse_total(total, largest, sink)
-    number = Int64(place.token) * Int64(place.heads) + Int64(head)
-    if lane == 0:
-        ptx.store_single(addresses.lse + number * 4, merging.lse_of(total, largest))
-    for turn in cutlass.range_constexpr(TURNS):
+    number = Int64(place.token) * Int64(place.heads) + kept
+    lse = merging.lse_of(total, largest)
+    ptx.store_single_if(addresses.lse + number * 4, lse, wanted & (lane == 0))
+    for turn in range(TURNS):
         four = [ops.multiply_rn(sums[turn * VALUES + i], inverse) for i in range(VALUES)]
         words = [ptx.pair_rounded(four[i], four[i + 1]) for i in (0, 2)]
         value = number * rows.WIDTH + Int64(lane * VALUES + turn * VALUES * rows.LANES)
-        ptx.store_8(addresses.out + value * 2, words)
+        ptx.store_8_if(addresses.out + value * 2, words, wanted)

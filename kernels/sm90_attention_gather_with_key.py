@@ -20,7 +20,7 @@ from degarble.kernels import sm90_attention_instructions as ptx
 from degarble.kernels import sm90_w4a16_instructions as shared
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import sparse_attention_problem as facts
-from degarble.kernels.common.kv_problem import EntryFormat
+from degarble.kernels.common.sparse_attention_problem import Bringing
 
 WORDS = 4  # of a lane's 16 bytes of codes
 AHEAD = 8  # turns of which codes wait in registers
@@ -28,22 +28,21 @@ BLOCKS = 4  # scales of an entry
 ROWS_OF_REGISTER = rows.LANES // BLOCKS
 
 
-def with_scales(found: gather.Rows, entry: EntryFormat) -> gather.Rows:
+def with_scales(found: gather.Rows, how: Bringing) -> gather.Rows:
     """Begin to read the warp's scales: two a lane, zeros of rows that are absent."""
-    thread, _, _ = cute.arch.thread_idx()
-    lane = Uint32(thread % rows.LANES)
+    lane, _ = gather.standpoint(how)
     scales = []
     for first in (0, ROWS_OF_REGISTER):
         row = lane // BLOCKS + first
         start = found.cache + Int64(gather.of_row(found.values, row)) * gather.CHUNK
-        start = start + entry.code_bytes + Int64(lane % BLOCKS) * 4
+        start = start + how.entry.code_bytes + Int64(lane % BLOCKS) * 4
         scales.append(Uint32(ptx.word_if(start, gather.bit(found.present, row))))
-    return found._replace(low=scales[0], high=scales[1])
+    return found._replace(codes=tuple(scales))
 
 
 def scale_of_turn(found: gather.Rows, turn: int, chunk: Any) -> Any:
     """Return the bits of the scale of a lane's 16 codes in a turn."""
-    words = (found.low, found.high)[turn // ROWS_OF_REGISTER]
+    words = found.codes[turn // ROWS_OF_REGISTER]
     lane = turn % ROWS_OF_REGISTER * BLOCKS + block_of_chunk(chunk)
     return gather.of_row(words, lane)
 
@@ -81,31 +80,31 @@ def produce(
     widths: tuple[Any, Any],
     walk: tuple[Any, Any, Any],
     places: gather.Places,
-    form: cutlass.Constexpr,
+    how: cutlass.Constexpr,
 ) -> None:
     """Bring every tile of a split, one after the other, as soon as there is space."""
-    thread, _, _ = cute.arch.thread_idx()
-    warp = thread % facts.WARPGROUP // rows.LANES
-    entry = form.format
-    turns = facts.turns(entry)
-    stands = gather.standing_of(places.codes, entry)
+    entry = how.entry
+    lane, warp = gather.standpoint(how)
+    turns = how.turns
+    stands = gather.standing_of(places.codes, how)
     words = cute.make_rmem_tensor(AHEAD * WORDS, Uint32)
     words.fill(0)
     tile = gather.tile_of_step(Int32(0), walk, widths)
-    slot = gather.slot_of(lists, tile, widths)
-    found = with_scales(gather.rows_of(slot, lists, tile, widths, entry), entry)
-    slot = gather.slot_of(lists, gather.tile_of_step(Int32(1), walk, widths), widths)
+    slot = gather.slot_of(lists, tile, widths, how)
+    found = with_scales(gather.rows_of(slot, lists, tile, widths, how), how)
+    slot = gather.slot_of(lists, gather.tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(AHEAD):
         ask(found, turn, stands, words, turn)
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), walk[2], unroll=1):
         tile = gather.tile_of_step(step + 1, walk, widths)
-        following = with_scales(gather.rows_of(slot, lists, tile, widths, entry), entry)
-        slot = gather.slot_of(lists, gather.tile_of_step(step + 2, walk, widths), widths)
+        following = with_scales(gather.rows_of(slot, lists, tile, widths, how), how)
+        following_tile = gather.tile_of_step(step + 2, walk, widths)
+        slot = gather.slot_of(lists, following_tile, widths, how)
         shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * 8
-        gather.copy_values(found, tile_at, entry)
+        gather.copy_values(found, tile_at, how)
         ptx.arrive_behind_copies(full)
         for turn in cutlass.range_constexpr(turns):
             decode(found, turn, stands, words, tile_at)
@@ -114,12 +113,10 @@ def produce(
                 ask(found, later, stands, words, later % AHEAD)
             else:
                 ask(following, later - turns, stands, words, later % AHEAD)
-        mask_at = places.masks + (stage * (facts.WARPGROUP // rows.LANES) + warp) * 8
-        if thread % rows.LANES == 0:
-            ptx.store_word(mask_at, found.present)
-            ptx.store_word(mask_at + 4, found.beyond)
+        if lane == 0:
+            gather.leave_masks(found, places.masks, (stage, warp), how)
         cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
-        shared.arrive(full, thread % rows.LANES == 0)
+        shared.arrive(full, lane == 0)
         found = following
         stage, phase = gather.shared_next(stage, phase)
     ptx.end_of_copies()

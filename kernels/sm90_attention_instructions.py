@@ -73,6 +73,12 @@ def store_word(address: Any, word: Any) -> None:
     emit("st.shared.b32 [{$r0}], {$r1};", [], address, word)
 
 
+def store_bits(address: Any, word: Any, bits: int) -> None:
+    """Write the low 8 or 16 bits of a word to shared memory."""
+    text = f"{{ .reg .u16 low; cvt.u16.u32 low, {{$r1}}; st.shared.u{bits} [{{$r0}}], low; }}"
+    emit(text, [], address, word)
+
+
 def store_number(address: Any, number: Any) -> None:
     """Write a float32 to shared memory."""
     emit("st.shared.f32 [{$r0}], {$r1};", [], address, number)
@@ -170,3 +176,48 @@ def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
         "@part st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }"
     )
     emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_8_if(address: Any, words: list[Any], taken: Any) -> None:
+    """Write 8 bytes to global memory where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
+        "@part st.global.v2.b32 [{$r0}], {{$r1}, {$r2}}; }"
+    )
+    emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_single_if(address: Any, number: Any, taken: Any) -> None:
+    """Write a float32 number to global memory where a lane takes part."""
+    text = "{ .reg .pred part; setp.ne.u32 part, {$r2}, 0; @part st.global.f32 [{$r0}], {$r1}; }"
+    emit(text, [], address, number, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def numbers_at(address: Any, count: int) -> list[Any]:
+    """Read two or four float32 from shared memory."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.shared.v{count}.f32 {{{names}}}, [{{$r0}}];"
+    return list(emit(text, [Float32] * count, address))
+
+
+def give_numbers(address: Any, numbers: list[Any], barrier: Any, rank: Any) -> None:
+    """Write two or four float32 to a thread block of the cluster; its barrier counts the bytes."""
+    count = len(numbers)
+    names = ", ".join(f"{{$r{i + 3}}}" for i in range(count))
+    text = (
+        "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, {$r0}, {$r2}; "
+        "mapa.shared::cluster.u32 counts, {$r1}, {$r2}; "
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{count}.f32 "
+        f"[there], {{{names}}}, [counts]; }}"
+    )
+    emit(text, [], address, barrier, rank, *numbers)
+
+
+def store_one_of(address: Any, one: list[Any], other: list[Any], first: Any) -> None:
+    """Write the first or the second four float32 to shared memory."""
+    text = (
+        "{ .reg .pred one; setp.ne.u32 one, {$r1}, 0; "
+        "@one st.shared.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; "
+        "@!one st.shared.v4.f32 [{$r0}], {{$r6}, {$r7}, {$r8}, {$r9}}; }"
+    )
+    emit(text, [], address, ops.select(first, Uint32(1), Uint32(0)), *one, *other)

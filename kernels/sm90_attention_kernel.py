@@ -1,15 +1,16 @@
-"""The kernel of sparse attention on Hopper: what its three warpgroups do.
+"""The kernel of sparse attention on Hopper: what its three or four warpgroups do.
 
-Owns a thread block's work: a token, 64 heads, a split of the keys. The last warpgroup brings tiles
-of 64 keys (sm90_attention_gather); the other two multiply by wgmma, each with half of a tile's keys
-for the logits, then all 64 shares with half of the output's columns: keys and values are the same
-numbers in shared memory, taken once along rows and once along columns. Operands are BF16, sums
-float32; shares are rounded to BF16 beside a running peak, their sum is of what was not rounded.
+Owns a thread block's work: a token, 64 heads, a split of the keys. The last one or two bring tiles
+of 64 keys (sm90_attention_gather); two multiply by wgmma, each with half of the latent or of the
+keys for the logits, then all 64 shares with half of the output's columns: keys and values are the
+same numbers in shared memory, taken once along rows and once along columns. Operands are BF16, sums
+float32; shares are rounded to BF16 beside a peak that moves when it is passed by a factor of more
+than 2**8, their sum is of what was not rounded.
 
-Barriers: a stage is full when the 128 threads that bring it, and their copies, have arrived, and
-empty when the eight warps that multiply have. Whoever sees a full stage fences, because wgmma reads
-by another proxy than threads write. Two named barriers a tile let both warpgroups see the other's
-peaks, then its shares. Refuses nothing: a kernel cannot. Kept honest by
+Barriers: a stage is full when all threads that bring it, and their copies, have arrived, and empty
+when the eight warps that multiply have. Whoever sees a full stage fences, because wgmma reads by
+another proxy than threads write. Named barriers let both warpgroups see the other's logits, peaks,
+then shares. Refuses nothing: a kernel cannot. Kept honest by
 suites/kernels/test_sm90_sparse_attention.py.
 """
 
@@ -23,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels import simt_attention_merge as merging
 from degarble.kernels import sm90_attention_cluster as cluster
+from degarble.kernels import sm90_attention_exchange as exchange
 from degarble.kernels import sm90_attention_gather as gather
 from degarble.kernels import sm90_attention_gather_with_key as with_key
 from degarble.kernels import sm90_attention_instructions as ptx
@@ -38,8 +40,8 @@ STEP = 16  # keys of a wgmma
 STEPS_OF_KEYS = facts.KEYS // STEP
 BLOCKS = facts.KEYS // 8  # of eight columns in a warpgroup's products
 EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups that multiply
-CONSUMER_THREADS = facts.CONSUMERS * facts.WARPGROUP
-MASK_WORDS = 2
+CONSUMER_THREADS = facts.CONSUMER_THREADS
+LEEWAY = 8.0  # a peak moves where it is passed by a factor of more than 2**8: seldom
 CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
 
 
@@ -91,6 +93,8 @@ class Memory(NamedTuple):
     queries_at: Any
     shares_at: Any
     counts_at: Any
+    partner_at: Any  # where logits are exchanged
+    given: Any  # the barrier of what another thread block gives
     places: gather.Places
 
 
@@ -101,30 +105,26 @@ class Memory(NamedTuple):
 def attention_kernel(
     addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Take a role by warpgroup: two multiply, the last one brings keys."""
+    """Take a role by warpgroup: two multiply, those behind them bring keys."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = shared_memory(form)
-    if thread == 0:
-        for stage in range(facts.STAGES):
-            shared.begin_barrier(memory.places.full + stage * 8, facts.arrivals())
-            empty = memory.places.full + (facts.STAGES + stage) * 8
-            shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
-        cute.arch.mbarrier_init_fence()
+    how, (multiplying, bringing) = facts.bringing(form.format), facts.registers(form.format)
+    begin_barriers(memory, how)
     cute.arch.sync_threads()
 
     place = place_of(extents)
     lists, widths, walk = lists_of(addresses, extents, place, form)
-    if group == facts.CONSUMERS:
-        cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
+    if group >= facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(bringing)
         producer = with_key if form.format.inside else gather
-        producer.produce(lists, widths, walk, memory.places, form)
+        producer.produce(lists, widths, walk, memory.places, how)
         if cutlass.const_expr(form.together > 1):
-            for _ in range(2):
-                cute.arch.cluster_arrive()
+            for _ in range(1 if form.together == exchange.TOGETHER else 2):
+                cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
     else:
-        cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(multiplying)
         lane = Lane(
             group,
             thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
@@ -133,19 +133,21 @@ def attention_kernel(
             thread % rows.LANES,
         )
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
-        output = wgmma_of_output()
+        output = wgmma_of_output(facts.columns_at_once(form.format))
         sums = wgmma.sums_of(output, facts.COLUMNS)
         sums.fill(0.0)
         peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         peaks.fill(-float("inf"))
         totals.fill(0.0)
-        consume(memory, lane, walk[2], (sums, peaks, totals), scale)
+        consume(memory, lane, walk[2], (sums, peaks, totals), (scale, form.format))
         share_totals(memory, lane, totals)
         state = (sums, peaks, totals)
         if cutlass.const_expr(form.together == 0):
             store_partial(addresses, place, lane, state)
         elif cutlass.const_expr(form.together == 1):
             store_output(addresses, place, lane, state, (memory.places.tiles, form.sinks))
+        elif cutlass.const_expr(form.together == exchange.TOGETHER):
+            exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
         else:
             places = memory.places.tiles, memory.shares_at  # nobody reads either any more
             cluster.leave(*places, lane, state)
@@ -153,8 +155,21 @@ def attention_kernel(
             cute.arch.cluster_wait()
             warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
             cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
-            cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+            cute.arch.cluster_arrive_relaxed()  # nobody leaves while others read its sums
             cute.arch.cluster_wait()
+
+
+@cute.jit
+def begin_barriers(memory: Memory, how: cutlass.Constexpr) -> None:
+    """Set up, by one thread, the barriers of stages and of what is given."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for stage in range(facts.STAGES):
+            shared.begin_barrier(memory.places.full + stage * 8, how.arrivals)
+            empty = memory.places.full + (facts.STAGES + stage) * 8
+            shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
+        shared.begin_barrier(memory.given, 1)
+        cute.arch.mbarrier_init_fence()
 
 
 def shared_memory(form: AttentionForm) -> Memory:
@@ -174,18 +189,19 @@ def shared_memory(form: AttentionForm) -> Memory:
         cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         for at, layout in zip(pointers, layouts, strict=True)
     ]
-    warps = facts.WARPGROUP // rows.LANES
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
-    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES)
-    masks = allocator.allocate_array(Uint32, MASK_WORDS * warps * facts.STAGES)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES + 1)
+    masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
-    codes = allocator.allocate_array(
-        Uint32, facts.ahead_bytes(form.format) // 4 or 4, byte_alignment=16
+    codes, partner = (
+        allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
+        for size in (facts.bringing(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
     )
     others = (Uint32(each.toint()) for each in (barriers, masks, codes))
     places = gather.Places(keys_at, *others)
     queries, keys, shares = tensors
-    at = (queries_at, shares_at, Uint32(counts.toint()))
+    given = places.full + 2 * facts.STAGES * 8
+    at = (queries_at, shares_at, Uint32(counts.toint()), Uint32(partner.toint()), given)
     values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
     return Memory(queries, keys, values, shares, *at, places)
 
@@ -244,12 +260,12 @@ def lists_of(
     return (near, far), widths, walk
 
 
-def wgmma_of_output(source: Any = warpgroup.OperandSource.SMEM) -> Any:
-    """Return the instruction for 64 rows of shares and 256 columns of keys, taken as values."""
+def wgmma_of_output(columns: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
+    """Return the instruction for 64 rows of shares and columns of keys, taken as values."""
     operation = warpgroup.MmaF16BF16Op(
         BFloat16,
         Float32,
-        (facts.HEADS, facts.COLUMNS, STEP),
+        (facts.HEADS, columns, STEP),
         source,
         OperandMajorMode.K,
         OperandMajorMode.MN,
@@ -276,16 +292,29 @@ def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
 
 @cute.jit
 def consume(
-    memory: Memory, lane: Lane, steps: Any, state: tuple[Any, Any, Any], scale: Any
+    memory: Memory,
+    lane: Lane,
+    steps: Any,
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
 ) -> None:
     """Multiply, weigh and add up every tile of a split."""
     sums, peaks, totals = state
-    products = wgmma.mma_of(BFloat16, facts.KEYS)
-    output = wgmma_of_output()
-    logits = wgmma.sums_of(products, facts.KEYS)
-    a = products.make_fragment_A(products.get_slice(0).partition_A(memory.queries))
+    scale, entry = given
+    halved = facts.halved(entry)
+    columns_of = facts.TILE if halved else facts.KEYS
+    products = wgmma.mma_of(BFloat16, columns_of)
+    at_once = facts.columns_at_once(entry)
+    output = wgmma_of_output(at_once)
+    logits = wgmma.sums_of(products, columns_of)
+    queries, own = memory.queries, memory.keys
     width = cute.size(memory.keys, mode=[1])
-    own = cute.local_tile(memory.keys, (facts.KEYS, width, facts.STAGES), (lane.half, 0, 0))
+    if cutlass.const_expr(halved):
+        queries = cute.local_tile(queries, (facts.HEADS, width // 2, 1), (0, lane.half, 0))
+        own = cute.local_tile(own, (facts.TILE, width // 2, facts.STAGES), (0, lane.half, 0))
+    else:
+        own = cute.local_tile(own, (facts.KEYS, width, facts.STAGES), (lane.half, 0, 0))
+    a = products.make_fragment_A(products.get_slice(0).partition_A(queries))
     b = products.make_fragment_B(products.get_slice(0).partition_B(own))
     of_half = facts.COLUMNS, facts.TILE, facts.STAGES
     columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
@@ -293,7 +322,7 @@ def consume(
     shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
     state = (sums, peaks, totals)
-    of_registers = wgmma_of_output(warpgroup.OperandSource.RMEM)
+    of_registers = wgmma_of_output(at_once, warpgroup.OperandSource.RMEM)
     own_shares = of_registers.make_fragment_A(
         of_registers.partition_shape_A((facts.HEADS, facts.KEYS))
     )
@@ -303,15 +332,16 @@ def consume(
         begin_products(memory, pairs[0], (stage, phase))
         for _ in cutlass.range(Int32(1), steps, unroll=1):
             warpgroup.wait_group(0)
-            weigh(memory, lane, (logits, own_shares), state, (to_powers, stage))
+            weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)
             begin_sums(lane, pairs[1], stage)
             following = gather.shared_next(stage, phase)
             begin_products(memory, pairs[0], following)
+            # Trap: were the sums under way where the loop begins anew, ptxas would wait for each.
             warpgroup.wait_group(1)
             give_back(memory, lane, stage)
             stage, phase = following
         warpgroup.wait_group(0)
-        weigh(memory, lane, (logits, own_shares), state, (to_powers, stage))
+        weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)
         begin_sums(lane, pairs[1], stage)
         warpgroup.wait_group(0)
         give_back(memory, lane, stage)
@@ -366,10 +396,9 @@ def give_back(memory: Memory, lane: Lane, stage: Any) -> None:
 
 def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
     """Return which of the 32 keys of a warpgroup are present, and which beyond the cache."""
-    warps = facts.WARPGROUP // rows.LANES
-    at = masks + (stage * warps + Uint32(lane.half) * (warps // 2)) * 8
-    low, beyond_low, high, beyond_high = shared.shared_words(at, 4)
-    return low | ops.shift_left(high, 16), beyond_low | ops.shift_left(beyond_high, 16)
+    at = masks + stage * (2 * facts.TILE // 8) + Uint32(lane.half) * (facts.KEYS // 8)
+    (present,), (beyond,) = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
+    return present, beyond
 
 
 @cute.jit
@@ -393,6 +422,7 @@ def weigh(
     registers: tuple[Any, Any],
     state: tuple[Any, Any, Any],
     step: tuple[Any, Any],
+    entry: cutlass.Constexpr,
 ) -> None:
     """Turn logits into shares, in registers and for the other warpgroup in shared memory.
 
@@ -400,6 +430,8 @@ def weigh(
     """
     sums, peaks, totals = state
     logits, own_shares = registers
+    if cutlass.const_expr(facts.halved(entry)):
+        logits = exchange.joined(memory, lane, logits, entry)
     words = cute.recast_tensor(own_shares, Uint32)
     to_powers, stage = step
     present, beyond = masks_of(memory.places.masks, stage, lane)
@@ -419,7 +451,7 @@ def weigh(
     for row in cutlass.range_constexpr(2):
         other = ptx.number_at(counts_at(memory, lane, 1 - lane.half, row))
         top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
-        peak = ptx.larger(peaks[row], top)
+        peak = ops.select(top > ops.add_rn(peaks[row], Float32(LEEWAY)), top, peaks[row])
         against = merging.finite(peak)
         factor = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
         peaks[row] = peak
@@ -437,7 +469,8 @@ def weigh(
             words[block * 2 + row] = word
         totals[row] = ops.fma_rn(totals[row], factor, total)
         factors.append(factor)
-    rescale(sums, factors)
+    if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+        rescale(sums, factors)
 
 
 def rescale(sums: Any, factors: list[Any]) -> None:
@@ -545,7 +578,7 @@ def launch_attention(
     addresses = Addresses(*(Int64(each.toint()) for each in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
-        block=[facts.THREADS, 1, 1],
+        block=[facts.threads(form.format), 1, 1],
         cluster=[max(1, form.together), 1, 1],
         min_blocks_per_mp=1,
         stream=stream,

@@ -91,6 +91,11 @@ def instructions(width: int) -> tuple[int, int]:
     return width // INSTRUCTION_K, rows.WIDTH // facts.COLUMNS * steps_of_keys
 
 
+def bringing(entry: EntryFormat) -> facts.Bringing:
+    """Return how tiles are brought: one warpgroup does, and logits are exchanged by nobody."""
+    return facts.Bringing(entry, 1, facts.FAMILIES[entry.width].ahead)
+
+
 def places(entry: EntryFormat) -> dict[str, int]:
     """Return where everything begins in shared memory, in the order in which it is divided."""
     held = facts.shared_memory(entry)
@@ -105,7 +110,7 @@ def places(entry: EntryFormat) -> dict[str, int]:
         "barrier of shares": BARRIER_BYTES,
         "barrier of sums": BARRIER_BYTES,
         "address": ADDRESS_BYTES,
-        "codes": held.codes,
+        "codes": bringing(entry).ahead_bytes,
     }
     made, at = {}, 0
     for name, size in (*sizes.items(), ("end", 0)):

@@ -37,8 +37,7 @@ WARPGROUP = 128  # threads
 CONSUMERS = 2  # warpgroups, each with half of a tile's keys and half of the output's columns
 KEYS = TILE // CONSUMERS  # of a warpgroup's products
 COLUMNS = rows.WIDTH // CONSUMERS  # of a warpgroup's output
-THREADS = (CONSUMERS + 1) * WARPGROUP
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
 REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0
 ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
 MOST_HEADS = 128
@@ -52,8 +51,10 @@ EXPERIMENT_ENTRY = "nvfp4-v41"  # all of a key is NVFP4, its turned values too
 PRODUCTS = ("bf16", EXPERIMENT)  # of queries and keys; nothing chooses the second by itself
 COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
 MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
-BARRIER_BYTES = 8 * 2 * STAGES
-MASK_BYTES = 4 * 2 * STAGES * (WARPGROUP // rows.LANES)
+BARRIER_BYTES = 8 * 2 * STAGES  # full and empty
+BATCH = 2  # turns whose codes a warp reads before it writes any of them
+GIVEN_BARRIER_BYTES = 8  # the barrier of what another thread block gives
+MASK_BYTES = 2 * TILE // 8 * STAGES  # bits of keys that are present, then of those beyond
 
 
 @dataclass(frozen=True)
@@ -231,40 +232,107 @@ class SharedMemory:
     keys: int
     shares: int
     codes: int
+    exchanged: int
     others: int
 
     @property
     def total(self) -> int:
         """All of it: what is aligned most comes first."""
-        return self.queries + self.keys + self.shares + self.codes + self.others
+        return self.queries + self.keys + self.shares + self.codes + self.exchanged + self.others
 
 
-def rows_at_once(entry: EntryFormat) -> int:
-    """Return the rows of which a warp's lanes take 16 bytes of codes each, side by side."""
-    return rows.LANES * 16 // entry.code_bytes
+@dataclass(frozen=True)
+class Bringing:
+    """How a thread block brings tiles: entries of a format, by so many warpgroups."""
+
+    entry: EntryFormat
+    warpgroups: int
+    space: int  # bytes of shared memory in which codes of the next tile may wait
+
+    @property
+    def threads(self) -> int:
+        """Threads that bring tiles."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def warps(self) -> int:
+        """Warps that bring tiles."""
+        return self.threads // rows.LANES
+
+    @property
+    def rows_of_warp(self) -> int:
+        """Rows of a tile that a warp brings."""
+        return TILE // self.warps
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that fill a stage: every thread's copies, and every warp's words."""
+        return self.threads + self.warps
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of which a warp's lanes take 16 bytes of codes each, side by side."""
+        return rows.LANES * 16 // self.entry.code_bytes if self.entry.code_bytes else 0
+
+    @property
+    def turns(self) -> int:
+        """How often a warp takes codes of a tile."""
+        return self.rows_of_warp // self.rows_at_once if self.rows_at_once else 0
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes of codes that all warps take at once."""
+        return self.warps * self.rows_at_once * self.entry.code_bytes
+
+    @property
+    def turns_ahead(self) -> int:
+        """Turns of which the codes wait in shared memory; those of others wait in registers."""
+        return min(self.turns, self.space // self.turn_bytes) if self.turns else 0
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes in which codes of the next tile wait."""
+        return self.turns_ahead * self.turn_bytes
 
 
-def turn_bytes(entry: EntryFormat) -> int:
-    """Return the bytes of codes that four warps take at once."""
-    return WARPGROUP // rows.LANES * rows_at_once(entry) * entry.code_bytes
+def bringing(entry: EntryFormat) -> Bringing:
+    """Return how Hopper brings tiles: codes are decoded on their way, by twice as many warps."""
+    warpgroups = 2 if entry.code_bytes and not entry.inside else 1
+    return Bringing(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
 
 
-def turns(entry: EntryFormat) -> int:
-    """Return how often a warp takes codes of a tile."""
-    if not entry.code_bytes:
-        return 0
-    return TILE // (WARPGROUP // rows.LANES * rows_at_once(entry))
+def threads(entry: EntryFormat) -> int:
+    """Return the threads of a thread block: of those that multiply and those that bring."""
+    return CONSUMER_THREADS + bringing(entry).threads
 
 
-def turns_ahead(entry: EntryFormat) -> int:
-    """Return of how many turns the codes wait in shared memory; those of others in registers."""
-    most = FAMILIES[entry.width].ahead
-    return min(turns(entry), most // turn_bytes(entry)) if entry.code_bytes else 0
+def registers(entry: EntryFormat) -> tuple[int, int]:
+    """Return the registers of a thread that multiplies, and of one that brings."""
+    return (200, 56) if bringing(entry).warpgroups > 1 else (208, 88)
 
 
-def ahead_bytes(entry: EntryFormat) -> int:
-    """Return the bytes in which codes of the next tile wait."""
-    return turns_ahead(entry) * turn_bytes(entry) if entry.code_bytes else 0
+def columns_at_once(entry: EntryFormat) -> int:
+    """Return the columns of an output's wgmma: 256 take 158 registers of a thread at the start."""
+    return COLUMNS // bringing(entry).warpgroups
+
+
+def halved(entry: EntryFormat) -> bool:
+    """Return whether a warpgroup has half of the latent of all keys for the logits.
+
+    Else it has half of the keys, and queries are read twice: keys of 576 leave no memory in which
+    warpgroups could exchange what they have.
+    """
+    return entry.width == rows.WIDTH
+
+
+def laid_over(entry: EntryFormat) -> bool:
+    """Return whether half of the exchanged logits lie where shares did: E4M3's codes take more."""
+    return halved(entry) and entry.code_bits == 8
+
+
+def exchanged_bytes(entry: EntryFormat) -> int:
+    """Return the bytes in which warpgroups give each other logits, beside those of shares."""
+    return (2 if laid_over(entry) else 4) * HEADS * TILE if halved(entry) else 0
 
 
 def shared_memory(entry: EntryFormat) -> SharedMemory:
@@ -273,8 +341,9 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
         queries=2 * HEADS * entry.width,
         keys=2 * TILE * entry.width * STAGES,
         shares=2 * HEADS * TILE,
-        codes=ahead_bytes(entry),
-        others=COUNTS_BYTES + BARRIER_BYTES + MASK_BYTES,
+        codes=bringing(entry).ahead_bytes,
+        exchanged=exchanged_bytes(entry),
+        others=COUNTS_BYTES + BARRIER_BYTES + GIVEN_BARRIER_BYTES + MASK_BYTES,
     )
 
 
@@ -293,11 +362,6 @@ def choose_splits(problem: AttentionProblem) -> int:
     """Return into how many splits the keys go; the last ones may be empty."""
     made: int = problem.splits or max(1, ceil_div(problem.tiles, tiles_each(problem)))
     return made
-
-
-def arrivals() -> int:
-    """Return how many arrivals fill a stage: every thread's copies, and every warp's words."""
-    return WARPGROUP + WARPGROUP // rows.LANES
 
 
 def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:

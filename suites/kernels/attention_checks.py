@@ -36,7 +36,7 @@ SETTINGS = CompileSettings()
 MODULES = {SM90A.name: "sm90_sparse_attention", SM100A.name: "sm100_sparse_attention"}
 ABSOLUTE, RELATIVE, COSINE = 1e-3, 2.01 / 128, 5e-6  # FlashMLA, tests: sparse decode
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
-SPREADS = {"flat": 1.0, "peaked": 30.0}  # of queries: logits vary by 0.1 and by 3
+SPREADS = {"flat": 1.0, "peaked": 30.0, "steep": 300.0}  # of queries: logits vary by 0.1, 3, 30
 ROW_SIZE = 0.1  # of entries, as public tests have them
 SINKS = ("drawn", "none", "all")
 SCALE_OF_V32 = 0.1352338  # 192**-0.5 times the square of 0.1 ln 40 + 1
@@ -336,7 +336,11 @@ def cases() -> list[Case]:
     made += [Case(heads=heads, far=100) for heads in (1, 7, 9, 63, 65, 127)]
     made += [Case(sinks=sinks, gaps=gaps, far=70) for sinks in SINKS for gaps in (0.0, 0.98, 1.0)]
     made += [Case(splits=splits, far=400, seed=splits, lengths=True) for splits in (1, 2, 3, 9, 32)]
-    made += [Case(spread="flat", far=1024, mode=mode) for mode in ("decode", "prefill")]
+    made += [
+        Case(spread=spread, far=1024, mode=mode)
+        for spread in ("flat", "steep")
+        for mode in ("decode", "prefill")
+    ]
     made += [Case(tokens=9, lengths=True, far=1024, heads=64), Case(tokens=300, far=40, heads=24)]
     return made
 

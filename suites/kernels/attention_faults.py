@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.sparse_attention_problem import MergeForm
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _GATHER = "degarble.kernels.sm90_attention_gather"
 _KERNEL = "degarble.kernels.sm90_attention_kernel"
 _MERGE = "degarble.kernels.simt_attention_merge"
+_EXCHANGE = "degarble.kernels.sm90_attention_exchange"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,21 @@ def _never_far(true: Any, step: Any, walk: Any, widths: Any) -> Any:
     return true(step * 0, walk, widths)
 
 
+def _own_half(_true: Any, _memory: Any, lane: Any, halves: Any, _entry: Any) -> Any:
+    cutlass = import_module("cutlass")
+    count = cutlass.cute.size(halves) // 2
+    made = cutlass.cute.make_rmem_tensor(count, cutlass.Float32)
+    for i in range(count):
+        made[i] = ops.select(lane.half == 0, halves[i], halves[count + i])
+    return made
+
+
+def _first_twice(true: Any, stats: Any, both: Any) -> Any:
+    return true(stats[:1] * 2, both[:1] * 2)
+
+
 _DECODE, _PREFILL = checks.Case(far=600, seed=3), checks.Case(far=600, mode="prefill", seed=3)
+_STEEP = checks.Case(far=600, mode="prefill", spread="steep", seed=3)  # peaks move far, or stay
 # Few keys, so that the sink's share is no rounding error; two splits.
 _SINK = checks.Case(near=9, far=20, mode="prefill", gaps=0.0, seed=3)
 _SINK_APART = checks.Case(near=9, far=20, splits=2, gaps=0.0, seed=3)
@@ -89,12 +105,14 @@ FAULTS = (
     Fault("merge without rescaling", _MERGE, "factor_of", _first_only, _DECODE),
     Fault("merging kernel without rescaling", _MERGE, "factor_of", _first_only, _APART),
     Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _PREFILL),
-    Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _PREFILL),
+    Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _STEEP),
     Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _PREFILL),
     Fault("scales of the next blocks of 16", _GATHER, "scale_of_chunk", _two_further, _NVFP4),
     Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
     Fault("list one too short", _GATHER, "within", _one_less, _PREFILL),
     Fault("slot 0 taken for none", _GATHER, "counts", _without_first, _FEW),
+    Fault("logits of half of the latent", _EXCHANGE, "joined", _own_half, _PREFILL),
+    Fault("sums of the first split twice", _EXCHANGE, "added", _first_twice, _DECODE),
     Fault("first tile again and again", _GATHER, "tile_of_step", _never_far, _PREFILL),
 )
 

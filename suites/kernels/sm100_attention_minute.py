@@ -47,7 +47,7 @@ class Executor(Protocol):
     """Who runs a part, or all."""
 
     def load(self, case: checks.Case, given: checks.Drawn) -> tuple[Any, Any]:
-        """Return the bytes of token 0's tiles as they lie [S, bytes], and masks [S, words]."""
+        """Return the bytes of token 0's tiles as they lie [S, bytes], and masks [S, bytes]."""
 
     def multiply(self, case: checks.Case, numbers: Numbers) -> tuple[Any, Any]:
         """Return logits [S, 64, 64] of queries and tiles, and sums [64, 512] of given shares."""
@@ -90,7 +90,7 @@ def load_only(executor: Executor) -> str:
         of_tiles, of_masks = tiles_of(case, given, 0)
         wrong = np.argwhere(np.asarray(masks) != of_masks)
         if len(wrong):
-            return f"{case.name}: mask of tile {wrong[0][0]}, word {wrong[0][1]}"
+            return f"{case.name}: mask of tile {wrong[0][0]}, byte {wrong[0][1]}"
         for step, tile in enumerate(of_tiles):
             wrong = np.argwhere(np.asarray(tiles[step]) != image_of(tile))
             if len(wrong):
@@ -133,9 +133,7 @@ def weigh_only(executor: Executor) -> str:
 
 def weighed(numbers: Numbers) -> tuple[Any, Any, Any]:
     """Return shares beside running peaks, the peaks by tile, and the last totals, in float64."""
-    key = np.arange(facts.TILE)
-    words = numbers.masks[:, key // model.WARP_ROWS * 2]
-    present = words >> (key % model.WARP_ROWS).astype(np.uint32) & 1
+    present = np.unpackbits(numbers.masks[:, : facts.TILE // 8], axis=1, bitorder="little")
     logits = np.where(present[:, None] == 1, numbers.logits.astype(np.float64), -np.inf)
     peaks = np.maximum.accumulate(logits.max(2) * model.LOG2_E, 0)
     shares = np.exp2(logits * model.LOG2_E - peaks[..., None])
@@ -230,7 +228,7 @@ class Gpu:
     def load(self, case: checks.Case, given: checks.Drawn) -> tuple[Any, Any]:
         """See Executor."""
         images = self._part("load", case, (None, given.slots[0].cuda(), given.caches[0].cuda()))
-        return images["tiles"], images["masks"].view(np.uint32)
+        return images["tiles"], images["masks"]
 
     def multiply(self, case: checks.Case, numbers: Numbers) -> tuple[Any, Any]:
         """See Executor."""
@@ -242,10 +240,9 @@ class Gpu:
 
     def weigh(self, case: checks.Case, numbers: Numbers) -> tuple[Any, Any, Any]:
         """See Executor."""
-        masks = numbers.masks.view(np.int32)
         nothing = (None, None, None)
-        images = self._part("weigh", case, nothing, logits=numbers.logits, masks=masks)
-        tiles = images["shares"].view(np.uint16).reshape(len(masks), -1)
+        images = self._part("weigh", case, nothing, logits=numbers.logits, masks=numbers.masks)
+        tiles = images["shares"].view(np.uint16).reshape(len(numbers.masks), -1)
         places = model.lines(facts.HEADS, facts.TILE, 0) // 2
         return model.of_bits(tiles[:, places]), images["stats"], images["sums"]
 
@@ -273,7 +270,7 @@ class Gpu:
         steps, heads = p.tiles, facts.HEADS
         shapes = {
             "tiles": ((steps, facts.TILE * p.family.key * 2), torch.uint8),
-            "masks": ((steps, model.MASKS), torch.int32),
+            "masks": ((steps, model.MASKS), torch.uint8),
             "logits": ((steps, heads, facts.TILE), torch.float32),
             "shares": ((steps, heads, facts.TILE), torch.int16),
             "sums": ((heads, rows.WIDTH), torch.float32),

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 FIRST = ("roles", "products")  # who goes first
 ROW_BYTES, CORE_STRIDE = 128, 1024
 BLOCK_COLUMNS = ROW_BYTES // 2  # BF16 numbers of a swizzled row
-MASKS = facts.MASK_BYTES // (4 * facts.STAGES)  # words of a tile's: present and beyond, by warp
+MASKS = facts.MASK_BYTES // facts.STAGES  # bytes of a tile's: bits of all present, then beyond
 WARPS = facts.CONSUMERS * facts.WARPGROUP // rows.LANES
-WARP_ROWS = 16
+WARP_ROWS = 16  # of a fragment
 LOG2_E = 1.4426950408889634
 
 
@@ -81,12 +81,13 @@ class Block:
     form: AttentionForm
     shared: Any = field(default_factory=lambda: np.full(MEMORY_BYTES // 2, 0xFFFF, np.uint16))
     tensor: Any = field(default_factory=lambda: np.full((LANES, 512), np.nan, np.float32))
-    masks: Any = field(default_factory=lambda: np.zeros((facts.STAGES, MASKS), np.uint32))
+    masks: Any = field(default_factory=lambda: np.zeros((facts.STAGES, MASKS), np.uint8))
     products: deque[Callable[[], None]] = field(default_factory=deque)
     skipped: int = 0  # tiles without a new peak
 
     def __post_init__(self) -> None:
-        self.full = [Barrier(facts.arrivals()) for _ in range(facts.STAGES)]
+        self.how = tensor_memory.bringing(self.form.format)
+        self.full = [Barrier(self.how.arrivals) for _ in range(facts.STAGES)]
         self.empty = [Barrier(1) for _ in range(facts.STAGES)]
         self.logits = [Barrier(1) for _ in range(tensor_memory.LOGITS)]
         self.shares, self.sums = Barrier(WARPS), Barrier(1)
@@ -146,7 +147,7 @@ class Block:
             yield partial(self.empty[turn.at].passed, turn.parity)
             self.put(self.tile_at(turn.at), tile)
             self.masks[turn.at] = mask
-            self.full[turn.at].arrive(facts.arrivals())
+            self.full[turn.at].arrive(self.how.arrivals)
             turn.advance()
 
     def multiply_tiles(self, steps: int) -> Iterator[Callable[[], bool]]:
@@ -253,8 +254,7 @@ def turned_word(start: int) -> int:
 
 def hidden(logits: Any, masks: Any) -> Any:
     """Return logits, -inf of keys that are absent, NaN of those beyond the cache."""
-    key = np.arange(facts.TILE)
-    present, beyond = (masks[key // WARP_ROWS * 2 + i] >> key % WARP_ROWS & 1 for i in (0, 1))
+    present, beyond = np.unpackbits(masks, bitorder="little").reshape(2, facts.TILE)
     absent = np.where(beyond == 1, np.nan, -np.inf)
     return np.where(present == 1, logits, absent).astype(np.float32)
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 class Numbers(NamedTuple):
-    """What parts take: BF16 as bits, logits and shares as float32, masks as words."""
+    """What parts take: BF16 as bits, logits and shares as float32, masks as bytes."""
 
     queries: Any  # [H, L]
     tiles: Any  # [S, K, L]
     shares: Any  # [S, H, K]
     logits: Any  # [S, H, K]
-    masks: Any  # [S, words]
+    masks: Any  # [S, bytes]
 
 
 def numbers_of(case: checks.Case) -> Numbers:
@@ -49,8 +49,8 @@ def numbers_of(case: checks.Case) -> Numbers:
     tiles = draw.integers(-2, 3, (steps, facts.TILE, width))
     shares = draw.integers(0, 5, shape).astype(np.float32)
     logits = draw.standard_normal(shape).astype(np.float32) * 4
-    masks = np.zeros((steps, model.MASKS), np.uint32)
-    masks[:, ::2] = draw.integers(0, 1 << model.WARP_ROWS, (steps, model.MASKS // 2))
+    masks = np.zeros((steps, model.MASKS), np.uint8)
+    masks[:, : facts.TILE // 8] = draw.integers(0, 256, (steps, facts.TILE // 8))
     if steps > 3:
         masks[2] = 0  # a tile without keys
         logits[3, ::2] = -20.0  # no new peak for half of the heads
@@ -72,17 +72,10 @@ def tiles_of(case: checks.Case, given: checks.Drawn, token: int) -> tuple[Any, A
             inside, beyond = (part >= 0) & (part < len(decoded)), part >= len(decoded)
             found = torch.where(inside[:, None], decoded[part.clamp(0, len(decoded) - 1)], 0.0)
             tiles.append(found.bfloat16().view(torch.int16).numpy().view(np.uint16))
-            masks.append(words_of(inside.numpy(), beyond.numpy()))
+            masks.append(np.packbits([inside.numpy(), beyond.numpy()], bitorder="little"))
     width = case.problem.family.key
-    empty = (np.zeros((0, facts.TILE, width), np.uint16), np.zeros((0, model.MASKS), np.uint32))
+    empty = (np.zeros((0, facts.TILE, width), np.uint16), np.zeros((0, model.MASKS), np.uint8))
     return (np.stack(tiles), np.stack(masks)) if tiles else empty
-
-
-def words_of(inside: Any, beyond: Any) -> Any:
-    """Return a tile's masks: for each warp of 16 rows who is present, then who is beyond."""
-    powers = 1 << np.arange(model.WARP_ROWS, dtype=np.uint32)
-    pairs = [(each.reshape(-1, model.WARP_ROWS) * powers).sum(1) for each in (inside, beyond)]
-    return np.stack(pairs, 1).reshape(-1).astype(np.uint32)
 
 
 def image_of(tile: Any) -> Any:
@@ -158,7 +151,7 @@ class HostModel:
                 block.masks[stage] = numbers.masks[step]
                 column = tensor_memory.first_columns()[1] + buffer * facts.TILE
                 block.tensor[block.held(0, column, facts.TILE)] = numbers.logits[step]
-                block.full[stage].arrive(facts.arrivals())
+                block.full[stage].arrive(block.how.arrivals)
                 block.logits[buffer].arrive()
                 yield lambda step=step: block.shares.passed(step % 2)
                 shape = (facts.HEADS, facts.TILE)

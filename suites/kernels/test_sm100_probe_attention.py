@@ -100,7 +100,7 @@ def test_late_tiles_rarely_have_a_new_peak() -> None:
         block, state = model.Block(FORM), model.fresh_state()
         block.put(block.place["queries"], numbers.queries)
         tiles = np.repeat(numbers.tiles[:1], 5, 0)
-        roles = (block.gather(tiles, numbers.masks | 0xFFFF), block.multiply_tiles(5))
+        roles = (block.gather(tiles, np.full_like(numbers.masks, 0xFF)), block.multiply_tiles(5))
         with mock.patch.object(model.Block, "rescale", rescale):
             block.run([*roles, block.weigh(5, 0.01, state)])
         outputs.append(block.output())
@@ -144,7 +144,7 @@ def nothing(_true: Any, *_given: Any) -> None:
 
 
 def all_present(true: Any, logits: Any, masks: Any) -> Any:
-    return true(logits, np.full_like(masks, 0xFFFF))
+    return true(logits, np.full_like(masks, 0xFF))
 
 
 def last_tile_dropped(true: Any, *given: Any) -> Any:

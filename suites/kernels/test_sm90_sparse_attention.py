@@ -58,14 +58,17 @@ def test_compiles_without_spills_into_the_products_that_were_meant(
     kernel = kernels.compile_form(form, CompileSettings())
     (code,) = cubin_facts(kernel.cubin)
     assert not code.spills, code
-    assert code.registers <= facts.REGISTER_FILE // facts.THREADS, code
+    entry = form.format
+    assert code.registers <= facts.REGISTER_FILE // facts.threads(entry), code
     assert unstated_roundings(kernel.ptx) == ()
     products = re.findall(r"wgmma\.mma_async\S+?\.(m\d+n\d+k\d+)\.", kernel.ptx)
     # A tile's products are written twice each: before a loop or behind it, and in it.
-    assert products.count("m64n32k16") == 2 * 512 // 16
-    assert products.count("m64n256k16") == 2 * facts.TILE // 16
+    halved, columns = facts.halved(entry), facts.columns_at_once(entry)
+    assert products.count("m64n64k16") == (2 * 256 // 16 if halved else 0)
+    assert products.count("m64n32k16") == (0 if halved else 2 * 512 // 16)
+    assert products.count(f"m64n{columns}k16") == 2 * facts.TILE // 16 * 256 // columns
     registers = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
-    assert registers == sorted((facts.PRODUCER_REGISTERS, facts.CONSUMER_REGISTERS))
+    assert registers == sorted(facts.registers(entry))
 
 
 @pytest.mark.parametrize("target", TARGETS)

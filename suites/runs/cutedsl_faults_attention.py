@@ -48,17 +48,16 @@ def _one_less(true: Any, key: Any, width: Any) -> Any:
     return true(key, width - 1)
 
 
-def _without_oldest(true: Any, lists: Any, tile: Any, widths: Any) -> Any:
+def _without_oldest(true: Any, lists: Any, tile: Any, widths: Any, how: Any) -> Any:
     cutlass = import_module("cutlass")
-    warpgroup = import_module(f"{KERNELS}.common.sparse_attention_problem").WARPGROUP
     thread, _, _ = cutlass.cute.arch.thread_idx()
-    oldest = (tile == 0) & (thread % warpgroup == 0)  # the window's list comes first
-    return ops.select(oldest, cutlass.Int32(-1), true(lists, tile, widths))
+    oldest = (tile == 0) & (thread % how.threads == 0)  # the window's list comes first
+    return ops.select(oldest, cutlass.Int32(-1), true(lists, tile, widths, how))
 
 
-def _scaled_by_128(true: Any, memory: Any, lane: Any, *rest: Any) -> Any:
-    *others, (scale, stage) = rest
-    return true(memory, lane, *others, (ops.multiply_rn(scale, 2.0), stage))
+def _scaled_by_128(true: Any, *given: Any) -> Any:
+    *others, (scale, stage), entry = given
+    return true(*others, (ops.multiply_rn(scale, 2.0), stage), entry)
 
 
 def _first_for_none(true: Any, *given: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
+from degarble.kernels.common import attention_tensor_memory as tensor_memory
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
@@ -76,24 +77,31 @@ def test_a_thread_block_has_room(entry: EntryFormat) -> None:
     held = facts.shared_memory(entry)
     assert held.queries == 64 * 2 * entry.width
     assert held.total <= SM90A.shared_memory_bytes
-    registers = facts.CONSUMERS * facts.CONSUMER_REGISTERS + facts.PRODUCER_REGISTERS
+    multiplying, bringing = facts.registers(entry)
+    how = facts.bringing(entry)
+    registers = facts.CONSUMERS * multiplying + how.warpgroups * bringing
     assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
     # Sums of 64 heads go where the tiles were, and half an output where half of a tile was.
     assert held.keys >= 4 * facts.HEADS * 512
     assert facts.HEADS <= facts.TILE
-    assert facts.arrivals() == 128 + 4
-    assert facts.REGISTER_FILE // facts.THREADS > facts.HEADS * facts.COLUMNS // facts.WARPGROUP
+    assert how.arrivals == how.warpgroups * (128 + 4)
+    at_start = facts.REGISTER_FILE // facts.threads(entry)
+    assert at_start > facts.HEADS * facts.columns_at_once(entry) // facts.WARPGROUP
+    exchanged = held.exchanged + facts.laid_over(entry) * held.shares
+    assert exchanged == facts.halved(entry) * 4 * facts.HEADS * facts.TILE
 
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
-    turns, at_once = facts.turns(entry), facts.rows_at_once(entry) if entry.code_bytes else 0
-    assert 4 * turns * at_once * entry.code_bytes == 64 * entry.code_bytes
-    assert at_once * entry.code_bytes <= 32 * 16
-    if entry.inside:  # they wait in registers, half of a tile's at a time
-        assert facts.turns_ahead(entry) == facts.ahead_bytes(entry) == 0
-    else:
-        assert 0 <= turns - facts.turns_ahead(entry) <= 1
+    for how in (facts.bringing(entry), tensor_memory.bringing(entry)):
+        assert how.rows_of_warp * how.warps == 64
+        assert how.warps * how.turns * how.rows_at_once * entry.code_bytes == 64 * entry.code_bytes
+        assert how.rows_at_once * entry.code_bytes <= 32 * 16
+        in_registers = how.turns - how.turns_ahead
+        if entry.inside:  # they wait in registers, half of a tile's at a time
+            assert how.turns_ahead == how.ahead_bytes == 0
+        else:
+            assert 0 <= in_registers <= (1 if how.warpgroups == 1 else 3)
 
 
 def test_figures_follow() -> None:
