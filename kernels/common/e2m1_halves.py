@@ -108,7 +108,8 @@ def quotients(
 def code_word(numbers: Sequence[Any], primitives: Primitives = OPERATORS) -> Any:
     """Return the codes of four words of quotients up to 6, packed low nibble first."""
     moved = [_codes_on_top(word, primitives) for word in numbers]
-    first, second = (_four_codes(*pair, primitives) for pair in (moved[:2], moved[2:]))
+    first = _four_codes(moved[0], moved[1], primitives)
+    second = _four_codes(moved[2], moved[3], primitives)
     return primitives.bytes_of(first, second, 0x7632)
 
 
