@@ -105,7 +105,7 @@ def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> Tensors:
 def weights_of(registers: Any, slot: int, form: NormForm) -> list[Any]:
     """Return the float32 weights of a block."""
     words = words_of(registers[None, slot])
-    words = words if form.weight == "fp32" else again(words)
+    words = words if form.weight == "fp32" or form.roomy else again(words)
     return [ops.number_of(word) for word in words] if form.weight == "fp32" else numbers_of(words)
 
 

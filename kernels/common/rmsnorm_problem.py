@@ -122,6 +122,7 @@ class NormForm:
     keeps_values: bool
     narrow: bool  # a warp has its rows, not a thread block
     most_warps: int  # of a thread block: bounds registers
+    roomy: bool  # whether unpacked weights and values have registers
     target: str
 
     @property
@@ -132,7 +133,7 @@ class NormForm:
     @property
     def unpacks_twice(self) -> bool:
         """Whether a row's numbers are unpacked again for the product, which saves registers."""
-        return self.narrow or self.layout is not None or self.weight == "fp32"
+        return not self.roomy and (self.narrow or self.layout is not None or self.weight == "fp32")
 
     @property
     def layout_walked(self) -> str:
@@ -155,6 +156,7 @@ def choose_form(problem: NormProblem, target: str) -> NormForm:
         keeps_values=problem.keeps_values,
         narrow=is_narrow(problem.columns),
         most_warps=most_warps(problem.columns),
+        roomy=is_roomy(problem),
         target=target,
     )
 
@@ -167,6 +169,12 @@ def choose_tactic(problem: NormProblem) -> Tactic:
     registers = 96 if problem.weight == "bf16" else 128
     warps = REGISTERS_OF_PROCESSOR // QUARTERS // (registers * LANES) * QUARTERS
     return Tactic(max(1, warps // (threads(problem) // LANES)))
+
+
+def is_roomy(problem: NormProblem) -> bool:
+    """Whether codes of a row take seven warps: two such rows leave 128 registers a thread."""
+    seven = lanes_of_row(problem.columns) == USUAL_WARPS * LANES
+    return seven and problem.layout is not None and problem.weight == "bf16"
 
 
 def is_narrow(columns: int) -> bool:
@@ -202,7 +210,8 @@ def grid(problem: NormProblem, tactic: Tactic, processors: int) -> int:
 
 def threads_declared(form: NormForm) -> int:
     """Threads by which ptxas bounds registers: 640 leave 96 a thread, 512 leave 128."""
-    return max(form.most_warps * LANES, 640 if form.weight == "bf16" else 0)
+    few = 512 if form.roomy else 640
+    return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 
 
 # ---- the arithmetic of a row ---------------------------------------------------------------------
