@@ -38,6 +38,7 @@ from degarble.kernels.common.targets import SM90A
 CODES_OF_WORD = 8
 A_PLACE = 3  # what `multiply` is told of A before whether this warp has rows of it
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
+SWIZZLES = {64: wgmma.Swizzle.K_SW32, 128: wgmma.Swizzle.K_SW64}  # of a row of so many codes
 ELEMENTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, BFloat16)
 ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
 
@@ -274,7 +275,7 @@ def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
     return pipeline.PipelineAsync.create(
         barrier_storage=memory.allocate_array(Int64, 2 * facts.DECODED_STAGES),
         num_stages=facts.DECODED_STAGES,
-        producer_group=group(agent, warps),
+        producer_group=group(agent, facts.decoding_warps(form)),
         consumer_group=group(agent, facts.consumers(form) * warps),
         defer_sync=True,
     )
@@ -282,17 +283,17 @@ def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
 
 def layouts(form: GemmForm) -> tuple[Any, ...]:
     """Return the layouts of stages in words: codes of A and B, then tiles of their scales."""
-    count, words = facts.footprint(form).stages, form.tactic.inner // CODES_OF_WORD
+    count, swizzle = facts.footprint(form).stages, SWIZZLES[form.tactic.inner]
     made = []
     for load in facts.loads(form):
         stages_of = (count,) if load.matrices == 1 else (load.matrices, count)
+        words = load.row_bytes // 4
         if load.name in {"a", "b"}:
-            swizzle = wgmma.Swizzle.K_SW32
             made.append(wgmma.staged_layout(Uint32, load.rows, words, stages_of, swizzle))
         else:
-            shape, size = (load.rows, WORDS_OF_TILE, *stages_of), load.rows * WORDS_OF_TILE
+            shape, size = (load.rows, words, *stages_of), load.rows * words
             outer = (size, size * load.matrices)[-len(stages_of) :]
-            made.append(cute.make_layout(shape, stride=(WORDS_OF_TILE, 1, *outer)))
+            made.append(cute.make_layout(shape, stride=(words, 1, *outer)))
     return tuple(made)
 
 
@@ -305,15 +306,7 @@ def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
 def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
     """Allocate stages; return them as TMA writes them, their boxes, and as threads read them."""
     count, tactic = facts.footprint(form).stages, form.tactic
-    tensors, pointers = [], []
-    for layout in layouts(form):
-        pointer = memory.allocate_array(Uint32, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
-        pointers.append(pointer)
-        if isinstance(layout, cute.ComposedLayout):
-            swizzled = cute.recast_ptr(pointer, layout.inner, dtype=Uint32)
-            tensors.append(cute.make_tensor(swizzled, layout.outer))
-        else:
-            tensors.append(cute.make_tensor(pointer, layout))
+    tensors, pointers = loaded_stages(memory, form)
     words = tactic.columns * tactic.inner // 2
     decoded = memory.allocate_array(
         Uint32, words * facts.DECODED_STAGES, byte_alignment=facts.ALIGNMENT
@@ -328,7 +321,21 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
         b_scales=side_by_side(pointers[3], 1, scales_b, count),
         numbers=side_by_side(decoded, 4, words, facts.DECODED_STAGES),
     )
-    return tuple(tensors), boxes_of(form), shared
+    return tensors, boxes_of(form), shared
+
+
+def loaded_stages(memory: Any, form: GemmForm) -> tuple[tuple[Any, ...], list[Any]]:
+    """Allocate what TMA writes: tensors as it sees them, and their pointers."""
+    tensors, pointers = [], []
+    for layout in layouts(form):
+        pointer = memory.allocate_array(Uint32, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
+        pointers.append(pointer)
+        if isinstance(layout, cute.ComposedLayout):
+            swizzled = cute.recast_ptr(pointer, layout.inner, dtype=Uint32)
+            tensors.append(cute.make_tensor(swizzled, layout.outer))
+        else:
+            tensors.append(cute.make_tensor(pointer, layout))
+    return tuple(tensors), pointers
 
 
 def side_by_side(pointer: Any, words: int, stage: int, count: int) -> Any:

@@ -36,7 +36,7 @@ from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
-from degarble.kernels.common import moe_epilogue, moe_problem, operands, wgmma
+from degarble.kernels.common import moe_epilogue, moe_few, moe_problem, operands, wgmma
 from degarble.kernels.common import nvfp4_stages as stages
 from degarble.kernels.common.compiling import (
     CompiledKernel,
@@ -235,12 +235,15 @@ def launch_grouped(
     if cutlass.const_expr(of_gemm.parts == GATE_AND_UP):
         codes = rows.in_words(outputs[0], stages.BLOCK // gemm.CODES_OF_WORD)
         leaving: Any = moe_epilogue.Leaving(codes, *rows.flat(outputs[1:]))
+    elif cutlass.const_expr(facts.has_few_rows(of_gemm)):
+        leaving = rows.in_words(cute.recast_ptr(outputs[0], dtype=Uint32), moe_few.WORDS_OF_CHUNK)
     else:
         n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
         mD = cute.make_tensor(outputs[0], cute.make_layout((m, n), stride=(Int64(n), 1)))
         leaving = epilogue.store_of(mD)
     groups = Groups(*rows.flat(inputs[4:]))
-    grouped_kernel(feeds, leaving, groups, (n, k), form).launch(
+    kernel = moe_few.few_kernel if facts.has_few_rows(of_gemm) else grouped_kernel
+    kernel(feeds, leaving, groups, (n, k), form).launch(
         grid=[1, 1, blocks],
         block=[facts.threads(of_gemm), 1, 1],
         min_blocks_per_mp=of_gemm.tactic.blocks,

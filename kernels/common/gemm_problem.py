@@ -149,6 +149,7 @@ class GemmForm:
     target: str
     tactic: Tactic
     parts: int = 1  # matrices of B that share a tile's columns: 2 for gate beside up
+    bits_of_a: int = 0  # in memory, where the kernel makes A's codes itself; 0: those of a code
 
     def __post_init__(self) -> None:
         tactic = self.tactic
@@ -239,7 +240,8 @@ def loads(form: GemmForm) -> tuple[Load, ...]:
     kind, tactic = OPERANDS[form.operands], form.tactic
     row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
     codes = part // tactic.together  # rows of B that this thread block brings for both
-    boxes = [Load("a", "a", tactic.rows, row_bytes), Load("b", "b", codes, row_bytes, form.parts)]
+    bytes_of_a = tactic.inner * (form.bits_of_a or kind.code_bits) // 8
+    boxes = [Load("a", "a", tactic.rows, bytes_of_a), Load("b", "b", codes, row_bytes, form.parts)]
     if form.operands == NVFP4.name:
         # A stage of K holds so many tiles of four scales a row.
         tiles = tactic.inner // (4 * NVFP4.block) * SCALE_TILE_BYTES
@@ -278,9 +280,15 @@ class Role:
     registers: int
 
 
+def has_few_rows(form: GemmForm) -> bool:
+    """Whether a tile has fewer rows than a warpgroup multiplies: then B's rows are multiplied."""
+    return form.tactic.rows < PIECE_ROWS
+
+
 def consumers(form: GemmForm) -> int:
-    """Warpgroups that multiply on sm_90a: each owns 64 rows of the tile."""
-    return form.tactic.rows // PIECE_ROWS
+    """Warpgroups that multiply on sm_90a: each owns 64 rows of the tile, of A or, if few, of B."""
+    tactic = form.tactic
+    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
 
 
 def roles(form: GemmForm) -> tuple[Role, ...]:
@@ -291,12 +299,15 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
     """
     count = consumers(form)
     first = Role("decoder", 1, 88) if form.operands == NVFP4.name else Role("producer", 1, 40)
-    whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP
+    groups = 1 + count
+    whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP // groups // 8 * 8 * groups
     left = (whole - first.registers) // count // 8 * 8
     return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
 
 
 DECODED_STAGES = 3  # buffers of decoded B
+MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
+FEW_PADDING = 8  # numbers behind each row of a tile of few rows: rows begin in other banks
 AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
 
 
@@ -337,11 +348,15 @@ def footprint(form: GemmForm) -> Footprint:
     """Return what a thread block holds on sm_90a, with as many stages as fit."""
     decoded = 0
     if form.operands == NVFP4.name:
-        decoded = DECODED_STAGES * form.tactic.columns * form.tactic.inner * 2
+        rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
+        decoded = DECODED_STAGES * rows * form.tactic.inner * 2
     output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
+    if has_few_rows(form):
+        output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
     stage = transaction_bytes(form)
     others = shared_memory_of_others(form)
-    stages = stages_that_fit(stage, decoded + output + ALIGNMENT + others, form.target)
+    beside = decoded + output + MOST_BARRIERS * BARRIER_BYTES + ALIGNMENT + others
+    stages = stages_that_fit(stage, beside, form.target)
     barriers = 2 * (stages + (DECODED_STAGES if decoded else 0))
     return Footprint(stages, stage, decoded, output, barriers)
 
@@ -365,9 +380,15 @@ def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
 def release_arrivals(form: GemmForm) -> int:
     """Arrivals that make a stage empty: one a warp that reads it, from all that share a load."""
     tactic = form.tactic
-    readers = consumers(form) + (form.operands == NVFP4.name)  # those who decode B read as well
-    sharing = tactic.cluster_rows + tactic.cluster_columns - 1
-    return readers * (WARPGROUP // WARP) * sharing
+    warps = consumers(form) * (WARPGROUP // WARP) + decoding_warps(form)
+    return warps * (tactic.cluster_rows + tactic.cluster_columns - 1)
+
+
+def decoding_warps(form: GemmForm) -> int:
+    """Warps that decode a stage for all: of few rows one, while another one has the next stage."""
+    if form.operands != NVFP4.name:
+        return 0
+    return 1 if has_few_rows(form) else WARPGROUP // WARP
 
 
 def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any, Any]:

@@ -125,7 +125,9 @@ class CombineForm:
 # `rows_up_to` bounds the mean of an expert's slots. Measured: docs/design-notes/moe_kernel.md.
 TACTICS: Mapping[str, tuple[Tactic, ...]] = {
     SM90A.name: (
-        Tactic(24, rows=64, columns=128, inner=64, blocks=2),
+        Tactic(12, rows=16, columns=256, inner=128),
+        Tactic(28, rows=32, columns=256, inner=128),
+        Tactic(36, rows=64, columns=128, inner=64, blocks=2),
         Tactic(gemm.ANY, rows=128, columns=256, inner=64),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.

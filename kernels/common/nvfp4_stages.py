@@ -91,6 +91,13 @@ def doubled(pair: Any, upper: bool) -> Any:
     return cute.arch.prmt(pair, pair, Uint32(0x3232 if upper else 0x1010))
 
 
+def scales_of_blocks(word: Any) -> list[Any]:
+    """Return the scales of a word's four blocks, each there twice."""
+    even = scale_pairs(ops.shift_left(word, 4) & Uint32(_SCALE_BITS))  # blocks 0 and 2
+    odd = scale_pairs(ops.shift_right(word, 4) & Uint32(_SCALE_BITS))  # blocks 1 and 3
+    return [doubled(pair, upper) for upper in (False, True) for pair in (even, odd)]
+
+
 def decoded(words: list[Any], scale: Any) -> list[Any]:
     """Return the eight pairs of a block's two words, times a scale that is there twice."""
     return [times(pair, scale) for word in words for pair in bf16_pairs(word, Uint32)]
@@ -104,7 +111,7 @@ def chunk_of_codes(row: Any, chunk: Any) -> Any:
     return row * 2 + ((row // 4) % 2 ^ chunk)
 
 
-def chunk_of_numbers(row: Any, chunk: int) -> Any:
+def chunk_of_numbers(row: Any, chunk: Any) -> Any:
     """Return the number of a row's 16 bytes `chunk` (0 to 7) in a stage: the 128-byte swizzle."""
     return row * 8 + (row % 8 ^ chunk)
 
@@ -133,9 +140,7 @@ def decode_row(shared: Any, row: tuple[Any, Any], at: tuple[Any, Any, Any]) -> N
     row, first = row
     source, target, mask = at
     word = words_at(shared.b_scales, word_of_scales(row + first), source, 1)[0] & mask
-    even = scale_pairs(ops.shift_left(word, 4) & Uint32(_SCALE_BITS))  # blocks 0 and 2
-    odd = scale_pairs(ops.shift_right(word, 4) & Uint32(_SCALE_BITS))  # blocks 1 and 3
-    of_block = [doubled(pair, upper) for upper in (False, True) for pair in (even, odd)]
+    of_block = scales_of_blocks(word)
     chunks = (words_at(shared.b, chunk_of_codes(row, chunk), source, 4) for chunk in range(2))
     read = [word for chunk in chunks for word in chunk]
     for i in range(WORDS):

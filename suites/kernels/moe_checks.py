@@ -36,7 +36,7 @@ SETTINGS = CompileSettings()
 TARGET = "sm_90a"
 ARCHITECTURES = {"sm_90a": "sm90", "sm_100a": "sm100"}
 NAN_SCALE = 0x7F
-WRITTEN_ROWS = {"sm_90a": 64, "sm_100a": 32}  # that leave together, or are left as they are
+WRITTEN_ROWS = {"sm_90a": 64, "sm_100a": 32}  # of a tile, that leave together or not at all
 POISON = 0xFF  # two codes of -6, a scale of NaN
 EDGES = (1, 127, 128, 129, 0, 63, 64, 65)  # slots of the first experts
 CHOICES = ("even", "skewed", "edges", "one", "nobody")
@@ -258,7 +258,7 @@ def _of_expert(
     if not count:
         return
     x, hidden, out = wanted(case, given, expert, slots)
-    written = row + round_up(count, WRITTEN_ROWS[case.target])
+    written = row + round_up(count, min(WRITTEN_ROWS[case.target], case.job.tile))
     for what, got, want, width, last in (
         ("x", made.workspace.x, x, p.hidden, end),
         ("hidden", made.workspace.hidden, hidden, p.width, written),

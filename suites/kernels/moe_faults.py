@@ -9,7 +9,7 @@ suites/kernels/test_sm90_moe_nvfp4.py: each changes machine code, and on an H200
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+# Tiles of 64 rows, for any number of slots: what most of the faults are planted in.
+OF_64_ROWS = replace(
+    next(each for each in TACTICS[checks.TARGET] if each.rows == 64), rows_up_to=float("inf")
+)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A function of a module, and what stands in its place; it is given the true one first."""
@@ -31,13 +37,13 @@ class Fault:
     function: str
     instead: Callable[..., Any]
     weighting: str = AFTER_W2
-    wide: bool = False  # whether the case is cut in tiles of 128 x 256
+    rows: int = 64  # of the tiles that the case is cut in
 
     @property
     def case(self) -> checks.Case:
         """The call by which it is judged."""
         problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
-        tactic = TACTICS[checks.TARGET][self.wide]
+        (tactic,) = (each for each in TACTICS[checks.TARGET] if each.rows == self.rows)
         return checks.Case(problem, "even", 1, tactic)
 
 
@@ -88,8 +94,42 @@ def _other_buffer(true: Any, outlet: Any, row: Any, block: Any, buffer: Any) -> 
     return true(outlet, row, block, buffer * 0)
 
 
+def _changed(true: Any, *given: Any) -> Any:
+    return true(*given)[::-1]
+
+
+def _of_one(true: Any, leaving: Any, row: Any) -> Any:
+    return true(leaving, row) * 0.0 + 1.0
+
+
+def _first_matrix(true: Any, groups: Any, _matrix: Any, expert: Any) -> Any:
+    return true(groups, expert * 2, expert)
+
+
+def _first_span(true: Any, row: Any, _span: int, spans: int) -> Any:
+    return true(row, 0, spans)
+
+
+def _first_span_written(true: Any, row: Any, chunk: Any, _span: int, rows: int) -> Any:
+    return true(row, chunk, 0, rows)
+
+
+def _not_swizzled(_true: Any, row: Any, chunk: Any, spans: int) -> Any:
+    return row * 2 * spans + chunk
+
+
+def _all_kept(_true: Any, _blocks: Any, _step: Any, of_stage: int) -> Any:
+    word = import_module("cutlass").Uint32
+    return [word(0xFFFF_FFFF)] * of_stage
+
+
+def _second_pair(true: Any, word: Any, place: Any, constant: Any) -> Any:
+    return true(word, place * 0 + 1, constant)
+
+
 _COMMON = "degarble.kernels.common"
 _EPILOGUE, _SCHEDULE = f"{_COMMON}.moe_epilogue", f"{_COMMON}.gemm_schedule"
+_FEW, _SPANS = f"{_COMMON}.moe_few", f"{_COMMON}.nvfp4_spans"
 _PLAIN = "degarble.kernels.sm90_gemm_nvfp4"
 _GROUPED, _ROWS = "degarble.kernels.sm90_moe_nvfp4", "degarble.kernels.simt_moe_rows"
 
@@ -97,13 +137,22 @@ FAULTS = (
     Fault("gate and up changed", _EPILOGUE, "gated", _halves_changed),
     Fault("scales of the expert before", _PLAIN, "tiles_of_boxes", _scales_before),
     Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
-    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, wide=True),
+    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, rows=128),
     Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
     Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
-    Fault("limit left out", f"{_COMMON}.nvfp4_words", "swiglu_numbers", _not_clamped, wide=True),
+    Fault("limit left out", f"{_COMMON}.nvfp4_words", "swiglu_numbers", _not_clamped, rows=128),
     Fault("scale rows of up", f"{_COMMON}.moe_problem", "first_scale_row", _first_rows),
     Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
-    Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, wide=True),
+    Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, rows=128),
+    Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
+    Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
+    Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),
+    Fault("few rows: padding's scales", _FEW, "masks_of", _all_kept, rows=16),
+    Fault("few rows: scales of another span", _SPANS, "word_of_scales", _first_span, rows=16),
+    Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
+    Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
+    Fault("few rows: tokens' second pair", _SPANS, "bf16_pair", _second_pair, rows=16),
+    Fault("few rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=32),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 CACHES = (

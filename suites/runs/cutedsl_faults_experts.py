@@ -12,12 +12,15 @@ from importlib import import_module
 from typing import Any
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.common.targets import SM90A
 from degarble.suites.kernels import moe_faults
 from degarble.suites.runs.cutedsl_faults import KERNELS, Fault
 
 _PRODUCTS, _ROWS = "sm90_moe_nvfp4", "simt_moe_rows"
 _WORDS, _EPILOGUE = f"{KERNELS}.common.nvfp4_words", f"{KERNELS}.common.moe_epilogue"
-_SHORT = 6  # prompts of few tokens: the tactic of few rows an expert
+_SHORT = 6  # prompts of few tokens
+# Tiles of 64 rows, whose functions the faults are in, answer them all.
+_OF_64_ROWS = (f"{KERNELS}.common.moe_problem", "TACTICS", {SM90A.name: (moe_faults.OF_64_ROWS,)})
 
 
 def _twice(true: Any, groups: Any, expert: Any, parts: int) -> Any:
@@ -79,9 +82,8 @@ def _of(
     name: str, kernel: str, place: tuple[str, str], instead: Any, component: str, **more: Any
 ) -> Fault:
     module, function = place
-    return Fault(
-        f"experts: {name}", kernel, module, function, instead, component, prompts=_SHORT, **more
-    )
+    more = {"prompts": _SHORT, "beside": (_OF_64_ROWS,), **more}
+    return Fault(f"experts: {name}", kernel, module, function, instead, component, **more)
 
 
 _GROUPED, _PLAN = f"{KERNELS}.{_PRODUCTS}", f"{KERNELS}.{_ROWS}"

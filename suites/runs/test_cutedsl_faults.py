@@ -28,6 +28,7 @@ from degarble.kernels.common import mhc_projection_problem as projection_problem
 from degarble.kernels.common import qnorm_rope_problem as heads
 from degarble.kernels.common import sparse_attention_problem as attention_problem
 from degarble.kernels.common.settings import CompileSettings
+from degarble.suites.kernels import moe_faults
 from degarble.suites.runs import cutedsl_faults as faults
 from degarble.suites.runs import cutedsl_faults_attention as of_attention
 from degarble.suites.runs import cutedsl_faults_experts as experts
@@ -118,7 +119,7 @@ def of_experts(kernel: str) -> str:
         made.append(module.compile_combine(form, settings))
     else:
         problem = moe_problem.MoeProblem(20, 192, 96, 8, 2, 8, 10.0)
-        forms = moe_problem.forms_of(problem, TARGET)
+        forms = moe_problem.forms_of(problem, TARGET, moe_faults.OF_64_ROWS)
         forms = (*forms, replace(forms[0], shown=True))
         made = [module.compile_form(form, settings) for form in forms]
     return "".join(str(each.ptx) for each in made)
