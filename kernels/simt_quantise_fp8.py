@@ -1,9 +1,10 @@
-"""Quantise BF16 to E4M3 with a scale for 128 values of a row: plain, or behind a clamped SwiGLU.
+"""Quantise BF16 to E4M3 with a scale for 128 values of a row, behind a SwiGLU or turned heads.
 
 Owns what stands in front of sm90_gemm_fp8_block, for sm_90a and sm_100a: canonical numerics of
 FP8_1X128, scales in float32 or, rounded up, UE8M0, both row-major [M, K / 128]. A thread has 16
 values, eight lanes a block; its largest magnitude goes round by shuffles. A NaN is left out of that
-and stays a NaN.
+and stays a NaN. Of rows that are heads side by side the last 64 values of each are turned back and
+rounded first, by what simt_inverse_rope does; a position outside of the table makes them NaN.
 
 The wrapper checks and launches, allocates no more than what it returns, and never waits for the
 GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
@@ -20,9 +21,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
+from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.common import attention_rows
 from degarble.kernels.common import fp8_quantise_problem as facts
 from degarble.kernels.common.compiling import (
     CompiledKernel,
@@ -31,6 +34,15 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.fp8_quantise_problem import Fp8Form, Fp8Problem
+from degarble.kernels.common.latent_words import (
+    NAN,
+    load_turn,
+    put,
+    registers_of,
+    turned_words,
+    vectors,
+    words_at,
+)
 from degarble.kernels.common.nvfp4_words import (
     block_amax,
     emit,
@@ -45,6 +57,17 @@ from degarble.kernels.common.targets import TARGETS, target_of_device
 
 SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
 FLAT = 1 << 30
+WORDS_OF_CHUNK, CHUNKS = 4, 2  # of 16 bytes, of a thread's values
+ALIGNMENTS_OF_TURNS = (16, 8)
+
+
+class Heads(NamedTuple):
+    """Heads in vectors of eight values, table of turns, positions, and how many are known."""
+
+    values: Any
+    table: Any
+    positions: Any
+    known: Any
 
 
 class Fp8Quantised(NamedTuple):
@@ -60,16 +83,41 @@ class Fp8Quantised(NamedTuple):
 def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[Any]:
     """Return the words of 16 values, whatever makes them."""
     row, part, parts = (Int64(number) for number in place)
+    if form.turned:
+        registers = registers_of(WORDS_OF_CHUNK, CHUNKS)
+        read_heads(values, registers, (row, part, parts), form.turned)
+        return [word for chunk in range(CHUNKS) for word in words_at(registers, chunk)]
     if form.source == "values":
         return loaded(values, row * parts + part)
     gate = 2 * row * parts + part
     return swiglu_words(loaded(values, gate), loaded(values, gate + parts), form.limit)
 
 
-def scale_of(amax: Any, form: Fp8Form) -> tuple[Any, Any]:
-    """Return a block's scale as it is stored, and its number."""
+@cute.jit
+def read_heads(
+    heads: Heads, registers: Any, place: tuple[Any, Any, Any], width: cutlass.Constexpr
+) -> None:
+    """Read 16 values of heads, and turn them back where they turn."""
+    row, part, parts = place
+    for chunk in cutlass.range_constexpr(CHUNKS):
+        at = CHUNKS * (row * parts + part) + chunk
+        cute.autovec_copy(heads.values[None, at], registers[None, chunk])
+    group = facts.group_of(part, width)
+    if group >= 0:
+        position = Int64(heads.positions[row])
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            turn = registers_of(WORDS_OF_CHUNK, 2)
+            turn.fill(NAN)
+            if (position >= 0) & (position < Int64(heads.known)):
+                load_turn(heads.table, turn, (position, CHUNKS * group + chunk))
+            numbers = numbers_of(words_at(registers, chunk))
+            put(registers, chunk, turned_words(numbers, turn, back=True))
+
+
+def scale_of(amax: Any, kind: str) -> tuple[Any, Any]:
+    """Return a block's scale as it is stored in a format, and its number."""
     raw = ops.multiply_rn(ops.maximum(amax, facts.AMAX_FLOOR), facts.SHARE)
-    if form.scales == "float32":
+    if kind == "float32":
         return raw, raw
     code = codecs.ue8m0_encode(raw)
     return Uint8(code), codecs.ue8m0_decode(code)
@@ -102,7 +150,7 @@ def quantise_kernel(
     amax = block_amax(words)
     for distance in cutlass.range_constexpr(3):
         amax = ops.maximum(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << distance))
-    stored, scale = scale_of(amax, form)
+    stored, scale = scale_of(amax, form.scales)
     scaled = [ops.divide_rn(number, scale) for number in numbers_of(words)]
     if at < Int64(rows) * Int64(parts):
         store(codes, at, e4m3_words(scaled))
@@ -117,13 +165,17 @@ def launch_quantise(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: rows, threads of a row, thread blocks."""
-    rows, parts, blocks = extents
+    """Launch a form: rows, threads of a row, thread blocks, and positions of the table of turns."""
+    rows, parts, blocks, *known = extents
     shapes = ((8, FLAT), (4, FLAT), (1, FLAT))
     values, codes, scales = (
         cute.make_tensor(address, cute.make_layout(shape, stride=(1, shape[0])))
-        for address, shape in zip(pointers, shapes, strict=True)
+        for address, shape in zip(pointers[:3], shapes, strict=True)
     )
+    if cutlass.const_expr(form.turned):
+        heads, table, positions = pointers[0], *pointers[3:]
+        read, turns = (vectors(address, WORDS_OF_CHUNK) for address in (heads, table))
+        values = Heads(read, turns, vectors(positions, 0), known[0])
     flat = cute.make_tensor(scales.iterator, cute.make_layout(FLAT))
     quantise_kernel((values, codes, flat), rows, parts, form).launch(
         grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
@@ -136,8 +188,10 @@ def launch_quantise(
 @cache
 def compile_form(form: Fp8Form, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(3))
-    arguments = (_pointers(form.scales, (None,) * 3), extents, form, any_stream())
+    count = 4 if form.turned else 3
+    extents = tuple(Int32(1) for _ in range(count))
+    pointers = _pointers(form, (None,) * (count + bool(form.turned)))
+    arguments = (pointers, extents, form, any_stream())
     return compile_kernel(launch_quantise, arguments, TARGETS[form.target], settings)
 
 
@@ -147,25 +201,48 @@ def quantise_fp8(
     settings: CompileSettings,
     *,
     out: Fp8Quantised | None = None,
+    turns: tuple[Tensor, Tensor] | None = None,
 ) -> Fp8Quantised:
-    """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU."""
+    """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
+
+    `turns`, where heads are turned back, is the table, float32 [P, 64], and positions, int64 [M].
+    """
     out = out or empty_outputs(problem, values_MK.device)
     shape = (problem.rows, problem.columns)
     require_tensor("values", values_MK, torch.bfloat16, (problem.rows, problem.input_columns), 32)
     require_tensor("codes", out.codes, torch.float8_e4m3fn, shape, 16)
     _, dtype, alignment = SCALES[problem.scales]
     require_tensor("scales", out.scales, dtype, (problem.rows, problem.blocks), alignment)
-    device = require_device((values_MK, *out))
+    turning = require_turns(problem, turns)
+    device = require_device((values_MK, *out, *turning))
     if problem.rows:
         form = facts.choose_form(problem, target_of_device(device).name)
         parts = problem.columns // facts.VALUES
         extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.THREADS))
+        known = (problem.positions,) if problem.turned else ()
         compile_form(form, settings)(
-            _pointers(form.scales, (values_MK, *out)),
-            tuple(map(Int32, extents)),
+            _pointers(form, (values_MK, *out, *turning)),
+            tuple(map(Int32, (*extents, *known))),
             current_stream(device),
         )
     return out
+
+
+def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Refuse turns that the kernel would misread, that are missing, or that nothing asks for."""
+    if (turns is None) == bool(problem.turned):
+        raise InvalidArgument(
+            "turns",
+            None if turns is None else tuple(turns[0].shape),
+            "a table and positions" if problem.turned else "none, as the problem says",
+            "Give them where heads are turned back.",
+        )
+    if turns is None:
+        return ()
+    table = (problem.positions, attention_rows.TABLE_WIDTH)
+    require_tensor("turns", turns[0], torch.float32, table, ALIGNMENTS_OF_TURNS[0])
+    require_tensor("positions", turns[1], torch.int64, (problem.rows,), ALIGNMENTS_OF_TURNS[1])
+    return turns
 
 
 def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
@@ -177,7 +254,9 @@ def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
     )
 
 
-def _pointers(scales: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to values, codes and scales; None becomes one that is not read."""
-    element, _, alignment = SCALES[scales]
-    return tuple(map(pointer, (Uint32, Uint32, element), tensors, (32, 16, alignment)))
+def _pointers(form: Fp8Form, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to values, codes, scales and turns; None becomes one that is not read."""
+    element, _, alignment = SCALES[form.scales]
+    elements = (Uint32, Uint32, element, Float32, Int64)[: len(tensors)]
+    alignments = (32, 16, alignment, *ALIGNMENTS_OF_TURNS)[: len(tensors)]
+    return tuple(map(pointer, elements, tensors, alignments))

@@ -140,7 +140,8 @@ def _quantise(module: Any, problem: Any, settings: CompileSettings, t: Given) ->
 
 
 def _quantise_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    return tuple(module.quantise_fp8(t["values"], problem, settings))
+    turns = (t["turns"], t["positions"]) if problem.turned else None
+    return tuple(module.quantise_fp8(t["values"], problem, settings, turns=turns))
 
 
 def _rmsnorm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -205,6 +206,11 @@ def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> 
     return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
 
 
+def _grouped_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
+    given = module.Grouped(**{name: t.get(name) for name in module.Grouped._fields})
+    return module.gemm_grouped_fp8(given, problem, settings)
+
+
 def _expert_operands(module: Any, t: Given) -> Any:
     parts = ("codes", "scales", "decode_scale", "input_scale")
     both = ([t[f"{name}_{part}"] for part in parts] for name in ("w13", "w2"))
@@ -259,7 +265,9 @@ ENTRIES: Mapping[str, Entry] = {
     "simt_quantise_nvfp4": Entry(
         _quantise, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
-    "simt_quantise_fp8": Entry(_quantise_fp8, lambda p, _: f"{p.source}, {p.scales}"),
+    "simt_quantise_fp8": Entry(
+        _quantise_fp8, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
+    ),
     "simt_qnorm_rope": Entry(
         lambda m, p, s, t: m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, s)
     ),
@@ -290,6 +298,10 @@ ENTRIES: Mapping[str, Entry] = {
     "simt_slots": Entry(_slots, lambda p, _: str(p.kind)),
     "sm90_gemm_grouped": Entry(
         _grouped, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
+    ),
+    "sm90_gemm_grouped_fp8": Entry(
+        _grouped_fp8,
+        lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}",
     ),
     "sm90_moe_nvfp4": Entry(_moe, _moe_tactic),
     "sm90_shared_expert": Entry(_shared_expert, lambda _p, _: "nvfp4"),

@@ -19,8 +19,8 @@ import torch
 
 from degarble.harness.runs.layer_matrices import (
     CodedGroups,
+    coded_product,
     dense_product,
-    grouped_products,
     multiply,
     widely,
 )
@@ -174,18 +174,17 @@ class Stepping(Steps):
         return multiply(self.kernels, w.wo_b, self._turned_back(w, out, table))
 
     def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
-        """Inverse RoPE and wo_a: one kernel, or two where groups are narrow."""
+        """Inverse RoPE and wo_a: one kernel, or more where groups are narrow."""
         lanes, heads = out.shape[:2]
         positions, groups = self.lanes.positions, w.wo_a
-        if isinstance(groups, CodedGroups) or groups.dense:
+        if isinstance(groups, CodedGroups):
+            return coded_product(self.kernels, groups, out, (table, positions))
+        if groups.dense:
             back = BackProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )
-            rows = turned.flatten(1)
-            if isinstance(groups, CodedGroups):
-                return grouped_products(self.kernels, groups, rows)
-            return dense_product(self.kernels, groups.weight, rows)
+            return dense_product(self.kernels, groups.weight, turned.flatten(1))
         columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
         problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
         return self.kernels.run(

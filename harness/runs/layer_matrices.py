@@ -28,6 +28,7 @@ from degarble.harness.runs.cutedsl_parts import NoKernelError, exact_bf16, own
 from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.common.gemm_problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.common.gemv_problem import ROWS, GemvProblem, inner_held
+from degarble.kernels.common.grouped_fp8_problem import GroupedFp8Problem, turns_first
 from degarble.kernels.common.grouped_problem import GroupedProblem
 from degarble.kernels.common.quantise_problem import QuantiseProblem
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.runs.cutedsl_parts import Part
 
 BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
+GROUPED_FP8 = "sm90_gemm_grouped_fp8"
 TILE_OF_FP8 = 128  # rows of weights that share a scale
 STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
@@ -98,7 +100,7 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
     elif way.kernel == W4A16:
         given = {"x": x_MK}
     elif way.kernel == FP8:
-        kind = "ue8m0" if matrix.operands["b_scales"].dtype is torch.uint8 else "float32"
+        kind = kind_of(matrix.operands["b_scales"])
         codes, scales = kernels.run("simt_quantise_fp8", Fp8Problem(rows, inner, kind), values=x_MK)
         given = {"a": codes, "a_scales": scales}
     else:
@@ -205,29 +207,66 @@ def groups_of(weight: Tensor, groups: int) -> Groups:
 
 @dataclass(frozen=True)
 class CodedGroups:
-    """V4's wo_a in FP8: a product a group, by codes [N, K] and scales of each."""
+    """V4's wo_a in FP8: whole, all groups one matrix [G N, K]; narrow groups one by one."""
 
-    way: Way
-    parts: tuple[tuple[Tensor, Tensor], ...]
+    way: Way  # of one group
+    parts: tuple[tuple[Tensor, Tensor], ...]  # codes [N, K] and scales of each, or of all at once
+    groups: int
+    whole: bool
+
+    def problem(self, rows: int, turned: int = 0, positions: int = 0) -> GroupedFp8Problem:
+        """Return the product of all groups, with heads of `turned` values or with codes."""
+        (codes, scales), *_ = self.parts
+        columns, inner = len(codes) // self.groups, codes.shape[1]
+        return GroupedFp8Problem(
+            rows, self.groups, columns, inner, kind_of(scales), turned, positions
+        )
+
+
+def kind_of(scales: Tensor) -> str:
+    """Name the format of FP8's block scales."""
+    return "ue8m0" if scales.dtype is torch.uint8 else "float32"
 
 
 def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
-    """Cut wo_a by groups; a tile of 128 rows under one scale may have several."""
+    """Leave wo_a as it is, or cut it by groups that are narrower than a tile of the grouped kernel.
+
+    A tile of 128 rows under one scale may have several groups.
+    """
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
     if way.kernel != FP8:
         raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
     require_group_rows(rank)
-    found = (tuple(own(each.to(device)) for each in of) for of in by_group(weight, groups, rank))
-    return CodedGroups(way, tuple((c.view(torch.float8_e4m3fn), scales) for c, scales in found))
+    whole = rank % STEP_OF_GROUPS == 0 and part.shapes[name][1] % TILE_OF_FP8 == 0
+    cut = by_group(weight, 1, groups * rank) if whole else by_group(weight, groups, rank)
+    found = (tuple(own(each.to(device)) for each in of) for of in cut)
+    parts = tuple((codes.view(torch.float8_e4m3fn), scales) for codes, scales in found)
+    return CodedGroups(way, parts, groups, whole)
 
 
-def grouped_products(kernels: Kernels, groups: CodedGroups, x_MK: Tensor) -> Tensor:
-    """Quantise rows of all groups, and multiply each. Trap: torch cuts codes and joins outputs."""
-    kind = "ue8m0" if groups.parts[0][1].dtype is torch.uint8 else "float32"
-    told = Fp8Problem(x_MK.shape[0], x_MK.shape[1], kind)
-    codes, scales = kernels.run("simt_quantise_fp8", told, values=x_MK)
-    count, problem = len(groups.parts), replace(groups.way.problem, rows=len(x_MK))
+def coded_product(
+    kernels: Kernels, groups: CodedGroups, heads: Tensor, turning: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Turn heads [M, H, L] back, quantise and multiply them: in one launch where that is faster."""
+    (rows, count, width), (table, positions) = heads.shape, turning
+    given = {"turns": table, "positions": positions}
+    (b, of_b), *_ = groups.parts
+    if groups.whole and not turns_first(rows):
+        problem = groups.problem(rows, width, len(table))
+        return kernels.run(GROUPED_FP8, problem, a=heads.flatten(1), b=b, b_scales=of_b, **given)[0]
+    kind = kind_of(of_b)
+    told = Fp8Problem(rows, count * width, kind, turned=width, positions=len(table))
+    codes, scales = kernels.run("simt_quantise_fp8", told, values=heads.flatten(1), **given)
+    if groups.whole:
+        problem = groups.problem(rows)
+        return kernels.run(GROUPED_FP8, problem, a=codes, a_scales=scales, b=b, b_scales=of_b)[0]
+    return group_by_group(kernels, groups, codes, scales)
+
+
+def group_by_group(kernels: Kernels, groups: CodedGroups, codes: Tensor, scales: Tensor) -> Tensor:
+    """Multiply narrow groups. Trap: torch cuts codes and joins outputs."""
+    count, problem = len(groups.parts), replace(groups.way.problem, rows=len(codes))
     cut = zip(codes.chunk(count, 1), scales.chunk(count, 1), groups.parts, strict=True)
     made = [
         kernels.run(FP8, problem, a=own(a), a_scales=own(of_a), b=b, b_scales=of_b)[0]

@@ -1,17 +1,20 @@
 """What quantising to FP8 in blocks of 128 of a row is asked for, and what follows from it.
 
-Owns the problem, its form, and the numbers of the canonical recipe. Pure host arithmetic. Refuses
-columns that leave a block unfilled. Kept honest by suites/kernels/test_simt_quantise_fp8.py.
+Owns the problem, its form, and the numbers of the canonical recipe. Rows may be heads side by side,
+whose last values are turned back first. Pure host arithmetic. Refuses columns that leave a block
+unfilled, or a head. Kept honest by suites/kernels/test_simt_quantise_fp8.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.scalar_codecs import bf16_round
+from degarble.kernels.common import attention_rows as heads
 from degarble.kernels.common.quantise_problem import SOURCES, SWIGLU
 from degarble.kernels.common.quantise_problem import VALUES as PLAIN
 
@@ -34,6 +37,8 @@ class Fp8Problem:
     scales: str = "float32"
     source: str = PLAIN.name
     limit: float | None = None  # of the SwiGLU in front; None clamps nothing
+    turned: int = 0  # values of a head that is turned back in front, 0: none is
+    positions: int = 0  # rows of the table of turns, 0 where nothing is turned
 
     def __post_init__(self) -> None:
         whole = self.columns > 0 and self.columns % BLOCK == 0
@@ -57,6 +62,20 @@ class Fp8Problem:
                 "a positive BF16 number, and a SwiGLU that it clamps",
                 "Leave it out where nothing is clamped.",
             )
+        known = 1 if self.turned else 0
+        heads.require_extent("positions of the table of turns", self.positions, known)
+        if self.turned and (self.source != PLAIN.name or self.columns % self.width):
+            raise ShapeMismatch(
+                "values in front of which heads are turned back",
+                (self.source, self.columns),
+                f"{PLAIN.name}, in whole heads of {self.turned}",
+                "Turn attention's output alone, all heads of a token side by side.",
+            )
+
+    @property
+    def width(self) -> int:
+        """Values of a head that kernels know."""
+        return heads.geometry(self.turned).width
 
     @property
     def blocks(self) -> int:
@@ -77,8 +96,15 @@ class Fp8Form:
     source: str
     limit: float | None
     target: str
+    turned: int = 0
 
 
 def choose_form(problem: Fp8Problem, target: str) -> Fp8Form:
     """Return the form that answers a problem: extents are no part of it."""
-    return Fp8Form(problem.scales, problem.source, problem.limit, target)
+    return Fp8Form(problem.scales, problem.source, problem.limit, target, problem.turned)
+
+
+def group_of(part: Any, width: int) -> Any:
+    """Return which sixteen of the values that turn a thread has; below 0: none of them."""
+    of_head = width // VALUES
+    return part % of_head - (of_head - heads.ROTATED // VALUES)

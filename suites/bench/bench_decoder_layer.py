@@ -153,10 +153,9 @@ def groups_of(config: V4Config, *, coded: bool) -> Groups | CodedGroups:
     count, inner = config.o_groups, config.num_attention_heads * 512 // config.o_groups
     if not coded:
         return Groups(bf16(count * config.o_lora_rank, inner), count, dense=False)
-    made = [fp8(config.o_lora_rank, inner) for _ in range(count)]
-    return CodedGroups(
-        made[0].way, tuple((each.operands["b"], each.operands["b_scales"]) for each in made)
-    )
+    way, whole = fp8(config.o_lora_rank, inner).way, fp8(count * config.o_lora_rank, inner)
+    part = (whole.operands["b"], whole.operands["b_scales"])
+    return CodedGroups(way, (part,), count, whole=True)
 
 
 def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionWeights:

@@ -13,10 +13,13 @@ from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 def test_tables_have_titles_of_their_own_and_their_problems() -> None:
     found = bench.problems_of(64)
     assert [title for title, *_ in found] == [
-        "o_a of V4-Pro", "o_a of V4-Flash", "compressor's projection",
+        "o_a of V4-Pro", "o_a of V4-Flash",
+        "o_a of V4-Pro in FP8, scales float32", "o_a of V4-Pro in FP8, scales ue8m0",
+        "o_a of V4-Flash in FP8, scales float32", "o_a of V4-Flash in FP8, scales ue8m0",
+        "compressor's projection",
     ]  # fmt: skip
     assert [problem.operations for _, problem, _ in found] == [
-        2 * 64 * groups * 1024 * 4096 for groups in (16, 8)
+        2 * 64 * groups * 1024 * 4096 for groups in (16, 8, 16, 16, 8, 8)
     ] + [2 * 64 * 2048 * 7168]
 
 

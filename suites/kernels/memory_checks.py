@@ -38,6 +38,7 @@ from degarble.suites.kernels import (
     compressor_checks,
     gemm_checks,
     grouped_checks,
+    grouped_fp8_checks,
     head_checks,
     indexer_checks,
     indexer_operand_checks,
@@ -82,6 +83,11 @@ def _gemms(operands: str) -> Callable[[], None]:
 def _grouped() -> None:
     for case in grouped_checks.fuzzed(SEED, 6):
         grouped_checks.launched(case, case.operands())
+
+
+def _grouped_fp8() -> None:
+    for case in grouped_fp8_checks.fuzzed(SEED, 6):
+        grouped_fp8_checks.launched(case, grouped_fp8_checks.operands(case))
 
 
 def _w4a16() -> None:
@@ -226,6 +232,7 @@ GROUPS = {
     "nvfp4": Group(_gemms("nvfp4"), ("sm90_gemm_nvfp4",)),
     "fp8_block": Group(_gemms("fp8_block"), ("sm90_gemm_fp8_block",)),
     "grouped": Group(_grouped, ("sm90_gemm_grouped",)),
+    "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
     "w4a16": Group(_w4a16, ("sm90_gemm_w4a16",)),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
     "shared expert": Group(_shared_expert, ("sm90_gemm_nvfp4", "simt_quantise_nvfp4")),

@@ -9,6 +9,7 @@ has one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.runs.cutedsl_kernels import ENTRIES, Kernels
 from degarble.harness.runs.cutedsl_moe import Step
 from degarble.kernels.common.attention_rows import WIDTH
+from degarble.kernels.common.fp8_quantise_problem import Fp8Problem
+from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.operands import require_tensor
 from degarble.suites.runs import cutedsl_standin_attention as attention
 from degarble.suites.runs import cutedsl_standin_layer as layer
@@ -156,7 +159,12 @@ def _quantise(p: Any, t: Given) -> Made:
 
 def _quantise_fp8(p: Any, t: Given) -> Made:
     require_tensor("values", t["values"], BF16, (p.rows, p.columns), 32)
-    blocks = t["values"].float().reshape(p.rows, -1, 128)
+    values = t["values"]
+    if p.turned:
+        heads = values.reshape(p.rows, -1, p.turned)
+        back = BackProblem(p.rows, heads.shape[1], p.positions, width=p.turned)
+        values = _inverse_rope(back, {**t, "heads": heads})[0]
+    blocks = values.float().reshape(p.rows, -1, 128)
     amax = blocks.abs().amax(-1).clamp(min=1e-4)
     if p.scales == "float32":
         scale = amax / 448.0
@@ -192,6 +200,28 @@ def _qnorm_rope(p: Any, t: Given) -> Made:
 def _inverse_rope(p: Any, t: Given) -> Made:
     _require_heads(p, t)
     return (_turned(t["heads"].float(), t["turns"][t["positions"]], -1.0).to(BF16),)
+
+
+def _grouped_fp8(p: Any, t: Given) -> Made:
+    """The pieces one after the other: heads turned back, codes, a product a group."""
+    given = dict(t)
+    if p.turned:
+        require_tensor("A", t["a"], BF16, (p.tokens, p.groups * p.inner), 16)
+        wide = p.groups * p.inner
+        told = Fp8Problem(p.tokens, wide, p.scales, turned=p.turned, positions=p.positions)
+        given["a"], given["a_scales"] = _quantise_fp8(told, {**t, "values": t["a"]})
+    require_tensor("B", t["b"], torch.float8_e4m3fn, (p.groups * p.columns, p.inner), 16)
+    problem, made = replace(p.gemm, columns=p.columns), list[Any]()
+    for group in range(p.groups):
+        of_k = slice(group * p.inner, (group + 1) * p.inner)
+        blocks = slice(group * p.blocks, (group + 1) * p.blocks)
+        rows = slice(group * p.columns, (group + 1) * p.columns)
+        tiles = slice(rows.start // 128, -(-rows.stop // 128))
+        parts = (given["a"][:, of_k], given["a_scales"][:, blocks], t["b"][rows])
+        names = ("a", "a_scales", "b", "b_scales")
+        own = (each.contiguous() for each in (*parts, t["b_scales"][tiles]))
+        made += _gemm_fp8(problem, dict(zip(names, own, strict=True)))
+    return (torch.cat(made, 1),)
 
 
 def _kv_write(p: Any, t: Given) -> Made:
@@ -310,6 +340,7 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_moe_rows": moe.step,
     "simt_slots": attention.slots,
     "sm90_gemm_grouped": layer.grouped,
+    "sm90_gemm_grouped_fp8": _grouped_fp8,
     "sm90_moe_nvfp4": lambda p, t: moe.step(p, t) if isinstance(p, Step) else layer.experts(p, t),
     "sm90_shared_expert": layer.shared_expert,
 }
