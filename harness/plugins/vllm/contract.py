@@ -16,12 +16,14 @@ import ast
 import enum
 import inspect
 import json
+import sys
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.errors import DegarbleError, UnknownName
+from degarble.harness.plugins.vllm.installed import require_vllm, series_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -315,8 +317,16 @@ def write_record(version: str, path: Path = RECORD) -> None:
     )
 
 
-if __name__ == "__main__":
-    from degarble.harness.plugins.vllm.installed import require_vllm, series_of
+def main() -> int:
+    """Write the record of the vLLM that is installed; status 2 where that is refused."""
+    try:
+        found = require_vllm()
+        write_record(found, record_of(series_of(found)))
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a command's own line
+        return error.exit_status
+    return 0
 
-    found = require_vllm()
-    write_record(found, record_of(series_of(found)))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import struct
+import sys
 import tarfile
 import zipfile
 from fnmatch import fnmatch
@@ -23,13 +24,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.record.files import require_folder
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PART = 40 << 20  # bytes: with the tree it stays below 64 MiB
+PART = 40 << 20  # bytes, at most
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so", "vllm/vllm-rs", "vllm/_qutlass_C*", "vllm/benchmarks/*",
     "vllm/third_party/fmha_sm100/*", "vllm/third_party/tml_fa4/*",
@@ -137,7 +139,7 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
         )
     if to.exists():
         raise InvalidArgument("DEST", str(to), "a folder that does not exist", "Remove it.")
-    to.mkdir(parents=True)
+    require_folder("DEST", to)
     whole = BytesIO()
     with tarfile.open(fileobj=whole, mode="w:xz", preset=6) as archive:
         for name, data in files_of(found, architecture):
@@ -145,6 +147,7 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
             info.size = len(data)
             archive.addfile(info, BytesIO(data))
     data, made = whole.getvalue(), []
+    to.mkdir(parents=True)
     for number, begin in enumerate(range(0, len(data), part)):
         made.append(to / f"pack.{number:02}")
         made[-1].write_bytes(data[begin : begin + part])
@@ -154,16 +157,22 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
     return made
 
 
-def main() -> None:
-    """Pack, and say what travels."""
+def main(arguments: list[str] | None = None) -> int:
+    """Pack, and say what travels; status 2 where that is refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheels", type=Path)
     parser.add_argument("to", type=Path)
     parser.add_argument("--gpu", type=int, default=90, help="compute capability, without its dot")
-    given = parser.parse_args()
-    for each in pack(given.wheels, given.to, given.gpu):
+    given = parser.parse_args(arguments)
+    try:
+        made = pack(given.wheels, given.to, given.gpu)
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a command's own line
+        return error.exit_status
+    for each in made:
         print(f"{each}  {each.stat().st_size:,} bytes")  # noqa: T201  a command's own lines
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

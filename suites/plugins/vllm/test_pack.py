@@ -86,6 +86,7 @@ def test_without_vllm_or_over_another_pack_nothing_is_written(tmp_path: Path) ->
     assert not (tmp_path / "to").exists()
     with pytest.raises(InvalidArgument, match="does not exist"):
         pack.pack(wheels(tmp_path / "w"), tmp_path, 90)
+    assert pack.main([str(tmp_path / "empty"), str(tmp_path / "to")]) == 2
 
 
 def test_entry_points_are_those_of_the_project() -> None:

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from degarble.harness.errors import UnreadableFile
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -45,6 +47,12 @@ class Answers:
     @classmethod
     def read(cls, path: Path) -> Answers:
         """Read what `prepare` wrote."""
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        texts, questions = ([Text(**each) for each in raw[k]] for k in ("texts", "questions"))
-        return cls(texts, questions, raw["moves"], raw["steady"])
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            texts, questions = ([Text(**each) for each in raw[k]] for k in ("texts", "questions"))
+            return cls(texts, questions, raw["moves"], raw["steady"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableFile(
+                str(path), f"{type(error).__name__}: {error}", "answers that prepare wrote",
+                "Write them anew.",
+            ) from error  # fmt: skip

@@ -7,7 +7,8 @@ the greedy texts of the references with vLLM's conventions, and questions whose 
 sure of. How sure is enough is read from the references: how far logits move if one rounding is
 moved. Few calibration tokens are a trap: scales of nine tokens clip, and then every rounding tells.
 
-Refuses a folder that exists. Kept honest by suites/plugins/vllm/engine/test_prepare.py.
+Refuses a folder that exists; one that is broken off leaves none. Kept honest by
+suites/plugins/vllm/engine/test_prepare.py.
 Shape letters: T tokens, V vocabulary.
 """
 
@@ -18,6 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.checkpoint.quantisation_configs import CONFIG
-from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.errors import DegarbleError, InvalidArgument, WorkerLost
 from degarble.harness.plugins.vllm.engine.answers import Answers, Text
 from degarble.harness.plugins.vllm.installed import NAME
 from degarble.harness.plugins.vllm_capture import stated_conventions
+from degarble.harness.record.files import require_folder
 from degarble.harness.runs.model import open_model
 from degarble.harness.talk.generation import Generation, Limits, Speech
 from degarble.references import tiny
@@ -105,7 +108,12 @@ def calibrate(folder: Path) -> Path:
 
 def _run(*line: object) -> None:
     given = [sys.executable, "-m", "degarble.harness.cli.main", *map(str, line), "--quiet"]
-    subprocess.run(given, check=True)  # noqa: S603  our own command
+    done = subprocess.run(given, check=False)  # noqa: S603  our own command
+    if done.returncode:
+        raise WorkerLost(
+            f"degarble {line[0]}", f"status {done.returncode}", "status 0",
+            "It says above what it lacked.",
+        )  # fmt: skip
 
 
 def answers(checkpoint: Path) -> Answers:
@@ -180,7 +188,16 @@ def prepare(folder: Path, names: Many[str] = CHECKPOINTS) -> None:
     """Write checkpoints and answers."""
     if folder.exists():
         raise InvalidArgument("DIR", str(folder), "a folder that does not exist", "Remove it.")
-    folder.mkdir(parents=True)
+    require_folder("DIR", folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as draft:
+        made = Path(draft) / folder.name
+        made.mkdir()
+        _fill(made, tuple(dict.fromkeys(names)))
+        made.rename(folder)
+
+
+def _fill(folder: Path, names: Many[str]) -> None:
     amax = calibrate(folder)
     for name in names:
         found = answers(write_checkpoint(name, folder / name, amax))

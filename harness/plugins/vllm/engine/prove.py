@@ -5,16 +5,20 @@
 PREPARED is what `prepare` wrote. Owns the servers of the proof: checkpoints by recipe, CUDA graphs,
 faults planted in the loader, a tensor that is missing, and with two GPUs tensor parallel ranks. All
 of them start beside one another, each on its port. Status 0: everything held; 1: something did not;
-2: refused, without vLLM or GPUs. Captures, logs and verdicts stay in OUT. Kept honest by
-suites/plugins/vllm/engine/test_prove.py. Not judged: speed.
+2: refused before anything is written, as without vLLM or GPUs. Captures, logs and verdicts stay in
+OUT. Interrupted, it ends its servers. Kept honest by suites/plugins/vllm/engine/test_prove.py. Not
+judged: speed. Not seen so far: ranks that answer (docs/vllm.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +34,13 @@ from degarble.harness.plugins.vllm.engine.server import (
     Asked,
     Caller,
     Running,
+    end_all,
     environment,
     require_engine,
+    require_free,
 )
 from degarble.harness.plugins.vllm.engine.steps import STEPS, Outcome, Session, taken, told_of
+from degarble.harness.record.files import require_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +80,12 @@ def prove(place: Place, servers: Sequence[Asked]) -> dict[str, list[Outcome]]:
     place.out.mkdir(parents=True)
     with ThreadPoolExecutor(len(servers)) as pool:
         made = pool.map(lambda pair: one(place, pair[1], FIRST_PORT + pair[0]), enumerate(servers))
-        return {asked.name: found for asked, found in zip(servers, made, strict=True)}
+        try:
+            return {asked.name: found for asked, found in zip(servers, made, strict=True)}
+        except BaseException:  # an interrupted proof ends what it started
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
 
 
 def one(place: Place, asked: Asked, port: int) -> list[Outcome]:
@@ -110,7 +122,10 @@ def refusal(asked: Asked, server: Running, *, up: bool) -> Outcome:
     """Judge a start that has to be refused, by what its log says."""
     if up:
         return Outcome("refused", False, "it answered")
-    server.process.wait(END_SECONDS)
+    try:
+        server.process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Outcome("refused", False, "it neither answered nor ended")
     lines = [each for each in server.said().splitlines() if asked.refused in each]
     told = lines[0].rpartition("degarble.harness.errors.")[2] if lines else "not said"
     return Outcome("refused", bool(lines), told[:300])
@@ -150,8 +165,31 @@ def chosen(names: Sequence[str], gpus: int) -> list[Asked]:
         if name not in known:
             raise UnknownName.among("server", name, known)
     if names:
-        return [known[name] for name in names]
+        return [known[name] for name in dict.fromkeys(names)]
     return [each for each in SERVERS if each.ranks <= gpus]
+
+
+def wanted(given: argparse.Namespace) -> tuple[str, list[Asked]]:
+    """Return vLLM's version, and servers; refuse what would break off once they start."""
+    if given.gpus < 1:
+        raise InvalidArgument("--gpus", given.gpus, "1 or more", "Say how many GPUs may be used.")
+    if not 0 < given.seconds < math.inf:
+        raise InvalidArgument("--seconds", given.seconds, "a number above 0", "Leave it out.")
+    servers = chosen(given.only, given.gpus)
+    version = require_engine(max(each.ranks for each in servers))
+    for name in dict.fromkeys(each.checkpoint for each in servers):
+        if not (given.prepared / name).is_dir():
+            raise InvalidArgument(
+                "PREPARED", str(given.prepared), f"a folder with {name}, as prepare writes it",
+                "Write it: python -m degarble.harness.plugins.vllm.engine.prepare PREPARED",
+            )  # fmt: skip
+        Answers.read(given.prepared / f"{name}.json")
+    if given.out.exists():
+        raise InvalidArgument("OUT", str(given.out), "a folder that does not exist", "Move it.")
+    require_folder("OUT", given.out)
+    for number in range(len(servers)):
+        require_free(FIRST_PORT + number)
+    return version, servers
 
 
 def say(line: str) -> None:
@@ -169,10 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=START_SECONDS, help="for a start")
     given = parser.parse_args(arguments)
     try:
-        servers = chosen(given.only, given.gpus)
-        version = require_engine(max(each.ranks for each in servers))
-        if given.out.exists():
-            raise InvalidArgument("OUT", str(given.out), "a folder that does not exist", "Move it.")
+        version, servers = wanted(given)
         found = prove(Place(given.prepared, given.out, given.seconds), servers)
     except DegarbleError as error:
         print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
@@ -187,4 +222,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

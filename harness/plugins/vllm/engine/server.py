@@ -11,13 +11,15 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from degarble.harness.errors import MissingDevice
+from degarble.harness.errors import InvalidArgument, MissingDevice
 from degarble.harness.plugins import vllm_capture
 from degarble.harness.plugins.vllm.engine import plants
 from degarble.harness.plugins.vllm.installed import NAME as PLUGIN
@@ -36,6 +38,7 @@ QUIET = {
     "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0",
 }  # fmt: skip
+_OPEN: set[int] = set()  # groups of servers that run
 _GRACE = 5.0  # seconds between asking a server to end and ending it
 
 
@@ -135,6 +138,7 @@ class Running:
             line, env=dict(environment), stdout=self._log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        _OPEN.add(self.process.pid)
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +150,7 @@ class Running:
                 self.process.wait(_GRACE)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+        _OPEN.discard(self.process.pid)
         self._log.close()
 
     def answers(self, caller: Caller, seconds: float) -> bool:
@@ -163,6 +168,25 @@ class Running:
     def said(self) -> str:
         """Return its log so far."""
         return self.path.read_text(encoding="utf-8", errors="replace")
+
+
+def end_all() -> None:
+    """End all servers at once; their contexts do the rest."""
+    for group in tuple(_OPEN):
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def require_free(port: int) -> None:
+    """Refuse a port that is taken: another server would be asked instead of ours."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise InvalidArgument(
+                "port", port, "one that is free on 127.0.0.1", "End what listens there."
+            ) from error
 
 
 def require_engine(ranks: int = 1) -> str:

@@ -34,6 +34,11 @@ NEAR = 5  # likeliest tokens that are asked for
 TIE = 0.1  # of logits: company may change the last bits of a sum, and then the word
 DROPPED = 96  # streams
 CAPTURED, CAPTURED_TOKENS, CAPTURED_PROMPT = 3, 6, 60  # requests, new tokens, ids of a prompt
+# What a server that answers otherwise, or ends, makes of a step.
+BREAKS = (
+    OSError, http.client.HTTPException, subprocess.SubprocessError, LookupError, ValueError,
+    TypeError,
+)  # fmt: skip
 _DROPS_AT = (40, 90, 140, 190, 240)  # bytes of a stream that are read before it is dropped
 _QUIET = 2.0  # seconds until dropped requests are gone
 _CHECK = 240  # seconds
@@ -273,7 +278,7 @@ def taken(name: str, session: Session) -> Outcome:
     """Take a step; what goes wrong on the way is its outcome."""
     try:
         return STEPS[name](session)
-    except (OSError, http.client.HTTPException, KeyError, ValueError, TypeError) as error:
+    except BREAKS as error:
         return Outcome(name, False, f"{type(error).__name__}: {str(error)[:300]}")
 
 

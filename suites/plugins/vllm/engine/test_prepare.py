@@ -71,6 +71,18 @@ def test_the_unquantised_checkpoint_is_the_trained_one(tmp_path: Path) -> None:
     assert "model-00001-of-00001.safetensors" in names
 
 
+def test_what_breaks_off_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "SOURCE", tmp_path / "nowhere")
+    assert prepare.main([str(tmp_path / "new" / "asked")]) == 2
+    assert "degarble capture = 'status 2'" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "file").touch()
+    assert prepare.main([str(tmp_path / "file" / "asked")]) == 2
+    assert "DIR" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_references_are_sure_of_more_than_a_moved_rounding(tmp_path: Path) -> None:
     to = tmp_path / "prepared"

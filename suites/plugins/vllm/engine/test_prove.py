@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from degarble.harness.errors import UnknownName
-from degarble.harness.plugins.vllm.engine import prove
+from degarble.harness.plugins.vllm.engine import prove, server
 from degarble.harness.plugins.vllm.engine.server import Asked
 from degarble.harness.plugins.vllm.engine.steps import STEPS
 from degarble.suites.plugins.vllm.engine import stand_in
@@ -38,6 +39,14 @@ class Ended(Asked):
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
         del checkpoint, port, told
         return [sys.executable, "-c", REFUSES]
+
+
+class Hangs(Asked):
+    """One that neither answers nor ends."""
+
+    def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
+        del checkpoint, port, told
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
@@ -107,7 +116,7 @@ def test_a_tensor_is_left_out_of_a_copy(tmp_path: Path) -> None:
 def test_servers_are_chosen_by_name_and_by_gpus() -> None:
     assert {each.ranks for each in prove.chosen((), 1)} == {1}
     assert {each.ranks for each in prove.chosen((), 2)} == {1, 2}
-    assert [each.name for each in prove.chosen(("bf16", "full"), 1)] == ["bf16", "full"]
+    assert [each.name for each in prove.chosen(("bf16", "full", "bf16"), 1)] == ["bf16", "full"]
     with pytest.raises(UnknownName, match="fulll"):
         prove.chosen(("fulll",), 1)
     for each in prove.SERVERS:
@@ -133,3 +142,61 @@ def test_status_says_whether_all_held(
     assert prove.main([*line, "--only", "wrong"]) == 1
     told = json.loads((place.out.parent / "out-again" / "proof.json").read_text())
     assert told["servers"]["wrong"][1]["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gpus", "0"], "--gpus = 0"),
+        (["--seconds", "nan"], "--seconds = nan"),
+        (["--only", "nobody"], "server = 'nobody'"),
+        (["--only", "elsewhere"], "a folder with other"),
+        (["--only", "damaged"], "answers that prepare wrote"),
+        (["--only", "one"], "port = 18461"),
+    ],
+)
+def test_what_would_break_off_later_is_refused_before_anything_is_written(
+    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: list[str], told: str,
+) -> None:  # fmt: skip
+    (place.prepared / "broken").mkdir()
+    (place.prepared / "broken.json").write_text('{"texts": [{}]}', encoding="utf-8")
+    servers = [Served("one", "small"), Served("elsewhere", "other"), Served("damaged", "broken")]
+    monkeypatch.setattr(prove, "SERVERS", servers)
+    monkeypatch.setattr(prove, "require_engine", lambda _: "0.26.0")
+    with stand_in.Server(18461):  # somebody else's
+        assert prove.main([str(place.prepared), str(place.out), *options]) == 2
+    assert told in capsys.readouterr().err
+    assert not place.out.exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused(
+    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "SERVERS", [Served("one", "small")])
+    monkeypatch.setattr(prove, "require_engine", lambda _: "0.26.0")
+    assert prove.main([str(place.prepared), str(place.prepared / "small.json" / "out")]) == 2
+    assert "OUT" in capsys.readouterr().err
+
+
+def test_a_start_that_neither_answers_nor_ends_is_told(
+    place: prove.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "END_SECONDS", 0.1)
+    found = prove.prove(replace(place, seconds=0.1), [Hangs("one", "small", refused="a word")])
+    assert found["one"][0][1:] == (False, "it neither answered nor ended")
+
+
+def test_an_interrupted_proof_ends_its_servers(place: prove.Place) -> None:
+    class Interrupts(Asked):
+        def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
+            del checkpoint, port, told
+            while not server._OPEN:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        prove.prove(place, [Interrupts("stop", "small"), Hangs("one", "small", ("parts",))])
+    assert time.monotonic() - begin < place.seconds / 2  # a start was not waited for
+    assert not server._OPEN
