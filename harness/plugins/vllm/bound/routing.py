@@ -58,12 +58,16 @@ def adopt_block(ffn: Any, module: str, start: Start) -> None:
     """Make a block's gate, router and activation ours, where their classes are those on record."""
     adopt_gate(ffn.gate, f"{module}.gate", start)
     router = ffn.experts.router
-    if type(router) is FusedTopKBiasRouter and start.kernel(
-        f"{module}.gate", "router", router.scoring_func
-    ):
+    if type(router) is not FusedTopKBiasRouter:
+        start.other_class(f"{module}.gate", "router", router)
+    elif start.kernel(f"{module}.gate", "router", router.scoring_func):
         router.__class__ = DegarbleRouter
     act = ffn.shared_experts.act_fn if ffn.shared_experts is not None else None
-    if type(act) is SiluAndMulWithClamp and start.kernel(f"{module}.shared_experts", "act", BF16):
+    if act is None:
+        return
+    if type(act) is not SiluAndMulWithClamp:
+        start.other_class(f"{module}.shared_experts", "act", act)
+    elif start.kernel(f"{module}.shared_experts", "act", BF16):
         act.__class__ = DegarbleAct
 
 

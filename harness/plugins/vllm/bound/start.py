@@ -21,7 +21,7 @@ from degarble.harness.plugins.vllm.bound.upstream import (
     get_tensor_model_parallel_rank,
     init_logger,
 )
-from degarble.harness.plugins.vllm.options import ACTIVATIONS, Options, read_options
+from degarble.harness.plugins.vllm.options import ACTIVATIONS, THEIRS, Options, read_options
 from degarble.harness.plugins.vllm.proof import Proven, prove_start
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Start:
             else parts.ours(module, part, form, found, tactic)
         )
         return found
+
+    def other_class(self, module: str, part: str, one: object) -> None:
+        """Note that a part stays vLLM's because its class is not the one on record."""
+        why = f"{type(one).__name__} is not on record"
+        self.running.append(parts.Running(module, part, "", THEIRS, "its own", why))
 
     def linear_format(self, stored: str) -> str:
         """Name the format of a linear as it is multiplied."""

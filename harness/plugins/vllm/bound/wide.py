@@ -33,7 +33,9 @@ class DegarbleGate(GateLinear):
 def adopt_gate(gate: Any, module: str, start: Start) -> None:
     """Make a gate ours, where its class is the one on record."""
     stored = str(gate.weight.dtype).removeprefix("torch.").replace("bfloat16", "BF16")
-    if type(gate) is GateLinear and start.kernel(module, "gate", stored):
+    if type(gate) is not GateLinear:
+        start.other_class(module, "gate", gate)
+    elif start.kernel(module, "gate", stored):
         gate.__class__ = DegarbleGate
 
 

@@ -38,6 +38,8 @@ QUIET = {
     "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0",
 }  # fmt: skip
+# A server of the proof asks for no key, and is reached from this machine alone.
+_OF_THE_CALLER = ("VLLM_API_KEY", vllm_capture.TOKEN_VARIABLE)
 _OPEN: set[int] = set()  # groups of servers that run
 _GRACE = 5.0  # seconds between asking a server to end and ending it
 
@@ -209,6 +211,8 @@ def environment(asked: Asked, captures: Path, site: Path) -> dict[str, str]:
         "VLLM_PLUGINS": named, vllm_capture.FOLDER_VARIABLE: str(captures),
         plants.VARIABLE: asked.plant,
     }  # fmt: skip
+    for theirs in _OF_THE_CALLER:
+        made.pop(theirs, None)
     if asked.plant:
         known = made.get("PYTHONPATH", "")
         made["PYTHONPATH"] = os.pathsep.join(filter(None, (str(plants.entry_point(site)), known)))

@@ -46,6 +46,7 @@ def test_adopted_both_call_our_kernels(module: Any, monkeypatch: pytest.MonkeyPa
     ffn, begun = block(module), start()
     module.adopt_block(ffn, MODULE, begun)
     assert [(each.module, each.part, each.by) for each in begun.running] == [
+        (f"{MODULE}.gate", "gate", "vllm"),
         (f"{MODULE}.gate", "router", "degarble"),
         (f"{MODULE}.shared_experts", "act", "degarble"),
     ]
@@ -62,6 +63,17 @@ def test_adopted_both_call_our_kernels(module: Any, monkeypatch: pytest.MonkeyPa
     assert (seen[0], seen[1] is logits, seen[2].shape, seen[3]) == (2, True, (4,), None)
     assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
     assert torch.equal(ffn.shared_experts.act_fn(torch.ones(3, 4)), torch.full((3, 2), 10.0))
+
+
+def test_what_has_another_class_stays_vllms_and_the_log_says_so(module: Any) -> None:
+    ffn, begun = block(module), start()
+    ffn.experts.router, ffn.shared_experts.act_fn = SimpleNamespace(), SimpleNamespace()
+    module.adopt_block(ffn, MODULE, begun)
+    assert [(each.part, each.by, each.tactic) for each in begun.running] == [
+        (part, "vllm", "SimpleNamespace is not on record") for part in ("gate", "router", "act")
+    ]
+    ffn.shared_experts = None
+    module.adopt_block(ffn, MODULE, begun)
 
 
 def test_a_table_is_asked_by_token_ids(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,13 @@ def test_a_plant_is_an_entry_point_of_its_server_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/known")
+    for name in ("VLLM_API_KEY", vllm_capture.TOKEN_VARIABLE):
+        monkeypatch.setenv(name, "the caller's")
     captures = tmp_path / "captures"
     plain = server.environment(SERVERS[0], captures, tmp_path / "site")
     assert (plain["VLLM_PLUGINS"], plain["PYTHONPATH"]) == ("degarble", "/known")
     assert plain[vllm_capture.FOLDER_VARIABLE] == str(captures)
+    assert "the caller's" not in plain.values()
     assert plain["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
     planted = next(each for each in SERVERS if each.plant)
     made = server.environment(planted, captures, tmp_path / "site")
