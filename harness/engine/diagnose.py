@@ -31,6 +31,7 @@ from degarble.harness.engine.diagnose_trial import (
     make,
     only_roundings,
     proof,
+    proposed,
     shape_distance,
 )
 from degarble.harness.engine.faults.decoding import remembering
@@ -183,7 +184,7 @@ def _trials(
     """Try every way that a fault proposes, on the sample; or all but those of weights."""
     order, uncut = 0, cache(lambda: _uncut(scene, main) or sample)
     for fault in sitting:
-        for way in fault.signature(scene, main):
+        for way in proposed(fault, scene, main):
             if not weights and "weights" in way.where:
                 continue
             looked_at = uncut() if way.whole else sample
@@ -194,7 +195,7 @@ def _trials(
 def _uncut(scene: Scene, main: Sight) -> Sample | None:
     """The call that shows most, with all its rows; None where that is too much to try."""
     call = most_telling(calls_in(main))
-    if max(each.numel() for each in call.outputs.values()) > _WHOLE:
+    if max((each.numel() for each in call.outputs.values()), default=math.inf) > _WHOLE:
         return None
     return sampled(scene, call, sys.maxsize)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.engine.budget import HEADROOM
 from degarble.harness.engine.diagnose_sample import calls_in
-from degarble.harness.engine.diagnose_trial import make, proof
+from degarble.harness.engine.diagnose_trial import make, proof, proposed
 from degarble.harness.engine.faults.model_faults import Way
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
 
 
 def _first(scene: Scene, call: Sight, fault: ModelFault) -> tuple[Way, Proof] | None:
-    for way in islice(fault.signature(scene, call), MOST_WAYS):
+    for way in islice(proposed(fault, scene, call), MOST_WAYS):
         found = _holds(scene, call, way)
         if found is not None:
             return way, found

@@ -29,12 +29,12 @@ from degarble.harness.record.wording import share
 from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from degarble.harness.engine.budget import Budget
-    from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight, Way
     from degarble.harness.formats.weight import Weight
 
     Tensors = Mapping[str, Tensor]
@@ -105,6 +105,19 @@ def make(
         for name, each in outputs.items()
     }
     return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+
+
+def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:
+    """Ways that a fault proposes; one that cannot look at outputs of other extents has no more."""
+    try:
+        yield from fault.signature(scene, sight)
+    except CANNOT_RUN:
+        if _extents(seen_tensors(sight)) == _extents(untouched(sight)):
+            raise
+
+
+def _extents(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in tensors.items()}
 
 
 def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -112,7 +113,7 @@ def _run_all(markers: Sequence[str]) -> list[Suite]:
         except BaseException:  # an interrupted night ends what it started
             pool.shutdown(wait=False, cancel_futures=True)
             for group in tuple(_RUNNING):
-                os.killpg(group, signal.SIGKILL)
+                _end(group)
             raise
         return sorted(found, key=lambda each: each.kernel)
 
@@ -159,11 +160,17 @@ def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | N
         try:
             said, _ = process.communicate(timeout=SUITE_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process.pid)
             return None, ""
         finally:
             _RUNNING.discard(process.pid)
     return process.returncode, said
+
+
+def _end(group: int) -> None:
+    """End a suite and all that it started. Trap: it may just have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 # Of torchrun and of the night's own pytest: a suite of a kernel is a run of its own.

@@ -136,6 +136,49 @@ def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
     assert told == {"M12.previous_expert", *([fault.id] if whole else [])}
 
 
+def test_a_call_of_a_rank_that_holds_none_of_its_experts_hides_no_cause() -> None:
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.ffn.experts.w13"
+    (sight,) = model.sights(place, None, calls=1)
+    experts = sight.inputs["experts"].clone()
+    experts[-1] = -1
+    inputs, gain = {**sight.inputs, "experts": experts}, 1.5
+    planted, twin = model.planting(place), model.naming(place)
+    outputs = {"out": planted.call(inputs, planted.weights)["out"] * gain}
+    rows = (len(experts) - 1, 1)
+    expected = dict(twin.call(inputs, twin.weights))
+    known = [each for each in MODEL_FAULTS.values() if each.family in {"M16", "M43"}]
+    found = diagnose(twin, [Sight(inputs, outputs, expected, rows=rows)], known)
+    assert found.named[0].id == "M43.whole", found.sentence
+
+
+@pytest.mark.parametrize("role", ["head", "attn.compressor.proj", "ffn.experts.w13"])
+@pytest.mark.parametrize("lacks", ["row", "column", "all"])
+def test_outputs_of_other_extents_have_no_known_cause(role: str, lacks: str) -> None:
+    """Many faults look where an output differs, and there is no such place in these."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    (sight,) = model.sights(place, None, calls=1)
+    cut = {"row": lambda x: x[:-1], "column": lambda x: x[..., :-1]}
+    outputs = {n: cut[lacks](x) for n, x in sight.outputs.items() if lacks in cut}
+    found = diagnose(model.naming(place), [replace(sight, outputs=outputs)])
+    assert not found.named
+    assert found.sentence.startswith("No known fault explains this")
+
+
+def test_a_fault_that_breaks_on_what_it_could_look_at_is_our_mistake() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_a")
+    fault = MODEL_FAULTS["M41.tile_of_k"]
+
+    def broken(scene: Scene, sight: Sight) -> Iterator[Way]:
+        raise KeyError(scene.name + str(sight.step))
+
+    way = next(iter(fault.ways(model.planting(place))))
+    with pytest.raises(KeyError):
+        asked(model, place, way, (replace(fault, signature=broken),))
+
+
 def test_a_cause_quotes_its_figures() -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, "ffn.experts.w2")

@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,6 +19,9 @@ from degarble.harness.runs import night_kernels
 from degarble.harness.runs.night_kernels import Suite
 from degarble.harness.runs.night_record import Asked
 from degarble.kernels.common.targets import SM90A, TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SUITE = """
 import pytest
@@ -124,9 +128,22 @@ def ends(process: int) -> bool:
     return False
 
 
+class _Running(set[int]):
+    """Sessions in an order: those that are gone first."""
+
+    def __init__(self, gone: tuple[int, ...]) -> None:
+        super().__init__()
+        self._gone = gone
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._gone, super().__iter__())
+
+
+@pytest.mark.parametrize("gone", [(), (2**22 + 1,)])
 def test_an_interrupted_night_ends_its_suites(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: tuple[int, ...]
 ) -> None:
+    """Also where another suite has just ended by itself: beyond the largest id there is none."""
     (tmp_path / "kernels").mkdir()
     child = tmp_path / "child"
     for name, text in (("hangs", HANGS.format(child=child)), ("stops", "")):
@@ -143,6 +160,7 @@ def test_an_interrupted_night_ends_its_suites(
 
     monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
     monkeypatch.setattr(night_kernels, "run_suite", run)
+    monkeypatch.setattr(night_kernels, "_RUNNING", _Running(gone))
     with pytest.raises(KeyboardInterrupt):
         night_kernels._run_all(("h200",))
     assert ends(int(child.read_text()))

@@ -160,6 +160,8 @@ def _is_met(
     other: Callable[[Tensor], Tensor], wrong: Tensor, telling: Tensor, experts: Tensor
 ) -> bool:
     """Slots that are zeros on both sides, as those of no expert are, say nothing."""
+    if not bool((experts >= 0).any()):
+        return False  # a call of a rank that holds none of its experts
     same = other(experts) == experts
     return _mostly(wrong[~same & telling]) and not _mostly(wrong[same & telling])
 
