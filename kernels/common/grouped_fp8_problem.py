@@ -22,6 +22,7 @@ from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import gemm_problem as gemm
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, Tactic
+from degarble.kernels.common.grouped_problem import fitting_tactic
 from degarble.kernels.common.targets import SM90A
 
 if TYPE_CHECKING:
@@ -125,15 +126,9 @@ def choose_form(problem: GroupedFp8Problem, target: str = SM90A.name) -> Grouped
     """Return the form that answers a problem: by tokens, with tiles that lie within a group."""
     if target not in TACTICS:
         raise UnknownName.among("target of grouped products in FP8", target, TACTICS)
-    tactics = TACTICS[target]
-    first = next(n for n, tactic in enumerate(tactics) if problem.tokens <= tactic.rows_up_to)
-    fitting = [
-        tactic
-        for tactic in tactics[: first + 1]
-        if problem.groups == 1 or problem.columns % tactic.columns == 0
-    ]
+    tactic = fitting_tactic(TACTICS[target], problem.tokens, problem.groups, problem.columns)
     bits = BITS_OF_HEADS if problem.turned else 0
-    form = GemmForm(gemm.FP8_BLOCK.name, problem.scales, target, fitting[-1], bits_of_a=bits)
+    form = GemmForm(gemm.FP8_BLOCK.name, problem.scales, target, tactic, bits_of_a=bits)
     return GroupedFp8Form(form, problem.turned)
 
 

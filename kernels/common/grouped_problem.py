@@ -21,7 +21,7 @@ from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, Tactic
 from degarble.kernels.common.targets import SM90A, SM100A
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 STEP = 64  # values of K of a stage: those of a head that are turned, or none of them
 OUTPUTS: Mapping[str, int] = {"bf16": 2, "fp32": 4}  # bytes of a number of D
@@ -104,18 +104,21 @@ class GroupedForm:
         return self.turned // STEP
 
 
+def fitting_tactic(tactics: Sequence[Tactic], tokens: int, groups: int, columns: int) -> Tactic:
+    """Return the tactic of so many tokens, or one of fewer whose tiles lie within a group."""
+    first = next(n for n, tactic in enumerate(tactics) if tokens <= tactic.rows_up_to)
+    fitting = [
+        tactic for tactic in tactics[: first + 1] if groups == 1 or columns % tactic.columns == 0
+    ]
+    return fitting[-1]
+
+
 def choose_form(problem: GroupedProblem, target: str = SM90A.name) -> GroupedForm:
     """Return the form that answers a problem: by tokens, with tiles that lie within a group."""
     if target not in TACTICS:
         raise UnknownName.among("target of grouped products", target, TACTICS)
-    tactics = TACTICS[target]
-    first = next(n for n, tactic in enumerate(tactics) if problem.tokens <= tactic.rows_up_to)
-    fitting = [
-        tactic
-        for tactic in tactics[: first + 1]
-        if problem.groups == 1 or problem.columns % tactic.columns == 0
-    ]
-    form = GemmForm(gemm.BF16.name, "none", target, fitting[-1])
+    tactic = fitting_tactic(TACTICS[target], problem.tokens, problem.groups, problem.columns)
+    form = GemmForm(gemm.BF16.name, "none", target, tactic)
     return GroupedForm(form, problem.turned, problem.out)
 
 
