@@ -67,7 +67,25 @@ def w2_exchanged() -> None:
         kind.weight_loader = load
 
 
-PLANTS = {"gate and up": gate_and_up_swapped, "w2": w2_exchanged}
+def ranks_turned() -> None:
+    """Layer 1's wq_b: each rank holds the rows of heads that are another rank's."""
+    kind: Any = import_module(LINEAR).ColumnParallelLinear
+    own = kind.weight_loader_v2
+
+    def load(self: Any, param: Any, loaded_weight: Any) -> Any:
+        rank = param.tp_rank
+        if str(self.prefix).endswith("layers.1.attn.wq_b"):
+            param.tp_rank = param.tp_size - 1 - rank
+        try:
+            return own(self, param, loaded_weight)
+        finally:
+            param.tp_rank = rank
+
+    if own.__module__ == LINEAR:
+        kind.weight_loader_v2 = load
+
+
+PLANTS = {"gate and up": gate_and_up_swapped, "ranks": ranks_turned, "w2": w2_exchanged}
 
 
 def entry_point(folder: Path) -> Path:

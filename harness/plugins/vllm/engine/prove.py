@@ -6,8 +6,8 @@ PREPARED is what `prepare` wrote. Owns the servers of the proof: checkpoints by 
 faults planted in the loader, a tensor that is missing, and with two GPUs tensor parallel ranks. All
 of them start beside one another, each on its port. Status 0: everything held; 1: something did not;
 2: refused before anything is written, as without vLLM or GPUs. Captures, logs and verdicts stay in
-OUT. Interrupted, it ends its servers. Kept honest by suites/plugins/vllm/engine/test_prove.py. Not
-judged: speed. Not seen so far: ranks that answer (docs/vllm.md).
+OUT. Interrupted, it ends its servers. Not judged: speed. Kept honest by
+suites/plugins/vllm/engine/test_prove.py.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ SERVERS = (
     Asked("exchanged", "experts", plant="w2", refused="experts after loading"),
     Asked("lacking", "full", dropped="layers.2.attn.wo_b.weight_scale",
           refused="loader.unwritten"),
-    Asked("ranks", "experts", (*_KNOWS, "many", "capture"), ranks=2),
+    Asked("ranks", "experts", tuple(STEPS), ranks=2),
     Asked("ranks-swapped", "experts", ("capture",), ranks=2, plant="gate and up",
           blamed=("layers.1.ffn.shared.w13", "M14")),
+    Asked("ranks-turned", "experts", ("capture",), ranks=2, plant="ranks",
+          blamed=("layers.1.attn.wq_b", "M16")),
+    Asked("ranks-exchanged", "experts", plant="w2", ranks=2, refused="experts after loading"),
 )  # fmt: skip
 _RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
 _ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")

@@ -39,6 +39,25 @@ def test_gate_and_up_are_swapped_in_one_layer(monkeypatch: pytest.MonkeyPatch) -
     assert [given[2] for given, _ in seen] == [1, 0, 0]
 
 
+def test_ranks_are_turned_in_one_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = import_module(plants.LINEAR).ColumnParallelLinear
+    taken: list[int] = []
+
+    def own(_self: Any, param: Any, _weight: Any) -> None:
+        taken.append(param.tp_rank)
+
+    assert callable(kind.weight_loader_v2)
+    own.__module__ = plants.LINEAR
+    monkeypatch.setattr(kind, "weight_loader_v2", own)
+    plants.ranks_turned()
+    plants.ranks_turned()
+    param = SimpleNamespace(tp_rank=0, tp_size=2)
+    for name in ("layers.1.attn.wq_b", "layers.1.attn.indexer.wq_b", "layers.2.attn.wq_b"):
+        kind.weight_loader_v2(SimpleNamespace(prefix=f"model.{name}"), param, "weight")
+    assert taken == [1, 0, 0]
+    assert param.tp_rank == 0
+
+
 def test_second_matrices_are_exchanged_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, seen = kept(monkeypatch, plants.EXPERTS, "RoutedExperts", "weight_loader")
     plants.w2_exchanged()
