@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.errors import InvalidArgument
@@ -256,7 +256,8 @@ def write_kernel(
         row = Row(rWords, None, None, None, None, None)
         if cutlass.const_expr(latent):
             position = Int64(tensors.positions[token])
-            inside = Uint64(position) < Uint64(positions)  # a negative one is large
+            # Trap: as one unsigned comparison each, here and below, forms of float32 weights spill.
+            inside = (position >= 0) & (position < Int64(positions))
             rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
             rTurn.fill(NAN)
             group = lane - held.first_turned_lane
@@ -272,7 +273,7 @@ def write_kernel(
             factor = factor_of_row(rWords, epsilon, facts.normed_width(form.width))
             row = Row(rWords, rWeight, rTurn, factor, position, inside)
 
-        live = Uint64(slot) < Uint64(capacity)
+        live = (slot >= 0) & (slot < capacity)
         if cutlass.const_expr(form.duplicates == "last"):
             claim = Int32(NO_CLAIM)
             if live:
