@@ -3,7 +3,8 @@
 Owns the table that a backend replaces entries of, the weights behind each component, and the call
 that every forward pass goes through, so that an observer sees exactly what ran. The names are those
 of harness.anatomy.components under the recipe; nothing is listed here a second time.
-Refuses component names that the model does not have, and the block-parallel drafter, by name.
+Refuses component names that the model does not have, the block-parallel drafter, and a router's
+scoring that its family has no reference for, by name.
 Kept honest by suites/references/test_binding.py.
 """
 
@@ -14,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from degarble.harness.anatomy.components import components
-from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.config import V4Config, V32Config
 from degarble.harness.errors import NotBuilt, UnknownName
 from degarble.references import components_common as common
 from degarble.references import components_v4, components_v32, experts
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 _ACT_QUANT = ".act_quant"
+_SCORINGS = {V4Config.family: "sqrtsoftplus", V32Config.family: "sigmoid"}  # routing.py has these
 
 
 class Observer(Protocol):
@@ -74,6 +76,7 @@ class Bound:
         recipe: Recipe | None = None,
         observer: Observer | None = None,
     ) -> None:
+        _require_scoring(config)
         self.config = config
         self.numerics = numerics
         self.weights = weights
@@ -162,6 +165,16 @@ class Fetched(Mapping[str, "Weight"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _require_scoring(config: Config) -> None:
+    """Refuse what the config may say of the router and nobody here computes."""
+    known = _SCORINGS[config.family]
+    if config.scoring_func != known:
+        raise NotBuilt(
+            "scoring_func", config.scoring_func, f"{known}, the only one of {config.family} here",
+            "Correct the config.json if it is a slip; another router has no reference.",
+        )  # fmt: skip
 
 
 def _facts_by_block(config: Config, numerics: Numerics, recipe: Recipe | None) -> dict[Any, Any]:

@@ -23,7 +23,7 @@ import torch
 
 from degarble.harness.engine.budget import Budget, spacing
 from degarble.harness.engine.budget_near import FUNCTION, Near, memories, stored
-from degarble.harness.engine.budget_rules import U, output_format
+from degarble.harness.engine.budget_rules import UNDERFLOW, U, output_format
 from degarble.harness.formats.element_formats import BF16
 from degarble.harness.record.wording import number
 from degarble.references import attention, indexer, latent_attention
@@ -61,7 +61,8 @@ def attended(call: Call) -> dict[str, Budget]:
     ]
     if "expanded" not in call.inputs and isinstance(facts, V32Facts):
         words.append("the query and the mixed latents are stored in between: one spacing each")
-    return {"out": Budget(output_format(out), slack.reshape(out.shape), tuple(words))}
+    slack = slack.reshape(out.shape) + UNDERFLOW
+    return {"out": Budget(output_format(out), slack, tuple(words))}
 
 
 def _steps(span: Span, work: int) -> Iterator[slice]:
@@ -167,9 +168,10 @@ def _shares(
         share, below = share[..., :-1], below[..., :-1]
     relative = torch.where(hidden, 0.0, logit.error) + U * (2 * below + FUNCTION)
     relative = relative + (share * relative).sum(-1, keepdim=True) + U * share.shape[-1]
+    floor = torch.where(hidden, 0.0, UNDERFLOW)
     if beside_peaks:
-        return Near(share, share * (relative + 2 * _HALF))
-    return stored(Near(share, share * relative), store)
+        return Near(share, share * (relative + 2 * _HALF) + floor)
+    return stored(Near(share, share * relative + floor), store)
 
 
 def _attended_v32(call: Call, facts: V32Facts) -> tuple[Tensor, bool]:

@@ -21,7 +21,7 @@ import torch
 
 from degarble.harness.engine.budget import HEADROOM, Budget, Finding
 from degarble.harness.engine.budget_near import FUNCTION, Near
-from degarble.harness.engine.budget_rules import U
+from degarble.harness.engine.budget_rules import UNDERFLOW, U
 from degarble.harness.formats.element_formats import FP32
 from degarble.harness.record.wording import number
 from degarble.references import routing
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from degarble.harness.engine.budget_call import Call
 
 _MOST_SETS = 64  # legal sets of groups that are tried for one token
-_UNDERFLOW = 2.0**-126
 _NONE = Finding("choice", (), 0.0, 0.0)
 _TABLE = "experts are those of the table: nothing may differ"
 
@@ -101,12 +100,13 @@ def scores_of(call: Call) -> Near:
     if isinstance(call.known_facts, V32Facts):
         score = torch.sigmoid(logit)
         slope = score * (1 - score)
-        return Near(score, slope * (2 * logit.abs() + FUNCTION) * U + (FUNCTION + 2) * U * score)
+        off = slope * (2 * logit.abs() + FUNCTION) * U + (FUNCTION + 2) * U * score
+        return Near(score, off + UNDERFLOW)
     plain = torch.nn.functional.softplus(logit, threshold=20.0)
     inner = torch.sigmoid(logit) * (2 * logit.abs() + FUNCTION)
     off = U * (inner + FUNCTION * plain + (logit < 20.0))  # 1 + e^x may be formed
     score = plain.sqrt()
-    error = torch.where(plain > _UNDERFLOW, off / (2 * score) + FUNCTION * U * score, off.sqrt())
+    error = torch.where(plain > UNDERFLOW, off / (2 * score) + FUNCTION * U * score, off.sqrt())
     return Near(score, error)
 
 
@@ -205,9 +205,9 @@ def weights_budget(call: Call, experts: Tensor) -> tuple[Tensor, Budget]:
     epsilon = facts.numerics.switches.routing_epsilon
     value = routing.weights(score.value, experts, scale, epsilon)
     chosen, error = (part.gather(1, experts) for part in score)
-    relative = error / chosen.clamp(min=_UNDERFLOW)
+    relative = error / chosen.clamp(min=UNDERFLOW)
     relative = relative + error.sum(-1, keepdim=True) / chosen.sum(-1, keepdim=True).clamp(
-        min=_UNDERFLOW
+        min=UNDERFLOW
     )
     slack = value.abs() * (relative + (experts.shape[1] + FUNCTION + 3) * U)
     words = (

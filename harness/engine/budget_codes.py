@@ -27,7 +27,7 @@ import torch
 from degarble.harness.engine.budget import HEADROOM, Finding
 from degarble.harness.engine.budget_grid import QUOTIENT
 from degarble.harness.engine.budget_near import FUNCTION, Near, exactly, stored
-from degarble.harness.engine.budget_rules import U
+from degarble.harness.engine.budget_rules import UNDERFLOW, U
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
@@ -149,13 +149,13 @@ def gated(call: Call) -> Near:
     gate, up = call.inputs["x"].double().chunk(2, -1)
     if facts.limit is not None:
         gate, up = gate.clamp(max=facts.limit), up.clamp(min=-facts.limit, max=facts.limit)
-    share = torch.sigmoid(gate)
-    value = gate * share * up
+    share, product = torch.sigmoid(gate), gate * up
     if facts.weight_before_w2:
-        value = value * call.inputs["weights"].double()[..., None]
+        product = product * call.inputs["weights"].double()[..., None]
+    value = product * share
     turns = 2 * gate.abs() * (1 - share) + FUNCTION  # of u: the exponential, by its argument
     error = value.abs() * ((turns + FUNCTION + 4) * U)  # 1 + e^x, reciprocal, three products
-    return Near(value, error)
+    return Near(value, error + UNDERFLOW * product.abs())
 
 
 def _bits(codes: Tensor) -> Tensor:

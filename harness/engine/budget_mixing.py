@@ -23,7 +23,7 @@ import torch
 
 from degarble.harness.engine.budget import Budget
 from degarble.harness.engine.budget_near import FUNCTION, Near
-from degarble.harness.engine.budget_rules import U, output_format, summed
+from degarble.harness.engine.budget_rules import UNDERFLOW, U, output_format, summed
 from degarble.harness.formats.element_formats import FP32
 from degarble.harness.record.wording import number
 from degarble.references.facts import V4Facts
@@ -82,7 +82,8 @@ def _coefficients(call: Call, how: MixingFacts) -> tuple[Near, tuple[str, ...]]:
 def _sigmoid(m: Near) -> Near:
     value = torch.sigmoid(m.value)
     argument = m.error + (2 * m.value.abs() + FUNCTION) * U
-    return Near(value, value * (1 - value) * argument + (FUNCTION + 2) * U * value)
+    off = value * (1 - value) * argument + (FUNCTION + 2) * U * value
+    return Near(value, off + UNDERFLOW)
 
 
 def _balanced(logits: Near, call: Call, how: MixingFacts) -> Budget:

@@ -32,6 +32,7 @@ from degarble.harness.engine.budget_pooling import pooled
 from degarble.harness.engine.budget_rules import (
     LARGE,
     SCALE_ROUNDINGS,
+    UNDERFLOW,
     U,
     exact,
     few,
@@ -216,11 +217,11 @@ def _rotated(call: Call, out: Tensor) -> Budget:
 
 
 def _gated(call: Call, out: Tensor) -> Budget:
-    """SwiGLU: the exponential's argument is rounded, which errs by |gate| u."""
-    gate = call.inputs["x"].float().chunk(2, -1)[0].abs()
-    return few(
-        out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS), _SILU_ROUNDINGS, output_format(out), "SwiGLU"
-    )
+    """SwiGLU: the exponential's argument is rounded, which errs by |gate| u; its end is cut off."""
+    gate, up = call.inputs["x"].float().abs().chunk(2, -1)
+    amplitude = out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS)
+    made = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")
+    return replace(made, slack=made.slack + UNDERFLOW * gate * up)
 
 
 def _combined(call: Call, out: Tensor) -> Budget:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import ElementFormat
 
 U = 2.0**-24
+UNDERFLOW = 2.0**-126  # smaller numbers may become 0: e^x overflows beside them, or is flushed
 CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
 LARGE = 1 << 25  # elements of a matrix; a larger one is looked at by pieces of its rows

@@ -264,7 +264,8 @@ class Wires:
         if name != "state_window" or not made or not isinstance(config, V4Config):
             return made
         reach = config.sliding_window - 1
-        return [torch.cat(made[-reach:])[-reach:]]
+        rows = torch.cat(made[-max(1, reach) :])
+        return [rows[max(0, len(rows) - reach) :]]  # Trap: of a window of one token, none
 
     def _before(self, step: Step, part: Part, source: Site) -> list[Tensor] | None:
         """What a producer made of a sequence in earlier steps; None where that is not known."""

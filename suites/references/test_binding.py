@@ -211,3 +211,10 @@ def test_rows_keep_what_they_were_given() -> None:
     fork.append(plain[:1])
     assert len(rows.all()) == 100
     assert len(fork.all()) == 101
+
+
+@pytest.mark.parametrize(("config", "other"), [(V4, "sigmoid"), (V32, "softmax")])
+def test_a_router_that_nobody_computes_is_refused(config: Config, other: str) -> None:
+    with pytest.raises(NotBuilt, match=f"scoring_func = '?{other}") as refused:
+        Bound(replace(config, scoring_func=other), Numerics.definition(), {})
+    assert config.scoring_func in str(refused.value)
