@@ -5,16 +5,19 @@
 Owns the launches by group and the kernels that a group has to launch; rows, columns and lists end
 within tiles. Results are not looked at, which the kernels' own suites do: here it is memory alone.
 Tensors lie in allocations of their own, so that a byte behind one is nobody's. `planted` launches a
-kernel on a tensor that is too short, and has to be told. Prints the kernels that were launched.
+kernel on a tensor that is too short, and has to be told. Prints the kernels that were launched; a
+module in a group's list stands for every kernel that it defines.
 Kept honest by suites/kernels/test_memory_checker.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -61,14 +64,25 @@ if TYPE_CHECKING:
 KERNELS = "degarble.kernels"
 SETTINGS = CompileSettings()
 SEED = 61
+SOURCES = Path(__file__).parents[2] / "kernels"
+OF_SHARED = {"sm90_moe_nvfp4": "common/moe_few"}  # a module's kernels that lie in another one
+_DEFINED = re.compile(r"(?m)^@cute\.kernel\ndef (\w+)\(")
+_IN_PTX = re.compile(r"\.entry kernel_cutlass_(\w+?_kernel)_")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Launches, and the kernels that they are of."""
+    """Launches, and the modules all of whose kernels they launch."""
 
     launch: Callable[[], None]
     kernels: tuple[str, ...]
+
+
+def kernels_of(module: str) -> set[str]:
+    """Return the names of all kernels that a module launches, its own name in front."""
+    files = [name for name in (module, OF_SHARED.get(module)) if name]
+    texts = [(SOURCES / f"{name}.py").read_text(encoding="utf-8") for name in files]
+    return {f"{module}.{name}" for text in texts for name in _DEFINED.findall(text)}
 
 
 def _gemms(operands: str) -> Callable[[], None]:
@@ -103,9 +117,14 @@ def _experts() -> None:
 
 def _shared_expert() -> None:
     kernels = import_module(f"{KERNELS}.sm90_shared_expert")
-    case = moe_checks.Case(kernels.problem_of(33, 256, 384, 10.0), seed=SEED)
-    given = moe_checks.given_of(case)
-    kernels.shared_expert_nvfp4(given.x, given.weights, case.problem, SETTINGS)
+    for tokens in (5, 33, 130):  # tiles of few rows, of 64 and of 128
+        case = moe_checks.Case(kernels.problem_of(tokens, 256, 384, 10.0), seed=SEED)
+        given = moe_checks.given_of(case)
+        kernels.shared_expert_nvfp4(given.x, given.weights, case.problem, SETTINGS)
+        sides = [torch.zeros(*side, device="cuda") for side in ((768, 256), (256, 384))]
+        made = [(w.to(torch.float8_e4m3fn), w[::128, ::128].contiguous()) for w in sides]
+        weights = kernels.Fp8Weights(*made[0], *made[1])
+        kernels.shared_expert_fp8(given.x, weights, case.problem, SETTINGS)
 
 
 def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
@@ -114,9 +133,11 @@ def _attention(width: int, entries: tuple[str, ...]) -> Callable[[], None]:
         for n, entry in enumerate(entries):
             for mode in attention.MODES:
                 far = None if width == rows.WITH_KEY else 130 + n
+                # Three splits merge in a cluster, twelve by a kernel of their own.
+                splits, near = ((0, 70), (3, 70), (12, 700))[n % 3]
                 case = replace(
-                    plain, entry=entry, heads=9 + 37 * n, far=far, mode=mode, lengths=n % 2 == 0,
-                    splits=(0, 3)[n % 2], pages=(5, 64),
+                    plain, entry=entry, heads=9 + 37 * n, near=near, far=far, mode=mode,
+                    lengths=n % 2 == 0, splits=splits, pages=(5, 64),
                 )  # fmt: skip
                 attention_checks.on_device(case, attention_checks.drawn(case))
 
@@ -235,12 +256,17 @@ GROUPS = {
     "grouped in FP8": Group(_grouped_fp8, ("sm90_gemm_grouped_fp8", "simt_quantise_fp8")),
     "w4a16": Group(_w4a16, ("sm90_gemm_w4a16",)),
     "experts": Group(_experts, ("sm90_moe_nvfp4", "simt_moe_rows")),
-    "shared expert": Group(_shared_expert, ("sm90_gemm_nvfp4", "simt_quantise_nvfp4")),
+    "shared expert": Group(
+        _shared_expert, ("sm90_moe_nvfp4", "sm90_gemm_fp8_block", "simt_quantise_fp8")
+    ),
     "attention": Group(
         _attention(rows.WIDTH, tuple(kv_problem.ENTRIES)),
         ("sm90_attention_kernel", "simt_attention_merge"),
     ),
-    "absorbed": Group(_attention(rows.WITH_KEY, cache_checks.WITH_KEY), ("sm90_attention_kernel",)),
+    "absorbed": Group(
+        _attention(rows.WITH_KEY, cache_checks.WITH_KEY),
+        ("sm90_attention_kernel", "simt_attention_merge"),
+    ),
     "scores": Group(_scores, ("sm90_indexer_scores",)),
     "indexer rows": Group(_operands, ("simt_indexer_operand",)),
     "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),
@@ -266,7 +292,8 @@ def launched(name: str) -> list[str]:
     true = CompiledKernel.__call__
 
     def counted(kernel: CompiledKernel, *given: Any) -> None:
-        seen.add(kernel.name.partition(".")[0])
+        module = kernel.name.partition(".")[0]
+        seen.update(f"{module}.{name}" for name in _IN_PTX.findall(kernel.ptx))
         true(kernel, *given)
 
     with mock.patch.object(CompiledKernel, "__call__", counted):
