@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.cli.kernels import settings_here
@@ -37,6 +38,8 @@ CASES = (
     ("v32", "nvfp4-full"), ("v32", "nvfp4-experts"),
 )  # fmt: skip
 PROMPTS = (tuple(range(6, 26)), (9, 40, 9))
+# Around what layers are made of (4, 128, the window); the last has 30 entries more than are chosen.
+LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63), (3, 17), (250,))
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,15 @@ def write_model(
             write_checkpoint(path, Synthetic(chosen, kind, seed=seed))
             write_tokenizer(path)
     return made
+
+
+def drawn_prompts(seed: int) -> tuple[tuple[int, ...], ...]:
+    """Draw prompts of one of LENGTHS."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        tuple(torch.randint(6, 64, (length,), generator=generator).tolist())
+        for length in LENGTHS[seed % len(LENGTHS)]
+    )
 
 
 def capture_by(

@@ -24,7 +24,8 @@ _WEIGHING = f"{KERNELS}.common.indexer_weighing"
 _POOL, _MIX = f"{KERNELS}.common.compressor_problem", f"{KERNELS}.common.mhc_problem"
 SPLITS_OF_A_TILE = ((f"{KERNELS}.common.sparse_attention_problem", "TILES_OF_SPLIT", 1),)
 _LONG = 4  # lengths that see more entries than are chosen
-_COARSE = 0xFFF8_0000  # a key without its last bits: scores have eight of a mantissa
+_LONGER = 7  # lengths of which many tokens do: scores that are rounded change the choice of some
+_COARSE = 0xFFF8_0000  # a key without its last bits: sign, exponent, four bits of a mantissa
 
 
 def _float32(number: float) -> Any:
@@ -220,9 +221,9 @@ FAULTS = (
     _of("smallest scores chosen", "simt_indexer_topk", "key_of", _negated, "indexer.topk",
         prompts=_LONG, cause="M31"),
     _of("scores compared as E4M3", "simt_indexer_topk", "key_of", _as_e4m3, "indexer.topk",
-        prompts=_LONG, cause="M31"),
+        prompts=_LONGER, cause="M31"),
     _of("scores compared coarsely", "simt_indexer_topk", "key_of", _coarse, "indexer.topk",
-        prompts=_LONG),
+        prompts=_LONGER),
     _of("negative products kept", _SCORES, "rectified_pair", _not_rectified, "indexer.scores",
         module=_WEIGHING),
     _of("weights of the neighbouring heads", _SCORES, "head_of_thread", _neighbour,

@@ -8,11 +8,11 @@ other that its kernel does not compute.
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-import torch
 
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
@@ -31,21 +31,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.h200, pytest.mark.needs("cutlass")]
 
-SEEDS = range(6)
-LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63), (3, 17))
+SEEDS = (*range(6), 7)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("h200")
-
-
-def prompts(seed: int) -> tuple[tuple[int, ...], ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        tuple(torch.randint(6, 64, (length,), generator=generator).tolist())
-        for length in LENGTHS[seed % len(LENGTHS)]
-    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -55,7 +46,9 @@ def test_a_healthy_run_agrees(
 ) -> None:
     config: Config = TINY_V4 if family == "v4" else TINY_V32
     model = cases.write_model(folder, family, layout, seed, config)
-    cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(seed), device="cuda")
+    cases.capture_by(
+        None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(seed), device="cuda"
+    )
     found = cases.checked(tmp_path / "run", model)
     told = [f"{each.trouble.site}: {each.trouble.sentence}" for each in found.origins]
     assert found.verdict is Verdict.AGREES, told
@@ -71,7 +64,9 @@ def with_cache(entry: str) -> Any:
 def test_a_healthy_run_with_a_coded_cache_agrees(folder: Path, tmp_path: Path, entry: str) -> None:
     model = cases.write_model(folder, "v4", "nvfp4-full", 2)
     with with_cache(entry):
-        cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(1), device="cuda")
+        cases.capture_by(
+            None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(1), device="cuda"
+        )
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
 
@@ -80,9 +75,22 @@ def test_a_healthy_run_with_split_keys_agrees(folder: Path, tmp_path: Path) -> N
     model = cases.write_model(folder, "v4", "nvfp4-full", 4)
     ((place, name, tiles),) = of_attention.SPLITS_OF_A_TILE
     with mock.patch.object(import_module(place), name, tiles):
-        cases.capture_by(None, model.checkpoint, tmp_path / "run", prompts(0), device="cuda")
+        cases.capture_by(
+            None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(0), device="cuda"
+        )
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
+
+
+def bits(capture: Path) -> list[tuple[str, str]]:
+    """Return all that a run kept, each tensor by its digest."""
+    calls = Capture.open(capture).calls
+    return [(str(site), each.sha256) for call in calls for site, each in call.sites()]
+
+
+def differing(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:
+    """Name the first thing in which two runs are apart; empty where they are equal."""
+    return next((str(each) for each in zip_longest(one, other) if each[0] != each[1]), "")
 
 
 ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
@@ -100,14 +108,25 @@ def test_a_planted_fault_is_found_in_its_component(
     folder: Path, tmp_path: Path, fault: faults.Fault
 ) -> None:
     model = cases.write_model(folder, "v4", fault.layout, 1)
-    with with_cache(fault.cache), faults.planted(fault):
-        cases.capture_by(
-            None, model.checkpoint, tmp_path / "run", prompts(fault.prompts), device="cuda",
-            new_tokens=2,
-        )  # fmt: skip
+
+    def run(name: str) -> None:
+        asked = cases.drawn_prompts(fault.prompts)
+        how: dict[str, Any] = {"device": "cuda", "new_tokens": 2}
+        with with_cache(fault.cache):
+            cases.capture_by(None, model.checkpoint, tmp_path / name, asked, **how)
+
+    with faults.planted(fault):
+        run("run")
     table: dict[str, Any] = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
     found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS, "nothing was found"
+    if found.verdict is not Verdict.DIFFERS:
+        run("whole")
+        changed = differing(*(bits(tmp_path / name) for name in ("run", "whole")))
+        pytest.fail(
+            f"not found: {changed} changed"
+            if changed
+            else "every bit is the whole kernels': no plant"
+        )
     blamed = [each.trouble.component for each in found.origins]
     own = [each for each in found.origins if each.trouble.component.endswith(fault.component)]
     assert own, blamed
@@ -128,9 +147,7 @@ def test_a_planted_fault_is_found_in_its_component(
 @pytest.mark.parametrize(("family", "layout"), cases.CASES)
 def test_two_runs_have_equal_bits(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
     model = cases.write_model(folder, family, layout)
-    kept = []
-    for name in ("first", "second"):
-        cases.capture_by(None, model.checkpoint, tmp_path / name, prompts(0), device="cuda")
-        calls = Capture.open(tmp_path / name).calls
-        kept.append([(str(site), each.sha256) for call in calls for site, each in call.sites()])
-    assert kept[0] == kept[1]
+    asked, names = cases.drawn_prompts(0), ("first", "second")
+    for name in names:
+        cases.capture_by(None, model.checkpoint, tmp_path / name, asked, device="cuda")
+    assert not differing(*(bits(tmp_path / name) for name in names))
