@@ -71,7 +71,7 @@ def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadFor
     """Return the words of a half of an entry that begins with piece `start`."""
     entry = form.format
     block = Int64(place // (entry.block // rows.HALF))
-    if entry.inside:
+    if entry.numbers:
         rCodes = registers_of(2, 1)
         cute.autovec_copy(tensors.cache_8[None, start * 2 + Int64(place)], rCodes[None, 0])
         scale = ops.number_of(Uint32(tensors.cache_4[scales // 4 + block]))

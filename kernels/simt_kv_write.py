@@ -1,9 +1,10 @@
 """Norm, turn, quantise latent rows and put them into the paged cache by slot, in one pass.
 
 Owns the writing forms of kv_problem: latents (RMSNorm rounded to BF16, then RoPE rounded to BF16,
-as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries. A
-warp has a token; its row stays in registers from the load to the store. Of V3.2's rows the latent
-is normed, the key beside it turned; entries are fp8-v32, fp8-v32-ue8m0 and bf16.
+as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries, and
+an indexer's fp8-key. A warp has a token; its row stays in registers from the load to the store. Of
+V3.2's rows the latent is normed, the key beside it turned; entries are fp8-v32, fp8-v32-ue8m0 and
+bf16.
 
 A slot below 0 or beyond the cache is skipped; whatever no token names is left as it was. A position
 outside of the table of turns makes the turned values NaN: seen, not hidden. Two tokens of a launch
@@ -144,7 +145,7 @@ def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
         code = nvfp4_scale_code(amax_number(words, entry.block // rows.HALF))
         return code, [nvfp4_word(words, code, form.target)]
     bits = amax_bits(words, entry.block // rows.HALF)
-    if entry.inside:
+    if entry.numbers:
         scale = facts.fp32_scale_bits(bits, entry)
         return scale, quotient_words(words, ops.number_of(scale))
     code = facts.fp8_scale_code(bits)
@@ -226,6 +227,9 @@ def put_half(
         if cutlass.const_expr(entry.inside):
             if chunk % lanes == 0:
                 tensors.cache_4[scales // 4 + Int64(chunk // lanes)] = code
+        elif cutlass.const_expr(entry.numbers):
+            if chunk == 0:
+                tensors.cache_4[scales // 4] = code
         elif (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
             code = ops.select(plain, Uint32(0), code)
             tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)

@@ -6,10 +6,11 @@ the grid. Addresses and rules are written once for ints, tensors and kernels.
 
 A page holds the values of all its entries, then the scales of all its entries, then padding. The
 formats are fp8 (584 bytes, FlashMLA), nvfp4 (384, FlashInfer), nvfp4-v41 (288, FlashInfer: pages of
-64) and bf16. V3.2's rows of 576 are fp8-v32 (656 bytes, FlashMLA: 512 codes, four float32 scales,
-the BF16 key, entry by entry), fp8-v32-ue8m0 (scales are powers of two) or bf16. NVFP4 has no tensor
-scale and a smallest block scale of 2**-9, as references have it. NaN: a block with one reads as NaN
-altogether (fp8: an infinity too).
+64) and bf16; an indexer's keys have fp8-key (132, DeepGEMM: one float32 scale). V3.2's rows of 576
+are fp8-v32 (656, FlashMLA: 512 codes, four float32 scales, the BF16 key, entry by entry),
+fp8-v32-ue8m0 (scales are powers of two) or bf16. NVFP4 has no tensor scale and a smallest block
+scale of 2**-9, as references have it. NaN: a block with one reads as NaN altogether (fp8: an
+infinity too).
 
 Refuses unknown names and extents that do not fit. Kept honest by
 suites/kernels/common/test_kv_problem.py: rules equal to references.rounding for every BF16.
@@ -58,6 +59,7 @@ class EntryFormat:
     page_step: int  # a page is padded to a multiple of so many bytes
     inside: bool = False  # float32 scales lie in an entry, between its codes and BF16 values
     powers: bool = True  # FP8 scales are powers of two
+    numbers: bool = False  # scales are float32, not codes
 
     @property
     def code_bytes(self) -> int:
@@ -102,6 +104,7 @@ _KINDS = {
     "nvfp4-v41": (0, 16, 4),
     "bf16": (None, 0, 0),
 }
+KEY, KEY_WIDTH = "fp8-key", 128  # of an indexer: all values share one scale
 _KINDS_WITH_KEY = {"fp8-v32": False, "fp8-v32-ue8m0": True}  # of rows of 576; powers of two
 
 
@@ -114,9 +117,14 @@ def entry_format(name: str, width: int = rows.WIDTH) -> EntryFormat:
                 f"width of a row of {name}", width, f"{rows.WITH_KEY}", "V4's rows have fp8."
             )
         powers = _KINDS_WITH_KEY[name]
-        return EntryFormat(name, width, rows.WIDTH, 128, 8, 16, VECTOR, inside=True, powers=powers)
+        more = {"inside": True, "powers": powers, "numbers": True}
+        return EntryFormat(name, width, rows.WIDTH, 128, 8, 16, VECTOR, **more)
+    if name == KEY:
+        if width != KEY_WIDTH:
+            raise ShapeMismatch(f"width of a row of {name}", width, f"{KEY_WIDTH}", "Use fp8.")
+        return EntryFormat(name, width, KEY_WIDTH, KEY_WIDTH, 8, 4, VECTOR, numbers=True)
     if name not in _KINDS:
-        raise UnknownName.among("cache entry format", name, {**_KINDS, **_KINDS_WITH_KEY})
+        raise UnknownName.among("cache entry format", name, {**_KINDS, KEY: 0, **_KINDS_WITH_KEY})
     plain, block, bits = _KINDS[name]
     if plain is None:
         rows.cached_geometry(width)

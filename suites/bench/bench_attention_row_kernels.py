@@ -23,9 +23,17 @@ from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.compressor_problem import RATIOS, PoolProblem, windows_of
 from degarble.kernels.common.inverse_rope_problem import BackProblem
-from degarble.kernels.common.kv_problem import ENTRIES, Pages, ReadProblem, WriteProblem
+from degarble.kernels.common.kv_problem import (
+    ENTRIES,
+    KEY,
+    KEY_WIDTH,
+    Pages,
+    ReadProblem,
+    WriteProblem,
+)
 from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
 from degarble.kernels.common.mhc_projection_problem import ProjectProblem, split_weight
+from degarble.kernels.common.paged_pool_problem import PagedPoolProblem, StatePages
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import target_of_device
@@ -61,8 +69,8 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def pages_for(entry: str, tokens: int) -> Pages:
-    """Return a cache with room for the tokens; V3.2's entries have rows of 576."""
-    width = rows.WITH_KEY if entry in OF_V32 else rows.WIDTH
+    """Return a cache with room for the tokens; V3.2's entries have rows of 576, keys of 128."""
+    width = {KEY: KEY_WIDTH, **dict.fromkeys(OF_V32, rows.WITH_KEY)}.get(entry, rows.WIDTH)
     return Pages(entry, ENTRIES_OF_PAGE, -(-tokens // ENTRIES_OF_PAGE), width=width)
 
 
@@ -166,6 +174,39 @@ def pool_launch(problem: PoolProblem, _number: int) -> Callable[[], object]:
     )
 
 
+def paged_launch(problem: PagedPoolProblem, _number: int) -> Callable[[], object]:
+    """Return a launch of keeping and pooling on buffers of its own: one sequence, from 0 on.
+
+    A single token comes last in its window, so that the rows before it are in their pages.
+    """
+    from degarble.kernels import simt_paged_pool as kernels  # noqa: PLC0415  needs the DSL
+
+    pages, tokens = problem.pages, problem.tokens
+    first = 0 if tokens > 1 else 2 * problem.ratio - 1
+    at = torch.arange(first, first + tokens, device="cuda")
+    entries = torch.where((at + 1) % problem.ratio == 0, at // problem.ratio, -1)
+    operands = kernels.Operands(
+        on_gpu(tokens, 2 * problem.columns, dtype=torch.float32),
+        on_gpu(problem.ratio, problem.columns, dtype=torch.float32),
+        torch.zeros(tokens, dtype=torch.int32, device="cuda"), at, at,
+        torch.arange(pages.count, dtype=torch.int32, device="cuda")[None], entries,
+    )  # fmt: skip
+    states = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device="cuda")
+    out = kernels.empty_entries(problem, torch.device("cuda"))
+    return lambda: kernels.paged_pool(operands, states, problem, SETTINGS, out=out)
+
+
+def paged_arm(tokens: int, ratio: int, width: int) -> tuple[str, int, Launches]:
+    """Return name, bytes and launches of pooling out of pages, as vLLM has them."""
+    rows_of_page = {4: 4, 128: 8}[ratio]
+    columns = PoolProblem(0, 0, 0, 1, ratio, width).columns
+    count = (tokens + 2 * ratio) // rows_of_page + 1
+    states = StatePages(rows_of_page, count, columns)
+    problem = PagedPoolProblem(tokens, 1, ratio, states, width)
+    moved = 16 * columns * tokens + tokens // ratio * 2 * width + 52 * tokens
+    return f"paged pool {ratio}, {width}", moved, partial(paged_launch, problem)
+
+
 def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
     """Return name, bytes and launches of every arm at so many tokens."""
     made: list[tuple[str, int, Launches]] = []
@@ -194,6 +235,9 @@ def launches_of(tokens: int, turns: Any) -> list[tuple[str, int, Launches]]:
     for ratio in RATIOS:
         pool = PoolProblem(tokens, 1, max(1, tokens // ratio), 1, ratio)
         made.append((f"compressor {ratio}", pool.bytes_moved, partial(pool_launch, pool)))
+    made += [paged_arm(tokens, *served) for served in ((4, 512), (4, 128), (128, 512))]
+    write = WriteProblem(tokens, pages_for(KEY, tokens), POSITIONS)
+    made.append((f"kv_write {KEY}", write.bytes_moved, partial(write_launch, write, turns)))
     return made
 
 

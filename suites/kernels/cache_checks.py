@@ -24,6 +24,8 @@ from degarble.harness.formats import scalar_codecs as codecs
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.kv_problem import (
     ENTRIES,
+    KEY,
+    KEY_WIDTH,
     SOURCES,
     EntryFormat,
     Pages,
@@ -138,6 +140,9 @@ def coded(rows_TL: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
         codes, scales = _fp8_with_key(blocks, amax, entry)
         parts = (codes.flatten(1), scales.flatten(1).view(torch.uint8), rest)
         return torch.cat(parts, 1), torch.zeros(tokens, 0, dtype=torch.uint8)
+    if entry.numbers:
+        codes, scales = _fp8_with_key(blocks, amax, entry)
+        return codes.flatten(1), scales.flatten(1).view(torch.uint8)
     codes, scales = _fp8(blocks, amax) if entry.code_bits == 8 else _nvfp4(blocks, amax)
     padding = torch.zeros(tokens, entry.scale_bytes - entry.scales, dtype=torch.uint8)
     return torch.cat((codes.flatten(1), rest), 1), torch.cat((scales.flatten(1), padding), 1)
@@ -180,10 +185,10 @@ def decoded(values_T: Tensor, scales_T: Tensor, entry: EntryFormat) -> Tensor:
         return rest
     codes = values_T[:, : entry.code_bytes].contiguous()
     scales = scales_T[:, : entry.scales].contiguous()
-    if entry.inside:
+    if entry.numbers:
         numbers = codes.view(torch.float8_e4m3fn).float()
-        scales = values_T[:, entry.code_bytes : entry.rest_at].contiguous()
-        factors = scales.view(torch.float32)
+        held = values_T[:, entry.code_bytes : entry.rest_at] if entry.inside else scales_T
+        factors = held.contiguous().view(torch.float32)
     elif entry.code_bits == 8:
         numbers = codes.view(torch.float8_e4m3fn).float()
         factors = codecs.ue8m0_decode(scales.to(torch.int64))
@@ -308,7 +313,25 @@ def cases() -> list[Case]:
         made += [Case(problem, spread) for problem in small for spread in plain.SPREADS]
         made.append(Case(write_problem(entry, 4097, 64, width=128), "wide"))
         made.append(Case(write_problem(entry, 8191, 256), "wide"))  # the last warp has one token
-    return made + cases_with_key()
+    return made + cases_of_keys() + cases_with_key()
+
+
+def cases_of_keys() -> list[Case]:
+    """Return the named cases of an indexer's keys, which share one scale a row."""
+    made = []
+    for source in SOURCES:
+        problem = write_problem(KEY, 130, source=source, width=KEY_WIDTH)
+        made += [Case(problem, spread) for spread in plain.SPREADS]
+    for tokens, entries, stride in (
+        (1, 64, 0),
+        (5, 8, 0),
+        (131, 64, 132 * 64 + 576),
+        (8191, 64, 0),
+    ):
+        problem = write_problem(KEY, tokens, entries, stride=stride, width=KEY_WIDTH)
+        made.append(Case(problem, "wide", "in a row", tokens))
+    last = write_problem(KEY, 70, weight="fp32", duplicates="last", width=KEY_WIDTH)
+    return [*made, Case(last, "wide", "repeated")]
 
 
 def cases_with_key() -> list[Case]:

@@ -222,7 +222,7 @@ def by_stated_order(call: Call) -> Made:
             later = number // ratio * problem.width
             parts = row[later:], row[problem.columns + later :]
             picked.append([part[: problem.width] for part in parts])
-        values[window] = _pooled(picked)
+        values[window] = pooled_rows(picked)
         entry = last // ratio
         page = int(table[b, entry // PAGE])
         positions[window] = last - ratio + 1
@@ -230,7 +230,8 @@ def by_stated_order(call: Call) -> Made:
     return Made(values, positions, slots, rings)
 
 
-def _pooled(picked: list[list[Tensor]]) -> Tensor:
+def pooled_rows(picked: list[list[Tensor]]) -> Tensor:
+    """Return the mean of a window, from the latents and gates of its rows."""
     latents, gates = zip(*picked, strict=True)
     peak = facts.peak_of(gates)
     sums = [

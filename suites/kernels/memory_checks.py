@@ -49,6 +49,7 @@ from degarble.suites.kernels import (
     mhc_checks,
     mhc_project_checks,
     moe_checks,
+    paged_pool_checks,
     quantise_checks,
     residual_checks,
     router_checks,
@@ -169,6 +170,11 @@ def _cache() -> None:
         cache_checks.read_on_device(cache_NB, slots, kv_problem.ReadProblem(len(slots), pages))
 
 
+def _paged_pool() -> None:
+    for case in paged_pool_checks.fuzzed(SEED, 6):
+        paged_pool_checks.mismatch(case)
+
+
 def _compressor() -> None:
     for case in compressor_checks.fuzzed(SEED, 6):
         compressor_checks.mismatch(case)
@@ -272,6 +278,7 @@ GROUPS = {
     "choices": Group(_choices, ("simt_indexer_topk", "simt_router")),
     "cache": Group(_cache, ("simt_kv_write", "simt_kv_read")),
     "compressor": Group(_compressor, ("simt_compressor",)),
+    "paged_pool": Group(_paged_pool, ("simt_paged_pool",)),
     "streams": Group(_streams, ("simt_mhc", "simt_mhc_project")),
     "rows": Group(
         _rows, ("simt_rmsnorm", "simt_gemv_bf16", "simt_qnorm_rope", "simt_inverse_rope")

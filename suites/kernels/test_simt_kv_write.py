@@ -17,6 +17,8 @@ from degarble.harness.errors import (
 )
 from degarble.kernels.common.kv_problem import (
     ENTRIES,
+    KEY,
+    KEY_WIDTH,
     WriteForm,
     choose_write_form,
 )
@@ -56,7 +58,7 @@ def require_sound(kernels: ModuleType, form: WriteForm) -> None:
     assert unstated_roundings(kernel.ptx) == ()
     # The sum of squares; for NVFP4, in each of two halves, the inverse's error and eight quotients,
     # on sm_90a the inverse, and quotients and codes of four pairs.
-    nvfp4 = ENTRIES[form.entry].code_bits == 4
+    nvfp4 = form.format.code_bits == 4
     halves = 2 if form.width == 512 else 1
     fused = 7 * halves * (form.source == "latent")
     fused += halves * nvfp4 * (1 + 8 if target.converts_e2m1 else 2 + 4 + 4)
@@ -70,6 +72,13 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 ) -> None:
     for few in (True, False):
         require_sound(kernels, WriteForm(entry, "latent", "bf16", "absent", few, target.name))
+
+
+@each_target
+def test_an_indexers_keys_compile(kernels: ModuleType, target: Target) -> None:
+    for few in (True, False):
+        form = WriteForm(KEY, "latent", "bf16", "absent", few, target.name, KEY_WIDTH)
+        require_sound(kernels, form)
 
 
 @pytest.mark.slow

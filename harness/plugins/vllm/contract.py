@@ -52,6 +52,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_V4}.attention:DeepseekV4Indexer": ("forward",),
     f"{_V4}.attention:DeepseekV4IndexerCache": ("get_attn_backend",),
+    f"{_V4}.compressor:DeepseekCompressor": ("forward",),
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder": (
         "build",
         "get_cudagraph_support",
@@ -133,6 +134,7 @@ VALUES: tuple[str, ...] = (
     f"{_BACKEND}:AttentionCGSupport",
     "vllm.v1.attention.backends.mla.sparse_swa:DeepseekSparseSWAMetadata",
     f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
+    f"{_V4}.compressor:CompressorMetadata",
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
     "vllm.plugins:DEFAULT_PLUGINS_GROUP",
     "vllm.plugins:STAT_LOGGER_PLUGINS_GROUP",

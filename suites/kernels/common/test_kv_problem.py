@@ -28,6 +28,7 @@ from degarble.suites.kernels import latent_checks as plain
 
 ALL = [facts.entry_format(name, width) for name in ENTRIES for width in (512, 128)]
 ALL += [facts.entry_format(name, 576) for name in checks.WITH_KEY]
+ALL.append(facts.entry_format(facts.KEY, facts.KEY_WIDTH))
 ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
 
 
@@ -49,6 +50,8 @@ def test_entries_have_the_bytes_that_others_read() -> None:
         entry = facts.entry_format(name, 576)
         assert (entry.code_bytes, entry.rest_at, entry.step, entry.scales) == (512, 528, 656, 4)
         assert entry.page_bytes(64) == 64 * 656
+    key = facts.entry_format(facts.KEY, facts.KEY_WIDTH)  # DeepGEMM: rows, then a scale for each
+    assert (key.entry_bytes, key.scales, key.page_bytes(64)) == (132, 1, 64 * 132)
 
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
@@ -85,8 +88,10 @@ def test_the_fp8_scale_of_every_magnitude() -> None:
 
 def test_the_float32_scale_of_every_magnitude() -> None:
     amax, finite = codecs.bf16_decode(ALL_BF16), ALL_BF16 < 0x7F80
-    for name, powers in (("fp8-v32", False), ("fp8-v32-ue8m0", True)):
-        entry = facts.entry_format(name, 576)
+    for name, width, powers in (
+        ("fp8-v32", 576, False), ("fp8-v32-ue8m0", 576, True), (facts.KEY, 128, True),
+    ):  # fmt: skip
+        entry = facts.entry_format(name, width)
         assert entry.powers == powers
         scale = facts.fp32_scale_bits(ALL_BF16, entry).int().view(torch.float32)
         want = amax[finite].clamp(min=rounding.FP8_FLOOR) / torch.tensor(rounding.E4M3_LARGEST)
@@ -157,7 +162,7 @@ def test_entries_decode_to_what_the_references_read(spread: str) -> None:
             8: lambda v: rounding.through_fp8(v, 64),
             4: rounding.through_nvfp4_row,
         }
-        if entry.inside:
+        if entry.numbers:
             rule = rounding.through_fp8 if entry.powers else rounding.through_fp8_f32
             through[8] = partial(rule, block=128)
         want = x.clone()
@@ -175,6 +180,7 @@ def test_refuses_by_name() -> None:
         (lambda: Pages("fp8", 64, 4, width=576), ShapeMismatch, "width of a row"),
         (lambda: Pages("bf16", 64, 4, width=577), ShapeMismatch, "width of a row"),
         (lambda: Pages("fp8-v32", 64, 4), ShapeMismatch, "width of a row of fp8-v32"),
+        (lambda: Pages("fp8-key", 64, 4), ShapeMismatch, "width of a row of fp8-key"),
         (lambda: Pages("fp8", 0, 4), ShapeMismatch, "entries of a page"),
         (lambda: Pages("fp8", 1 << 20, 1 << 12), ShapeMismatch, "slots of a cache"),
         (lambda: Pages("fp8", 64, 1 << 20), ShapeMismatch, "pieces of a cache"),

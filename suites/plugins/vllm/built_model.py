@@ -61,7 +61,6 @@ def config_of(folder: Path, told: str, place: Place) -> Any:
         model=str(folder), quantization="degarble", dtype="bfloat16", skip_tokenizer_init=True,
         enforce_eager=True, max_model_len=64,
     )  # fmt: skip
-    parts = {"compressor": "vllm"}
     return vllm.VllmConfig(
         model_config=model,
         device_config=vllm.DeviceConfig(device="cpu"),
@@ -70,7 +69,7 @@ def config_of(folder: Path, told: str, place: Place) -> Any:
             tensor_parallel_size=place.ranks, enable_expert_parallel=place.ranks > 1,
             rank=place.rank, distributed_executor_backend="mp" if place.ranks > 1 else None,
         ),
-        additional_config={"degarble": {"parts": parts, "told": told}},
+        additional_config={"degarble": {"told": told}},
     )  # fmt: skip
 
 
@@ -113,9 +112,25 @@ def build(folder: Path, told: str, dropped: str | None, place: Place) -> dict[st
         "banner": start.banner().lines(),
         "layers": sorted({type(layer).__name__ for layer in model.model.layers}),
         "indexers": sorted({type(layer.attn.indexer).__name__ for layer in model.model.layers}),
+        "compressors": compressors(model),
         "running": [each.line() for each in start.running],
         "records": sorted(path.name for path in Path(told).glob("rank-*")),
     }
+
+
+def compressors(model: Any) -> list[str]:
+    """Name the classes of what compresses, each with caches that vLLM's config knows."""
+    found = []
+    for layer in model.model.layers:
+        attention, indexer = layer.attn, layer.attn.indexer
+        held = [] if attention.compressor is None else [(attention.compressor, attention)]
+        held += [] if indexer is None else [(indexer.compressor, indexer.k_cache)]
+        for each, cache in held:
+            known = each._static_forward_context
+            assert known[each.state_cache.prefix] is each.state_cache
+            assert known[each.k_cache_prefix] is cache
+            found.append(f"{type(each).__name__} {each.compress_ratio} {each.head_dim}")
+    return found
 
 
 def main() -> None:

@@ -56,6 +56,10 @@ OVERRIDES = [
         )
         for name in ("__init__", "load_weights")
     ),
+    Override(
+        "compressor.py:DegarbleCompressor.forward",
+        f"{V4}.compressor:DeepseekCompressor.forward",
+    ),
     Override("indexer.py:DegarbleIndexer.forward", f"{V4}.attention:DeepseekV4Indexer.forward"),
     *(
         Override(

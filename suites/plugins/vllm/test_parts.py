@@ -60,7 +60,8 @@ def test_our_kernel_is_chosen(part: str, form: str, target: str, module: str) ->
     [
         ("linear", "MXFP4", "sm_90a", "degarble has one for BF16 or "),
         ("experts", parts.NVFP4, "sm_100a", "degarble has simt_moe_rows, sm90_moe_nvfp4 on sm_90a"),
-        ("compressor", parts.FP8_CACHE, "sm_90a", "expected degarble has none"),
+        ("compressor", parts.FP8_CACHE, "sm_100a", "has simt_paged_pool, simt_kv_write on sm_90a"),
+        ("compressor", "bfloat16", "sm_90a", "degarble has one for fp8_ds_mla"),
         ("attend", "bfloat16", "sm_90a", "degarble has one for fp8_ds_mla"),
         ("experts", "MXFP4", "sm_90a", "degarble has one for NVFP4"),
         ("act_quant", parts.FP8_E8M0, "sm_90a", "degarble has one for NVFP4"),

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.plugins.vllm import parts
+from degarble.harness.plugins.vllm.bound.compressor import adopt_compressor
 from degarble.harness.plugins.vllm.bound.indexer import adopt_indexer
 from degarble.harness.plugins.vllm.bound.linears import by_bf16, settings
 from degarble.harness.plugins.vllm.bound.pages import PagedView
@@ -246,7 +247,8 @@ def adopt(attention: Any, start: Start) -> None:
     attend = start.kernel(module, "attend", attention.kv_cache_dtype)
     projects = None
     if attention.compressor is not None:
-        start.kernel(module, "compressor", attention.kv_cache_dtype)
+        if start.kernel(module, "compressor", attention.kv_cache_dtype):
+            adopt_compressors(attention)
         projects = start.kernel(module, "projections", parts.BF16)
     if attention.indexer is not None and start.kernel(module, "indexer", attention.kv_cache_dtype):
         adopt_indexer(attention.indexer)
@@ -255,6 +257,13 @@ def adopt(attention: Any, start: Start) -> None:
     attention.degarble_attend = attend is not None
     attention.degarble_projects = projects is not None
     of_window(attention.swa_cache_layer)
+
+
+def adopt_compressors(attention: Any) -> None:
+    """Make a layer's compressor ours, and its indexer's."""
+    adopt_compressor(attention.compressor)
+    if attention.indexer is not None:
+        adopt_compressor(attention.indexer.compressor)
 
 
 def require_cache(name: str, cache: Tensor, entries: int) -> None:

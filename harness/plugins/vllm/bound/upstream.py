@@ -50,6 +50,7 @@ try:
     from vllm.model_executor.utils import set_weight_attrs
     from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
     from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
+    from vllm.models.deepseek_v4.compressor import DeepseekCompressor
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
     from vllm.models.deepseek_v4.nvidia.model import (
         DeepseekV4DecoderLayer,
@@ -95,6 +96,7 @@ __all__ = [
     "VERSION",
     "AttentionCGSupport",
     "BlockQuantScaleParameter",
+    "DeepseekCompressor",
     "DeepseekSparseSWAFlashMLABackend",
     "DeepseekSparseSWAFlashMLAMetadataBuilder",
     "DeepseekV4DecoderLayer",

@@ -72,7 +72,7 @@ def test_adopted_it_is_ours_with_our_builders(module: Any, layer: Any) -> None:
 def test_parts_are_vllms_where_asked(module: Any, layer: Any) -> None:
     object.__setattr__(layer, "compressor", object())
     object.__setattr__(layer, "indexer", object())
-    with pytest.raises(InvalidArgument, match="part compressor"):
+    with pytest.raises(InvalidArgument, match="class of a compressor"):
         module.adopt(layer, start())
     asked = dict.fromkeys(
         ("compressor", "indexer", "attend", "rows", "o_proj", "projections"), "vllm"

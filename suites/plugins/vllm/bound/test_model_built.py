@@ -38,6 +38,8 @@ def test_it_is_built_loaded_and_told(folder: Path) -> None:
     assert found["loaded"] == found["parameters"] > 100
     assert found["layers"] == ["DegarbleDecoderLayer"]
     assert "DegarbleIndexer" in found["indexers"]
+    served = {"DegarbleCompressor 4 512", "DegarbleCompressor 4 128", "DegarbleCompressor 128 512"}
+    assert set(found["compressors"]) == served
     assert found["records"] == ["rank-0.json"]
     assert found["banner"][0].endswith("in vLLM 0.33.0 on sm_90a")
     assert "recipe 24 modules BF16, 6 modules NVFP4" in found["banner"][1]
@@ -56,7 +58,7 @@ def test_it_is_built_loaded_and_told(folder: Path) -> None:
         "model head [BF16]: degarble kernels: simt_rmsnorm, sm90_gemm_grouped",
         "model.layers.0.ffn.gate router [sqrtsoftplus]: degarble kernels: simt_router",
         "model.layers.0.ffn.shared_experts act [BF16]: degarble kernels: simt_quantise_nvfp4",
-        "model.layers.2.attn compressor [fp8_ds_mla]: vllm its own (asked for)",
+        "model.layers.2.attn compressor [fp8_ds_mla]: degarble kernels: simt_paged_pool, ",
         "model.layers.2.ffn.experts experts [NVFP4]: degarble kernels: simt_moe_",
     ):
         assert sum(each.startswith(line) for each in running) == 1, line
