@@ -54,8 +54,10 @@ _PAIRED = 3  # ways at most that a second one is put on top of, of either order 
 _PARTNERS = 20  # ways at most that are put on top
 _NOISE = 1e-6  # of the difference: below, all is explained
 _ROUNDINGS = 0.01  # of the difference: more is never left by roundings alone
+_BLIND = EQUALLY**2 * _NOISE  # left at least where a norm hides small outputs behind large ones
 _WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
 _NEAREST = 3  # excluded faults in a sentence
+_PARTS = ("head", "expert", "column")  # of an output
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +114,14 @@ class _Trial:
 
     @property
     def fitted(self) -> int:
-        """Facts that had to be fitted: numbers, and which rows of a weight, columns of an input."""
+        """Facts that had to be fitted: numbers, and which rows of a weight, columns of an input.
+
+        And which part of an output a number is for: a weight's rows with a known fault are simpler.
+        """
         where = self.way.where
         found = sum(isinstance(each, float) for each in where.values())
-        return found + ("rows" in where) + ("columns" in where)
+        part = found and any(each in where for each in _PARTS)
+        return found + bool(part) + ("rows" in where) + ("columns" in where)
 
 
 def diagnose(
@@ -213,7 +219,8 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
     if measure is not distance or left > _ROUNDINGS:
         return left
     # Which of two ways rounds more alike is luck, and says nothing about either.
-    return min(left, _NOISE) if only_roundings(sample.candidate, outputs) else left
+    # And a way that has large outputs alone right is not as near as one that has all.
+    return min(left, _NOISE) if only_roundings(sample.candidate, outputs) else max(left, _BLIND)
 
 
 def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:

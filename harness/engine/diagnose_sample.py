@@ -21,6 +21,7 @@ from degarble.harness.engine.diagnose_trial import (
     seen_tensors,
     untouched,
 )
+from degarble.harness.engine.faults.regions import cancelled
 from degarble.harness.engine.faults.spots import extents
 
 if TYPE_CHECKING:
@@ -203,8 +204,10 @@ def _apart(c: Tensor, e: Tensor | None) -> Tensor:
         return torch.ones(c.shape)
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
         return (c != e).float()
+    # Where terms cancel, roundings are all that is left: they would outweigh a faint fault.
+    alike = (c == e) | cancelled(c, e)
     c, e = c.float(), e.float()
-    apart = torch.where(c == e, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
+    apart = torch.where(alike, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
     return torch.nan_to_num(apart, 1.0, 1.0, 1.0)
 
 

@@ -1,10 +1,9 @@
 """One trial of a diagnosis: what a way makes of a captured call, and how near that is.
 
-Owns two measures. `remaining` is cheap: what is left of the difference, in a form without unit, so
-that trials can be ordered; it excludes nothing by itself. `judged` is the proof: the outputs of the
-twin with the way, and the budget that is derived for *it*, hence from its damaged operands. On an
-edge, what the consumer would have received stands for outputs. A way that cannot be made here
-explains nothing, and says so. Kept honest by suites/engine/test_diagnose_trial.py.
+Owns two measures. `distance` is cheap, a form without unit: trials are ordered by what is left of
+it. `proof` judges the outputs of the twin with the way by the budget that is derived for *it*,
+hence from its damaged operands. A way that cannot be made here explains nothing, and says so.
+Kept honest by suites/engine/test_diagnose_trial.py.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.compare_definition import values_of_any
 from degarble.harness.engine.diagnose_overflow import beyond_float32
 from degarble.harness.engine.faults.decoding import Decoding
+from degarble.harness.engine.faults.regions import cancelled
 from degarble.harness.engine.judging import judge_outputs
 from degarble.harness.errors import CANNOT_RUN, DegarbleError, InvalidArgument
 from degarble.harness.record.wording import share
@@ -191,7 +191,7 @@ def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
     unlike = (c != m) & ((c == c) | (m == m))  # noqa: PLR0124  NaN
     if int(unlike.sum()) > max(1, int(c.numel() * _ROUNDED_OTHERWISE)):
         return False
-    return bool(_within_spacings(c, m)[unlike].all())
+    return bool((_within_spacings(c, m) | cancelled(c, m))[unlike].all())
 
 
 def shape_distance(candidate: Tensors, made: Tensors) -> float:

@@ -106,6 +106,47 @@ def test_every_fault_is_named_wherever_it_has_an_effect(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "place", "fault", "words"),
+    [
+        # Sums that cancel are all rounding: the sample was chosen by them, not by the fault.
+        ("nvfp4-full", "layers.2.ffn.experts.w2", "O02.product_in_fp16", "2.w2, rows 64 to 127"),
+        # Half of the outputs is nearly nothing: whoever has the other half right seemed as near.
+        ("nvfp4-experts", "layers.0.attn.wo_a", "O08.scales_stale", "rows 128 to 255"),
+        ("nvfp4-experts", "layers.0.attn.wo_a", "O09.byte", "rows 128 to 255"),
+        # Where every expert is visited, the one visited before is the one before.
+        ("nvfp4-full", "layers.0.ffn.experts.w13", "M12.visited_before", ""),
+        # All blocks are clipped, so that the right scales are all the largest.
+        ("nvfp4-full", "layers.0.ffn.shared.w2.act_quant", "M02.another", "0.01"),
+        ("nvfp4-full", "layers.0.ffn.shared.w2.act_quant", "M02.another", "1.0"),
+    ],
+)
+def test_what_is_small_is_named_as_well(recipe: str, place: str, fault: str, words: str) -> None:
+    model = double("v4", recipe)
+    ways = MODEL_FAULTS[fault].ways(model.planting(place))
+    way = next(each for each in ways if words in each.words)
+    found = asked(model, place, way)
+    assert found is not None
+    assert fault in {found.named[0].id, *found.named[0].alternatives}, found.sentence
+
+
+def test_a_gain_that_somebody_else_makes_is_told_to_the_bit_and_behind_it() -> None:
+    """A scale more in half of a weight's rows is a gain on a tile: the weight is told first."""
+    model, place = double("v32", "nvfp4-full"), "layers.0.attn.wo"
+    ways = MODEL_FAULTS["O10.multiplied"].ways(model.planting(place))
+    way = next(each for each in ways if "rows 64 to 127" in each.words)
+    found = asked(model, place, way, tuple(MODEL_FAULTS.values()))
+    assert found is not None
+    assert found.named[0].id == "O10.multiplied"
+    assert "M43.one_tile" in found.named[0].alternatives
+    sights = model.sights(place, way)
+    gain = diagnose(model.naming(place), sights, [MODEL_FAULTS["M43.one_tile"]]).named[0].way
+    for sight in sights:
+        made = gain.apply(model.naming(place).call)(sight.inputs, model.naming(place).weights)
+        same = made["out"].to(sight.outputs["out"].dtype) == sight.outputs["out"]
+        assert float(same.double().mean()) > 0.999
+
+
 def test_two_faults_of_the_same_numbers_are_told_together() -> None:
     """The scale of activations once more is a factor; roundings alone tell which side it was on."""
     model = double("v4", "nvfp4-full")

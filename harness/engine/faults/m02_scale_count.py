@@ -22,7 +22,7 @@ from degarble.harness.engine.faults.model_faults import (
     Way,
     with_outputs,
 )
-from degarble.harness.engine.faults.slopes import is_named
+from degarble.harness.engine.faults.slopes import is_named, shared
 from degarble.harness.engine.faults.weight_faults import (
     Words,
     has_tensor_scale,
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 _PLANTED = (0.01, 1.0)  # tensor scales
 _NORMAL, _LAST = 0x08, 0x7E  # codes of E4M3: the smallest normal number, the largest
 _FEWEST, _MOST = 32, 1 << 20  # block scales that show a tensor scale; torch has quantiles to 2^24
+_LARGEST = 6.0  # of E2M1: what the largest number of a block becomes
 _SAME_SIZE = 0.1  # logarithm of a ratio of lengths
-_SPREAD = 1.3  # between what they show: each of two is rounded by up to a sixteenth
+_SPREAD = 1.3  # between what they show: each is rounded by up to a sixteenth
 
 
 def inject_missing(tensor: QuantisedTensor) -> QuantisedTensor | None:
@@ -155,23 +156,27 @@ def _other_ways(scene: Scene) -> Iterator[Way]:
 
 def _others(scene: Scene, sight: Sight) -> Iterator[Way]:
     """The one scale that block scales show, where all of them show it."""
-    stored, own = sight.outputs["block_scale"], sight.expected["tensor_scale"]
-    expected = sight.expected["block_scale"]
-    if stored.dtype != expected.dtype or stored.shape != expected.shape:
+    stored, right = sight.outputs["block_scale"], sight.expected["block_scale"]
+    if stored.dtype != right.dtype or stored.shape != right.shape:
         return
     # Codes of normal numbers, but the largest, at which conversion ends: a step is an eighth.
-    sure = (stored >= _NORMAL) & (stored < _LAST) & (expected >= _NORMAL) & (expected < _LAST)
+    # Trap: the right codes say little, for a calibrated scale has them at the largest.
+    sure = (stored >= _NORMAL) & (stored < _LAST)
     if int(sure.sum()) < _FEWEST:
         return
-    made, right = (decode_array(each, E4M3).double() for each in (stored, expected))
-    shown = (right / made * own.double()[..., None])[sure]
-    shown = shown[:: -(-len(shown) // _MOST)]
+    largest = operands.blocks(scene, sight.inputs, sight.expected["tensor_scale"]).abs().amax(-1)
+    units, codes = (largest.double() / _LARGEST)[sure], stored[sure]
+    every = -(-len(codes) // _MOST)
+    units, codes = units[::every], codes[::every]
+    made, below, above = (decode_array(codes + by, E4M3).double() for by in (0, -1, 1))
+    shown = units / made
     low, scale, high = shown.quantile(shown.new_tensor([0.05, 0.5, 0.95])).tolist()
-    if high > low * _SPREAD or stored.eq(expected).all():
+    if not low or high > low * _SPREAD or stored.eq(right).all():
         return
-    scale = float(shown.log().mean().exp())
+    least, most = shared(2 * units / (made + above), 2 * units / (made + below))
+    scale = (least + most) / 2
     for value in {float(f"{scale:.{digits}g}"): None for digits in (1, 2, 3)}:
-        if is_named(scale, value):
+        if least <= value <= most or is_named(scale, value):
             yield _made_by(scene, value)
     yield _made_by(scene, scale)
 

@@ -21,6 +21,7 @@ from degarble.harness.engine.faults.slopes import (
     is_named,
     of_sight,
     planted_gain,
+    sharpened,
     told,
 )
 
@@ -60,7 +61,7 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
     if gain is None and c is not None and e is not None and c.shape == e.shape:
         gain = faint(c, e)
     if gain is not None:
-        for value in _rounded(gain):
+        for value in _rounded(sharpened(scene, sight, gain)):
             words = f"{told(value)} on all of it"
             yield from both_gains(scene, words, value, places={"gain": value})
 
@@ -100,7 +101,9 @@ def head_ways(scene: Scene, head: int, gain: float) -> Iterator[Way]:
     yield from both_gains(scene, f"{told(gain)} on head {head}", gain, region, places)
 
 
-def _of_places(sight: Sight, masks: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, float]]:
+def _of_places(
+    scene: Scene, sight: Sight, masks: Iterator[tuple[int, Tensor]]
+) -> Iterator[tuple[int, float]]:
     """Places that differ and have a gain; none where the whole has it as well."""
     c, e = sight.outputs["out"], sight.expected["out"]
     if of_sight(sight) is not None or c.shape != e.shape:
@@ -108,14 +111,15 @@ def _of_places(sight: Sight, masks: Iterator[tuple[int, Tensor]]) -> Iterator[tu
     for number, mask in masks:
         gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])
         if gain is not None:
-            for value in _rounded(gain):
+            for value in _rounded(sharpened(scene, sight, gain, mask)):
                 yield number, value
 
 
 def _head(scene: Scene, sight: Sight) -> Iterator[Way]:
     heads, out = _heads(scene), sight.expected["out"]
     masks = ((h, _head_region(h, heads)(sight.inputs, out)) for h in range(heads))
-    for head, gain in _of_places(sight, ((h, mask) for h, mask in masks if mask is not None)):
+    found = ((h, mask) for h, mask in masks if mask is not None)
+    for head, gain in _of_places(scene, sight, found):
         yield from head_ways(scene, head, gain)
 
 
@@ -144,7 +148,7 @@ def _expert(scene: Scene, sight: Sight) -> Iterator[Way]:
         for number in experts.unique().tolist()
         if number >= 0
     )
-    for expert, gain in _of_places(sight, masks):
+    for expert, gain in _of_places(scene, sight, masks):
         yield from expert_ways(scene, expert, gain)
 
 
@@ -179,7 +183,7 @@ def _tile(scene: Scene, sight: Sight) -> Iterator[Way]:
     if mask is not None and len(found) * TILE >= flat(out).shape[1]:
         return
     masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
-    for tile, gain in _of_places(sight, ((t, m) for t, m in masks if m is not None)):
+    for tile, gain in _of_places(scene, sight, ((t, m) for t, m in masks if m is not None)):
         yield from tile_ways(scene, tile, gain)
 
 

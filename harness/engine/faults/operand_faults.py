@@ -96,6 +96,16 @@ def numbers(scene: Scene, inputs: Parts) -> Tensor:
     return experts.routed_act(facts, inputs, {})["out"]
 
 
+def blocks(scene: Scene, inputs: Parts, tensor_scale: Tensor) -> Tensor:
+    """What a maker of NVFP4 quantises, by blocks [..., b]; a token for each of its experts."""
+    form, x = activation_format(scene), numbers(scene, inputs).float()
+    assert form is not None, "asked only where codes are made"
+    if tensor_scale.ndim == x.ndim:
+        x = x.unsqueeze(1).expand(*tensor_scale.shape, -1)
+    found: Tensor = x.unflatten(-1, (-1, form.block[1]))
+    return found
+
+
 def requantised(
     scene: Scene,
     inputs: Parts,
@@ -127,15 +137,13 @@ def with_block_scales(
 
     `change` gets blocks [..., b] in units of the tensor scale, and the right codes [...].
     """
-    form, x = activation_format(scene), numbers(scene, inputs).float()
+    form, stored = activation_format(scene), outputs["block_scale"]
     assert form is not None, "asked only where codes are made"
-    step, stored = outputs["tensor_scale"].float(), outputs["block_scale"]
-    if step.ndim == x.ndim:  # a token, quantised for each of its experts
-        x = x.unsqueeze(1).expand(*step.shape, -1)
-    blocks = x.unflatten(-1, (-1, form.block[1])) / step[..., None, None]
-    made = change(blocks, stored).to(stored.dtype)
+    step = outputs["tensor_scale"].float()
+    scaled = blocks(scene, inputs, step) / step[..., None, None]
+    made = change(scaled, stored).to(stored.dtype)
     scale = decode_array(made, form.scale)[..., None]
-    quotients = torch.where(scale > 0, blocks / scale, 0.0).flatten(-2)
+    quotients = torch.where(scale > 0, scaled / scale, 0.0).flatten(-2)
     codes = pack_nibbles(encode_array(quotients, form.element, Rounding.NEAREST_EVEN))
     return {**outputs, "codes": codes, "block_scale": made}
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STEPS = 4 * 2.0**-8  # four spacings of BF16
 _SLOT = 0.05  # of a slot's length
 FLOOR = 4e-3  # of a row's root mean square
+_CANCELLED = 2.0**-16  # of the largest of a row: what summing leaves where terms cancel
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,15 @@ def differing(sight: Sight, output: str = "out") -> Tensor | None:
         return None
     found = apart(c, e)
     return found if bool(found.any()) else None
+
+
+def cancelled(c: Tensor, e: Tensor) -> Tensor:
+    """Where what is between two sums is nothing beside others of their row: no share of it."""
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1 or c.ndim < 2 or not c.numel():
+        return torch.zeros_like(c, dtype=torch.bool)
+    c, e = c.double(), e.double()
+    largest = (x.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True) for x in (c, e))
+    return (c - e).abs() <= torch.minimum(*largest) * _CANCELLED
 
 
 def length_of_difference(sight: Sight, output: str = "out") -> float:

@@ -81,6 +81,36 @@ def faint(candidate: Tensor, expected: Tensor) -> float | None:
     return 1 + beside if SURE * error < abs(beside) <= FAINT else None
 
 
+def sharpened(scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None) -> float:
+    """A gain to more digits: the one that takes most sums to the roundings that were seen."""
+    c, exact = sight.outputs["out"], sight.expected["out"]
+    if has_facts(scene):
+        exact = with_facts(scene, unrounded)(scene.call)(sight.inputs, scene.weights)["out"]
+    if exact.shape != c.shape:
+        return gain
+    if mask is not None:
+        c, exact = c[mask], exact[mask]
+    step = torch.finfo(c.dtype).eps
+    c, exact = c.double().flatten(), exact.double().flatten()
+    known = c.isfinite() & (c != 0) & exact.isfinite() & (exact != 0)
+    c, exact = c[known], exact[known]
+    if len(c) < FEWEST:
+        return gain
+    half = torch.ldexp(torch.full_like(c, step / 2), torch.frexp(c).exponent - 1)
+    ends = torch.stack(((c - half) / exact, (c + half) / exact)).sort(0).values
+    low, high = shared(*ends)
+    middle = (low + high) / 2
+    return middle if is_named(middle, gain) else gain
+
+
+def shared(low: Tensor, high: Tensor) -> tuple[float, float]:
+    """The stretch of numbers that most of these intervals have in common."""
+    ends, order = torch.cat((low, high)).sort(stable=True)
+    depth = torch.where(order < len(low), 1, -1).cumsum(0)
+    best = int(depth.argmax())
+    return float(ends[best]), float(ends[best + 1])
+
+
 def is_named(gain: float, known: float) -> bool:
     """Whether a fitted gain is a known number."""
     return abs(gain - known) <= NEAR * abs(known)

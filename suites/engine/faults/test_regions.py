@@ -11,6 +11,7 @@ from degarble.harness.engine.faults.regions import (
     Region,
     apart,
     box,
+    cancelled,
     differing,
     grown,
     length_of_difference,
@@ -31,6 +32,20 @@ def test_roundings_do_not_count_and_more_does(seed: int) -> None:
     spoilt[8, 11] = math.nan
     assert apart(spoilt, x).nonzero().tolist() == [[7, 9], [8, 11]]
     assert not bool(apart(spoilt, spoilt).any())
+
+
+def test_what_is_left_where_terms_cancel_is_nothing_beside_its_row(seed: int) -> None:
+    x = values(seed)
+    x[3, :2], x[4] = torch.tensor([4e-8, -2.0]), x[4] * 1e-9
+    other = x.clone()
+    other[3, 0], other[4, 0], other[5, 0] = -3e-16, 0.0, 1 + x[5, 0]
+    found = cancelled(other, x)
+    assert bool(found[3, 0]), "a rounding, however far it is in units of itself"
+    assert not bool(found[4, 0]), "all of this row is as small"
+    assert not bool(found[5, 0])
+    other[3, 1] = math.inf
+    assert bool(cancelled(other, x)[3, 0])
+    assert not bool(cancelled(other, x)[3, 1])
 
 
 def test_codes_differ_one_by_one() -> None:

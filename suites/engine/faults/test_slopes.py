@@ -11,10 +11,14 @@ from degarble.harness.engine.faults.slopes import (
     fitted,
     gain_way,
     is_named,
+    planted_gain,
+    shared,
+    sharpened,
     slope,
     times,
     told,
 )
+from degarble.suites.engine.diagnosing import double
 from degarble.suites.engine.faults.planting import run
 
 
@@ -39,6 +43,24 @@ def test_noise_equality_and_little_data_are_no_gain(seed: int) -> None:
     assert slope(x[:3], x[:3] * 2) is None
     assert slope(x * float("nan"), x) is None
     assert slope(x, torch.zeros_like(x)) is None
+
+
+@pytest.mark.parametrize("gain", [0.74713, 1.123456e7, -3.3e-5])
+def test_a_gain_is_as_sharp_as_the_roundings_it_makes(gain: float) -> None:
+    model, place = double("v4", "nvfp4-full"), "layers.1.attn.wq_a"
+    sight = model.sights(place, planted_gain(model.planting(place), "", gain), calls=1)[0]
+    rough = fitted(sight.outputs["out"], sight.expected["out"])
+    assert rough is not None
+    sharp = sharpened(model.naming(place), sight, rough)
+    assert abs(sharp / gain - 1) < 2e-6
+    assert abs(sharp / gain - 1) < abs(rough / gain - 1)
+    assert sharpened(model.naming(place), sight, 2 * rough) == 2 * rough, "it is another one"
+
+
+def test_intervals_share_what_most_of_them_hold() -> None:
+    low, high = torch.tensor([[0.0, 1.0], [0.5, 1.5], [0.75, 2.0], [5.0, 6.0]]).double().unbind(1)
+    assert shared(low, high) == (0.75, 1.0)
+    assert shared(low[-1:], high[-1:]) == (5.0, 6.0)
 
 
 def test_a_faint_gain_shows_in_many_numbers_and_noise_does_not(seed: int) -> None:
