@@ -34,7 +34,9 @@ NEEDS_VLLM = "degarble.harness.plugins.vllm.bound."
 
 
 def failures(light: list[str], others: list[str], extra_path: Path) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(extra_path)}
+    known = os.environ.get("PYTHONPATH")  # the package itself may be found by it
+    path = os.pathsep.join((str(extra_path), *([known] if known else [])))
+    environment = {**os.environ, "PYTHONPATH": path}
     script = "degarble.suites.house.import_alone"
     command = [sys.executable, "-m", script, *light, "--", *others]
     done = subprocess.run(

@@ -110,8 +110,10 @@ def run(family: str) -> Run:
     sequences, tokens = [Remembered() for _ in PROMPTS], list(PROMPTS)
     with torch.inference_mode():
         for number in range(STEPS + 1):  # noqa: B007  the observer reads it
-            logits = _model(candidate).forward(sequences, tokens, last_only=True)
-            tokens = list(logits.argmax(-1, keepdim=True))
+            # All rows: a fault that counts rows needs them behind the layers as well.
+            logits = _model(candidate).forward(sequences, tokens)
+            ends = torch.tensor([len(each) for each in tokens]).cumsum(0) - 1
+            tokens = list(logits[ends].argmax(-1, keepdim=True))
     candidate.observer = None
     twin = Bound(config, Numerics.twin(switches), weights, recipe)
     return Run(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
