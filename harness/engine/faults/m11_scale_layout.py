@@ -202,6 +202,7 @@ MODEL_FAULTS = (
     weight_fault(
         Words(FAULTS[3].id, FAULTS[3].title, FAULTS[3].effect, FAULTS[3].remedy, _DOING[3]),
         of_scales(_turned),
+        moves=True,
     ),
     weight_fault(
         Words(
@@ -212,6 +213,7 @@ MODEL_FAULTS = (
             "reversing the scales within groups of four rows on",
         ),
         of_scales(_in_fours),
+        moves=True,
     ),
     operands.reading_fault(
         Words(

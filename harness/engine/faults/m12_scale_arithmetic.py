@@ -239,9 +239,11 @@ def _routed(kept: Kept) -> bool:
     return has_codes(kept) and kept.routed
 
 
-def _fault(variant: str, title: str, doing: str, change: Change, *, routed: bool) -> ModelFault:
+def _fault(
+    variant: str, title: str, doing: str, change: Change, *, routed: bool, moves: bool = False
+) -> ModelFault:
     words = Words(f"M12.{variant}", title, "exact at first, wrong behind it", _REMEDY, doing)
-    return weight_fault(words, change, _routed if routed else has_codes)
+    return weight_fault(words, change, _routed if routed else has_codes, moves=moves)
 
 
 MODEL_FAULTS = (
@@ -279,6 +281,7 @@ MODEL_FAULTS = (
         "scale columns off by one on",
         of_scales(_column_off),
         routed=False,
+        moves=True,
     ),
     _fault(
         "row_off",
@@ -286,6 +289,7 @@ MODEL_FAULTS = (
         "scale rows off by one on",
         of_scales(_row_off),
         routed=False,
+        moves=True,
     ),
     ModelFault(
         id="M12.visited_before",

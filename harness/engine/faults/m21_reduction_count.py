@@ -178,9 +178,9 @@ MODEL_FAULTS = (
     ),
     ModelFault(
         id="M21.expert_twice",
-        title="One expert is executed on two ranks and summed twice",
+        title="One expert counts twice in the sum",
         effect="tokens that visit it get its contribution doubled",
-        remedy="Map a logical expert to one physical one, the same on every rank.",
+        remedy="Map a logical expert to one physical one on all ranks, or mend a doubled scale.",
         sits=lambda scene: scene.role == "ffn.experts.w2",
         ways=_twice_ways,
         signature=_twice,

@@ -131,9 +131,17 @@ def kept(scene: Scene) -> Iterator[Kept]:
 
 
 def weight_fault(
-    words: Words, change: Change, needs: Needs = has_codes, *, whole: bool = False
+    words: Words,
+    change: Change,
+    needs: Needs = has_codes,
+    *,
+    whole: bool = False,
+    moves: bool = False,
 ) -> ModelFault:
-    """Make a fault of a change of one weight; `whole` ones concern every part of an expert."""
+    """Make a fault of a change of one weight; `whole` ones concern every part of an expert.
+
+    What `moves` numbers about is no name for rows that are all off by one factor.
+    """
 
     def sits(scene: Scene) -> bool:
         # Quantisation in front of a linear reads its input scale alone.
@@ -141,11 +149,11 @@ def weight_fault(
 
     def ways(scene: Scene) -> Iterator[Way]:
         for spot in _fitting(plantable(scene), whole, scene):
-            yield way_at(scene, spot, change, words.doing)
+            yield way_at(scene, spot, change, words.doing, moves=moves)
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
         for spot in _fitting(suggested(scene, sight), whole, scene):
-            yield way_at(scene, spot, change, words.doing)
+            yield way_at(scene, spot, change, words.doing, moves=moves)
 
     return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways, signature)
 
@@ -159,7 +167,7 @@ def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spo
             yield spot
 
 
-def way_at(scene: Scene, spot: Spot, change: Change, doing: str) -> Way:
+def way_at(scene: Scene, spot: Spot, change: Change, doing: str, *, moves: bool = False) -> Way:
     """One change at one spot."""
     names = frozenset(spot.names)
 
@@ -169,7 +177,11 @@ def way_at(scene: Scene, spot: Spot, change: Change, doing: str) -> Way:
         made = change(scene, name, weight)
         if made is None:
             return weight
-        return made if spot.rows is None else _in_rows(weight, made, spot.rows)
+        if spot.rows is None:
+            return made
+        some = _in_rows(weight, made, spot.rows)
+        gain = moves and _is_gain(numbers_of(weight), numbers_of(some), spot.rows)
+        return weight if gain else some
 
     return Way(f"{doing} {spot}", with_weights(changed), spot.where)
 
@@ -181,6 +193,14 @@ def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
     if chosen.shape == value.shape:
         value[rows[0] : rows[1]] = chosen[rows[0] : rows[1]]
     return Weight(value=value, input_scale=weight.input_scale)
+
+
+def _is_gain(was: Tensor, now: Tensor, rows: tuple[int, int]) -> bool:
+    """Whether rows are what they were but for one factor, as those of a single scale always are."""
+    a, b = (side[rows[0] : rows[1]].double() for side in (was, now))
+    seen = a != 0
+    ratio = b[seen] / a[seen]
+    return bool((ratio == ratio[:1]).all()) and not bool(b[~seen].any())
 
 
 def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Change:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine.diagnosing import FAULTS, OURS, double
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.formats.weight import Weight
 
 
 def test_every_family_has_three_variants_and_words() -> None:
@@ -69,3 +77,21 @@ def test_only_the_weights_of_a_spot_change() -> None:
     way.apply(look)({}, scene.weights)  # type: ignore[arg-type]
     changed = {name for name in seen if seen[name] is not scene.weights[name]}
     assert changed == {"ffn.experts.2.w1", "ffn.experts.2.w3"}
+
+
+@pytest.mark.parametrize("fault", ["M11.groups_of_four", "M12.row_off"])
+def test_what_moves_scales_is_no_name_for_one_factor(fault: str) -> None:
+    """One scale that is doubled often has a neighbour that is twice as large."""
+    scene = double("v4", "nvfp4-experts").planting("layers.1.attn.wq_b")
+    (name,) = scene.weights
+    scales = torch.tensor([[121], [120], [121], [119]], dtype=torch.uint8)
+    weight = replace(scene.weights[name], block_scale=scales, _decoded={})
+    was, seen = weight.values(torch.float32), dict[object, bool]()
+    for way in MODEL_FAULTS[fault].ways(scene):
+
+        def look(_inputs: object, weights: Mapping[str, Weight], way: Way = way) -> Any:
+            seen[way.where.get("rows")] = torch.equal(weights[name].values(torch.float32), was)
+            return {}
+
+        way.apply(look)({}, {name: weight})
+    assert seen == {None: False, "256 to 511": False, "128 to 191": True}
