@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from degarble.harness.engine.faults.model_faults import Way
-    from degarble.harness.formats.weight import Weight
 
 
 def test_every_family_has_three_variants_and_words() -> None:
@@ -89,9 +88,9 @@ def test_what_moves_scales_is_no_name_for_one_factor(fault: str) -> None:
     was, seen = weight.values(torch.float32), dict[object, bool]()
     for way in MODEL_FAULTS[fault].ways(scene):
 
-        def look(_inputs: object, weights: Mapping[str, Weight], way: Way = way) -> Any:
+        def look(inputs: Mapping[str, Any], weights: Mapping[str, Any], way: Way = way) -> Any:
             seen[way.where.get("rows")] = torch.equal(weights[name].values(torch.float32), was)
-            return {}
+            return inputs
 
         way.apply(look)({}, {name: weight})
     assert seen == {None: False, "256 to 511": False, "128 to 191": True}
