@@ -245,6 +245,8 @@ def paged_pool(
     if problem.tokens and problem.sequences:
         form = facts.choose_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, tensors)
+    else:
+        out.slots.fill_(NOTHING)
     return out
 
 
@@ -259,9 +261,7 @@ def launch(kernel: CompiledKernel, problem: PagedPoolProblem, tensors: tuple[Ten
 def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
     """Allocate what `paged_pool` leaves."""
     values = torch.empty(problem.tokens, problem.width, dtype=torch.bfloat16, device=device)
-    firsts, told = (
-        torch.full((problem.tokens,), NOTHING, dtype=torch.int64, device=device) for _ in range(2)
-    )
+    firsts, told = (torch.empty(problem.tokens, dtype=torch.int64, device=device) for _ in range(2))
     return Entries(values, firsts, told)
 
 
