@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from degarble.harness.engine.budget import HEADROOM
 from degarble.harness.engine.diagnose_trial import (
     CODES_UNLIKE,
     distance,
@@ -120,6 +122,26 @@ def test_a_healthy_candidate_is_within_and_a_changed_one_is_not() -> None:
     assert found.ratio > 1
     assert found.within < 0.5
     assert wrong.stretch["out"] == pytest.approx(1.05, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("every", "spacings", "within"), [(4096, 1, True), (64, 1, False), (4096, 4, False)]
+)
+def test_of_what_is_stored_on_the_way_few_roundings_may_be_others(
+    every: int, spacings: int, within: bool
+) -> None:
+    both = double("v4", "nvfp4-full")
+    name = "layers.1.attn.kv_norm_rope"
+    scene = both.naming(name)
+    way = next(each for each in MODEL_FAULTS["M24.epsilon"].ways(scene) if "0.1" in each.words)
+    sight = both.sights(name, way, 1)[0]
+    plain = sight.outputs["out"].flatten().view(torch.int16).clone()
+    plain[::every] += spacings  # codes of BF16: neighbours of each other
+    moved = plain.view(torch.bfloat16).reshape(sight.outputs["out"].shape)
+    changed = replace(sight, outputs={"out": moved})
+    made = make(scene, changed, way)
+    assert made is not None
+    assert (proof(scene, changed, made).ratio <= HEADROOM) is within
 
 
 def test_a_way_that_cannot_be_made_makes_nothing() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common.targets import SM90A
 from degarble.suites.kernels import moe_faults
-from degarble.suites.runs.cutedsl_faults import KERNELS, Fault
+from degarble.suites.runs.cutedsl_faults import KERNELS, SHORT, Fault
 
 _PRODUCTS, _ROWS = "sm90_moe_nvfp4", "simt_moe_rows"
 _WORDS, _EPILOGUE = f"{KERNELS}.common.nvfp4_words", f"{KERNELS}.common.moe_epilogue"
-_SHORT = 6  # prompts of few tokens
 # Tiles of 64 rows, whose functions the faults are in, answer them all.
 _OF_64_ROWS = (f"{KERNELS}.common.moe_problem", "TACTICS", {SM90A.name: (moe_faults.OF_64_ROWS,)})
 
@@ -82,7 +81,7 @@ def _of(
     name: str, kernel: str, place: tuple[str, str], instead: Any, component: str, **more: Any
 ) -> Fault:
     module, function = place
-    more = {"prompts": _SHORT, "beside": (_OF_64_ROWS,), **more}
+    more = {"prompts": SHORT, "beside": (_OF_64_ROWS,), **more}
     return Fault(f"experts: {name}", kernel, module, function, instead, component, **more)
 
 

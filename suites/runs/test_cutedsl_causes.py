@@ -102,6 +102,36 @@ class Coded(StandIn):
         return made
 
 
+def _not_rectified(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
+    """Every head once more, the other way round."""
+    q, weights = given["queries"], given["weights"]
+    both = {"queries": torch.cat((q, -q), dim=1), "weights": torch.cat((weights, -weights), dim=1)}
+    return true(replace(problem, heads=2 * problem.heads), {**given, **both})
+
+
+def _one_more(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
+    return true(problem, {**given, "positions": given["positions"] + problem.ratio})
+
+
+def _pairs(heads: torch.Tensor) -> torch.Tensor:
+    """The dims that are turned, in pairs."""
+    tail = heads[..., -64:].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.cat((heads[..., :-64], tail), dim=-1)
+
+
+def _neighbours(weights: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = weights.unflatten(1, (-1, 2)).flip(2).flatten(1)
+    return made
+
+
+def _gates_reversed(true: Callable[..., Made], problem: Any, given: dict[str, Any]) -> Made:
+    if problem.part != "all":
+        return true(problem, given)
+    order = [3, 2, 1, 0, *range(4, 24)]
+    changed = {name: given[name][..., order].contiguous() for name in ("products", "base")}
+    return true(problem, {**given, **changed})
+
+
 def _oldest_out(slots: torch.Tensor) -> torch.Tensor:
     made = slots.clone()
     made[:, 0] = -1
@@ -120,6 +150,12 @@ INSTEAD: dict[str, Instead] = {
     "mix the other way round": _spread("mix", lambda x: x.transpose(1, 2).contiguous()),
     "layer without its factor": _spread("post", lambda x: x / 2),
     "streams reversed": _reversed,
+    "pairs of queries swapped": _with("heads", _pairs),
+    "not transformed": lambda true, problem, given: true(replace(problem, hadamard=False), given),
+    "negative products kept": _not_rectified,
+    "weights of the neighbouring heads": _with("weights", _neighbours),
+    "an entry too early": _one_more,
+    "gates of streams reversed": _gates_reversed,
 }
 
 

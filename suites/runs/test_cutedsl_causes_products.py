@@ -153,6 +153,22 @@ def _beside(true: Callable[..., Made], problem: Any, given: Given) -> Made:
     return made
 
 
+def _reversed_runs(weight: Tensor) -> Tensor:
+    made: Tensor = weight.unflatten(0, (-1, 16)).flip(1).flatten()
+    return made
+
+
+def _exchanged(mix: Tensor) -> Tensor:
+    return mix[:, [1, 0, 2, 3]].contiguous()
+
+
+def _spread(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    """Other parts of mHC are the kernel's as well."""
+    if problem.part != "post":
+        return true(problem, given)
+    return true(problem, {**given, "mix": _exchanged(given["mix"])})
+
+
 _BOTH = {"a_decode_scale": torch.square, "b_decode_scale": torch.square}
 _NEITHER = {"a_decode_scale": torch.ones_like, "b_decode_scale": torch.ones_like}
 _FIRSTS = (steps.SHOWN, steps.FIRST)
@@ -164,6 +180,8 @@ INSTEAD: dict[str, Instead] = {
     "scales of rows changed": _given(a_scales=_rows_changed),
     "rows of the other warpgroup": _made(_first_rows),
     "gate and up": _swapped,
+    "norm's weights reversed": _given(weight=_reversed_runs),
+    "streams changed": _spread,
     "maximum of half a block": _quantising(standin, _by_half),
     "the next scale": _quantising(standin, _by_next),
     "experts: gate and up changed": _given(

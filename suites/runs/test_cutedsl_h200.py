@@ -97,6 +97,9 @@ ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
 # Whose cause was named on stand-ins, and not yet of a kernel's own capture: another one is wrong,
 # none is told below.
 ON_STAND_INS = {
+    "pairs of queries swapped", "not transformed", "negative products kept", "streams changed",
+    "weights of the neighbouring heads", "gates of streams reversed", "an entry too early",
+    "norm's weights reversed", "scale column", "swizzle of codes",
     "tensor scale twice", "tensor scale left out", "scale group of the step before",
     "an entry too late", "experts: gate and up changed", "experts: the next scale behind FC1",
     "experts: one scale for all experts",

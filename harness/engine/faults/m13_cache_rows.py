@@ -10,7 +10,8 @@ Shape letters: T rows, D dims of a row, C blocks of a row, S bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,7 +100,31 @@ def _fault(variant: str, title: str, doing: str, change: Callable[[Tensor], Tens
     return ModelFault(f"M13.{variant}", title, effect, _REMEDY, sits, ways, from_ways(ways))
 
 
+def _beside_ways(scene: Scene) -> Iterator[Way]:
+    """What a row's slot holds then; where no row was written, zeros."""
+    for shift, words in ((1, "the row behind its own"), (-1, "the row in front of its own")):
+        change = with_outputs(partial(_beside, shift))
+        yield Way(f"{words} in every slot at {scene.name}", change, {"shift": shift}, whole=True)
+
+
+def _beside(shift: int, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
+    rows = outputs["out"]
+    at = torch.arange(len(rows)) + shift
+    found = rows[at.clamp(0, max(0, len(rows) - 1))]
+    inside = ((at >= 0) & (at < len(rows))).reshape(-1, *[1] * (rows.ndim - 1))
+    return {**outputs, "out": torch.where(inside, found, torch.zeros_like(found))}
+
+
 MODEL_FAULTS = (
+    ModelFault(
+        id="M13.slot_beside",
+        title="Rows are written a slot beside their own",
+        effect="every token attends to its neighbours' rows in the place of its own",
+        remedy="A slot is page times page size plus place; write a ramp and read it back.",
+        sits=lambda scene: scene.role in _WRITERS,
+        ways=_beside_ways,
+        signature=from_ways(_beside_ways),
+    ),
     _fault(
         "planar_as_rows",
         "A page with all scales behind all values is read row by row",

@@ -7,6 +7,7 @@ added twice. A pipeline stage that unpacks its input spreads streams that were n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,10 @@ from degarble.harness.engine.faults.model_faults import (
     from_ways,
     with_inputs,
     with_outputs,
+    with_weights,
 )
 from degarble.harness.engine.faults.rebinding import facts_at, is_v4, with_config, with_facts
+from degarble.harness.formats.weight import Weight
 from degarble.references import mixing
 
 if TYPE_CHECKING:
@@ -85,10 +88,18 @@ def _mixed_ways(_scene: Scene) -> Iterator[Way]:
     yield Way("no mix of the streams", with_inputs(_to_input("mix", _unmixed)))
     yield Way("post without its factor 2", with_inputs(_to_input("post", lambda post: post / 2)))
     yield Way("a plain residual sum", with_inputs(_plain))
+    words = "the first two old streams in each other's place"
+    yield Way(words, with_inputs(_to_input("mix", _first_exchanged)))
 
 
 def _transposed(mix: Tensor) -> Tensor:
     return mix.transpose(1, 2).contiguous()
+
+
+def _first_exchanged(mix: Tensor) -> Tensor:
+    order = torch.arange(mix.shape[1])
+    order[:2] = order[:2].flip(0)
+    return mix[:, order]
 
 
 def _unmixed(mix: Tensor) -> Tensor:
@@ -98,6 +109,32 @@ def _unmixed(mix: Tensor) -> Tensor:
 def _plain(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     ones = torch.ones_like(inputs["post"])
     return {**inputs, "mix": _unmixed(inputs["mix"]), "post": ones}
+
+
+def _gate_ways(scene: Scene) -> Iterator[Way]:
+    """Gates by other rows of the projection; or the projection without what BF16 has of it."""
+    streams = facts_at(scene).config.hc_mult
+    number = torch.arange((2 + streams) * streams)
+    backwards, turned = number.clone(), number.clone()
+    backwards[:streams] = number[:streams].flip(0)
+    turned[: 2 * streams] = number[: 2 * streams].roll(streams)
+    for words, order in (
+        ("the streams' gates in the reverse order", backwards),
+        ("gates in front of the layer and behind it in each other's place", turned),
+    ):
+        yield Way(words, with_weights(partial(_ordered, order)))
+    yield Way("a projection without the BF16 part of its weight", with_weights(_rest))
+
+
+def _ordered(order: Tensor, _name: str, weight: Weight) -> Weight:
+    """Rows of a weight and its base; the three scales are those of the rows' own places."""
+    value = weight.values(torch.float32)
+    return Weight(value=value[order]) if len(value) == len(order) else weight
+
+
+def _rest(name: str, weight: Weight) -> Weight:
+    value = weight.values(torch.float32)
+    return Weight(value=value - value.bfloat16().float()) if name.endswith("_fn") else weight
 
 
 def _sinkhorn_ways(scene: Scene) -> Iterator[Way]:
@@ -170,6 +207,15 @@ MODEL_FAULTS = (
         sits=lambda scene: scene.role in _POST,
         ways=_mixed_ways,
         signature=from_ways(_mixed_ways),
+    ),
+    ModelFault(
+        id="M23.gates",
+        title="Streams are collapsed by gates of others, or by a part of their projection",
+        effect="a layer's input takes streams in shares that belong elsewhere",
+        remedy="Rows of the projection: pre, post, mix; add all parts of a split weight.",
+        sits=lambda scene: scene.role in _PRE,
+        ways=_gate_ways,
+        signature=from_ways(_gate_ways),
     ),
     ModelFault(
         id="M23.sinkhorn",

@@ -26,7 +26,9 @@ from degarble.harness.engine.faults.rebinding import (
     with_facts,
     with_function,
     with_numerics,
+    with_switches,
 )
+from degarble.harness.engine.faults.turning import HIDDEN
 from degarble.harness.formats.weight import Weight
 from degarble.references.facts import V32Facts
 
@@ -46,7 +48,7 @@ _FORMED = ("attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm")
 _ROOTED = (
     *_NORMS, "attn.q_head_norm_rope", "attn.compressor.pool", "attn.indexer.compressor.pool",
 )  # fmt: skip
-_RUN = 8  # numbers of a thread
+_RUNS = (8, 16)  # numbers of a thread
 EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _FIRST, _TURNS, _MOST = 1e-3, 4, 1e3  # of the search for another one
 _STORING = (
@@ -76,9 +78,9 @@ def _as_fp32(value: Tensor) -> Tensor:
     return pairs.repeat(2)[: len(value)] if len(pairs) * 2 >= len(value) else value
 
 
-def _reversed_runs(value: Tensor) -> Tensor:
+def _reversed_runs(run: int, value: Tensor) -> Tensor:
     """What a thread holds of the weight, from the last number to the first."""
-    return value if len(value) % _RUN else value.unflatten(0, (-1, _RUN)).flip(1).flatten()
+    return value if len(value) % run else value.unflatten(0, (-1, run)).flip(1).flatten()
 
 
 def _gamma_ways(scene: Scene) -> Iterator[Way]:
@@ -87,7 +89,9 @@ def _gamma_ways(scene: Scene) -> Iterator[Way]:
     yield Way("the norm's weight plus 1", _gamma(lambda value: value + 1))
     yield Way("a norm without weight", _gamma(torch.ones_like))
     yield Way("the norm's weight applied twice", _gamma(lambda value: value * value))
-    yield Way("the norm's weight reversed in runs of 8", _gamma(_reversed_runs))
+    for run in _RUNS:
+        words = f"the norm's weight reversed in runs of {run}"
+        yield Way(words, _gamma(partial(_reversed_runs, run)))
     yield from _other_gammas(scene)
 
 
@@ -179,7 +183,9 @@ def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
         if not made < 0:
             return
         more *= min(_MOST, max(1 / _MOST, wanted / made))
-    for value in dict.fromkeys((*(float(f"{own + more:.{n}g}") for n in (1, 2)), own + more)):
+    short = [float(f"{own + more:.{digits}g}") for digits in (1, 2)]
+    short += [own + float(f"{more:.{digits}g}") for digits in (1, 2)]  # added to the model's
+    for value in dict.fromkeys((*short, own + more)):
         yield epsilon_way(scene, value, fitted=True)
 
 
@@ -227,6 +233,13 @@ def _kept(
     return apply
 
 
+def _transform_ways(scene: Scene) -> Iterator[Way]:
+    has = facts_at(scene).numerics.switches.indexer_hadamard
+    words = "no Hadamard transform" if has else "a Hadamard transform in front of the rounding"
+    change = partial(with_switches, indexer_hadamard=not has)
+    yield Way(words, with_facts(scene, change))
+
+
 def _fault(name: str, title: str, effect: str, remedy: str, signature: Any = None) -> ModelFault:
     roles, ways = _TABLE[name]
     return ModelFault(
@@ -245,6 +258,7 @@ _TABLE: dict[str, tuple[Any, Callable[[Scene], Iterator[Way]]]] = {
     "norm_form": (_FORMED, _form_ways),
     "epsilon": (_ROOTED, _epsilon_ways),
     "rounding": (_STORING, _kept_ways),
+    "transform": (HIDDEN, _transform_ways),
 }
 
 MODEL_FAULTS = (
@@ -272,5 +286,11 @@ MODEL_FAULTS = (
         "A fusion does not round where the separate steps store",
         "codes on the edge of a step fall on its other side",
         "Round to the stored dtype between the steps, or derive the budget without it.",
+    ),
+    _fault(
+        "transform",
+        "The indexer's operand lacks its Hadamard transform, or has one too many",
+        "scores are as before where both operands lack it; else tokens attend to other rows",
+        "Transform queries and keys alike, or neither; the checkpoint's code says which.",
     ),
 )

@@ -101,6 +101,14 @@ def _both(scene: Scene, turn: Turn) -> Turn:
     return _end(scene, _pairing(scene, turn))
 
 
+def _swapped(_scene: Scene, turn: Turn) -> Turn:
+    return changed(turn, swapped=True)
+
+
+def _sine_first(_scene: Scene, turn: Turn) -> Turn:
+    return changed(turn, sine_first=True)
+
+
 def _times(factor: int) -> Callable[[Scene, Turn], Turn]:
     return lambda _scene, turn: changed(turn, times=turn.times * factor)
 
@@ -127,6 +135,8 @@ _PAIRED = _turns(
     ("the other pairing of dims", _pairing),
     ("the other end of the head", _end),
     ("the other pairing at the other end", _both),
+    ("the two dims of every pair in each other's place", _swapped),
+    ("cosine and sine in each other's place", _sine_first),
 )
 _COUNTED = _turns(
     ("no rotation", _times(0)),

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.anatomy.config import compressor_windows
+from degarble.harness.engine.faults.listed import by_lists, in_parts
 from degarble.harness.engine.faults.m29_softmax_scale import mscale_squared
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways
 from degarble.harness.engine.faults.rebinding import (
@@ -24,8 +26,11 @@ from degarble.harness.engine.faults.rebinding import (
     with_numerics,
     with_switches,
 )
+from degarble.harness.engine.faults.turning import POOLS, rotate, turn_of, turned
 from degarble.harness.formats.weight import Weight
-from degarble.references.facts import V4Facts, single
+from degarble.references.compressor import PoolState, slots_of
+from degarble.references.elementary import rms_norm
+from degarble.references.facts import V4Facts, single, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     Weights = Mapping[str, Any]
 
 _ROLE = "attn.attend"
+_SPLITS = (64, 128, 576)  # keys that one thread block attends to
 _ENTRIES = ("compressed", "state_compressed", "chosen")
 
 
@@ -159,6 +165,74 @@ def _ways(scene: Scene) -> Iterator[Way]:
         found.append(("no sink", Merge(sinks=0)))
     for words, how in found:
         yield Way(words, with_function(scene, partial(_merging, how)))
+    for part in _SPLITS if is_v4(scene) else ():
+        words = f"sums of {part} keys each added as if their peaks were one"
+        change = with_function(scene, partial(by_lists, partial(in_parts, part)))
+        yield Way(words, change, {"keys": part})
+
+
+def _pool_ways(scene: Scene) -> Iterator[Way]:
+    found = [("powers that are not divided by their sum", _powers), ("gates without softmax", _own)]
+    if compressor_windows(_block(scene)) == 2:
+        found.append(("the window's own rows alone", _own_window))
+        found.append(("the window before alone", _window_before))
+    for words, weigh in found:
+        yield Way(words, with_function(scene, partial(_pooling, scene.role, weigh)))
+
+
+def _block(scene: Scene) -> Any:
+    assert scene.component.block is not None, "a pool is in a block"
+    return scene.component.block
+
+
+def _powers(gate_WSE: Tensor) -> Tensor:
+    return torch.exp(gate_WSE - gate_WSE.amax(1, keepdim=True))
+
+
+def _own(gate_WSE: Tensor) -> Tensor:
+    return torch.where(gate_WSE.isfinite(), gate_WSE, 0.0)
+
+
+def _own_window(gate_WSE: Tensor) -> Tensor:
+    seen = torch.arange(gate_WSE.shape[1]) >= gate_WSE.shape[1] // 2
+    return torch.softmax(gate_WSE.masked_fill(~seen[:, None], -torch.inf), dim=1)
+
+
+def _window_before(gate_WSE: Tensor) -> Tensor:
+    """Nothing where there is none."""
+    seen = torch.arange(gate_WSE.shape[1]) < gate_WSE.shape[1] // 2
+    return torch.softmax(gate_WSE.masked_fill(~seen[:, None], -torch.inf), dim=1).nan_to_num(0.0)
+
+
+def _pooling(role: str, weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensors:
+    """The component's own code with other pooled rows in front of its rotation."""
+
+    def change(_normed: Tensor, positions: Tensor) -> Tensor:
+        pooled = _pooled(weigh, facts, inputs, weights)
+        return rotate(pooled, positions, turn_of(facts, role), facts.numerics)
+
+    return turned(facts, role, inputs, weights, change)
+
+
+def _pooled(weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensor:
+    """Rows behind their norm, with other weights of latents than the softmax of their gates."""
+    numerics, ratio = facts.numerics, facts.decoder_block.ratio
+    part = {name.rpartition(".")[2]: weights[name].values(numerics.work) for name in weights}
+    how, made = facts.pool(len(part["norm"])), []
+    gates = inputs["gate"] + part["ape"][inputs["positions"] % ratio]
+    base = ratio if how.overlap else 0
+    for number, span in enumerate(spans_of(inputs)):
+        before = PoolState(inputs["state_latent"][number], inputs["state_gate"][number])
+        kept = slice(base, base + span.start % ratio)
+        latent = torch.cat((before.latent[kept], inputs["latent"][span.tokens]))
+        gate = torch.cat((before.gate[kept], gates[span.tokens]))
+        whole = len(latent) // ratio * ratio
+        if whole:
+            rows = (latent[:whole], gate[:whole])
+            latents, gated = slots_of(rows, before, span.start // ratio, how)
+            made.append((weigh(gated) * latents).sum(1))
+    pooled = torch.cat(made).to(numerics.store)
+    return rms_norm(pooled, part["norm"], how.epsilon, numerics).to(numerics.work)
 
 
 def _has_parts(scene: Scene) -> bool:
@@ -175,5 +249,14 @@ MODEL_FAULTS = (
         sits=_has_parts,
         ways=_ways,
         signature=from_ways(_ways),
+    ),
+    ModelFault(
+        id="M30.pooled",
+        title="A compressor pools its windows by other weights than the softmax of their gates",
+        effect="compressed entries are other mixtures of their tokens",
+        remedy="Softmax over all rows of both windows, channel by channel, and nothing else.",
+        sits=lambda scene: scene.role in POOLS,
+        ways=_pool_ways,
+        signature=from_ways(_pool_ways),
     ),
 )

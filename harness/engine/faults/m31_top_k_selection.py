@@ -153,6 +153,30 @@ def _as(dtype: torch.dtype) -> Any:
     return change
 
 
+def _weighing_ways(_scene: Scene) -> Iterator[Way]:
+    yield Way("products without their ReLU", with_inputs(_not_rectified))
+    yield Way("the weights of two neighbouring heads in each other's place", with_inputs(_paired))
+    yield Way("heads without their weights", with_inputs(_alike))
+
+
+def _not_rectified(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """relu(x) - relu(-x) is x: every head once more, the other way round."""
+    q, weights = inputs["q"], inputs["weights"]
+    both = {"q": torch.cat((q, -q), dim=1), "weights": torch.cat((weights, -weights), dim=1)}
+    return {**inputs, **both}
+
+
+def _paired(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    weights = inputs["weights"]
+    other = (torch.arange(weights.shape[1]) ^ 1).clamp(max=weights.shape[1] - 1)
+    return {**inputs, "weights": weights[:, other]}
+
+
+def _alike(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    heads, width = inputs["q"].shape[1:]
+    return {**inputs, "weights": torch.full_like(inputs["weights"], (heads * width) ** -0.5)}
+
+
 _EFFECT = "some tokens attend to rows that are not the best"
 
 MODEL_FAULTS = (
@@ -173,6 +197,15 @@ MODEL_FAULTS = (
         sits=lambda scene: scene.role == "attn.indexer.topk",
         ways=_rounded_ways,
         signature=from_ways(_rounded_ways),
+    ),
+    ModelFault(
+        id="M31.weighing",
+        title="The indexer's products are weighed by another rule",
+        effect=_EFFECT,
+        remedy="A score is the sum of ReLU(q . k) over heads, each by its own weight.",
+        sits=lambda scene: scene.role == "attn.indexer.scores",
+        ways=_weighing_ways,
+        signature=from_ways(_weighing_ways),
     ),
     ModelFault(
         id="M31.coarse_scores",

@@ -87,11 +87,23 @@ def _block_ways(scene: Scene) -> Iterator[Way]:
     for words, which in (
         ("every block with the scale of the first", lambda s: s[:, :1].expand(s.shape)),
         ("every row with the scales of the row before", lambda s: s.roll(1, 0)),
+        ("every row of a pair with the other's scales", partial(_of_pair, 0)),
+        ("every row of a pair from the last on with the other's scales", partial(_of_pair, 1)),
         ("blocks with their scales in the reverse order", lambda s: s.flip(1)),
         ("every block with the largest scale of its row", lambda s: s.amax(1, keepdim=True)),
         ("scales left out", torch.ones_like),
     ):
         yield Way(words, with_outputs(partial(_rescaled, width, block, which)))
+
+
+def _of_pair(last: int, scale_TB: Tensor) -> Tensor:
+    """Slots count up with rows, or (`last`) down to the last row; no row has the smallest scale."""
+    slot = torch.arange(len(scale_TB))
+    slot = slot.flip(0) if last else slot
+    other = slot ^ 1
+    row = (len(scale_TB) - 1 - other) if last else other
+    found = scale_TB[row.clamp(0, len(scale_TB) - 1)]
+    return torch.where((other < len(scale_TB))[:, None], found, 2.0**-127)
 
 
 def _rescaled(width: int, block: int, which: Any, inputs: Tensors, outputs: Tensors) -> Tensors:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.anatomy.config import compressor_windows
+from degarble.harness.engine.faults.listed import FAR, by_lists, joined, without
 from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     Reach,
@@ -22,14 +23,21 @@ from degarble.harness.engine.faults.model_faults import (
     with_inputs,
     with_outputs,
 )
-from degarble.harness.engine.faults.rebinding import is_v4, with_config, with_facts
+from degarble.harness.engine.faults.rebinding import (
+    is_v4,
+    with_config,
+    with_facts,
+    with_function,
+)
 from degarble.references.facts import spans_of
+from degarble.references.indexer import scores, visible_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
+    from degarble.harness.engine.faults.listed import Listed
     from degarble.harness.engine.faults.model_faults import Scene, Sight
 
     Tensors = Mapping[str, Tensor]
@@ -233,11 +241,43 @@ def _seen_ways(scene: Scene) -> Iterator[Way]:
         yield Way("the newest entry not visible yet", with_outputs(_newest_masked))
         yield Way("the oldest entry not visible", with_outputs(_oldest_masked))
         yield Way("nothing visible", with_outputs(_all_masked))
+        if is_v4(scene):
+            words = "an entry visible before its window is full"
+            yield Way(words, with_function(scene, _one_early))
     elif is_v4(scene):
         window = scene.bound.config.sliding_window  # type: ignore[union-attr]
         for other in (window - 1, max(1, window // 2), 1):
             words = f"a window of {other} and not {window}"
             yield Way(words, _windowed(scene, other), {"window": other})
+        for words, gone in (
+            ("the token itself not visible", _itself),
+            ("the last place of every list not visible", _last_places),
+        ):
+            change = partial(by_lists, partial(without, gone))
+            yield Way(words, with_function(scene, change))
+
+
+def _itself(listed: Listed) -> Tensor:
+    return listed.place == listed.near - 1
+
+
+def _last_places(listed: Listed) -> Tensor:
+    return _itself(listed) | (listed.place == FAR + listed.far - 1)
+
+
+def _one_early(facts: Any, inputs: Tensors, _weights: Any) -> Tensors:
+    """One entry more than is complete; what nobody has written yet is zeros."""
+    ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
+    counts = [(each.entries_before(ratio), each.entries_made(ratio)) for each in spans]
+    keys = joined(inputs, "keys", counts)
+    widest, made = max(map(len, keys)), []
+    for span, own in zip(spans, keys, strict=True):
+        some = span.tokens
+        filled = torch.nn.functional.pad(own, (0, 0, 0, widest - len(own)))
+        seen = visible_entries(inputs["positions"][some], ratio) + 1
+        part = scores(inputs["q"][some], filled, inputs["weights"][some], seen, facts.numerics)
+        made.append(part)
+    return {"out": torch.cat(made)}
 
 
 def _newest_masked(_inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -296,8 +336,8 @@ MODEL_FAULTS = (
     ),
     ModelFault(
         id="M34.visible",
-        title="Tokens see fewer rows than they may",
-        effect="the newest or oldest rows are missing",
+        title="Tokens see other rows than they may",
+        effect="the newest or oldest rows are missing, or one is seen too early",
         remedy="Count what is visible by floor((t + 1) / ratio), and the token into its window.",
         sits=lambda scene: scene.role == _SCORES or (scene.role == _ATTEND and is_v4(scene)),
         ways=_seen_ways,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.engine.faults.listed import by_lists, with_empty
 from degarble.harness.engine.faults.m30_softmax_merge import parts_of
 from degarble.harness.engine.faults.m41_bad_bucket import PRODUCTS
 from degarble.harness.engine.faults.model_faults import (
@@ -64,6 +65,14 @@ def _null_ways(scene: Scene) -> Iterator[Way]:
     yield Way("empty slots read as row 0", with_inputs(_first_for_none))
     yield Way("NaN from empty slots", with_outputs(partial(_spoilt_by_none, math.nan)))
     yield Way("zeros for tokens with empty slots", with_outputs(partial(_spoilt_by_none, 0.0)))
+
+
+def _slot_ways(scene: Scene) -> Iterator[Way]:
+    for step in (1, 64):
+        held = f", of lists filled up to {step}" if step > 1 else ""
+        change = partial(by_lists, partial(with_empty, step))
+        words = f"empty places read as the first slot of the cache{held}"
+        yield Way(words, with_function(scene, change), {"step": step})
 
 
 def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -> Tensors:
@@ -188,6 +197,15 @@ MODEL_FAULTS = (
         sits=_lists,
         ways=_null_ways,
         signature=from_ways(_null_ways),
+    ),
+    ModelFault(
+        id="M35.first_slot",
+        title="Empty places of the lists of slots are read as the first slot",
+        effect="tokens attend many times to a row of whoever has the cache's first slot",
+        remedy="-1 is no slot: mask its logit, and do not clamp it to 0.",
+        sits=lambda scene: scene.role == "attn.attend" and is_v4(scene),
+        ways=_slot_ways,
+        signature=from_ways(_slot_ways),
     ),
     ModelFault(
         id="M35.masked_rows",

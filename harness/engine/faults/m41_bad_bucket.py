@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,15 +19,16 @@ from degarble.harness.engine.faults.model_faults import (
     from_ways,
     with_outputs,
 )
-from degarble.harness.engine.faults.rebinding import with_x
+from degarble.harness.engine.faults.rebinding import function_at, with_function, with_x
 from degarble.harness.engine.faults.regions import differing, flat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.rebinding import Function
 
     Tensors = Mapping[str, Tensor]
 
@@ -39,6 +40,7 @@ PRODUCTS = (
 _MORE = ("attn.attend", "ffn.experts.combine", "attn.inverse_rope")
 _VALUES = {"zeros": 0.0, "NaN": math.nan, "what lay there": 3.0e4}
 _TILE_OF_K = 64
+_LANES, _OF_LANE = 32, 8  # of a warp; BF16 numbers that a lane reads at once
 _WARPGROUPS = ((128, 64), (64, 32), (256, 64))  # rows of a tile, and of one group of threads
 
 
@@ -161,6 +163,46 @@ def _repeats(scene: Scene, sight: Sight) -> Iterator[Way]:
             yield way
 
 
+def _one_lane(lanes: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    """Each output is what one lane of 32 sums, of eight numbers in every 256 of K."""
+
+    def function(facts: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        x, (weight,) = inputs["x"], weights.values()
+        products = facts.numerics.products
+        x_TK, weight_NK = x.to(products), weight.values(products)
+        lane_K = torch.arange(x.shape[-1]) // _OF_LANE % _LANES
+        number = torch.arange(len(x))[:, None], torch.arange(len(weight_NK))
+        wanted = lanes(*number).expand(len(x), -1)
+        out = torch.zeros(wanted.shape, dtype=products)
+        for lane in wanted.unique().tolist():
+            inner = lane_K == lane
+            part = x_TK[:, inner] @ weight_NK[:, inner].T
+            out = torch.where(wanted == lane, part, out)
+        return {"out": out}
+
+    return function
+
+
+def _lane_ways(scene: Scene) -> Iterator[Way]:
+    for words, lanes in (
+        ("the sum of the first lane alone", lambda row, column: 0 * (row + column)),
+        ("the sum of the lane that writes", lambda row, column: row % 8 * 4 + column % 4),
+    ):
+        function = _typed(scene, _one_lane(lanes))
+        yield Way(words, with_function(scene, function))
+
+
+def _typed(scene: Scene, function: Function) -> Function:
+    """Rounded as the component's own output is."""
+    own = function_at(scene)
+
+    def typed(facts: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        kept = own(facts, {**inputs, "x": inputs["x"][:1]}, weights)["out"].dtype
+        return {"out": function(facts, inputs, weights)["out"].to(kept)}
+
+    return typed
+
+
 def _quantiser_ways(_scene: Scene) -> Iterator[Way]:
     for name, words in (("codes", "codes of 0"), ("block_scale", "block scales of 0")):
         yield Way(words, with_outputs(partial(_empty, (name,))))
@@ -222,6 +264,15 @@ MODEL_FAULTS = (
         sits=lambda scene: scene.role in PRODUCTS,
         ways=_repeated_ways,
         signature=_repeats,
+    ),
+    ModelFault(
+        id="M41.lanes_apart",
+        title="Sums of a warp's lanes are not added up",
+        effect="outputs have a fifth of their size, and are what some inputs give",
+        remedy="Fold all lanes of a warp before one of them writes.",
+        sits=lambda scene: scene.role == "ffn.gate",
+        ways=_lane_ways,
+        signature=from_ways(_lane_ways),
     ),
     ModelFault(
         id="M41.quantiser_empty",

@@ -54,6 +54,8 @@ class Turn:
     shift: int = 0  # of positions, behind the scale
     longest: int | None = None  # positions beyond it are taken for it
     reciprocal: bool = False  # frequencies upside down
+    swapped: bool = False  # the second dim of a pair taken for the first
+    sine_first: bool = False  # cosine and sine in each other's place
     halves: bool = False
     first: bool = False
 
@@ -85,6 +87,8 @@ def rotate(x: Tensor, positions_N: Tensor, turn: Turn, numerics: Any) -> Tensor:
     cos, sin = angle_NP.cos(), angle_NP.sin()
     if numerics.switches.rotation_in_storage_dtype:
         cos, sin = (each.to(numerics.store).to(numerics.work) for each in (cos, sin))
+    if turn.sine_first:
+        cos, sin = sin, cos
     table = elementary.Table(cos, sin if turn.times > 0 else -sin)
     for _ in range(abs(turn.times)):
         x = _rotated(x, table.over_heads if x.ndim == 3 else table, turn)
@@ -95,9 +99,18 @@ def _rotated(x: Tensor, table: elementary.Table, turn: Turn) -> Tensor:
     width = 2 * table.cos.shape[-1]
     begin = 0 if turn.first else x.shape[-1] - width
     part = x[..., begin : begin + width]
+    if turn.swapped:
+        part = _swapped(part, turn)
     pairs = elementary.rotate_halves if turn.halves else elementary.rotate_interleaved
     parts = (x[..., :begin], pairs(part, table), x[..., begin + width :])
     return torch.cat(parts, dim=-1)
+
+
+def _swapped(part: Tensor, turn: Turn) -> Tensor:
+    if turn.halves:
+        return torch.cat(part.chunk(2, -1)[::-1], dim=-1)
+    made: Tensor = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return made
 
 
 def turned(
@@ -117,7 +130,7 @@ def turned(
     if role in HIDDEN:
         return {"out": _hidden(facts, role, inputs, weights, change)}
     still = facts
-    if numerics.switches.head_norm is HeadNorm.ONCE:
+    if role == "attn.q_head_norm_rope" and numerics.switches.head_norm is HeadNorm.ONCE:
         still = with_numerics(facts, store=work)
     at_zero = {**inputs, "positions": torch.zeros_like(positions)}
     x = block_function(facts, role)(still, at_zero, weights)["out"].to(work)

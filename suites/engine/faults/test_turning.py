@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.engine.faults.rebinding import facts_at
+from degarble.harness.engine.faults.rebinding import facts_at, function_at, with_switches
 from degarble.harness.engine.faults.turning import (
     ROTATING,
     changed,
@@ -14,6 +14,7 @@ from degarble.harness.engine.faults.turning import (
     turn_of,
     turned,
 )
+from degarble.references.numerics import HeadNorm
 from degarble.suites.engine.faults.planting import run, same
 
 
@@ -36,6 +37,22 @@ def test_the_healthy_rotation_is_the_components_own(family: str) -> None:
                 )  # fmt: skip
             assert all(same(ours[key], own[key]) for key in own), name
     assert len(roles) == {"v4": 6, "v32": 3}[family]
+
+
+@pytest.mark.parametrize("role", ["q_head_norm_rope", "kv_norm_rope"])
+def test_what_a_norm_stores_is_stored_where_queries_are_not(role: str) -> None:
+    """The kernels' own convention: queries are rounded once, behind their rotation."""
+    made, name = run("v4"), f"layers.1.attn.{role}"
+    scene, seen = made.scene(name, twin=True), made.calls[name][0]
+    facts = with_switches(facts_at(scene), head_norm=HeadNorm.ONCE)
+    turn = turn_of(facts, scene.role)
+    with torch.inference_mode():
+        own = function_at(scene)(facts, seen.inputs, scene.weights)["out"]
+        ours = turned(
+            facts, scene.role, seen.inputs, scene.weights,
+            lambda x, at: rotate(x, at, turn, facts.numerics),
+        )["out"]  # fmt: skip
+    assert same(ours, own)
 
 
 @pytest.mark.parametrize("shift", [1, -3, 100, -4000])
