@@ -1,9 +1,9 @@
 """DeepSeek-V4's indexer of vLLM with our kernels for queries, scores and the choice.
 
 Owns what the indexer's forward overrides: queries turned and rounded to FP8 with one scale a row,
-scores against the paged cache of keys, the entries of the largest. Keys stay vLLM's: its compressor
-pools and writes them (FP8 without a Hadamard transform, unlike DeepSeek's own code, so queries have
-none either). The builder keeps the batch's block table and each token's request, which vLLM's
+scores against the paged cache of keys, the entries of the largest. Keys are the compressor's, ours
+or vLLM's (FP8 without a Hadamard transform, unlike DeepSeek's own code, so queries have none
+either). The builder keeps the batch's block table and each token's request, which vLLM's
 metadata cut by decode and prefill. The buffer that attention reads is filled with what is chosen,
 in ascending order, -1 behind it.
 
