@@ -86,7 +86,7 @@ def grouped_kernel(
     walk = schedule.walk_of((rows_of_d, columns), form.gemm.tactic)
     if warp == tensor_memory.LOADING_WARP:
         feedings = tcgen05.plain_feedings(BFloat16, feeds, operands_, form.gemm)
-        load(ring, feedings, walk, (steps, tiles), form)
+        hopper.load(ring, feedings, walk, (steps, tiles), 1)
     elif warp == tensor_memory.MULTIPLYING_WARP:
         fragments = (mma.make_fragment_A(operands_[0]), mma.make_fragment_B(operands_[1]))
         multiply((ring, sums_ring), (mma, sums, *fragments), walk, (steps, turned_at), form)
@@ -105,18 +105,6 @@ def begin_turned(turned_at: Any, count: cutlass.Constexpr) -> None:
         for i in cutlass.range_constexpr(count):
             shared.begin_barrier(turned_at + i * facts.BARRIER_BYTES, TURNING_WARPS)
         cute.arch.mbarrier_init_fence()
-
-
-@cute.jit
-def load(ring: Any, feedings: Any, walk: Any, told: Any, form: cutlass.Constexpr) -> None:
-    """Load all stages of all tiles; A's begin with those of the tile's group."""
-    steps, tiles = told
-    state = wgmma.producer_state(tensor_memory.footprint(form.gemm).stages)
-    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tile = schedule.tile_at(walk, number)
-        first = tile[1] // tiles * steps
-        state = hopper.produce_tile(ring, state, feedings, tile, (first, steps))
-    ring.producer_tail(state)
 
 
 @cute.jit

@@ -47,16 +47,12 @@ def gemm_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Take a role by warpgroup: the first loads, the others multiply."""
-    tactic, footprint = form.tactic, facts.footprint(form)
+    tactic = form.tactic
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
-    layout_a, layout_b = layouts(form)
-    sA = wgmma.shared_of(memory, BFloat16, layout_a)
-    sB = wgmma.shared_of(memory, BFloat16, layout_b)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
-    ring = wgmma.ring_of_stages(memory, form)
+    elements = BFloat16, BFloat16
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
     wgmma.begin(tactic)
 
     walk = schedule.walk_of((extents[0], extents[1]), tactic)
@@ -65,29 +61,15 @@ def gemm_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            share = wgmma.sharing_of(tactic)
-            feedings = (
-                producer.feeding(feeds[0], sA, (tactic.rows, tactic.inner), share.a),
-                producer.feeding(feeds[1], sB, (tactic.columns, tactic.inner), share.b),
-            )
-            state = wgmma.producer_state(footprint.stages)
-            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-                tile = schedule.tile_at(walk, number)
-                state = producer.produce_tile(ring, state, feedings, tile, steps)
-            ring.producer_tail(state)
+            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+            wgmma.load(ring, wgmma.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = wgmma.mma_of(BFloat16, tactic.columns)
-        slice_ = mma.get_slice(0)
-        fragments = (
-            mma,
-            wgmma.sums_of(mma, tactic.columns),
-            mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sA, mine))),
-            mma.make_fragment_B(slice_.partition_B(sB)),
-        )
+        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
         outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
-        state, stored = wgmma.consumer_state(footprint.stages), Int32(0)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             state = multiply(ring, state, fragments, steps)
             row, column = schedule.tile_at(walk, number)

@@ -87,17 +87,13 @@ def grouped_kernel(
     form: cutlass.Constexpr,
 ) -> None:
     """Take a role by warpgroup: the first loads, the others turn and multiply."""
-    tactic, footprint = form.gemm.tactic, facts.footprint(form.gemm)
+    tactic = form.gemm.tactic
     rows_of_d, columns, steps, tiles = extents
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
-    layout_a, layout_b = layouts(form)
-    sA = wgmma.shared_of(memory, BFloat16, layout_a)
-    sB = wgmma.shared_of(memory, BFloat16, layout_b)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form.gemm))
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
-    ring = wgmma.ring_of_stages(memory, form.gemm)
+    elements = BFloat16, BFloat16
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
     wgmma.begin(tactic)
 
     walk = schedule.walk_of((rows_of_d, columns), tactic)
@@ -105,33 +101,19 @@ def grouped_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            share = wgmma.sharing_of(tactic)
-            feedings = (
-                producer.feeding(feeds[0], sA, (tactic.rows, tactic.inner), share.a),
-                producer.feeding(feeds[1], sB, (tactic.columns, tactic.inner), share.b),
-            )
-            state = wgmma.producer_state(footprint.stages)
-            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-                tile = schedule.tile_at(walk, number)
-                first = tile[1] // tiles * steps
-                state = produce_tile(ring, state, feedings, tile, (first, steps))
-            ring.producer_tail(state)
+            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            load(ring, feedings, walk, (steps, tiles), 1)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = wgmma.mma_of(BFloat16, tactic.columns)
-        slice_ = mma.get_slice(0)
-        fragments = (
-            mma,
-            wgmma.sums_of(mma, tactic.columns),
-            mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sA, mine))),
-            mma.make_fragment_B(slice_.partition_B(sB)),
-        )
+        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
         outlet = None
         if cutlass.const_expr(form.out == "bf16"):
             outlet = wgmma.outlet_of_warpgroup(outlets[0], sD, mma, mine)
         heads = heads_of(sA, mine)
-        state, stored = wgmma.consumer_state(footprint.stages), Int32(0)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             tile = schedule.tile_at(walk, number)
             if cutlass.const_expr(form.turned):
@@ -148,20 +130,36 @@ def grouped_kernel(
 
 
 @cute.jit
+def load(
+    ring: Any, feedings: Any, walk: Any, of_group: tuple[Any, Any], boxes: cutlass.Constexpr
+) -> None:
+    """Load all stages of all tiles, `boxes` of A a stage; a group has so many steps and tiles."""
+    steps, tiles = of_group
+    state = wgmma.producer_state(ring.num_stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tile = schedule.tile_at(walk, number)
+        first = tile[1] // tiles * steps
+        state = produce_tile(ring, state, feedings, (*tile, first, steps), boxes)
+    ring.producer_tail(state)
+
+
+@cute.jit
 def produce_tile(
     ring: Any,
     state: Any,
     feedings: tuple[Any, Any],
-    tile: tuple[Any, Any],
-    steps: tuple[Any, Any],
+    place: tuple[Any, Any, Any, Any],
+    boxes: cutlass.Constexpr,
 ) -> Any:
     """Load all steps of one tile; A's begin with those of the tile's group."""
-    first, count = steps
+    row, column, first, count = place
     for step in cutlass.range(count, unroll=1):
         ring.producer_acquire(state)
         barrier = ring.producer_get_barrier(state)
-        producer.issue(feedings[0], (tile[0], first + step), state.index, barrier)
-        producer.issue(feedings[1], (tile[1], step), state.index, barrier)
+        for box in cutlass.range_constexpr(boxes):
+            at, slot = boxes * (first + step) + box, boxes * state.index + box
+            producer.issue(feedings[0], (row, at), slot, barrier)
+        producer.issue(feedings[1], (column, step), state.index, barrier)
         ring.producer_commit(state)
         state.advance()
     return state

@@ -83,12 +83,8 @@ def grouped_kernel(
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
-    layout_a, layout_b = layouts(form)
-    sA = wgmma.shared_of(memory, element_of_a(form), layout_a)
-    sB = wgmma.shared_of(memory, Float8E4M3FN, layout_b)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form.gemm))
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
-    ring = wgmma.ring_of_stages(memory, form.gemm)
+    elements = element_of_a(form), Float8E4M3FN
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
     wgmma.begin(tactic)
 
     walk = schedule.walk_of((rows_of_d, columns), tactic)
@@ -96,17 +92,9 @@ def grouped_kernel(
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            share = wgmma.sharing_of(tactic)
-            feedings = (
-                producer.feeding(feeds[0], sA, box_of_a(form), share.a),
-                producer.feeding(feeds[1], sB, (tactic.columns, STEP), share.b),
-            )
-            state = wgmma.producer_state(ring.num_stages)
-            for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-                tile = schedule.tile_at(walk, number)
-                first = tile[1] // tiles * steps
-                state = produce_tile(ring, state, feedings, tile, (first, steps), form)
-            ring.producer_tail(state)
+            boxes = (box_of_a(form), (tactic.columns, STEP))
+            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            grouped.load(ring, feedings, walk, (steps, tiles), HALVES if form.turned else 1)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
@@ -152,44 +140,17 @@ def mma_of(form: GroupedFp8Form) -> Any:
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, form: GroupedFp8Form) -> tuple[Any, ...]:
     """Return the instruction, the sums of a stage, A and B as the instruction takes them."""
-    slice_ = mma.get_slice(0)
-    if form.turned:
-        a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, STEP)))
-    else:
-        a = mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sA, mine)))
-    b = mma.make_fragment_B(slice_.partition_B(sB))
-    return mma, wgmma.sums_of(mma, form.gemm.tactic.columns), a, b
+    columns = form.gemm.tactic.columns
+    if not form.turned:
+        return wgmma.fragments_of(mma, sA, sB, mine, columns)
+    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, STEP)))
+    b = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+    return mma, wgmma.sums_of(mma, columns), a, b
 
 
 def scales_of_group(scales: plain.Scales, first: Any) -> plain.Scales:
     """Return scales whose A begins at a group's first step."""
     return plain.Scales(cute.domain_offset((0, first), scales.a), scales.b)
-
-
-@cute.jit
-def produce_tile(
-    ring: Any,
-    state: Any,
-    feedings: tuple[Any, Any],
-    tile: tuple[Any, Any],
-    steps: tuple[Any, Any],
-    form: cutlass.Constexpr,
-) -> Any:
-    """Load all steps of one tile; A's begin with those of the tile's group."""
-    first, count = steps
-    for step in cutlass.range(count, unroll=1):
-        ring.producer_acquire(state)
-        barrier = ring.producer_get_barrier(state)
-        if cutlass.const_expr(form.turned):
-            for half in cutlass.range_constexpr(HALVES):
-                box, slot = HALVES * (first + step) + half, HALVES * state.index + half
-                producer.issue(feedings[0], (tile[0], box), slot, barrier)
-        else:
-            producer.issue(feedings[0], (tile[0], first + step), state.index, barrier)
-        producer.issue(feedings[1], (tile[1], step), state.index, barrier)
-        ring.producer_commit(state)
-        state.advance()
-    return state
 
 
 # ---- heads to codes ------------------------------------------------------------------------------

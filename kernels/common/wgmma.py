@@ -1,6 +1,6 @@
 """What GEMM kernels of sm_90a share around wgmma: instructions, rings of stages, clusters, roles.
 
-Owns the making of these from a form: nothing here computes or moves data by itself. A warpgroup
+Owns the making of these from a form, the role that loads, and how a tile leaves. A warpgroup
 multiplies 64 rows of the tile with all its columns, on its own: `mma_of` is the instruction of one
 warpgroup, and no warpgroup waits for another but through the rings.
 
@@ -10,11 +10,13 @@ Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_gemm_b
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int64, cute, pipeline
+from cutlass import BFloat16, Float32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
+from degarble.kernels.common import gemm_producer as producer
+from degarble.kernels.common import gemm_schedule as schedule
 from degarble.kernels.common.gemm_problem import GemmForm, Tactic
 
 Swizzle = warpgroup.SmemLayoutAtomKind
@@ -54,6 +56,19 @@ def staged_layout(element: Any, rows: int, inner: int, stages: Any, swizzle: Any
 def shared_of(memory: Any, element: Any, layout: Any) -> Any:
     """Allocate what has such a layout."""
     return memory.allocate_tensor(element, layout.outer, facts.ALIGNMENT, swizzle=layout.inner)
+
+
+def stages_of(memory: Any, elements: Any, layouts: Any, form: GemmForm) -> tuple[Any, ...]:
+    """Allocate the stages of A and of B, the pieces of D that leave, and the ring of stages."""
+    sA, sB = (shared_of(memory, *each) for each in zip(elements, layouts, strict=True))
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
+    return sA, sB, shared_of(memory, BFloat16, pieces), ring_of_stages(memory, form)
+
+
+def feedings_of(feeds: Any, shared: Any, boxes: Any, tactic: Tactic) -> tuple[Any, ...]:
+    """Cut the feeds of A and B into boxes, as the cluster shares them."""
+    whole = zip(feeds, shared, boxes, sharing_of(tactic), strict=True)
+    return tuple(producer.feeding(*each) for each in whole)
 
 
 def sharing_of(tactic: Tactic) -> Sharing:
@@ -101,7 +116,24 @@ def consumer_state(stages: int) -> Any:
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
+@cute.jit
+def load(ring: Any, feedings: Any, walk: Any, steps: Any) -> None:
+    """Load all stages of all tiles."""
+    state = producer_state(ring.num_stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tile = schedule.tile_at(walk, number)
+        state = producer.produce_tile(ring, state, feedings, tile, steps)
+    ring.producer_tail(state)
+
+
 # ---- consumers -----------------------------------------------------------------------------------
+
+
+def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, columns: int) -> tuple[Any, ...]:
+    """Return the instruction, a warpgroup's sums, its rows of A and all of B, stage by stage."""
+    part = mma.get_slice(0)
+    a = mma.make_fragment_A(part.partition_A(rows_of(sA, mine)))
+    return mma, sums_of(mma, columns), a, mma.make_fragment_B(part.partition_B(sB))
 
 
 def rows_of(shared: Any, mine: Any) -> Any:
