@@ -18,7 +18,7 @@ import torch
 from degarble.harness.anatomy.config import compressor_windows
 from degarble.harness.engine.faults.listed import by_lists, in_parts
 from degarble.harness.engine.faults.m29_softmax_scale import mscale_squared
-from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways
+from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_weights
 from degarble.harness.engine.faults.rebinding import (
     block_function,
     is_v4,
@@ -150,6 +150,25 @@ def _power(exponent: float) -> Callable[[Tensor], Tensor]:
 
 
 def _ways(scene: Scene) -> Iterator[Way]:
+    if _has_parts(scene):
+        yield from _merge_ways(scene)
+    else:
+        for words, change in (
+            ("the sink counted twice", lambda sink: sink + math.log(2)),
+            ("no sink", lambda sink: torch.full_like(sink, -torch.inf)),
+        ):
+            yield Way(words, with_weights(partial(_sink, change)))
+    for part in _SPLITS if is_v4(scene) else ():
+        words = f"sums of {part} keys each added as if their peaks were one"
+        change = with_function(scene, partial(by_lists, partial(in_parts, part)))
+        yield Way(words, change, {"keys": part})
+
+
+def _sink(change: Callable[[Tensor], Tensor], _name: str, weight: Weight) -> Weight:
+    return Weight(value=change(weight.values(torch.float32)))
+
+
+def _merge_ways(scene: Scene) -> Iterator[Way]:
     square = mscale_squared(scene.bound.config)
     found = [
         ("log-sums of base e read in base 2", Merge(_power(math.log(2)))),
@@ -165,10 +184,6 @@ def _ways(scene: Scene) -> Iterator[Way]:
         found.append(("no sink", Merge(sinks=0)))
     for words, how in found:
         yield Way(words, with_function(scene, partial(_merging, how)))
-    for part in _SPLITS if is_v4(scene) else ():
-        words = f"sums of {part} keys each added as if their peaks were one"
-        change = with_function(scene, partial(by_lists, partial(in_parts, part)))
-        yield Way(words, change, {"keys": part})
 
 
 def _pool_ways(scene: Scene) -> Iterator[Way]:
@@ -246,7 +261,7 @@ MODEL_FAULTS = (
         title="Partial softmaxes are merged with other weights than their sums",
         effect="one part of the context outweighs the other; contexts of one part are exact",
         remedy="Merge by exp(lse), all in one base and with one scale, and 0 where nothing is.",
-        sits=_has_parts,
+        sits=lambda scene: _has_parts(scene) or (scene.role == _ROLE and is_v4(scene)),
         ways=_ways,
         signature=from_ways(_ways),
     ),
