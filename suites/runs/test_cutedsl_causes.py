@@ -66,7 +66,8 @@ def _smallest(scores: torch.Tensor) -> torch.Tensor:
 
 def _coarse(scores: torch.Tensor) -> torch.Tensor:
     """Scores without their last bits: no key of the kernel's is another one's."""
-    bits: torch.Tensor = scores.view(torch.int32) & -(1 << 19)
+    code, low = scores.view(torch.int32), (1 << 19) - 1
+    bits = torch.where(code < 0, code | low, code & ~low)
     return torch.where(scores.isneginf(), scores, bits.view(torch.float32))
 
 

@@ -7,6 +7,7 @@ TensorRT-LLM issue 18339). Short contexts, of which all is chosen, are exact.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     Choose = Callable[[Tensor, Tensor], Tensor]
 
+_CUT = (16, 17, 18, 19, 20, 21, 22)  # of 32, that a selection by digits may never look at
 _COARSE = ("attn.indexer.weights_proj", "attn.indexer.scores")
 
 
@@ -129,7 +131,17 @@ def _rounded_ways(scene: Scene) -> Iterator[Way]:
     yield _scored("scores compared as E4M3", lambda x: x.to(torch.float8_e4m3fn).float())
     yield _scored("scores compared by magnitude", torch.abs)
     yield _scored("scores compared as whole numbers", torch.round)
+    for bits in _CUT:
+        words = f"scores compared without the last {bits} bits of their keys"
+        yield _scored(words, partial(_key_cut, bits))
     yield _in_place("ties broken towards the newer entry among coarse scores", _ties_up_coarse)
+
+
+def _key_cut(bits: int, scores: Tensor) -> Tensor:
+    """Keys are whole numbers in the order of scores: a negative one's bits are turned over."""
+    low = (1 << bits) - 1
+    code = scores.contiguous().view(torch.int32)
+    return torch.where(code < 0, code | low, code & ~low).view(torch.float32)
 
 
 def _ties_up_coarse(scores: Tensor, chosen: Tensor) -> Tensor:
