@@ -15,14 +15,13 @@ from functools import cache
 from typing import Any
 
 import cutlass
-import torch
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Int32, Int64, cute
+from cutlass import BFloat16, Int32, cute
 from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_contract as contract
-from degarble.kernels.common import gemm_entry, operands, tcgen05, wgmma
+from degarble.kernels.common import gemm_entry, tcgen05, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
@@ -32,9 +31,12 @@ from degarble.kernels.common.compiling import CompiledKernel
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM100A
-
-ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
-
+from degarble.kernels.sm90_gemm_bf16 import (
+    ELEMENTS,
+    matrices_of,
+    pointers_of,
+    require_operands,
+)
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -104,16 +106,11 @@ def launch_gemm(
     stream: CUstream,
 ) -> None:
     """Launch a form on extents that are known now: M, N, K, clusters."""
-    m, n, k, clusters = extents
-    k = cute.assume(k, divby=facts.BF16.inner_multiple)
-    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-    mA, mB, mD = (
-        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
-        for pointer, rows, columns in zip(pointers, (m, n, m), (k, k, n), strict=True)
-    )
+    *_, clusters = extents
+    (mA, mB, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form)
     store = epilogue.store_of(mD, tensor_memory.LANES)
-    gemm_kernel(feeds, store, (m, n, k), form).launch(
+    gemm_kernel(feeds, store, numbers, form).launch(
         grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
@@ -123,12 +120,6 @@ def launch_gemm(
 
 
 # ---- host ----------------------------------------------------------------------------------------
-
-
-def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to A, B, D."""
-    alignments = (contract.TMA_ALIGNMENT,) * len(ELEMENTS)
-    return tuple(map(operands.pointer, ELEMENTS, tensors, alignments))
 
 
 @cache
@@ -155,9 +146,7 @@ def gemm_bf16(
     `form` names another tactic than the table's; `out` takes the result where it is given.
     """
     out = contract.empty_output(problem, a_MK.device) if out is None else out
-    shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
-    for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
-        operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
+    require_operands(problem, a_MK, b_NK)
     return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
 
 

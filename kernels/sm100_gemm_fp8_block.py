@@ -16,13 +16,13 @@ from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.common import gemm_contract as contract
-from degarble.kernels.common import gemm_entry, operands, tcgen05, wgmma
+from degarble.kernels.common import gemm_entry, tcgen05, wgmma
 from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
@@ -34,9 +34,10 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM100A
 from degarble.kernels.sm90_gemm_fp8_block import (
     BLOCK,
-    SCALES,
     Fp8Operands,
     Scales,
+    matrices_of,
+    pointers_of,
     require_operands,
     scale_at,
 )
@@ -167,18 +168,11 @@ def launch_gemm(
     stream: CUstream,
 ) -> None:
     """Launch a form on extents that are known now: M, N, K, clusters."""
-    m, n, k, clusters = extents
-    k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
-    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-    groups, blocks = ceil_div(k, BLOCK), ceil_div(n, BLOCK)
-    shapes = ((m, k), (n, k), (m, groups), (blocks, groups), (m, n))
-    mA, mB, of_a, of_b, mD = (
-        cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
-        for pointer, shape in zip(pointers, shapes, strict=True)
-    )
+    *_, clusters = extents
+    (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(Float8E4M3FN, (mA, mB), form)
     store = epilogue.store_of(mD, tensor_memory.LANES)
-    gemm_kernel(feeds, store, Scales(of_a, of_b), (m, n, k), form).launch(
+    gemm_kernel(feeds, store, Scales(of_a, of_b), numbers, form).launch(
         grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
@@ -188,16 +182,6 @@ def launch_gemm(
 
 
 # ---- host ----------------------------------------------------------------------------------------
-
-
-def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to A, B, scales of A and B, D; tensors are A, its scales, B, its, D."""
-    a, of_a, b, of_b, out = tensors
-    scale, _, alignment = SCALES[form.scales]
-    elements = (Float8E4M3FN, Float8E4M3FN, scale, scale, BFloat16)
-    tma = contract.TMA_ALIGNMENT
-    alignments = (tma, tma, alignment, alignment, tma)
-    return tuple(map(operands.pointer, elements, (a, b, of_a, of_b, out), alignments))
 
 
 @cache

@@ -112,6 +112,19 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
     )
 
 
+def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """View A, B, D, and return M, N, K with what is known of them."""
+    m, n, k, _ = extents
+    k = cute.assume(k, divby=facts.BF16.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    shaped = zip(pointers, (m, n, m), (k, k, n), strict=True)
+    matrices = tuple(
+        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
+        for pointer, rows, columns in shaped
+    )
+    return matrices, (m, n, k)
+
+
 @cute.jit
 def launch_gemm(
     pointers: tuple[cute.Pointer, ...],
@@ -120,20 +133,15 @@ def launch_gemm(
     stream: CUstream,
 ) -> None:
     """Launch a form on extents that are known now: M, N, K, clusters."""
-    m, n, k, clusters = extents
+    *_, clusters = extents
     tactic = form.tactic
-    k = cute.assume(k, divby=facts.BF16.inner_multiple)
-    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-    mA, mB, mD = (
-        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
-        for pointer, rows, columns in zip(pointers, (m, n, m), (k, k, n), strict=True)
-    )
+    (mA, mB, mD), numbers = matrices_of(pointers, extents)
     layout_a, layout_b = layouts(form)
     feeds = (
         producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
         producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, epilogue.store_of(mD), (m, n, k), form).launch(
+    gemm_kernel(feeds, epilogue.store_of(mD), numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
@@ -175,10 +183,15 @@ def gemm_bf16(
     `form` names another tactic than the table's; `out` takes the result where it is given.
     """
     out = contract.empty_output(problem, a_MK.device) if out is None else out
+    require_operands(problem, a_MK, b_NK)
+    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
+
+
+def require_operands(problem: GemmProblem, a_MK: Tensor, b_NK: Tensor) -> None:
+    """Refuse operands that the kernel would misread."""
     shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
     for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
         operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
-    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
 
 
 def launch(

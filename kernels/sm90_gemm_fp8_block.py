@@ -154,6 +154,20 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
     )
 
 
+def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """View A, B, their scales and D, and return M, N, K with what is known of them."""
+    m, n, k, _ = extents
+    k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    groups, blocks = ceil_div(k, BLOCK), ceil_div(n, BLOCK)
+    shapes = ((m, k), (n, k), (m, groups), (blocks, groups), (m, n))
+    matrices = tuple(
+        cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
+        for pointer, shape in zip(pointers, shapes, strict=True)
+    )
+    return matrices, (m, n, k)
+
+
 @cute.jit
 def launch_gemm(
     pointers: tuple[cute.Pointer, ...],
@@ -162,22 +176,15 @@ def launch_gemm(
     stream: CUstream,
 ) -> None:
     """Launch a form on extents that are known now: M, N, K, clusters."""
-    m, n, k, clusters = extents
+    *_, clusters = extents
     tactic = form.tactic
-    k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
-    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
-    groups, blocks = ceil_div(k, BLOCK), ceil_div(n, BLOCK)
-    shapes = ((m, k), (n, k), (m, groups), (blocks, groups), (m, n))
-    mA, mB, of_a, of_b, mD = (
-        cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
-        for pointer, shape in zip(pointers, shapes, strict=True)
-    )
+    (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
     layout_a, layout_b = layouts(form)
     feeds = (
         producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
         producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, epilogue.store_of(mD), Scales(of_a, of_b), (m, n, k), form).launch(
+    gemm_kernel(feeds, epilogue.store_of(mD), Scales(of_a, of_b), numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
