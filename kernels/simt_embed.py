@@ -28,12 +28,11 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.embed_problem import EmbedForm, EmbedProblem
-from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.operands import DTYPES, pointer, require_device, require_tensor
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = facts.VECTOR // 2
-TORCH_IDS = {"int32": torch.int32, "int64": torch.int64}
 
 
 @cute.kernel
@@ -108,7 +107,7 @@ def embed(
     shape = (problem.tokens, problem.columns)
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=table_VK.device)
-    require_tensor("ids", id_T, TORCH_IDS[problem.ids], (problem.tokens,), id_T.element_size())
+    require_tensor("ids", id_T, DTYPES[problem.ids], (problem.tokens,), id_T.element_size())
     table_shape = (problem.vocabulary, problem.columns)
     require_tensor("table", table_VK, torch.bfloat16, table_shape, 16)
     require_tensor("rows to write", out, torch.bfloat16, shape, 16)

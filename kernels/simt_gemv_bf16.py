@@ -39,6 +39,7 @@ from degarble.kernels.common.gemv_problem import (
 )
 from degarble.kernels.common.nvfp4_words import numbers_of, warp_folded, words_of
 from degarble.kernels.common.operands import (
+    DTYPES,
     pointer,
     processors_of,
     require_device,
@@ -48,7 +49,6 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 WORDS = VECTOR // 2
-TORCH_OUTPUTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def gemv_bf16(
 ) -> Tensor:
     """Return x times the weight's transpose [M, N], on their GPU; float32 sums, rounded once."""
     shape = (problem.rows, problem.columns)
-    dtype = TORCH_OUTPUTS[problem.out]
+    dtype = DTYPES[problem.out]
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x_MK.device)
     require_tensor("activations", x_MK, torch.bfloat16, (problem.rows, problem.inner), 16)

@@ -22,7 +22,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.common import topk_problem as facts
@@ -38,6 +37,7 @@ from degarble.kernels.common.operands import (
     pointer,
     processors_of,
     require_device,
+    require_optional,
     require_tensor,
 )
 from degarble.kernels.common.settings import CompileSettings
@@ -498,15 +498,8 @@ def require_operands(
     shape = (problem.rows, problem.entries)
     alignment = 16 if problem.entries % 4 == 0 else 4
     require_tensor("scores", score_TW, torch.float32, shape, alignment)
-    if (positions_T is not None) != (problem.ratio > 0):
-        raise InvalidArgument(
-            "positions",
-            None if positions_T is None else tuple(positions_T.shape),
-            "positions exactly where a ratio limits what is seen",
-            f"The problem says ratio={problem.ratio}.",
-        )
-    if positions_T is not None:
-        require_tensor("positions", positions_T, torch.int64, (problem.rows,), 8)
+    kind, remedy = (torch.int64, (problem.rows,), 8), f"The problem says ratio={problem.ratio}."
+    require_optional("positions", positions_T, kind, present=problem.ratio > 0, remedy=remedy)
     require_tensor("chosen entries", out, torch.int32, (problem.rows, problem.count), 4)
 
 

@@ -28,7 +28,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import kv_problem as facts
@@ -62,9 +61,10 @@ from degarble.kernels.common.latent_words import (
 from degarble.kernels.common.nvfp4_words import numbers_of, rounded_words, store
 from degarble.kernels.common.operands import (
     DRIVERS_CHOICE,
+    DTYPES,
     pointer,
     require_device,
-    require_tensor,
+    require_optional,
 )
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.succession import EARLY, follow
@@ -74,7 +74,6 @@ THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
 ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
 ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
-TORCH_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Operands(NamedTuple):
@@ -375,7 +374,7 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
     of_turns = (problem.positions, rows.TABLE_WIDTH)
     wanted: tuple[tuple[bool, torch.dtype, tuple[int, ...]], ...] = (
         (True, torch.bfloat16, (*tokens, pages.width)),
-        (latent, TORCH_WEIGHTS[problem.weight], of_weight),
+        (latent, DTYPES[problem.weight], of_weight),
         (latent, torch.float32, of_turns),
         (latent, torch.int64, tokens),
         (True, torch.int64, tokens),
@@ -385,16 +384,10 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
     given = zip(
         (*Operands._fields, "cache"), (*operands, cache_NB), wanted, ALIGNMENTS, strict=True
     )
+    remedy = f"It says source={problem.source!r}, duplicates={problem.duplicates!r}."
     for name, tensor, (present, dtype, shape), alignment in given:
-        if (tensor is not None) != present:
-            raise InvalidArgument(
-                name,
-                None if tensor is None else tuple(tensor.shape),
-                "a tensor" if present else "no tensor, as the problem says",
-                f"It says source={problem.source!r}, duplicates={problem.duplicates!r}.",
-            )
-        if tensor is not None:
-            require_tensor(name, tensor, dtype, shape, alignment)
+        kind = (dtype, shape, alignment)
+        require_optional(name, tensor, kind, present=present, remedy=remedy)
 
 
 def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:

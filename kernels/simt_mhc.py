@@ -21,7 +21,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import mhc_problem as facts
 from degarble.kernels.common.approximations import exponential, inverse_root, reciprocal
@@ -38,7 +37,7 @@ from degarble.kernels.common.nvfp4_words import (
     rounded_words,
     store,
 )
-from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.operands import pointer, require_device, require_optional
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.succession import EARLY, follow
 from degarble.kernels.common.targets import TARGETS, target_of_device
@@ -362,16 +361,10 @@ def require_operands(problem: MixProblem, tensors: Mixing) -> None:
     """Refuse tensors that the kernel would misread."""
     kinds = wanted(problem)
     for name, tensor in tensors._asdict().items():
-        if (tensor is not None) != (name in kinds):
-            raise InvalidArgument(
-                name,
-                None if tensor is None else tuple(tensor.shape),
-                "a tensor" if name in kinds else "no tensor, as the problem says",
-                f"The part {problem.part!r} has {', '.join(kinds)}.",
-            )
-        if tensor is not None:
-            alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
-            require_tensor(name, tensor, *kinds[name], alignment)
+        alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
+        kind = (*kinds.get(name, (torch.float32, ())), alignment)
+        remedy = f"The part {problem.part!r} has {', '.join(kinds)}."
+        require_optional(name, tensor, kind, present=name in kinds, remedy=remedy)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -22,7 +22,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.common import quantise_problem as facts
@@ -48,6 +47,7 @@ from degarble.kernels.common.operands import (
     pointer,
     processors_of,
     require_device,
+    require_optional,
     require_tensor,
 )
 from degarble.kernels.common.quantise_problem import QuantiseForm, QuantiseProblem
@@ -262,15 +262,9 @@ def require_operands(
     require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
     scales = decode_scale.reshape(-1) if decode_scale.ndim == 0 else decode_scale
     require_tensor("decode_scale", scales, torch.float32, (max(1, problem.experts),), ALIGNMENTS[1])
-    if (offsets_E is None) != (problem.experts == 0):
-        raise InvalidArgument(
-            "offsets",
-            None if offsets_E is None else tuple(offsets_E.shape),
-            "row offsets exactly where the problem has experts",
-            f"The problem says experts={problem.experts}.",
-        )
-    if offsets_E is not None:
-        require_tensor("offsets", offsets_E, torch.int32, (problem.experts + 1,), ALIGNMENTS[2])
+    kind = (torch.int32, (problem.experts + 1,), ALIGNMENTS[2])
+    remedy = f"The problem says experts={problem.experts}."
+    require_optional("offsets", offsets_E, kind, present=problem.experts > 0, remedy=remedy)
 
 
 def require_outputs(problem: QuantiseProblem, out: Quantised) -> None:
@@ -278,15 +272,9 @@ def require_outputs(problem: QuantiseProblem, out: Quantised) -> None:
     shape = (problem.rows, problem.columns)
     require_tensor("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), ALIGNMENTS[3])
     require_tensor("scales", out.scales, torch.uint8, (problem.scale_bytes,), ALIGNMENTS[4])
-    if (out.values is not None) != problem.keeps_values:
-        raise InvalidArgument(
-            "values to write",
-            None if out.values is None else tuple(out.values.shape),
-            f"what the problem says, keeps_values={problem.keeps_values}",
-            "Allocate with empty_outputs(problem, device).",
-        )
-    if out.values is not None:
-        require_tensor("values to write", out.values, torch.bfloat16, shape, ALIGNMENTS[5])
+    kind, remedy = (torch.bfloat16, shape, ALIGNMENTS[5]), "Allocate with empty_outputs."
+    present = problem.keeps_values
+    require_optional("values to write", out.values, kind, present=present, remedy=remedy)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

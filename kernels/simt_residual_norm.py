@@ -42,6 +42,7 @@ from degarble.kernels.common.nvfp4_words import (
     words_of,
 )
 from degarble.kernels.common.operands import (
+    DTYPES,
     pointer,
     processors_of,
     require_device,
@@ -54,7 +55,6 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 ALIGNMENT = 32
-TORCH_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FLAT = 1 << 30
 
 
@@ -271,7 +271,7 @@ def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> Non
     names = ("values", "residual", "weight", "normed values", "stored sum")
     for name, tensor in zip(names, tensors, strict=True):
         if name == "weight":
-            kind = TORCH_WEIGHTS[problem.weight]
+            kind = DTYPES[problem.weight]
             require_tensor(name, tensor, kind, of_weight, ALIGNMENT)
         else:
             require_tensor(name, tensor, torch.bfloat16, shape, ALIGNMENT)

@@ -22,7 +22,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
@@ -48,9 +47,11 @@ from degarble.kernels.common.nvfp4_words import (
     words_of,
 )
 from degarble.kernels.common.operands import (
+    DTYPES,
     pointer,
     processors_of,
     require_device,
+    require_optional,
     require_tensor,
 )
 from degarble.kernels.common.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
@@ -65,7 +66,7 @@ from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (32, 32, 4, 32, 8, 1)  # of values, weight, decode scale, normed values, codes, scales
-TORCH_WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_AS_THE_PROBLEM = "Allocate with empty_outputs(problem, device); a layout goes with a decode scale."
 
 
 class Normed(NamedTuple):
@@ -333,12 +334,13 @@ def require_operands(
     """Refuse inputs that the kernel would misread."""
     shape = (problem.rows, problem.columns)
     require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
-    of_weight = TORCH_WEIGHTS[problem.weight]
+    of_weight = DTYPES[problem.weight]
     require_tensor("weight", weight_K, of_weight, (problem.columns,), ALIGNMENTS[1])
-    _require_presence("decode_scale", decode_scale, problem.layout is not None)
-    if decode_scale is not None:
-        scale = decode_scale.reshape(-1) if decode_scale.ndim == 0 else decode_scale
-        require_tensor("decode_scale", scale, torch.float32, (1,), ALIGNMENTS[2])
+    quantises, kind = problem.layout is not None, (torch.float32, (1,), ALIGNMENTS[2])
+    scale = decode_scale
+    if decode_scale is not None and decode_scale.ndim == 0:
+        scale = decode_scale.reshape(-1)
+    require_optional("decode_scale", scale, kind, present=quantises, remedy=_AS_THE_PROBLEM)
 
 
 def require_outputs(problem: NormProblem, out: Normed) -> None:
@@ -353,19 +355,8 @@ def require_outputs(problem: NormProblem, out: Normed) -> None:
     for (name, tensor, dtype, extents, present), alignment in zip(
         wanted, ALIGNMENTS[3:], strict=True
     ):
-        _require_presence(name, tensor, present)
-        if tensor is not None:
-            require_tensor(name, tensor, dtype, extents, alignment)
-
-
-def _require_presence(name: str, tensor: Tensor | None, wanted: bool) -> None:
-    if (tensor is not None) != wanted:
-        raise InvalidArgument(
-            name,
-            None if tensor is None else tuple(tensor.shape),
-            "a tensor" if wanted else "no tensor, as the problem says",
-            "Allocate with empty_outputs(problem, device); a layout goes with a decode scale.",
-        )
+        kind = (dtype, extents, alignment)
+        require_optional(name, tensor, kind, present=present, remedy=_AS_THE_PROBLEM)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -30,12 +30,11 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.nvfp4_words import emit, square_root
-from degarble.kernels.common.operands import pointer, require_device, require_tensor
+from degarble.kernels.common.operands import DTYPES, pointer, require_device, require_tensor
 from degarble.kernels.common.router_problem import LANES, WARPS, RouterForm, RouterProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
-TORCH_IDS = {"int32": torch.int32, "int64": torch.int64}
 EVERY_LANE = 0xFFFF_FFFF
 
 
@@ -293,7 +292,7 @@ def require_operands(
     if id_T is None:
         require_tensor("bias", source, torch.float32, (problem.experts,), 4)
         return
-    ids = TORCH_IDS[problem.ids]
+    ids = DTYPES[problem.ids]
     require_tensor("token ids", id_T, ids, (problem.tokens,), ids.itemsize)
     shape = (problem.vocabulary, problem.chosen)
     require_tensor("table", source, ids, shape, ids.itemsize)

@@ -23,7 +23,6 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import gemm_contract as contract
 from degarble.kernels.common import gemm_epilogue as epilogue
@@ -54,7 +53,6 @@ from degarble.kernels.common.targets import SM90A, TARGETS
 WORDS = 4  # of 16 bytes
 ROW_BYTES = 2 * STEP  # of a stage of A
 CHUNKS_OF_THREAD = 4  # two threads have the eight chunks of a row
-TORCH_OUTPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Turning(NamedTuple):
@@ -367,7 +365,7 @@ def gemm_grouped(
     """
     if out is None:
         shape = (problem.tokens, problem.groups * problem.columns)
-        out = torch.empty(shape, dtype=TORCH_OUTPUTS[problem.out], device=a_TK.device)
+        out = torch.empty(shape, dtype=operands.DTYPES[problem.out], device=a_TK.device)
     table, positions = (None, None) if turns is None else turns
     tensors = (a_TK, b_NK, out, table, positions)
     require_operands(problem, tensors)
@@ -405,21 +403,14 @@ def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) 
     wanted: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = (
         ("A", torch.bfloat16, (tokens, problem.groups * problem.inner), 16),
         ("B", torch.bfloat16, (wide, problem.inner), 16),
-        ("D", TORCH_OUTPUTS[problem.out], (tokens, wide), 16),
+        ("D", operands.DTYPES[problem.out], (tokens, wide), 16),
         ("turns", torch.float32, (problem.positions, rows.TABLE_WIDTH), 16),
         ("positions", torch.int64, (tokens,), 8),
     )
     for (name, dtype, shape, alignment), tensor in zip(wanted, tensors, strict=True):
         present = bool(problem.turned) or name in {"A", "B", "D"}
-        if (tensor is not None) != present:
-            raise InvalidArgument(
-                name,
-                None if tensor is None else tuple(tensor.shape),
-                "a tensor" if present else "no tensor, as the problem says",
-                f"It says turned={problem.turned}.",
-            )
-        if tensor is not None:
-            operands.require_tensor(name, tensor, dtype, shape, alignment)
+        kind, remedy = (dtype, shape, alignment), f"It says turned={problem.turned}."
+        operands.require_optional(name, tensor, kind, present=present, remedy=remedy)
 
 
 def pointers_of(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:

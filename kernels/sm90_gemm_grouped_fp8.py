@@ -22,7 +22,6 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels import simt_quantise_fp8 as quantise
@@ -397,17 +396,10 @@ def require_operands(problem: GroupedFp8Problem, given: Grouped, out: Tensor) ->
         "positions": ("positions", torch.int64, (p.tokens,), 8),
     }
     absent = {"a_scales"} if p.turned else {"turns", "positions"}
+    remedy = "Give turns and positions where heads are turned, else scales of A."
     for field, (name, dtype, shape, aligned) in wanted.items():
-        tensor = getattr(given, field)
-        if (tensor is None) != (field in absent):
-            raise InvalidArgument(
-                name,
-                None if tensor is None else tuple(tensor.shape),
-                "no tensor, as the problem says" if field in absent else "a tensor",
-                "Give turns and positions where heads are turned, else scales of A.",
-            )
-        if tensor is not None:
-            operands.require_tensor(name, tensor, dtype, shape, aligned)
+        tensor, kind = getattr(given, field), (dtype, shape, aligned)
+        operands.require_optional(name, tensor, kind, present=field not in absent, remedy=remedy)
     contract.require_output(p.gemm, out)
 
 

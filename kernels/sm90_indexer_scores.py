@@ -23,7 +23,6 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute, pipelin
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
 from degarble.kernels.common import gemm_contract as contract
@@ -39,7 +38,12 @@ from degarble.kernels.common.compiling import (
 )
 from degarble.kernels.common.indexer_problem import ScoresForm, ScoresProblem
 from degarble.kernels.common.indexer_weighing import Extents, Tensors
-from degarble.kernels.common.operands import pointer, processors_of, require_tensor
+from degarble.kernels.common.operands import (
+    pointer,
+    processors_of,
+    require_optional,
+    require_tensor,
+)
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import SM90A, TARGETS
 
@@ -411,15 +415,8 @@ def require_operands(problem: ScoresProblem, given: Scored, out: Tensor) -> None
     require_tensor("table of pages", given.table, torch.int32, of_table, 4)
     require_tensor("pages of keys", given.pages, torch.uint8, (pages.count, pages.stride), 16)
     scaled = facts.OPERANDS[pages.operands].scaled
-    if (given.scales is not None) != scaled:
-        raise InvalidArgument(
-            "scales of queries",
-            None if given.scales is None else tuple(given.scales.shape),
-            "scales exactly where the operands are fp8",
-            f"The problem says {pages.operands}.",
-        )
-    if given.scales is not None:
-        require_tensor("scales of queries", given.scales, torch.float32, by_head, 4)
+    kind, remedy = (torch.float32, by_head, 4), f"The problem says {pages.operands}."
+    require_optional("scales of queries", given.scales, kind, present=scaled, remedy=remedy)
     require_tensor("scores", out, torch.float32, (tokens, problem.entries), 4)
 
 

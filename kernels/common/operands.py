@@ -1,7 +1,8 @@
 """What an entry point checks before it launches, and the pointers that it hands to a kernel.
 
-Owns the contract of a tensor (dtype, shape, strides, address) and of a set of them (one CUDA
-device): a kernel reads bits, so whatever does not fit is refused by name and nothing is converted.
+Owns the contract of a tensor (dtype, shape, strides, address; whether there is one) and of a set of
+them (one CUDA device): a kernel reads bits, so whatever does not fit is refused by name and nothing
+is converted.
 Kept honest by the suites of the kernels, each of which hands over operands that do not fit.
 """
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+DTYPES = {  # as problems name them
+    "bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
 # CUDA driver API 13.0, CU_SHAREDMEM_CARVEOUT_DEFAULT. Trap: where a launch bounds registers and
 # names no carveout, the DSL asks a GPU for its shared memory, and compiling needs no GPU.
 DRIVERS_CHOICE = -1
@@ -50,6 +54,29 @@ def require_tensor(
             f"a multiple of {alignment} bytes",
             "Copy it into memory of its own.",
         )
+
+
+def require_optional(
+    name: str,
+    tensor: Tensor | None,
+    wanted: tuple[torch.dtype, tuple[int, ...], int],
+    *,
+    present: bool,
+    remedy: str,
+) -> None:
+    """Refuse a tensor that is missing or superfluous, and one that a kernel would misread.
+
+    `wanted` is dtype, shape and alignment; `remedy` says what the problem says.
+    """
+    if (tensor is not None) != present:
+        raise InvalidArgument(
+            name,
+            None if tensor is None else tuple(tensor.shape),
+            "a tensor" if present else "no tensor, as the problem says",
+            remedy,
+        )
+    if tensor is not None:
+        require_tensor(name, tensor, *wanted)
 
 
 def require_device(tensors: Iterable[Tensor | None]) -> int:

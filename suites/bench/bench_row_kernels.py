@@ -22,6 +22,7 @@ from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import (
     embed_problem,
     gemv_problem,
+    operands,
     residual_problem,
     rmsnorm_problem,
     router_problem,
@@ -66,7 +67,7 @@ def norm_arm(name: str, problem: NormProblem, tactic: Tactic | None = None) -> A
     launches = []
     for _ in range(sets_for(problem.bytes_moved)):
         x_MK = _random(problem.rows, problem.columns)
-        weight = _random(problem.columns).to(kernels.TORCH_WEIGHTS[problem.weight])
+        weight = _random(problem.columns).to(operands.DTYPES[problem.weight])
         scale = torch.tensor([5 / 2688], device="cuda") if problem.layout else None
         tensors = (x_MK, weight, scale, *kernels.empty_outputs(problem, x_MK.device))
         launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors, chosen))

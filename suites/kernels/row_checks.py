@@ -23,7 +23,7 @@ from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import to_layout
 from degarble.harness.formats.quantise import quantise
-from degarble.kernels.common import gemv_problem, rmsnorm_problem
+from degarble.kernels.common import gemv_problem, operands, rmsnorm_problem
 from degarble.kernels.common.gemv_problem import GemvProblem
 from degarble.kernels.common.quantise_problem import BLOCK, LAYOUTS
 from degarble.kernels.common.rmsnorm_problem import NormProblem
@@ -274,7 +274,7 @@ def product_on_device(case: GemvCase) -> Tensor:
     from degarble.kernels import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
 
     p = case.problem
-    out = torch.empty((p.rows, p.columns), dtype=kernels.TORCH_OUTPUTS[p.out], device="cuda")
+    out = torch.empty((p.rows, p.columns), dtype=operands.DTYPES[p.out], device="cuda")
     out.view(torch.uint8).fill_(POISON)
     x_MK, weight_NK = (part.cuda() for part in case.operands)
     return kernels.gemv_bf16(x_MK, weight_NK, p, SETTINGS, out=out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch
+from degarble.kernels.common import operands
 from degarble.kernels.common.embed_problem import IDS, EmbedForm, EmbedProblem
 from degarble.kernels.common.machine_code import cubin_facts
 from degarble.kernels.common.settings import CompileSettings
@@ -71,7 +72,7 @@ def test_equal_to_indexing_and_zeros_outside(
 ) -> None:
     problem = EmbedProblem(tokens, 1000, columns, ids)
     table = torch.randn(1000, columns, device="cuda").bfloat16()
-    id_T = torch.randint(-40, 1040, (tokens,), device="cuda").to(kernels.TORCH_IDS[ids])
+    id_T = torch.randint(-40, 1040, (tokens,), device="cuda").to(operands.DTYPES[ids])
     id_T[0] = 999
     out = torch.full((tokens, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
     kernels.embed(id_T, table, problem, SETTINGS, out=out)
