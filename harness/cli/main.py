@@ -28,11 +28,11 @@ from degarble.harness.cli.commands import (
     serving,
     talking,
 )
+from degarble.harness.cli.interrupts import EXIT_INTERRUPTED, TOLD, interruptible
 from degarble.harness.cli.terminal import Environment, Terminal, tell_refusal
 from degarble.harness.errors import EXIT_REFUSED, DegarbleError, UnwritablePath
 from degarble.harness.version import VERSION
 
-EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -76,6 +76,11 @@ for group in (demo, judging, auditing, checkpoints, talking, serving, museum, ni
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit status."""
+    with interruptible():
+        return _status_of(arguments)
+
+
+def _status_of(arguments: Sequence[str]) -> int:
     environment = Environment.read()
     session = Session()
     try:
@@ -90,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         _silence(sys.stdout)
         status = EXIT_PIPE_CLOSED
     except KeyboardInterrupt:
-        sys.stderr.write("\ndegarble: interrupted\n")
+        sys.stderr.write(TOLD)
         status = EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in _NO_ROOM:
