@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.compressor_problem import RATIOS, PoolProblem, windows_of
 from degarble.kernels.common.inverse_rope_problem import BackProblem
@@ -36,7 +35,6 @@ from degarble.kernels.common.mhc_projection_problem import ProjectProblem, split
 from degarble.kernels.common.paged_pool_problem import PagedPoolProblem, StatePages
 from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -46,6 +44,7 @@ from degarble.suites.bench.bench_quantise_kernel import (
     table,
     timed,
 )
+from degarble.suites.bench.gpu import refused_here, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -293,20 +292,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME")
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here():
+        return status
     turns = on_gpu(POSITIONS, rows.TABLE_WIDTH, dtype=torch.float32)
     only = settings.only
     many = chosen(launches_of(settings.tokens, turns), only)
     shares = large(many, settings.tokens, settings.rounds)
     figures = small(chosen(launches_of(1, turns), only), settings.rounds)
-    _say("\n| node of one token | us | of an empty node |\n|---|---|---|")
+    say("\n| node of one token | us | of an empty node |\n|---|---|---|")
     for figure in figures:
-        _say(node_row(figure, figures[0]))
+        say(node_row(figure, figures[0]))
     return verdict(shares, figures)
 
 
@@ -316,14 +311,10 @@ def verdict(shares: dict[str, float], figures: Sequence[Figure]) -> int:
     empty = figures[0].median
     long = {f.arm.name: f.median / empty for f in figures if f.median > WANTED_NODES * empty}
     for name, share in slow.items():
-        _say(f"{name}: {share:.3f} of copy bandwidth, wanted at least {WANTED_SHARE}")
+        say(f"{name}: {share:.3f} of copy bandwidth, wanted at least {WANTED_SHARE}")
     for name, times in long.items():
-        _say(f"{name}: {times:.2f} empty nodes, wanted at most {WANTED_NODES}")
+        say(f"{name}: {times:.2f} empty nodes, wanted at most {WANTED_NODES}")
     return int(bool(slow or long))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.harness.runs.generate import Manner, Talker
 from degarble.harness.runs.model import open_model
 from degarble.harness.talk.generation import Limits
-from degarble.kernels.common.targets import target_of_device
 from degarble.references import tiny
 from degarble.references.tiny import words
 from degarble.suites.bench.cosine_stacks import Expert, Layer, Reference, Stack, Twin
+from degarble.suites.bench.gpu import refused_here, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -169,7 +168,7 @@ def table(layers: Sequence[Layer] | Iterator[Layer], ours: Way) -> list[str]:
         reference = Reference().through(layer)
         twin, got = (cosine(way.through(layer), reference) for way in (Twin(), ours))
         gap = got - twin
-        _say(
+        say(
             f"| {layer.name} | {layer.kind} | {twin:.6f} | {got:.6f} | {gap:+.1e} | "
             f"{EARLIER[layer.kind]:.3f} |"
         )
@@ -187,26 +186,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.ceilings:
         _judged(settings.tokens, "cpu", Twin())
         return 0
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}\n")
+    if status := refused_here():
+        return status
+    say("")
     missed = _judged(settings.tokens, "cuda", Stack())
-    _say(f"\nat least the twin's but for {ALLOWED}: {', '.join(missed) or 'all'}"
+    say(f"\nat least the twin's but for {ALLOWED}: {', '.join(missed) or 'all'}"
          f"{' are below' if missed else ' are'}")  # fmt: skip
     return int(bool(missed))
 
 
 def _judged(tokens: int, device: str, ours: Way) -> list[str]:
-    _say("| input | component | twin | kernels | kernels - twin | earlier stack |")
-    _say("|---|---|---|---|---|---|")
+    say("| input | component | twin | kernels | kernels - twin | earlier stack |")
+    say("|---|---|---|---|---|---|")
     return table(captured(tokens, device), ours) + table(drawn_layers(tokens, device), ours)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ import statistics
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.common.gemm_problem import (
     BF16,
@@ -42,6 +41,7 @@ from degarble.suites.bench.bench_quantise_kernel import (
     sets_for,
     timed,
 )
+from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.bench.timing import quartiles
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ def table(extents: tuple[int, int, int], arms: Sequence[Arm], rounds: int) -> li
     """Time arms, the first of them cuBLAS, and print them."""
     m, n, k = extents
     rows = [Row(figure, 2 * m * n * k) for figure in timed(arms, rounds)]
-    _say(f"\n**M {m}, N {n}, K {k}**\n\n| arm | us | TFLOP/s | of cuBLAS |\n|---|---|---|---|")
+    say(f"\n**M {m}, N {n}, K {k}**\n\n| arm | us | TFLOP/s | of cuBLAS |\n|---|---|---|---|")
     for row in rows:
-        _say(row.line(rows[0].figure))
+        say(row.line(rows[0].figure))
     return rows
 
 
@@ -162,7 +162,7 @@ def compare(extents: tuple[int, int, int], rounds: int) -> list[str]:
         "fp8_block of bf16": (fp8.ratio(bf16.figure), WANTED_FP8),
     }
     for name, (got, wanted) in found.items():
-        _say(f"{name}: {got:.3f}, wanted at least {wanted}")
+        say(f"{name}: {got:.3f}, wanted at least {wanted}")
     return [name for name, (got, wanted) in found.items() if got < wanted]
 
 
@@ -180,14 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--tactics", action="store_true", help="compare all rows of the table")
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-        if target is not SM90A:
-            raise MissingDevice("target", target.name, SM90A.name, "These forms are Hopper's.")
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here(SM90A, "These forms are Hopper's."):
+        return status
     missed = [why for extents in SHAPES for why in compare(extents, settings.rounds)]
     for rows in SMALL_ROWS:
         extents = (rows, 7168, 4096)
@@ -195,17 +189,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tactics(extents, settings.rounds)
         else:
             compare_small(extents, settings.rounds)
-    _say(f"\nmissed: {', '.join(missed) or 'nothing'}")
+    say(f"\nmissed: {', '.join(missed) or 'nothing'}")
     return int(bool(missed))
 
 
 def compare_small(extents: tuple[int, int, int], rounds: int) -> None:
     """Compare all kernels where memory decides; no target is set there."""
     table(extents, [cublas_arm(GemmProblem(*extents)), *map(kernel_arm, problems(extents))], rounds)
-
-
-def _say(text: Any) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

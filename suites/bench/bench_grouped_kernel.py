@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common.fp8_quantise_problem import SCALES, Fp8Problem
 from degarble.kernels.common.gemm_problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.common.grouped_fp8_problem import GroupedFp8Problem
 from degarble.kernels.common.grouped_problem import GroupedProblem
 from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import Figure, captured, sets_for, timed
+from degarble.suites.bench.gpu import refused_here, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -224,12 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="tables with this in their title")
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here():
+        return status
     for tokens in settings.tokens:
         for title, problem, launches in problems_of(tokens):
             if settings.only not in title:
@@ -237,14 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sets = [launches() for _ in range(sets_for(problem.bytes_moved))]
             arms = [captured(name, 0, [each[name] for each in sets]) for name in sets[0]]
             for line in rows_of(title, problem, timed(arms, settings.rounds)):
-                _say(line)
+                say(line)
             del sets, arms
             torch.cuda.empty_cache()
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice
 from degarble.kernels.common import indexer_operand_problem
 from degarble.kernels.common.indexer_operand_problem import OperandProblem
 from degarble.kernels.common.indexer_problem import OPERANDS, KeyPages, ScoresProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, target_of_device
+from degarble.kernels.common.targets import SM90A
 from degarble.kernels.common.topk_problem import TopkProblem
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
@@ -33,6 +32,7 @@ from degarble.suites.bench.bench_quantise_kernel import (
     sets_for,
     timed,
 )
+from degarble.suites.bench.gpu import refused_here, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,14 +114,14 @@ def scores(rounds: int) -> list[str]:
         problems = [scores_problem(tokens, entries, 1, kind) for kind in KINDS]
         figures = timed([peak_arm(), *map(scores_arm, problems)], rounds)
         peak = 2 * PEAK_EXTENT**3 / figures[0].median
-        _say(
+        say(
             f"\n**{tokens} tokens, {entries} entries, {HEADS} heads**, "
             f"torch.mm {peak * 1e-6:.0f} TFLOP/s"
         )
-        _say("\n| arm | us | TFLOP/s | of the peak |\n|---|---|---|---|")
+        say("\n| arm | us | TFLOP/s | of the peak |\n|---|---|---|---|")
         for problem, figure in zip(problems, figures[1:], strict=True):
             rate = problem.operations / figure.median
-            _say(
+            say(
                 f"| {figure.arm.name} | {figure.median:.1f} | {rate * 1e-6:.0f} | "
                 f"{rate / peak:.3f} |"
             )
@@ -130,11 +130,11 @@ def scores(rounds: int) -> list[str]:
         torch.cuda.empty_cache()
     sequences, entries = DECODE
     problems = [scores_problem(sequences, entries, sequences, kind) for kind in KINDS]
-    _say(f"\n**{sequences} sequences of a token, {entries} entries**\n")
-    _say("| arm | us | TB/s | of a copy |\n|---|---|---|---|")
+    say(f"\n**{sequences} sequences of a token, {entries} entries**\n")
+    say("| arm | us | TB/s | of a copy |\n|---|---|---|---|")
     for problem in problems:
         copy, figure = timed([copy_arm(problem.bytes_moved), scores_arm(problem)], rounds)
-        _say(
+        say(
             f"| {figure.arm.name} | {figure.median:.1f} | {figure.terabytes_a_second:.2f} | "
             f"{figure.share_of(copy):.3f} |"
         )
@@ -159,15 +159,15 @@ def topk_arms(problem: TopkProblem) -> list[Arm]:
 def topk(rounds: int) -> list[str]:
     """Compare the choice with torch.topk; return what is missed."""
     missed = []
-    _say("\n| rows | entries | k | torch.topk us | indexer_topk us | TB/s | times |")
-    _say("|---|---|---|---|---|---|---|")
+    say("\n| rows | entries | k | torch.topk us | indexer_topk us | TB/s | times |")
+    say("|---|---|---|---|---|---|---|")
     for rows in ROWS:
         for entries in LENGTHS:
             for count in COUNTS:
                 problem = TopkProblem(rows, entries, count)
                 slow, fast = timed(topk_arms(problem), rounds)
                 times = ratio(slow, fast)
-                _say(topk_row(problem, slow, fast))
+                say(topk_row(problem, slow, fast))
                 if times < WANTED_TOPK:
                     missed.append(f"top-{count} of {rows} x {entries}: {times:.2f}")
                 torch.cuda.empty_cache()
@@ -205,7 +205,7 @@ def operand_arm(problem: OperandProblem) -> Arm:
 def operand(rounds: int) -> list[str]:
     """Compare rows of queries with a copy; return what is missed."""
     missed = []
-    _say("\n| rows | us | TB/s | of a copy |\n|---|---|---|---|")
+    say("\n| rows | us | TB/s | of a copy |\n|---|---|---|---|")
     for pairing, form, coded in (
         ("interleaved", "mxfp4", False),
         ("interleaved", "fp8", True),
@@ -216,7 +216,7 @@ def operand(rounds: int) -> list[str]:
         )
         copy, figure = timed([copy_arm(problem.bytes_moved), operand_arm(problem)], rounds)
         share = figure.share_of(copy)
-        _say(
+        say(
             f"| {figure.arm.name} | {figure.median:.1f} | {figure.terabytes_a_second:.2f} | "
             f"{share:.3f} |"
         )
@@ -235,22 +235,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=sorted(PARTS))
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-        if target is not SM90A:
-            raise MissingDevice("target", target.name, SM90A.name, "The scores are Hopper's.")
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here(SM90A, "The scores are Hopper's."):
+        return status
     parts = [settings.only] if settings.only else list(PARTS)
     missed = [why for part in parts for why in PARTS[part](settings.rounds)]
-    _say(f"\nmissed: {'; '.join(missed) or 'nothing'}")
+    say(f"\nmissed: {'; '.join(missed) or 'nothing'}")
     return int(bool(missed))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

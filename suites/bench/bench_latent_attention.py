@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.kv_problem import Pages
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
-from degarble.kernels.common.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import copy_arm, timed
 from degarble.suites.bench.bench_sparse_attention import SETTINGS, Row, arm_of
+from degarble.suites.bench.gpu import refused_here, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,7 +115,7 @@ def measured(mode: str, count: int, rounds: int) -> dict[str, float]:
             pair = [copy_arm(problem.gathered_bytes), arm_of(name, problem, launch)]
             copy, figure = timed(pair, rounds)
             row = Row(figure, problem)
-            _say(row.line(copy))
+            say(row.line(copy))
             found[name] = row.teraflops
             del pair, copy, figure, row
             torch.cuda.empty_cache()
@@ -130,22 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here():
+        return status
     head = "us [quartiles] | TFLOP/s | of a copy of the entries named |\n|---|---|---|---|"
     for mode, count in (("decode", settings.batch), ("prefill", settings.tokens)):
-        _say(f"\n| {mode}, {count} tokens | {head}")
+        say(f"\n| {mode}, {count} tokens | {head}")
         best = max(measured(mode, count, settings.rounds).values())
-        _say(f"{mode}: {best:.0f} TFLOP/s at best; published for H800: {PUBLISHED[mode]}")
+        say(f"{mode}: {best:.0f} TFLOP/s at best; published for H800: {PUBLISHED[mode]}")
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common.quantise_problem import (
     LAYOUTS,
     SWIGLU,
@@ -32,6 +31,7 @@ from degarble.kernels.common.quantise_problem import (
 )
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.targets import target_of_device
+from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.bench.timing import quartiles
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ def timed(arms: Sequence[Arm], rounds: int) -> list[Figure]:
 def table(title: str, arms: Sequence[Arm], rounds: int) -> list[Figure]:
     """Time arms, the first of them the copy, and print them."""
     figures = timed(arms, rounds)
-    _say(
+    say(
         f"\n**{title}**\n\n| arm | MB | us a launch | TB/s | share of copy |\n|---|---|---|---|---|"
     )
     for figure in figures:
-        _say(figure.row(figures[0]))
+        say(figure.row(figures[0]))
     return figures
 
 
@@ -198,23 +198,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--columns", type=int, default=7168)
     parser.add_argument("--rounds", type=int, default=30)
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here():
+        return status
     walks(settings.rows, settings.columns, settings.rounds)
     share, fused = forms(settings.rows, settings.columns, settings.rounds)
     for rows in (1, 16, 128, 1024):
         forms(rows, settings.columns, settings.rounds)
-    _say(f"\nshare of copy bandwidth {share:.3f}, wanted at least {WANTED_SHARE}")
-    _say(f"SwiGLU for its bytes over plain for its own {fused:.3f}, wanted at most {WANTED_FUSED}")
+    say(f"\nshare of copy bandwidth {share:.3f}, wanted at least {WANTED_SHARE}")
+    say(f"SwiGLU for its bytes over plain for its own {fused:.3f}, wanted at most {WANTED_FUSED}")
     return int(share < WANTED_SHARE or fused > WANTED_FUSED)
-
-
-def _say(text: Any) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

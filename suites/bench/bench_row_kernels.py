@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import (
     embed_problem,
     gemv_problem,
@@ -43,6 +42,7 @@ from degarble.suites.bench.bench_quantise_kernel import (
     sets_for,
     table,
 )
+from degarble.suites.bench.gpu import refused_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -299,12 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=30)
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    print(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")  # noqa: T201
+    if status := refused_here():
+        return status
     missed = [name for part in settings.only for name in PARTS[part](settings.rounds)]
     for name in missed:
         print(f"missed: {name}")  # noqa: T201  a script

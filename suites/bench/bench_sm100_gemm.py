@@ -18,14 +18,12 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import torch
-
-from degarble.harness.errors import DegarbleError, MissingDevice
 from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
 from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM100A, target_of_device
+from degarble.kernels.common.targets import SM100A
 from degarble.suites.bench import bench_gemm_kernels as plain
 from degarble.suites.bench.bench_quantise_kernel import captured, copy_arm, sets_for, timed
+from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_table
 
@@ -79,10 +77,10 @@ def compare(extents: tuple[int, int, int], rounds: int) -> None:
     arms += [kernel_arm(problem, form) for form in forms]
     cublas, copy, *figures = timed(arms, rounds)
     m, n, k = extents
-    _say(f"\n**M {m}, N {n}, K {k}**: copy {copy.terabytes_a_second:.2f} TB/s\n")
-    _say("| tactic | us | TFLOP/s | of cuBLAS, BF16 | of the bound |\n|---|---|---|---|---|")
+    say(f"\n**M {m}, N {n}, K {k}**: copy {copy.terabytes_a_second:.2f} TB/s\n")
+    say("| tactic | us | TFLOP/s | of cuBLAS, BF16 | of the bound |\n|---|---|---|---|---|")
     for form, figure in zip(forms, figures, strict=True):
-        _say(line(problem, form, figure, cublas))
+        say(line(problem, form, figure, cublas))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,21 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=24)
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-        if target is not SM100A:
-            raise MissingDevice("target", target.name, SM100A.name, "Run it on a B200.")
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here(SM100A, "Run it on a B200."):
+        return status
     for extents in SHAPES:
         compare(extents, settings.rounds)
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common.kv_problem import Pages
 from degarble.kernels.common.settings import CompileSettings
 from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
-from degarble.kernels.common.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -37,6 +35,7 @@ from degarble.suites.bench.bench_quantise_kernel import (
     sets_for,
     timed,
 )
+from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.bench.timing import quartiles
 
 if TYPE_CHECKING:
@@ -198,12 +197,12 @@ def measured(problem_of: Any, count: int, rounds: int) -> dict[str, float]:
             arms = [copy_arm(problem.gathered_bytes), arm_of(name, problem, launch)]
             copy, figure = timed(arms, rounds)
             row = Row(figure, problem)
-            _say(row.line(copy))
+            say(row.line(copy))
             found[name], found[f"{name} share"] = row.teraflops, figure.share_of(copy)
             del arms, copy, figure, row
             torch.cuda.empty_cache()
     if without_triton:
-        _say(without_triton)
+        say(without_triton)
     return found
 
 
@@ -214,16 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     settings = parser.parse_args(arguments)
-    try:
-        target = target_of_device()
-    except DegarbleError as error:
-        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
-        return error.exit_status
-    _say(f"{torch.cuda.get_device_name()} ({target.name}), torch {torch.__version__}")
+    if status := refused_here():
+        return status
     head = "us [quartiles] | TFLOP/s | of a copy of the entries named |\n|---|---|---|---|"
-    _say(f"| prefill of {settings.tokens} tokens | {head}")
+    say(f"| prefill of {settings.tokens} tokens | {head}")
     filled = measured(prefill, settings.tokens, settings.rounds)
-    _say(f"\n| decoding, batch {settings.batch} | {head}")
+    say(f"\n| decoding, batch {settings.batch} | {head}")
     decoded = measured(decode, settings.batch, settings.rounds)
     return verdict(filled, decoded)
 
@@ -240,12 +235,8 @@ def verdict(filled: dict[str, float], decoded: dict[str, float]) -> int:
             f"{WANTED_DECODE} or {WANTED_SHARE}"
         )
     for each in said:
-        _say(each)
+        say(each)
     return int(bool(said))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a script
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def figure(name: str, *microseconds: float) -> Figure:
 def test_arms_have_names_of_their_own_and_their_problems_bytes() -> None:
     found = bench.launches_of(8192, None)
     names = [name for name, _, _ in found]
-    assert len(set(names)) == len(names) == 10 + 4 + 12 + 2
+    assert len(set(names)) == len(names) == 10 + 4 + 12 + 2 + 4
     assert [name for name, *_ in bench.chosen(found, ["mhc p"])] == [
         f"mhc {part}, {width}" for width in bench.WIDTHS for part in ("post", "project")
     ]

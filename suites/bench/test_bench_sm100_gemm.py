@@ -9,6 +9,7 @@ from degarble.kernels.common import gemm_tensor_memory as tensor_memory
 from degarble.kernels.common import targets
 from degarble.kernels.common.gemm_problem import GemmProblem
 from degarble.suites.bench import bench_sm100_gemm as bench
+from degarble.suites.bench import gpu
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_table
@@ -44,6 +45,6 @@ def test_a_row_is_held_against_its_bound() -> None:
 def test_refuses_other_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "target_of_device", lambda: targets.SM90A)
+    monkeypatch.setattr(gpu, "target_of_device", lambda: targets.SM90A)
     assert bench.main([]) == EXIT_REFUSED
     assert "Run it on a B200" in capsys.readouterr().err
