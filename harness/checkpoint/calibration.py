@@ -81,6 +81,11 @@ class Calibration:
     def load(cls, path: Path) -> Calibration:
         """Read a capture's records; `path` is the capture's folder, or the file itself."""
         file = path / FILE if path.is_dir() else path
+        if path.is_dir() and not file.exists():
+            raise UnreadableFile(
+                shown(str(path)), f"no {FILE}", "a folder of amax records",
+                "Record them with `degarble capture CKPT --amax-only`.",
+            )  # fmt: skip
         scan = ObjectScanner(read_small_file(file, LARGEST_FILE), shown(str(file)))
         raw = scan.value(LARGEST_FILE)
         scan.finish()

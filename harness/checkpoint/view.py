@@ -64,6 +64,10 @@ _COUNTS = (
     "n_routed_experts",
 )
 _LARGEST_COUNT = 10_000
+_OF_PICKLED = (
+    "Convert pickled weights to safetensors with the tool that wrote them; they are never opened"
+    " here, because unpickling runs code."
+)
 
 
 @dataclass(frozen=True)
@@ -212,8 +216,7 @@ class _Opener:
                 shown(str(root)),
                 f"no safetensors file ({len(folder.pickled)} pickled ones)",
                 "at least one .safetensors file",
-                "Convert pickled weights to safetensors with the tool that wrote them; they are"
-                " never opened here, because unpickling runs code.",
+                _OF_PICKLED if folder.pickled else "Name the folder that holds the model's shards.",
             )
         headers = list(read_shards(root, folder, checkpoint.index, self._problems))
         checkpoint.entries = MappingProxyType(gather(headers, checkpoint.index, self._problems))

@@ -236,7 +236,11 @@ def _added(call: Call, out: Tensor) -> Budget:
     """Two terms; V3.2's drafter sets them side by side."""
     if call.role == "join" and out.ndim == call.inputs["e"].ndim:
         return exact(output_format(out), "two rows side by side")
-    return few(out.abs(), 2, output_format(out), "sum of two terms")
+    amplitude = out.abs().double()
+    for x in call.inputs.values():
+        if x.dtype is torch.float64 and x.shape == out.shape:
+            amplitude = amplitude + x.abs()  # who sums in float32 rounds it first
+    return few(amplitude, 2, output_format(out), "sum of two terms")
 
 
 def _spread(call: Call, out: Tensor) -> Budget:

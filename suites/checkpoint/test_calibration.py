@@ -71,8 +71,10 @@ def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str) -
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(Refused, match="--amax-only"):
         Calibration.load(tmp_path)
+    with pytest.raises(Refused):
+        Calibration.load(tmp_path / "nowhere")
 
 
 def test_two_runs_join() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.cli import main as entry
+from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
 from degarble.harness.version import VERSION
 from degarble.suites.cli.calls import call
 
@@ -101,7 +102,7 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     assert process.stdout.readline() == b"on\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == entry.EXIT_INTERRUPTED
+    assert process.returncode == EXIT_INTERRUPTED
     assert err == b"\ndegarble: interrupted\n"
 
 

@@ -112,3 +112,13 @@ def test_what_float32_cannot_hold_is_no_difference(
     largest = twin.abs().amax()
     made[key] = torch.where(twin.abs() == largest, 0.0, made[key])
     assert judge_outputs(call, made)[key].ratio > 1
+
+
+def test_terms_that_cancel_are_rounded_where_they_arrive_in_float64() -> None:
+    routed = spread(8, V4.hidden_size).double() * (1 + 2.0**-30)
+    inputs = {"routed": routed, "shared": (-routed).bfloat16()}
+    call = Call.of(bound(V4, torch.float64, {}), "layers.0.ffn.moe_sum", inputs)
+    own = inputs["routed"].float() + inputs["shared"].float()
+    assert not torch.equal(own.bfloat16(), call.outputs["out"])
+    assert judge_outputs(call, {"out": own.bfloat16()})["out"].ratio <= HEADROOM
+    assert judge_outputs(call, {"out": own.bfloat16() + 2.0**-12})["out"].ratio > 1
