@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -108,6 +109,7 @@ def _no_decode_scale(true: Any, number: Any, scales: Any) -> Any:
     return true(number, scales[:1])
 
 
+LAUNCHED, NOTHING = "launched now", "nothing"
 _COMMON = "degarble.kernels.common"
 _STAGES, _WGMMA = f"{_COMMON}.nvfp4_stages", f"{_COMMON}.wgmma"
 _EPILOGUE, _SCHEDULE = f"{_COMMON}.gemm_epilogue", f"{_COMMON}.gemm_schedule"
@@ -151,7 +153,9 @@ def compiled(fault: Fault, *, whole: bool = False) -> CompiledKernel:
     return made
 
 
-def verdict(fault: Fault, kernel: CompiledKernel) -> str:
+def verdict(
+    fault: Fault, kernel: CompiledKernel, launching: Callable[[], None] | None = None
+) -> str:
     """Say what the checks find wrong with a kernel; empty where they find nothing."""
     import torch  # noqa: PLC0415  the command refuses names without it
 
@@ -166,6 +170,8 @@ def verdict(fault: Fault, kernel: CompiledKernel) -> str:
         device="cuda",
     )
     tensors = (*checks.flat(sides.given), out[: problem.rows])
+    if launching is not None:
+        launching()
     for _ in range(3):  # shared memory that holds what a launch before left is no excuse
         kernels.launch(kernel, case.form, problem, tensors)
     torch.cuda.synchronize()
@@ -173,9 +179,10 @@ def verdict(fault: Fault, kernel: CompiledKernel) -> str:
 
 
 def main() -> int:
-    """Plant one fault and print what is said of it."""
+    """Plant one fault and print that it is launched, then what is said of it."""
     fault = BY_NAME[sys.argv[1]]
-    print(verdict(fault, compiled(fault)) or "nothing")  # noqa: T201  a script
+    tell = partial(print, LAUNCHED, flush=True)
+    print(verdict(fault, compiled(fault), tell) or NOTHING)  # noqa: T201  a script
     return 0
 
 

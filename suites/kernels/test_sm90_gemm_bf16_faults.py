@@ -11,7 +11,7 @@ from degarble.suites.kernels import gemm_faults as faults
 
 pytestmark = pytest.mark.needs("cutlass")
 
-SECONDS = 30
+SECONDS = 60
 QUIET = [fault for fault in faults.FAULTS if not fault.violent]
 VIOLENT = [fault for fault in faults.FAULTS if fault.violent]
 
@@ -48,8 +48,27 @@ def test_a_fault_is_caught_and_a_whole_form_is_not(fault: faults.Fault) -> None:
 @pytest.mark.parametrize("fault", VIOLENT, ids=named)
 def test_a_violent_fault_is_caught_in_a_process_of_its_own(fault: faults.Fault) -> None:
     command = [sys.executable, "-m", "degarble.suites.kernels.gemm_faults", fault.name]
+    said: bytes | None
+    status: int | None
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return  # it stands still: nobody takes that for a result
-    assert run.returncode or run.stdout.strip() != "nothing"
+        run = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+        said, status = run.stdout, run.returncode
+    except subprocess.TimeoutExpired as still:
+        said, status = still.stdout, None
+    assert caught(said, status), (status, said)
+
+
+def caught(said: bytes | None, status: int | None) -> bool:
+    """Whether a process that was launched ended badly, found something, or stands still (None)."""
+    lines = (said or b"").decode().splitlines()
+    return faults.LAUNCHED in lines and (status != 0 or faults.NOTHING not in lines)
+
+
+def test_a_process_that_never_came_to_a_launch_has_caught_nothing() -> None:
+    launched = f"{faults.LAUNCHED}\n".encode()
+    assert not caught(None, None)
+    assert not caught(b"", 1)
+    assert not caught(launched + b"nothing\n", 0)
+    assert caught(launched, None)
+    assert caught(launched, 1)
+    assert caught(launched + b"3 of 9 differ\n", 0)
