@@ -22,11 +22,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 from torch import Tensor
 
-from degarble.harness.errors import (
-    DtypeMismatch,
-    LayoutMismatch,
-    ShapeMismatch,
-)
+from degarble.harness.errors import ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.layouts import LINEAR, ceil_div
@@ -41,8 +37,9 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.e2m1_pairs import PAIRS
-from degarble.kernels.common.operands import pointer, require_device
+from degarble.kernels.common.operands import pointer, require_device, require_tensor
 from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.common.succession import EARLY, let_follow, wait_for_front
 from degarble.kernels.common.targets import TARGETS, target_of_device
 from degarble.kernels.common.w4a16_problem import W4A16Form, W4A16Problem
 
@@ -149,7 +146,7 @@ def ask_activations(
         return
     for part in range(form.parts):
         step = round_ * facts.PARTS + place.rank * form.parts + part
-        to = start + part * (form.columns * 2 * facts.STEP)
+        to = start + part * (form.copied_rows * 2 * facts.STEP)
         copy_box(views.activations, box, (step, 0), to, barrier)
 
 
@@ -209,12 +206,13 @@ class Sources(NamedTuple):
 
     scales: Any
     extents: tuple[Any, Any, Any]
+    zero: Any  # 0, which no compiler knows
 
 
 def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form: W4A16Form) -> Any:
     """Return what gives a step's activations: for each word of codes, four of eight rows."""
     native = TARGETS[form.target].converts_e2m1
-    own = start + place.part * (form.columns * 2 * facts.STEP) + place.lane % 4 * 32
+    own = start + place.part * (form.copied_rows * 2 * facts.STEP) + place.lane % 4 * 32
     of_columns = [
         own + ops.minimum(place.lane // 4 + column, extents[0] - 1) * (2 * facts.STEP)
         for column in range(0, form.columns, facts.COLUMNS)
@@ -284,7 +282,7 @@ def add_tile(
     """Multiply a step of a tile with its activations, and say that its stage may be filled."""
     lane, by_stage, empty, value, activations = step
     native = TARGETS[form.target].converts_e2m1
-    both = []
+    both, read = [], Uint32(0)
     for half in range(2):
         codes = lane.codes + by_stage + half * form.half_bytes
         words = ptx.shared_words(codes, 2) + ptx.shared_words(codes + 32, 2)
@@ -295,10 +293,11 @@ def add_tile(
             inside = [value + block < sources.extents[2] for block in (0, 64)]
             low, high = (ops.select(each, Uint32(0xFF), Uint32(0)) for each in inside)
             pair = pair & (low + high * 256)
+        read = read | words[0] | words[2] | pair
         both.append((words, ptx.block_scales(pair, native)))
-    cute.arch.sync_warp()
-    ptx.arrive(empty, place.lane == 0)
     for j in range(ptx.WORDS):
+        if j == 1:  # not at once: the first products need no more than half of the words
+            ptx.give_back(empty, [read], sources.zero, place.lane == 0)
         low, high = (ptx.decoded(words[j], scales[j // 2], native) for words, scales in both)
         for column, x in enumerate(activations(j)):
             at = (tile * form.columns // facts.COLUMNS + column) * 4
@@ -341,15 +340,16 @@ def multiply(
             else:
                 ptx.arrive(empty, place.lane == 0)
             at, phase = next_place(at, phase, form.stages)
-        cute.arch.sync_warp()
-        ptx.arrive(memory.kept_full + EMPTY + kept_at * 8, place.lane == 0)
+        last = [ops.bits_of(sums[i]) for i in range(numbers - form.columns // 2, numbers, 4)]
+        empty = memory.kept_full + EMPTY + kept_at * 8
+        ptx.give_back(empty, last, sources.zero, place.lane == 0)
         kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
 
     cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
-    own = memory.ring + place.warp * form.sum_bytes + place.lane * 16
+    own = memory.ring + place.warp * form.sum_bytes
     for i in cutlass.range_constexpr(numbers // 4):
         four = [ops.bits_of(sums[4 * i + j]) for j in range(4)]
-        ptx.store_words(own + i * 512, four)
+        ptx.store_words(own + facts.lane_offset(i, place.lane), four)
 
 
 @cute.jit
@@ -367,23 +367,27 @@ def add_parts(
     of_columns, tiles = form.columns // facts.COLUMNS, form.tiles * form.groups
     native = TARGETS[form.target].converts_e2m1
     begin = place.rank * form.threads + Uint32(thread)
-    count, stride = rows * form.outputs, form.ranks * form.threads
+    count, stride = ceil_div(rows, 2) * 2 * form.outputs, form.ranks * form.threads
     for each in cutlass.range(Int32(begin), Int32(count), stride, unroll=1):
-        within, rest = Uint32(each) % facts.TILE, Uint32(each) // facts.TILE
-        tile, row = rest % tiles, rest // tiles
+        within, tile, row = facts.sum_place(Uint32(each), tiles)
         fragment = tile % form.tiles * of_columns + row // facts.COLUMNS
-        lane = within % 8 * 4 + row % 8 // 2
-        at = (fragment * LANES + lane) * 16 + within // 8 * 8 + row % 2 * 4
-        at = ring + tile // form.tiles * (form.parts * form.sum_bytes) + at
-        total = ptx.shared_number(at, 0, form.ranks)
-        for part in cutlass.range_constexpr(1, facts.PARTS):
-            of_part = at + part % form.parts * form.sum_bytes
-            total = ops.add_rn(total, ptx.shared_number(of_part, part // form.parts, form.ranks))
+        at = ring + tile // form.tiles * (form.parts * form.sum_bytes)
+        at = at + facts.sum_offset(fragment, within, row)
+        # All reads first: another thread block's numbers take long, one after the other longer.
+        numbers = [
+            ptx.shared_number(
+                at + part % form.parts * form.sum_bytes, part // form.parts, form.ranks
+            )
+            for part in range(facts.PARTS)
+        ]
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = ops.add_rn(total, number)
         if cutlass.const_expr(not native):
             total = ops.multiply_rn(total, 2.0**-facts.DECODED_EXPONENT)
         total = ops.multiply_rn(total, scale)
         output = facts.row_of(place.tile + tile, within, form.layout)
-        if output < outputs:
+        if (output < outputs) & (row < rows):
             ptx.store_rounded(out + Int64((row * outputs + output) * 2), total)
 
 
@@ -406,9 +410,13 @@ def w4a16_kernel(
             ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    sources = Sources(pointers[2].toint(), (rows, outputs, columns))
+    # The kernel behind may begin as far as here; this one reads and writes nothing before the one
+    # in front has ended, and with it whatever that one waited for.
+    let_follow()
+    wait_for_front()
+    sources = Sources(pointers[2].toint(), (rows, outputs, columns), rows // 128)
     counts = ceil_div(columns, facts.ROUND), kept_count
-    scale = Float32(pointers[3].load())
+    scale = ptx.global_number(pointers[3].toint())
     if place.warp == form.warps:
         ask(views, place, memory, counts, form)
     else:
@@ -477,6 +485,7 @@ def launch_w4a16(
         block=[form.threads, 1, 1],
         cluster=[form.ranks, 1, 1] if cutlass.const_expr(form.ranks > 1) else None,
         smem=shared_bytes,
+        use_pdl=EARLY,
         stream=stream,
     )
 
@@ -508,7 +517,7 @@ def gemm_w4a16(
     shape = (problem.rows, problem.outputs)
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=activations_MK.device)
-    _require("output", out, torch.bfloat16, shape, ALIGNMENTS[4])
+    require_tensor("output", out, torch.bfloat16, shape, ALIGNMENTS[4])
     device = require_device((*tensors, out))
     if problem.rows:
         tactic = facts.choose_tactic(problem)
@@ -540,7 +549,7 @@ def operands_of(
     for name, tensor, dtype, shape, alignment in zip(
         names, tensors, dtypes, shapes, ALIGNMENTS, strict=False
     ):
-        _require(name, tensor, dtype, shape, alignment)
+        require_tensor(name, tensor, dtype, shape, alignment)
     return problem, tensors
 
 
@@ -559,28 +568,6 @@ def launch(
     pointers = tuple(_pointer(place, tensor) for place, tensor in enumerate(tensors))
     stream = current_stream(tensors[0].device.index or 0)
     kernel(pointers, tuple(Int32(extent) for extent in extents), stream)
-
-
-def _require(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int
-) -> None:
-    if tensor.dtype is not dtype:
-        raise DtypeMismatch(name, tensor.dtype, str(dtype), "Convert it; the kernel reads bits.")
-    if tuple(tensor.shape) != shape:
-        raise ShapeMismatch(
-            name, tuple(tensor.shape), f"{shape}, as the weights say", "Pass what fits them."
-        )
-    if not tensor.is_contiguous():
-        raise LayoutMismatch(
-            f"strides of {name}", tensor.stride(), "a contiguous tensor", "Copy it: contiguous()."
-        )
-    if tensor.data_ptr() % alignment:
-        raise LayoutMismatch(
-            f"address of {name}",
-            tensor.data_ptr() % alignment,
-            f"a multiple of {alignment} bytes",
-            "Copy it into memory of its own.",
-        )
 
 
 def _pointer(place: int, tensor: Tensor | None) -> Any:

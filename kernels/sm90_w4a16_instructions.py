@@ -1,8 +1,8 @@
 """The instructions by which BF16 times NVFP4 decodes, multiplies and waits, each with its operands.
 
 Owns what PTX does and the DSL has no word for here: pairs of weights by an integer product or, on
-sm_100a, by its own conversion; mma.sync.m16n8k16; barriers that count bytes; reads of shared memory
-of 4 to 16 bytes, also of another thread block of the cluster. No kernel and no address lives here.
+sm_100a, by its own conversion; mma.sync.m16n8k16; barriers that count bytes, a stage given back
+behind all reads of it; reads of shared memory, also of another thread block's. No kernel is here.
 
 A weight comes out as code times block scale, exact in BF16; on sm_90a times 2**-8, which the sums
 get back. Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_gemm_w4a16.py,
@@ -72,9 +72,31 @@ def shared_words(address: Any, count: int) -> list[Any]:
     return list(emit(text, [Uint32] * count, address))
 
 
+def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
+    """Arrive with one thread once every lane of the warp has words that it read; `zero` is 0."""
+    # Trap: neither bar.warp.sync nor the release of an arrival waits for reads that are under way
+    # (machine code shows it), and what the copy engine writes next may overtake them. So the
+    # address is made of what all lanes have read, and no compiler knows that `zero` is 0.
+    cute.arch.sync_warp()
+    joined = " ".join(f"or.b32 all, all, {{$r{i}}};" for i in range(4, len(words) + 3))
+    text = f"""{{
+    .reg .b32 all; .reg .pred some, one;
+    mov.b32 all, {{$r3}}; {joined} and.b32 all, all, {{$r1}};
+    setp.ne.u32 some, all, 0; setp.ne.u32 one, {{$r2}}, 0;
+    vote.sync.ballot.b32 all, some, 0xffffffff; add.u32 all, all, {{$r0}};
+    @one mbarrier.arrive.shared::cta.b64 _, [all];
+    }}"""
+    emit(text, [], barrier, zero, ops.select(one, Uint32(1), Uint32(0)), *words)
+
+
+def global_number(address: Any) -> Any:
+    """Read a float32 here and now: a compiler puts a plain read where it is waited for."""
+    return emit("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
 def global_byte(address: Any) -> Any:
     """Read a byte."""
-    text = "{ .reg .u16 byte; ld.global.nc.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
+    text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
     return emit(text, [Uint32], address)
 
 

@@ -127,6 +127,7 @@ class W4A16Form:
 
     layout: str
     columns: int  # rows of activations that fit: 8, 16, 32 or 64
+    copied_rows: int  # rows of activations that are copied: those of the problem, or up to twice
     tiles: int
     groups: int
     ranks: int
@@ -189,7 +190,7 @@ class W4A16Form:
     @property
     def kept_bytes(self) -> int:
         """Activations of a round."""
-        return self.parts * self.columns * STEP * 2
+        return self.parts * self.copied_rows * STEP * 2
 
     @property
     def sum_bytes(self) -> int:
@@ -240,12 +241,13 @@ def choose_tactic(problem: W4A16Problem) -> Tactic:
 
 def choose_form(problem: W4A16Problem, tactic: Tactic, target: str) -> W4A16Form:
     """Return the form of a tactic; extents decide how many columns, and whether K is ragged."""
-    columns = COLUMNS
-    while columns < problem.rows:
-        columns *= 2
+    copied_rows = 1
+    while copied_rows < problem.rows:
+        copied_rows *= 2
     return W4A16Form(
         layout=problem.layout,
-        columns=columns,
+        columns=max(COLUMNS, copied_rows),
+        copied_rows=copied_rows,
         tiles=tactic.tiles,
         groups=tactic.groups,
         ranks=tactic.ranks,
@@ -285,7 +287,7 @@ def shared_bytes(problem: W4A16Problem, form: W4A16Form) -> int:
 
 def activation_box(form: W4A16Form) -> tuple[int, ...]:
     """Return what is copied at once: values of a step, rows, steps."""
-    box = (STEP, form.columns, form.parts)
+    box = (STEP, form.copied_rows, form.parts)
     return box[: 2 if form.ragged else 3]
 
 
@@ -304,7 +306,7 @@ def scale_box(form: W4A16Form) -> tuple[int, ...]:
 def row_of(tile: Any, place: Any, layout: str) -> Any:
     """Return the output at a place 0 to 15 of a tile: what its layout stores side by side.
 
-    Runs on ints and inside the kernel, as do the functions below: non-negative, // % * + alone.
+    Runs on ints and inside the kernel, as do the functions below: non-negative, // % * + ^ alone.
     """
     if layout == LINEAR.name:
         return tile * TILE + place
@@ -316,3 +318,26 @@ def scale_offset(row: Any, first: Any, extents: tuple[Any, Any], layout: str) ->
     """Return the byte of a row's scale of the value at `first`; extents are N and K."""
     outputs, columns = extents
     return LAYOUTS[layout].offset_of(row, first // BLOCK, outputs, columns // BLOCK)
+
+
+def sum_place(number: Any, tiles: int) -> tuple[Any, Any, Any]:
+    """Return which sum a thread adds up by its number: place in a tile, tile, row of activations.
+
+    16 neighbouring outputs of two rows for 32 threads: whole sectors are written.
+    """
+    pair = number // TILE
+    return number % TILE, pair // 2 % tiles, pair // 2 // tiles * 2 + pair % 2
+
+
+def lane_offset(fragment: Any, lane: Any) -> Any:
+    """Return the byte of a lane's four sums of a fragment: 16 outputs, eight rows.
+
+    Lanes of a quarter turn among themselves, else eight threads that add would meet in a bank.
+    """
+    return (fragment * 32 + (lane ^ (lane // 8))) * 16
+
+
+def sum_offset(fragment: Any, place: Any, row: Any) -> Any:
+    """Return the byte of one sum of a fragment, where `mma.m16n8k16` leaves it with a lane."""
+    own = lane_offset(fragment, place % 8 * 4 + row % COLUMNS // 2)
+    return own + place // 8 * 8 + row % 2 * 4

@@ -43,7 +43,10 @@ FUZZED, AT_ONCE = 300, 50
 OTHER_TACTICS = (
     Tactic(16, 0, tiles=1, groups=1, ranks=1, stages=3, resident=1),
     Tactic(16, 0, tiles=3, groups=1, ranks=1, stages=5, resident=1),
+    Tactic(16, 0, tiles=4, groups=1, ranks=1, stages=4, resident=1),
     Tactic(16, 0, tiles=4, groups=2, ranks=2, stages=4, resident=1),
+    Tactic(16, 0, tiles=4, groups=4, ranks=4, stages=4, resident=1),
+    Tactic(16, 0, tiles=2, groups=1, ranks=1, stages=3, resident=1),
     Tactic(16, 0, tiles=2, groups=3, ranks=4, stages=6, resident=1),
 )
 
@@ -69,6 +72,16 @@ def require_sound(
     assert kernel.ptx.count("mul.rn.bf16x2") == 32 * form.tiles * (not target.converts_e2m1)
     assert kernel.ptx.count("add.rn.f32") == PARTS - 1
     assert "fma.rn.f32" not in kernel.ptx
+    # The kernel in front may still write what this one reads.
+    wait = kernel.ptx.index("griddepcontrol.wait")
+    for read in ("ld.global", "cp.async.bulk.tensor", "st.global"):
+        assert kernel.ptx.index(read) > wait, read
+    assert "ld.global.nc" not in kernel.ptx  # not constant while this kernel lives
+    # A stage that was read is given back behind a vote on what was read; activations as well.
+    voted = kernel.ptx.count("vote.sync.ballot.b32 all, some, 0xffffffff; add.u32 all, all, ")
+    assert voted == kernel.ptx.count("mbarrier.arrive.shared::cta.b64 _, [all]") == form.tiles + 1
+    # The others belong to warps behind the end of K, which have read nothing.
+    assert kernel.ptx.count("mbarrier.arrive.shared::cta.b64") == 2 * form.tiles + 1
 
 
 @each_target
@@ -229,6 +242,59 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, checks.on_device(case))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_launches_that_overlap_read_what_the_ones_before_wrote(
+    kernels: ModuleType, rows: int
+) -> None:
+    """A chain: each product is the next one's activations, its buffers were others' before."""
+    size = 2048
+    cases = [checks.Case(W4A16Problem(rows, size, size), seed=seed) for seed in range(6)]
+    weights = [
+        replace(checks.on_gpu(case.weights), tensor_scale=torch.tensor(2.0**-8, device="cuda"))
+        for case in cases
+    ]
+
+    def chain(x_MK: torch.Tensor, wait: bool) -> list[torch.Tensor]:
+        outs = [torch.full_like(x_MK, torch.nan) for _ in range(2)]
+        found = []
+        for step in range(24):
+            kernels.gemm_w4a16(x_MK, weights[step % 6], checks.SETTINGS, out=outs[step % 2])
+            x_MK = outs[step % 2]
+            if wait:
+                torch.cuda.synchronize()
+            if wait or step % 8 == 7:
+                found.append(x_MK.clone())
+        return found
+
+    x_MK = cases[0].activations.cuda()
+    want = chain(x_MK, wait=True)[7::8]
+    assert bool(torch.stack(want).isfinite().all())
+    for _ in range(10):
+        for mine, theirs in zip(chain(x_MK, wait=False), want, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.h200
+def test_no_stage_is_filled_again_before_it_is_read(kernels: ModuleType) -> None:
+    """Weights that stay in the cache, so that they come soon, and launches without a pause."""
+    case = checks.Case(W4A16Problem(13, 1160, 6176), seed=3)
+    want = checks.on_device(case)
+    _, tensors = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
+    for tactic in OTHER_TACTICS:
+        form = choose_form(case.problem, tactic, "sm_90a")
+        kernel = kernels.compile_form(form, checks.SETTINGS)
+        outs = torch.full((32, *want.shape), torch.nan, dtype=want.dtype, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for out in outs:
+                kernels.launch(kernel, case.problem, form, (*tensors, out))
+        for _ in range(40):
+            outs.fill_(torch.nan)
+            graph.replay()
+            assert bool((outs == want).all()), tactic
 
 
 @pytest.mark.h200

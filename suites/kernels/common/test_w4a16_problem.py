@@ -12,6 +12,7 @@ from degarble.kernels.common.targets import TARGETS
 from degarble.kernels.common.w4a16_problem import (
     LAYOUTS,
     TACTICS,
+    Tactic,
     W4A16Form,
     W4A16Problem,
     choose_form,
@@ -114,11 +115,57 @@ def test_extents_choose_few_forms() -> None:
         for _ in LAYOUTS
         if k % 256 == 0
     ]
-    assert len({form_of(problem) for problem in problems}) <= 9
-    assert form_of(W4A16Problem(1, 8192, 4096)) == form_of(W4A16Problem(8, 16384, 8192))
+    assert len({form_of(problem) for problem in problems}) <= 18
+    assert form_of(W4A16Problem(5, 8192, 4096)) == form_of(W4A16Problem(8, 16384, 8192))
     assert form_of(W4A16Problem(1, 512, 96)).ragged
     assert [tactic.rows for tactic in TACTICS] == sorted(tactic.rows for tactic in TACTICS)
     assert replace(form_of(W4A16Problem(1, 8, 32)), layout="128x4").pieces == 4
+
+
+@pytest.mark.parametrize("tactic", TACTICS)
+def test_no_more_activations_are_copied_than_half_of_them_needlessly(tactic: Tactic) -> None:
+    for rows in range(1, tactic.rows + 1):
+        problem = W4A16Problem(rows, 7168, 4096)
+        form = choose_form(problem, tactic, "sm_90a")
+        assert rows <= form.copied_rows < 2 * rows
+        assert form.copied_rows <= form.columns
+        assert form.kept_bytes * form.ranks == 2 * form.copied_rows * facts.ROUND
+        assert facts.activation_box(form)[1] == form.copied_rows
+    one, eight = (
+        choose_form(W4A16Problem(rows, 7168, 4096), TACTICS[0], "sm_90a") for rows in (1, 8)
+    )
+    assert (one.kept_bytes, eight.kept_bytes) == (4096, 32_768)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("tiles_of_block", [1, 4])
+def test_every_sum_is_added_up_once_and_no_two_threads_meet_in_a_bank(
+    rows: int, tiles_of_block: int
+) -> None:
+    count = -(-rows // 2) * 2 * tiles_of_block * facts.TILE
+    places = [facts.sum_place(number, tiles_of_block) for number in range(count)]
+    assert len(set(places)) == count
+    assert {place for place in places if place[2] < rows} == {
+        (within, tile, row)
+        for within in range(facts.TILE)
+        for tile in range(tiles_of_block)
+        for row in range(rows)
+    }
+    offsets = [facts.sum_offset(row // 8, within, row) for within, _, row in places]
+    for first in range(0, count, 32):
+        assert len({offset // 4 % 32 for offset in offsets[first : first + 32]}) == 32
+    # Sums of lane l are of outputs l / 4 and 8 more, rows 2 (l mod 4) and one more: m16n8k16.
+    for lane in range(32):
+        own = facts.lane_offset(3, lane)
+        got = [
+            facts.sum_offset(3, lane // 4 + 8 * half, lane % 4 * 2 + odd)
+            for half in range(2)
+            for odd in range(2)
+        ]
+        assert got == [own, own + 4, own + 8, own + 12]
+    for first in range(0, 32, 8):  # what is written at once: 16 bytes each
+        quarter = [facts.lane_offset(0, lane) // 16 % 8 for lane in range(first, first + 8)]
+        assert sorted(quarter) == list(range(8))
 
 
 def test_refuses_by_name() -> None:
