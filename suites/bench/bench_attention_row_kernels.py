@@ -86,7 +86,7 @@ def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[]
     tokens = problem.tokens
     operands = kernels.Operands(
         on_gpu(tokens, problem.pages.width),
-        on_gpu(rows.WIDTH),
+        on_gpu(min(problem.pages.width, rows.WIDTH)),
         turns,
         torch.randint(POSITIONS, (tokens,), device="cuda"),
         torch.randperm(problem.pages.slots, device="cuda")[:tokens],

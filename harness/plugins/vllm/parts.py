@@ -66,7 +66,7 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("indexer", FP8_CACHE): Kernel(
         "simt_indexer_operand, sm90_indexer_scores, simt_indexer_topk", (SM90A,), (SM90A,), DECODING
     ),
-    ("compressor", FP8_CACHE): Kernel("simt_paged_pool, simt_kv_write", (SM90A,), ()),
+    ("compressor", FP8_CACHE): Kernel("simt_paged_pool, simt_kv_write", (SM90A,), (SM90A,)),
     ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
 }
 
