@@ -7,12 +7,13 @@ have it beside it is a wrong one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine.faults import planting
 
@@ -72,3 +73,19 @@ def test_what_is_planted_is_told_at_nearly_every_place() -> None:
     assert len(missed) <= (1 - ASKED) * len(found), "\n".join(missed)
     first = sum(each[0] for each in found)
     assert first >= 0.9 * len(found), f"{first} of {len(found)} named first"
+
+
+def test_a_row_of_zeros_does_not_say_that_it_lies_a_slot_beside() -> None:
+    made = planting.run("v4")
+    fault, name = MODEL_FAULTS["M13.slot_beside"], "layers.2.attn.compressor.write"
+    scene = made.scene(name, twin=True)
+
+    def lost(call: Any) -> Any:
+        return lambda inputs, weights: {"out": torch.zeros_like(call(inputs, weights)["out"])}
+
+    with torch.inference_mode():
+        assert fault.sits(scene)
+        seen = planting.sights(fault, made, name, Way("zeros", lost))
+        found = [each for each in seen if planting.has_effect(scene, each)]
+        assert found, "rows were written"
+        assert not any(list(fault.signature(scene, each)) for each in found)

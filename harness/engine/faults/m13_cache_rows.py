@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
 
 _BLOCK = 64  # dims of one scale in V4's rows; V3.2's rows hold two of them each
 _WRITERS = frozenset({"attn.kv_write", "attn.compressor.write"})
@@ -107,6 +107,13 @@ def _beside_ways(scene: Scene) -> Iterator[Way]:
         yield Way(f"{words} in every slot at {scene.name}", change, {"shift": shift}, whole=True)
 
 
+def _beside_signature(scene: Scene, sight: Sight) -> Iterator[Way]:
+    """Asked where some row moved: of rows that are zeros nobody can tell where their own went."""
+    rows = sight.outputs.get("out")
+    if rows is not None and len(rows) > 1 and bool(rows.any()):
+        yield from _beside_ways(scene)
+
+
 def _beside(shift: int, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
     rows = outputs["out"]
     at = torch.arange(len(rows)) + shift
@@ -123,7 +130,7 @@ MODEL_FAULTS = (
         remedy="A slot is page times page size plus place; write a ramp and read it back.",
         sits=lambda scene: scene.role in _WRITERS,
         ways=_beside_ways,
-        signature=from_ways(_beside_ways),
+        signature=_beside_signature,
     ),
     _fault(
         "planar_as_rows",
