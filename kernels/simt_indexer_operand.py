@@ -37,7 +37,7 @@ from degarble.kernels.common.compiling import (
     current_stream,
 )
 from degarble.kernels.common.indexer_operand_problem import OperandForm, OperandProblem
-from degarble.kernels.common.kv_problem import fp8_factor, fp8_scale_code
+from degarble.kernels.common.kv_rules import fp8_factor, fp8_scale_code
 from degarble.kernels.common.latent_words import (
     NAN,
     amax_bits,

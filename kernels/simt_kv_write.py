@@ -31,6 +31,7 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import kv_problem as facts
+from degarble.kernels.common import kv_rules as rules
 from degarble.kernels.common.compiling import (
     CompiledKernel,
     any_stream,
@@ -145,10 +146,10 @@ def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
         return code, [nvfp4_word(words, code, form.target)]
     bits = amax_bits(words, entry.block // rows.HALF)
     if entry.numbers:
-        scale = facts.fp32_scale_bits(bits, entry)
+        scale = rules.fp32_scale_bits(bits, entry)
         return scale, quotient_words(words, ops.number_of(scale))
-    code = facts.fp8_scale_code(bits)
-    return code, fp8_words(words, facts.fp8_factor(code))
+    code = rules.fp8_scale_code(bits)
+    return code, fp8_words(words, rules.fp8_factor(code))
 
 
 @cute.kernel

@@ -1,19 +1,17 @@
 """What writing into and reading from the paged latent cache is asked for, and what follows.
 
 Owns the entry formats (bytes, which values are quantised, in what blocks), the address of each part
-of an entry, the rules by which a block is scaled and coded, the problems, the choice of a form and
-the grid. Addresses and rules are written once for ints, tensors and kernels.
+of an entry, written once for ints and kernels, the problems, the choice of a form and the grid. How
+a block is scaled and coded is in kv_rules.
 
 A page holds the values of all its entries, then the scales of all its entries, then padding. The
 formats are fp8 (584 bytes, FlashMLA), nvfp4 (384, FlashInfer), nvfp4-v41 (288, FlashInfer: pages of
 64) and bf16; an indexer's keys have fp8-key (132, DeepGEMM: one float32 scale). V3.2's rows of 576
 are fp8-v32 (656, FlashMLA: 512 codes, four float32 scales, the BF16 key, entry by entry),
-fp8-v32-ue8m0 (scales are powers of two) or bf16. NVFP4 has no tensor scale and a smallest block
-scale of 2**-9, as references have it. NaN: a block with one reads as NaN altogether (fp8: an
-infinity too).
+fp8-v32-ue8m0 (scales are powers of two) or bf16.
 
 Refuses unknown names and extents that do not fit. Kept honest by
-suites/kernels/common/test_kv_problem.py: rules equal to references.rounding for every BF16.
+suites/kernels/common/test_kv_problem.py: every byte of a page belongs to one entry.
 """
 
 from __future__ import annotations
@@ -24,23 +22,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.common import attention_rows as rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 WARPS = 4  # entries that a thread block works on, one a warp
 FEW_TOKENS = 2_112  # up to here latency counts: 16 warps for each of an H200's processors
 VECTOR = 16  # bytes of the widest store; a page starts at a multiple of it
-NAN_BF16 = 0x7F80  # a magnitude above it
-FP8_SMALLEST_AMAX = 1e-4  # DeepSeek-V4 inference/kernel.py, act_quant
-LARGEST_E4M3_INVERSE = 1.0 / codecs.E4M3_MAX
-NVFP4_SMALLEST_AMAX = codecs.E2M1_MAX * 2.0**-9  # FlashInfer, deepseek_v41/cache.py
-NVFP4_LARGEST = codecs.E2M1_MAX * codecs.E4M3_MAX  # beyond it a value saturates in every block
-ESTIMATE_LOWERED = 1 - 2.0**-20
 NO_CLAIM = -1
 SOURCES = ("latent", "row")  # norm and turn first, or rows that are both already
 DUPLICATES = ("absent", "last")  # of slots: promised not to occur, or the last token's entry stays
@@ -349,69 +340,3 @@ def scale_within(within: Any, entries: Any, entry: EntryFormat) -> Any:
     if entry.inside:
         return within * entry.step + entry.code_bytes
     return entries * entry.value_bytes + within * entry.scale_bytes
-
-
-# ---- rules: ints and float32, tensors, kernels ---------------------------------------------------
-
-
-def fp8_scale_code(amax_bits: Any) -> Any:
-    """Return the UE8M0 code of a block whose largest magnitude has these BF16 bits."""
-    amax = ops.maximum(codecs.bf16_decode(amax_bits), FP8_SMALLEST_AMAX)
-    bits = ops.bits_of(ops.multiply_rn(amax, LARGEST_E4M3_INVERSE))  # positive and normal
-    return ops.select(amax_bits >= NAN_BF16, 255, ops.shift_right(bits + 0x7F_FFFF, 23))
-
-
-def fp8_factor(scale_code: Any) -> Any:
-    """Return what values are multiplied by before they are coded: a power of two, or NaN."""
-    inverse = ops.shift_left(254 - ops.minimum(scale_code, 254), 23)
-    return ops.number_of(ops.select(scale_code == 255, 0x7FC0_0000, inverse))
-
-
-def fp32_scale_bits(amax_bits: Any, entry: EntryFormat) -> Any:
-    """Return the bits of a block's float32 scale: a 448th, or fp8's power of two; or NaN."""
-    if entry.powers:
-        bits = ops.shift_left(fp8_scale_code(amax_bits), 23)
-    else:
-        amax = ops.maximum(codecs.bf16_decode(amax_bits), FP8_SMALLEST_AMAX)
-        bits = ops.bits_of(ops.divide_rn(amax, codecs.E4M3_MAX))
-    return ops.select(amax_bits >= NAN_BF16, 0x7FC0_0000, bits)
-
-
-def nvfp4_scale_number(amax: Any, larger: Callable[[Any, Any], Any] = ops.maximum) -> Any:
-    """Return a sixth of a block's largest magnitude, floored; coding it to E4M3 is the caller's.
-
-    Of BF16 magnitudes the product with ONE_SIXTH codes as the true sixth does, ties included.
-    """
-    return ops.multiply_rn(larger(amax, NVFP4_SMALLEST_AMAX), codecs.ONE_SIXTH)
-
-
-def nvfp4_inverse(scale: Any, estimate: Any) -> tuple[Any, Any]:
-    """Return 1 / scale as a sum of two numbers, from any estimate that is good to 21 bits.
-
-    Both are positive, or a zero would lose its sign: the first is made too small.
-    """
-    estimate = ops.multiply_rn(estimate, ESTIMATE_LOWERED)
-    error = ops.fma_rn(ops.multiply_rn(scale, -1.0), estimate, 1.0)
-    return estimate, ops.multiply_rn(estimate, error)
-
-
-def nvfp4_quotient(number: Any, inverse: tuple[Any, Any]) -> Any:
-    """Return a BF16 number divided by a scale, so near that E2M1 ties stay ties.
-
-    A boundary times a scale has 7 bits, the number 8: what is no tie is 2**-16 from it at least.
-    """
-    return ops.fma_rn(number, inverse[0], ops.multiply_rn(number, inverse[1]))
-
-
-def e2m1_numbers(word: Any, scale: Any) -> list[Any]:
-    """Return the eight numbers of a word of codes times a scale, exactly.
-
-    The three bits of a magnitude, moved to exponent and mantissa, are 2**-126 times its number.
-    """
-    made = []
-    of_scale = ops.multiply_rn(scale, 2.0**26)
-    for place in range(8):
-        nibble = ops.shift_right(word, 4 * place) & 0xF
-        bits = ops.shift_left(nibble & 7, 22) + ops.shift_left(nibble & 8, 28)
-        made.append(ops.multiply_rn(ops.multiply_rn(ops.number_of(bits), 2.0**100), of_scale))
-    return made

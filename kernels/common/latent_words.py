@@ -1,6 +1,6 @@
 """What a warp does with a row of 512 values: fold a sum, read and write words, turn pairs, code.
 
-Owns the device side of attention_rows and kv_problem: loads into registers, butterflies, and the
+Owns the device side of attention_rows and kv_rules: loads into registers, butterflies, and the
 instructions that the rules leave to a processor. Runs inside a kernel that is being traced, and
 nowhere else. Refuses nothing: a kernel cannot. Kept honest by the suites of the kernels of latent
 rows and heads, which on an H200 compare bytes with the stated rules and the references.
@@ -17,7 +17,7 @@ from degarble.harness.formats import scalar_codecs as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import attention_rows as rows
 from degarble.kernels.common import e2m1_halves as halves
-from degarble.kernels.common import kv_problem as facts
+from degarble.kernels.common import kv_rules as rules
 from degarble.kernels.common.nvfp4_words import (
     emit,
     native_word,
@@ -211,7 +211,7 @@ def e4m3_words(scaled: list[Any]) -> list[Any]:
 
 def nvfp4_scale_code(amax: Any) -> Any:
     """Return the E4M3 code of a block's scale; a block that holds a NaN has the NaN's."""
-    number = facts.nvfp4_scale_number(amax, _larger_or_nan)
+    number = rules.nvfp4_scale_number(amax, _larger_or_nan)
     text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
     return Uint32(emit(text, Uint16, number, Float32(0.0)))
 
@@ -242,8 +242,8 @@ def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
     most = pair_of(ops.multiply_rn(scale, codecs.E2M1_MAX))
     bounded = [_smaller_magnitude(word, most) for word in words]
     if TARGETS[target].converts_e2m1:
-        inverse = facts.nvfp4_inverse(scale, estimate)
-        scaled = [facts.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
+        inverse = rules.nvfp4_inverse(scale, estimate)
+        scaled = [rules.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
         word = native_word(scaled)
     else:
         first, second = halves.inverse_terms(scale, estimate)
@@ -280,4 +280,4 @@ def fp8_values(words: list[Any], scale_code: Any) -> list[Any]:
 
 def nvfp4_values(word: Any, scale_code: Any) -> list[Any]:
     """Return the BF16 words of a half of codes and its E4M3 scale."""
-    return rounded_words(facts.e2m1_numbers(word, e4m3_number(scale_code)))
+    return rounded_words(rules.e2m1_numbers(word, e4m3_number(scale_code)))

@@ -10,7 +10,7 @@ from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_codecs as codecs
 from degarble.kernels.common import indexer_operand_problem as facts
 from degarble.kernels.common.indexer_operand_problem import OperandProblem, choose_form
-from degarble.kernels.common.kv_problem import fp8_factor
+from degarble.kernels.common.kv_rules import fp8_factor
 from degarble.references import elementary, rounding
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import indexer_operand_checks as checks

@@ -1,4 +1,4 @@
-"""The latent cache as arithmetic: bytes of pages, rules for every BF16, refusals."""
+"""The latent cache as arithmetic: bytes of pages, addresses, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.formats import scalar_codecs as codecs
 from degarble.kernels.common import kv_problem as facts
 from degarble.kernels.common.kv_problem import (
     BF16,
@@ -29,7 +28,6 @@ from degarble.suites.kernels import latent_checks as plain
 ALL = [facts.entry_format(name, width) for name in ENTRIES for width in (512, 128)]
 ALL += [facts.entry_format(name, 576) for name in checks.WITH_KEY]
 ALL.append(facts.entry_format(facts.KEY, facts.KEY_WIDTH))
-ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
 
 
 def test_entries_have_the_bytes_that_others_read() -> None:
@@ -74,63 +72,6 @@ def test_every_byte_of_a_page_belongs_to_one_entry(entry: facts.EntryFormat, ent
     assert entry.code_bytes % facts.VECTOR == 0
 
 
-def test_the_fp8_scale_of_every_magnitude() -> None:
-    code = facts.fp8_scale_code(ALL_BF16)
-    amax = codecs.bf16_decode(ALL_BF16)
-    finite = ALL_BF16 < 0x7F80
-    scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
-    want = rounding.power_of_two_above(scaled)
-    assert torch.equal(codecs.ue8m0_decode(code[finite]), want)
-    assert torch.equal(facts.fp8_factor(code[finite]), 1 / want)
-    assert (code[~finite] == 255).all()
-    assert facts.fp8_factor(code[~finite]).isnan().all()
-
-
-def test_the_float32_scale_of_every_magnitude() -> None:
-    amax, finite = codecs.bf16_decode(ALL_BF16), ALL_BF16 < 0x7F80
-    for name, width, powers in (
-        ("fp8-v32", 576, False), ("fp8-v32-ue8m0", 576, True), (facts.KEY, 128, True),
-    ):  # fmt: skip
-        entry = facts.entry_format(name, width)
-        assert entry.powers == powers
-        scale = facts.fp32_scale_bits(ALL_BF16, entry).int().view(torch.float32)
-        want = amax[finite].clamp(min=rounding.FP8_FLOOR) / torch.tensor(rounding.E4M3_LARGEST)
-        if powers:
-            scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
-            want = rounding.power_of_two_above(scaled)
-        assert torch.equal(scale[finite], want)
-        assert scale[~finite].isnan().all()
-
-
-def test_the_nvfp4_scale_of_every_magnitude() -> None:
-    bits = ALL_BF16[ALL_BF16 <= 0x7F80]
-    got = codecs.e4m3_encode(facts.nvfp4_scale_number(codecs.bf16_decode(bits)))
-    amax = codecs.bf16_decode(bits).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR)
-    want = rounding.round_e4m3(amax / 6.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(got, want.to(got.dtype))
-
-
-@pytest.mark.parametrize("off", [-2, 0, 2])
-def test_every_quotient_rounds_as_the_true_one(off: int) -> None:
-    """All BF16 below saturation, all scales, and estimates that are off by two steps."""
-    code = torch.arange(1, 0x7F)[:, None]
-    scale = codecs.e4m3_decode(code)
-    estimate = ((1 / scale).view(torch.int32) + off).view(torch.float32)
-    magnitudes = torch.cat((ALL_BF16[:1], ALL_BF16[0x3A00:0x4528]))  # others are 0, or bounded
-    number = codecs.bf16_decode(torch.cat((magnitudes, magnitudes + 0x8000)))[None]
-    most = scale * codecs.E2M1_MAX
-    assert torch.equal(most, codecs.bf16_round(most))
-    bounded = torch.copysign(number.abs().minimum(most), number)
-    inverse = facts.nvfp4_inverse(scale, estimate)
-    assert (inverse[1] > 0).all()
-    got = facts.nvfp4_quotient(bounded, inverse)
-    assert (got.abs() <= codecs.E2M1_MAX).all()
-    want = (number.double() / scale.double()).float()
-    assert torch.equal(codecs.e2m1_encode(got), codecs.e2m1_encode(want))
-    product = codecs.e2m1_encode(number * estimate)
-    assert (product != codecs.e2m1_encode(got)).any()  # hence the second term
-
-
 def test_slots_are_divided_by_any_page_size() -> None:
     for entries in (1, 2, 3, 5, 7, 64, 100, 127, 256, 641, (1 << 20) + 1, (1 << 31) - 1):
         magic = facts.page_magic(entries)
@@ -140,17 +81,6 @@ def test_slots_are_divided_by_any_page_size() -> None:
             if slot < 1 << 31:
                 place = facts.place_of(slot, magic, entries, lambda a, b: a * b >> 32)
                 assert place == divmod(slot, entries)
-
-
-def test_words_of_codes_decode_in_python_and_on_tensors() -> None:
-    for scale in (2.0**-9, 1.0, 448.0):
-        for word in (0x7654_3210, 0xFEDC_BA98):
-            want = [codecs.e2m1_decode(word >> 4 * i & 15) * np.float32(scale) for i in range(8)]
-            got = facts.e2m1_numbers(word, np.float32(scale))
-            assert [float(n) for n in got] == [float(n) for n in want]
-            assert [np.signbit(n) for n in got] == [np.signbit(n) for n in want]
-            tensors = facts.e2m1_numbers(torch.tensor([word]), torch.tensor([scale]))
-            assert [float(n) for n in tensors] == [float(n) for n in got]
 
 
 @pytest.mark.parametrize("spread", [s for s in plain.SPREADS if s != "special"])
