@@ -36,7 +36,7 @@ from degarble.kernels.common import gemm_epilogue as epilogue
 from degarble.kernels.common import gemm_problem as facts
 from degarble.kernels.common import gemm_producer as producer
 from degarble.kernels.common import gemm_schedule as schedule
-from degarble.kernels.common import moe_epilogue, moe_few, moe_problem, operands, wgmma
+from degarble.kernels.common import moe_epilogue, moe_few, moe_problem, moe_tall, operands, wgmma
 from degarble.kernels.common import nvfp4_stages as stages
 from degarble.kernels.common.compiling import (
     CompiledKernel,
@@ -103,7 +103,11 @@ def grouped_kernel(
         cute.arch.setmaxregister_increase(consuming.registers)
         mma = wgmma.mma_of(BFloat16, tactic.columns, warpgroup.OperandSource.RMEM)
         of_warpgroup = (mma, shared, pieces, group - 1)
-        consume((ring, decoded), of_warpgroup, leaving, (groups, walk, extents), form)
+        given = (groups, walk, extents)
+        if cutlass.const_expr(facts.has_many_rows(of_gemm)):
+            consume_tall((ring, decoded), of_warpgroup, leaving, given, form)
+        else:
+            consume((ring, decoded), of_warpgroup, leaving, given, form)
 
 
 @cute.jit
@@ -165,6 +169,45 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
             state, source = pass_over(rings, state, source, steps)
     if cutlass.const_expr(parts == 1):
         epilogue.drain(outlet)
+
+
+@cute.jit
+def consume_tall(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Constexpr) -> None:
+    """Multiply all tiles of this thread block, and let them leave."""
+    mma, shared, pieces, mine = own
+    groups, walk, (columns, inner) = given
+    tactic, parts = form.gemm.tactic, form.gemm.parts
+    steps, blocks = ceil_div(inner, tactic.inner), inner // stages.BLOCK
+    sums, a = wgmma.sums_of(mma, tactic.columns), moe_tall.half_fragment(mma)
+    numbers = gemm.decoded_tensor(shared, form.gemm)
+    b = mma.make_fragment_B(mma.get_slice(0).partition_B(numbers))
+    state = wgmma.consumer_state(rings[0].num_stages)
+    source = wgmma.consumer_state(facts.DECODED_STAGES)
+    stored = Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column, expert = schedule.tile_at(walk, number)
+        at = row * tactic.rows + mine * facts.PIECE_ROWS
+        if cute.arch.make_warp_uniform(groups.slots[at]) >= 0:
+            work = (shared, mine * facts.PIECE_ROWS, blocks, steps)
+            states = state, source
+            state, source = moe_tall.multiply(rings, states, (mma, sums, a, b), work)
+            # Only now: what a tile needs besides would take registers from the products.
+            row, column, expert = schedule.tile_at(walk, number)
+            at = row * tactic.rows + mine * facts.PIECE_ROWS
+            scales = scales_of(groups, expert, parts)
+            if cutlass.const_expr(parts == GATE_AND_UP):
+                outlet: Any = moe_epilogue.outlet_of_warpgroup(leaving, pieces, mma, mine)
+                written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
+                if cutlass.const_expr(form.shown):
+                    moe_epilogue.show_tile(outlet.leaving, sums, written, scales, form)
+                stored = moe_epilogue.requantise_tile(outlet, sums, written, stored, scales, form)
+            else:
+                outlet = wgmma.outlet_of_warpgroup(leaving, pieces[0], mma, mine)
+                place = facts.piece_of(row, column, mine, tactic)
+                stored = wgmma.store_tile(outlet, sums, place, stored, scales[0])
+                epilogue.drain(outlet)
+        else:  # rows of zeros fill up the end of a group: nobody reads theirs
+            state, source = pass_over(rings, state, source, steps)
 
 
 @cute.jit

@@ -34,6 +34,7 @@ BARRIER_BYTES = 8
 SCALE_TILE_BYTES = 512  # 128 rows x 4 scales, harness.formats.layouts.SWIZZLE_128X4
 SCALE_TILE_ROWS = 128
 PIECE_ROWS, PIECE_COLUMNS = 64, 64  # what one warpgroup hands to one TMA store
+MANY_ROWS = 4 * PIECE_ROWS
 PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
 PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
 RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
@@ -285,6 +286,11 @@ def has_few_rows(form: GemmForm) -> bool:
     return form.tactic.rows < PIECE_ROWS
 
 
+def has_many_rows(form: GemmForm) -> bool:
+    """Whether four warpgroups multiply rows of A, so that what is decoded of B serves them all."""
+    return form.tactic.rows >= MANY_ROWS
+
+
 def consumers(form: GemmForm) -> int:
     """Warpgroups that multiply on sm_90a: each owns 64 rows of the tile, of A or, if few, of B."""
     tactic = form.tactic
@@ -298,7 +304,9 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
     later: four warpgroups start with 128, too few for 64 x 256 sums. So decoders load as well.
     """
     count = consumers(form)
-    first = Role("decoder", 1, 88) if form.operands == NVFP4.name else Role("producer", 1, 40)
+    first = Role("producer", 1, 40)
+    if form.operands == NVFP4.name:  # of many rows four warpgroups need all that can be spared
+        first = Role("decoder", 1, 64 if has_many_rows(form) else 88)
     groups = 1 + count
     whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP // groups // 8 * 8 * groups
     left = (whole - first.registers) // count // 8 * 8

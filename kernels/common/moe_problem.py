@@ -128,10 +128,17 @@ TACTICS: Mapping[str, tuple[Tactic, ...]] = {
         Tactic(12, rows=16, columns=256, inner=128),
         Tactic(28, rows=32, columns=256, inner=128),
         Tactic(36, rows=64, columns=128, inner=64, blocks=2),
+        Tactic(140, rows=128, columns=256, inner=64),
+        # Where most experts' rows are three or four times 64; of more, the tiles before again.
+        Tactic(208, rows=256, columns=128, inner=64),
         Tactic(gemm.ANY, rows=128, columns=256, inner=64),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.
     SM100A.name: (Tactic(gemm.ANY, rows=128, columns=192, inner=256),),
+}
+# Each tile of a table once, by its rows; benches and suites go through them.
+TILES: Mapping[str, Mapping[int, Tactic]] = {
+    target: {tactic.rows: tactic for tactic in tactics} for target, tactics in TACTICS.items()
 }
 # FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
 # side, so gate and up are a whole tile of scales each.

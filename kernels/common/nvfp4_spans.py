@@ -68,15 +68,20 @@ def read_rows(shared: Any, place: tuple[Any, Any], stage: Any, spans: int) -> li
 def decode_rows(read: list[Any], fragment: Any, block: Any, masks: list[Any]) -> None:
     """Decode what was read into wgmma's registers, as nvfp4_stages.decode_fragment does."""
     for span, (codes, bits) in enumerate(read):
-        kept = (each & masks[span] for each in bits)
-        upper, lower = (ops.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
-        both = stages.scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
+        both = scales_of_rows(bits, block, masks[span])
         for i in range(2):
             pairs = stages.decoded(codes[i], stages.doubled(both, upper=i == 1))
             for step in range(BLOCKS):
                 at = FRAGMENT_WORDS * span + 4 * step + i
                 fragment[at] = pairs[2 * step]
                 fragment[at + 2] = pairs[2 * step + 1]
+
+
+def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
+    """Return the scales of block q of rows g and g + 8, side by side."""
+    kept = (each & mask for each in bits)
+    upper, lower = (ops.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
+    return stages.scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
 
 
 # ---- tokens: shared memory ---------------------------------------------------------------------

@@ -153,7 +153,7 @@ def weight_bytes(problem: MoeProblem, visited: float) -> float:
 
 def steps(problem: MoeProblem, title: str, rounds: int) -> None:
     """Time every step in every tactic and print them."""
-    arms, weights = step_arms(problem, facts.TACTICS[SM90A.name])
+    arms, weights = step_arms(problem, tuple(facts.TILES[SM90A.name].values()))
     *figures, copied = timed([*arms, copy_arm(COPIED // 2)], rounds)  # whole gigabytes go slower
     floor = weights / copied.terabytes_a_second * 1e-6
     _say(f"\n**{title}**: visited experts {weights / 1e9:.2f} GB, {floor:.0f} us of copy\n")

@@ -25,7 +25,7 @@ import torch
 
 from degarble.harness.errors import DegarbleError, UnknownName
 from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common import kv_problem
+from degarble.kernels.common import kv_problem, moe_problem
 from degarble.kernels.common import sparse_attention_problem as attention
 from degarble.kernels.common.compiling import CompiledKernel, current_stream
 from degarble.kernels.common.embed_problem import EmbedProblem
@@ -111,8 +111,10 @@ def _w4a16() -> None:
 
 
 def _experts() -> None:
-    for case in moe_checks.fuzzed(SEED, 8):
-        few = replace(case, problem=replace(case.problem, tokens=min(case.problem.tokens, 70)))
+    tactics = tuple(moe_problem.TILES[moe_checks.TARGET].values())
+    for n, case in enumerate(moe_checks.fuzzed(SEED, 2 * len(tactics))):
+        tokens = min(case.problem.tokens, 70)
+        few = replace(case, problem=replace(case.problem, tokens=tokens), tactic=tactics[n // 2])
         moe_checks.on_device(few, moe_checks.given_of(few))
 
 

@@ -84,7 +84,7 @@ def entry(target: str = TARGET) -> Any:
 def fuzzed(seed: int, count: int, target: str = TARGET) -> list[Case]:
     """Draw cases."""
     drawn, made = random.Random(f"experts {seed}"), []
-    tactics = (None, *facts.TACTICS[target])
+    tactics = (None, *facts.TILES[target].values())
     for _ in range(count):
         routed = drawn.choice((1, 2, 5, 8, 33, 256))
         problem = MoeProblem(

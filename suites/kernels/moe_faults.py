@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, TACTICS, MoeProblem
+from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, TILES, MoeProblem
 from degarble.suites.kernels import moe_checks as checks
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 # Tiles of 64 rows, for any number of slots: what most of the faults are planted in.
-OF_64_ROWS = replace(
-    next(each for each in TACTICS[checks.TARGET] if each.rows == 64), rows_up_to=float("inf")
-)
+OF_64_ROWS = replace(TILES[checks.TARGET][64], rows_up_to=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class Fault:
     def case(self) -> checks.Case:
         """The call by which it is judged."""
         problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
-        (tactic,) = (each for each in TACTICS[checks.TARGET] if each.rows == self.rows)
-        return checks.Case(problem, "even", 1, tactic)
+        return checks.Case(problem, "even", 1, TILES[checks.TARGET][self.rows])
 
 
 def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
@@ -118,6 +115,10 @@ def _not_swizzled(_true: Any, row: Any, chunk: Any, spans: int) -> Any:
     return row * 2 * spans + chunk
 
 
+def _other_half(true: Any, codes: Any, scales: Any, a: Any, half: int) -> Any:
+    return true(codes, scales, a, 1 - half)
+
+
 def _all_kept(_true: Any, _blocks: Any, _step: Any, of_stage: int) -> Any:
     word = import_module("cutlass").Uint32
     return [word(0xFFFF_FFFF)] * of_stage
@@ -130,6 +131,7 @@ def _second_pair(true: Any, word: Any, place: Any, constant: Any) -> Any:
 _COMMON = "degarble.kernels.common"
 _EPILOGUE, _SCHEDULE = f"{_COMMON}.moe_epilogue", f"{_COMMON}.gemm_schedule"
 _FEW, _SPANS = f"{_COMMON}.moe_few", f"{_COMMON}.nvfp4_spans"
+_TALL, _PROBLEM = f"{_COMMON}.moe_tall", f"{_COMMON}.moe_problem"
 _PLAIN = "degarble.kernels.sm90_gemm_nvfp4"
 _GROUPED, _ROWS = "degarble.kernels.sm90_moe_nvfp4", "degarble.kernels.simt_moe_rows"
 
@@ -141,9 +143,13 @@ FAULTS = (
     Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
     Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
     Fault("limit left out", f"{_COMMON}.nvfp4_words", "swiglu_numbers", _not_clamped, rows=128),
-    Fault("scale rows of up", f"{_COMMON}.moe_problem", "first_scale_row", _first_rows),
+    Fault("scale rows of up", _PROBLEM, "first_scale_row", _first_rows),
     Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
     Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, rows=128),
+    Fault("many rows: other half of a stage", _TALL, "decode_half", _other_half, rows=256),
+    Fault("many rows: gate and up changed", _EPILOGUE, "gated", _halves_changed, rows=256),
+    Fault("many rows: scale rows of up", _PROBLEM, "first_scale_row", _first_rows, rows=256),
+    Fault("many rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=256),
     Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
     Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
     Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),

@@ -15,7 +15,8 @@ from degarble.kernels.common.nvfp4_stages import word_of_scales
 from degarble.kernels.common.targets import TARGETS
 
 FLASH = MoeProblem(8192, 4096, 2048, 256, 6, 256, 10.0)
-TACTICS = facts.TACTICS["sm_90a"]
+TILES = facts.TILES["sm_90a"]
+TACTICS = tuple(TILES.values())
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
@@ -40,12 +41,14 @@ def test_numbers_of_a_layer() -> None:
     assert FLASH.operations == 2 * 49_152 * 4096 * 3 * 2048
     first, second = facts.forms_of(FLASH, "sm_90a")
     assert (first.gemm.parts, second.gemm.parts) == (2, 1)
-    assert first.gemm.tactic == second.gemm.tactic == TACTICS[-1]
-    assert facts.most_rows(FLASH, TACTICS[-1]) == 128 * ((49_152 + 127 * 256) // 128)
+    assert first.gemm.tactic == second.gemm.tactic == TILES[256]
+    assert facts.most_rows(FLASH, TILES[128]) == 128 * ((49_152 + 127 * 256) // 128)
     assert facts.columns_of(FLASH, first) == (4096, 4096)
     assert facts.columns_of(FLASH, second) == (4096, 2048)
     assert facts.grid(FLASH, first, 132) == 132
     assert facts.scale_bytes(129, 96) == 256 * 8
+    more = facts.choose_tactic(replace(FLASH, tokens=16_384), "sm_90a")
+    assert (more.rows, more.rows_up_to) == (128, gemm.ANY)
     one = replace(FLASH, tokens=1)
     assert facts.choose_tactic(one, "sm_90a") == TACTICS[0]
     assert facts.grid(one, facts.forms_of(one, "sm_90a")[0], 10_000) == 6 * 16
@@ -74,7 +77,8 @@ def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None
     boxes = [(load.name, load.rows, load.matrices) for load in gemm.loads(first)]
     half = tactic.columns // 2
     assert boxes[:2] == [("a", tactic.rows, 1), ("b", half, 2)]
-    assert boxes[2:] == [("scales of a", 1, 1), ("scales of b", 1, 2)]
+    tiles = max(1, tactic.rows // gemm.SCALE_TILE_ROWS)
+    assert boxes[2:] == [("scales of a", tiles, 1), ("scales of b", 1, 2)]
     codes = tactic.columns * tactic.inner // 2
     assert [gemm.loads(form)[1].bytes for form in (first, second)] == [codes, codes]
 
