@@ -12,13 +12,13 @@ suites/engine/test_single.py. Shape letters: T tokens, D width, F half of gate a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.engine.budget import Budget, judge
-from degarble.harness.engine.budget_rules import U, few, normed
+from degarble.harness.engine.budget_rules import UNDERFLOW, U, few, normed
 from degarble.harness.engine.packing_diagnosis import diagnose
 from degarble.harness.engine.single_gemm import require_output
 from degarble.harness.engine.single_product import Operand, require_finite
@@ -159,7 +159,8 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None) -> Defined:
 
     def budget(_name: str, twin: Tensor) -> Budget:
         grown = twin.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
-        return few(grown, _SILU_ROUNDINGS, FORMAT_OF_DTYPE[twin.dtype], "SwiGLU")
+        made = few(grown, _SILU_ROUNDINGS, FORMAT_OF_DTYPE[twin.dtype], "SwiGLU")
+        return replace(made, slack=made.slack + UNDERFLOW * (gate * up).abs().float())
 
     return Defined({"out": out}, budget, tuple(wrong))
 
