@@ -19,6 +19,7 @@ strides and alignments by name. Kept honest by suites/kernels/test_sm90_sparse_a
 test_sm90_latent_attention.py. T tokens, H heads, L 512, W, K list widths.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,10 +28,11 @@ import torch
 from cutlass import Float32, Int32, Uint8
 from torch import Tensor
 
-from degarble.harness.errors import InvalidArgument, MissingDevice, ShapeMismatch
+from degarble.harness.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels import simt_attention_merge as merging
 from degarble.kernels import sm90_attention_experiment as experiment
 from degarble.kernels.common import attention_rows as rows
+from degarble.kernels.common import gemm_contract as contract
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.compiling import (
     CompiledKernel,
@@ -45,17 +47,22 @@ from degarble.kernels.common.sparse_attention_problem import (
     AttentionProblem,
     MergeForm,
 )
-from degarble.kernels.common.targets import SM90A, TARGETS, target_of_device
+from degarble.kernels.common.targets import SM90A, TARGETS, Target
 from degarble.kernels.sm90_attention_kernel import Addresses, launch_attention
 
 
 @cache
 def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
+    return compiled(launch_attention, form, settings)
+
+
+def compiled(jitted: Any, form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile the launch of a target's kernel."""
     pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
     extents = tuple(Int32(1) for _ in range(13))
     arguments = (pointers, extents, Float32(1.0), form, any_stream())
-    return compile_kernel(launch_attention, arguments, TARGETS[form.target], settings)
+    return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
 
 
 class Keys(NamedTuple):
@@ -117,22 +124,32 @@ def sparse_attention(
     workspace: Workspace | None = None,
 ) -> Results:
     """Attend, on the GPU that holds the operands; memory that is not given is allocated."""
-    device = operands.q.device
+    entry = compile_form, SM90A
+    return attended(entry, operands, problem, settings, (results, workspace))
+
+
+def attended(
+    entry: tuple[Callable[[AttentionForm, CompileSettings], CompiledKernel], Target],
+    operands: Operands,
+    problem: AttentionProblem,
+    settings: CompileSettings,
+    memory: tuple[Results | None, Workspace | None],
+) -> Results:
+    """Check, allocate what is missing and launch the forms of an entry's target."""
+    (compile_, target), device = entry, operands.q.device
+    results, workspace = memory
     if results is None:
         results = empty_results(problem, device)
     if workspace is None:
         workspace = empty_workspace(problem, device)
     require_operands(problem, operands, results, workspace)
-    number = require_device(_tensors(operands, results, workspace))
+    tensors = _tensors(operands, results, workspace)
+    require_device(tensors)
     if problem.tokens:
+        contract.require_place(tuple(each for each in tensors if each is not None), target)
         if problem.products == facts.EXPERIMENT:
             operands = operands._replace(q=experiment.queries_in_nvfp4(operands.q, settings))
-        target = target_of_device(number)
-        if target != SM90A:
-            raise MissingDevice(
-                "target of sparse attention", target.name, SM90A.name, "It has this form only."
-            )
-        kernel = compile_form(facts.choose_form(problem, target.name), settings)
+        kernel = compile_(facts.choose_form(problem, target.name), settings)
         merge = None
         if workspace:
             merge = merging.compile_form(MergeForm(target.name, problem.family.sinks), settings)

@@ -15,6 +15,7 @@ import torch
 
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, MissingDevice, ShapeMismatch
 from degarble.kernels.common import attention_tensor_memory as tensor_memory
+from degarble.kernels.common import gemm_contract as contract
 from degarble.kernels.common import sparse_attention_problem as facts
 from degarble.kernels.common.kv_problem import ENTRIES
 from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
@@ -189,8 +190,9 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(error, match=name):
             kernels.sparse_attention(operands, case.problem, SETTINGS)
-    monkeypatch.setattr(kernels, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(kernels, "target_of_device", lambda _device: SM90A)
+    for module in (kernels.hopper, contract):
+        monkeypatch.setattr(module, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(contract, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
         kernels.sparse_attention(whole, case.problem, SETTINGS)
 
