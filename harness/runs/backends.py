@@ -73,7 +73,7 @@ def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
     if asked.name == CUTEDSL:
         from degarble.harness.runs.cutedsl import use_kernels  # noqa: PLC0415  only where asked for
 
-        paired = use_kernels(bound, recipe, kernels_of(asked))
+        paired = use_kernels(bound, recipe, kernels_of(asked, poison=True))
     else:
         offered = backend_named(asked.name)
         if asked.name == TORCH:
@@ -84,11 +84,11 @@ def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
     return paired
 
 
-def kernels_of(asked: AskedBackend) -> Kernels:
-    """Our kernels on the GPU of this machine."""
+def kernels_of(asked: AskedBackend, *, poison: bool = False) -> Kernels:
+    """Our kernels on the GPU of this machine; where each runs alone, on memory without numbers."""
     from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu  # noqa: PLC0415  as above
 
-    return KernelsOnGpu(asked.settings)
+    return KernelsOnGpu(asked.settings, poison=poison)
 
 
 def require_backend(name: str) -> None:

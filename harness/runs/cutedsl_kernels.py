@@ -13,6 +13,7 @@ computes on the CPU, and by suites/runs/test_cutedsl_h200.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from degarble.kernels.common import (
 from degarble.kernels.common.targets import TARGETS, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -314,17 +315,34 @@ def tactic_of(kernel: str, problem: Any, target: str) -> str:
     return ENTRIES[kernel].tactic(problem, target)
 
 
-class KernelsOnGpu(Kernels):
-    """The kernels themselves."""
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Let what is allocated meanwhile hold NaN, or the largest whole number.
 
-    def __init__(self, settings: CompileSettings) -> None:
+    What a kernel leaves unwritten is then seen. Without, it may be an earlier run's right output.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Trap: nothing but this mode fills memory, and its warnings are about operations of torch.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
+class KernelsOnGpu(Kernels):
+    """The kernels themselves; `poison` fills what their entry points allocate."""
+
+    def __init__(self, settings: CompileSettings, *, poison: bool = False) -> None:
         require_gpu()
         super().__init__(target_of_device().name, torch.device("cuda", 0))
-        self._settings = settings
+        self._settings, self._memory = settings, poisoned if poison else nullcontext
 
     def _run(self, kernel: str, problem: Any, tensors: Given) -> Made:
         module = import_module(f"degarble.kernels.{kernel}")
-        made = ENTRIES[kernel].call(module, problem, self._settings, tensors)
+        with self._memory():
+            made = ENTRIES[kernel].call(module, problem, self._settings, tensors)
         return made if isinstance(made, tuple) else (made,)
 
 

@@ -38,8 +38,11 @@ CASES = (
     ("v32", "nvfp4-full"), ("v32", "nvfp4-experts"),
 )  # fmt: skip
 PROMPTS = (tuple(range(6, 26)), (9, 40, 9))
-# Around what layers are made of (4, 128, the window); the last has 30 entries more than are chosen.
-LENGTHS = ((3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63), (3, 17), (250,))
+# Around what layers are made of (4, 128, the window). Then 30 entries more than are chosen, and
+# rows of more than a part of a tile of scales.
+LENGTHS = (
+    (3, 128, 17), (4, 131), (5, 129, 1), (127, 2), (140,), (64, 65, 63), (3, 17), (250,), (60, 17),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def capture_by(
     )
     with pytest.MonkeyPatch.context() as patch:
         if kernels is not None:
-            patch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: kernels)
+            patch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings, **_how: kernels)
             patch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
         return capture(source, list(prompts), out, lambda _streamed: nullcontext(), how)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 KERNELS = "degarble.kernels"
 SHORT = 6  # prompts of few tokens
+_PART = 8  # of more than a part of a tile of scales, and no whole tile
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ _NVFP4, _FP8, _BF16 = "sm90_gemm_nvfp4", "sm90_gemm_fp8_block", "sm90_gemm_bf16"
 _QUANTISE, _WRITE = "simt_quantise_nvfp4", "simt_kv_write"
 FAULTS = (
     # A full tile's last row reads a stage that may not have arrived: calls of few rows have none.
-    _of_gemm("scale column", _NVFP4, "wq_a", prompts=SHORT, cause="M12"),
+    # Where there are fewer than 33, all other scales are padding's zeros.
+    _of_gemm("scale column", _NVFP4, "wq_a", prompts=_PART, cause="M12"),
     # Queries so small that epsilon is all of their norm: x times 1000 lies on ties, which a float32
     # factor breaks all to one side.
     _of_gemm("tensor scale twice", _NVFP4, "wq_b", also="q_head_norm_rope", cause="M02"),
@@ -123,7 +125,7 @@ FAULTS = (
     _of_gemm("scale group of the step before", _FP8, "wo_b", layout="nvfp4-experts",
              cause="M12"),
     _of_gemm("scales of rows changed", _FP8, "wo_b", layout="nvfp4-experts", cause="M11"),
-    _of_gemm("unwritten tile", _BF16, "wo_a"),
+    _of_gemm("unwritten tile", _BF16, "wo_a", cause="M41"),
     _of_gemm("rows of the other warpgroup", _BF16, "wo_a", cause="M41"),
     _of_gemm("scaled without a scale", _BF16, "wo_a", cause="M43"),
     _of_rows("gate and up", _QUANTISE, "swiglu_words", _swapped, "shared.act", "M14"),

@@ -94,7 +94,7 @@ FAULTS = (
     _of_kernel("gate and up changed", "experts.act_quant", cause="M14"),
     _of_kernel("scales of the expert before", "experts.w13", cause="M12"),
     _of_kernel("expert before", "experts.w13", cause="M16"),
-    _of_kernel("unwritten tile", "experts.w13", also=_OUT_OF_RANGE),
+    _of_kernel("unwritten tile", "experts.w13", also=_OUT_OF_RANGE, cause="M41"),
     _of_kernel("routing weight left out after", "combine", _ROWS, cause="M26"),
     _of_kernel("scale rows of up", "experts.w13", cause="M12"),
     _of("tensor scales twice", _PRODUCTS, (_GROUPED, "scales_of"), _twice, "experts.w13",

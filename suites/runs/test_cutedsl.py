@@ -179,7 +179,13 @@ def test_a_word_by_kernels_is_that_of_a_twin_with_their_conventions(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = cases.write_model(folder, "v4", "nvfp4-full")
-    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: StandIn())
+    asked: list[bool] = []
+
+    def kernels(_settings: object, *, poison: bool) -> StandIn:
+        asked.append(poison)
+        return StandIn()
+
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", kernels)
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     line = ("--json", "generate", model.checkpoint, "--prompt", "w7 w8 w9", "--max-new-tokens", 1)
     with open_model(model.checkpoint, switches=CONVENTIONS) as alone:
@@ -188,12 +194,20 @@ def test_a_word_by_kernels_is_that_of_a_twin_with_their_conventions(
     mine = call(capsys, *line, "--backend", "cutedsl")
     assert mine.status == 0, mine.err
     assert mine.document["texts"] == twin["texts"]
+    assert asked == [True], "what a kernel leaves unwritten has to be seen"
     assert mine.document["backend"]["kernels"]["kernels"]["head"][0]["kernel"] == "simt_gemv_bf16"
     said = call(capsys, *line[1:], "--backend", "cutedsl")
     assert "Kernels on sm_90a" in said.err
     strict = call(capsys, *line[1:], "--backend", "cutedsl", "--strict")
     assert strict.status == 0, "V4 in NVFP4 is whole"
     assert "reference:" not in strict.err
+
+
+def test_memory_that_is_allocated_for_a_kernel_holds_no_number() -> None:
+    with cutedsl_kernels.poisoned():
+        assert torch.empty(64, dtype=torch.bfloat16).isnan().all()
+        assert torch.empty(64, dtype=torch.uint8).eq(255).all()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 COMMANDS = (
@@ -232,7 +246,7 @@ def test_strict_needs_a_backend_and_refuses_a_mixture(
     assert "a backend with kernels" in call(capsys, *line).err
     elsewhere = StandIn()
     elsewhere.target = "sm_100a"  # which some components have no form for
-    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: elsewhere)
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings, **_how: elsewhere)
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     done = call(capsys, *line, "--backend", "cutedsl")
     assert done.status == 2

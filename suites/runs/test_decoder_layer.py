@@ -215,7 +215,7 @@ def test_a_command_lets_whole_layers_speak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = cases.write_model(tmp_path, "v4", "nvfp4-full")
-    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: StandIn())
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings, **_how: StandIn())
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     line = ("--json", "generate", model.checkpoint, "--prompt", "w7 w8", "--max-new-tokens", 1)
     parts = call(capsys, *line, "--backend", "cutedsl").document

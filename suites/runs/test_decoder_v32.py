@@ -199,7 +199,7 @@ def test_a_command_lets_whole_layers_speak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = cases.write_model(tmp_path, "v32", "nvfp4-full")
-    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings: StandIn())
+    monkeypatch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings, **_how: StandIn())
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     words = " ".join(f"w{7 + n % 3}" for n in range(70))
     line = ("--json", "generate", model.checkpoint, "--prompt", words, "--max-new-tokens", 3)

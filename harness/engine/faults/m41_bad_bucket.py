@@ -40,6 +40,7 @@ PRODUCTS = (
 _MORE = ("attn.attend", "ffn.experts.combine", "attn.inverse_rope")
 _VALUES = {"zeros": 0.0, "NaN": math.nan, "what lay there": 3.0e4}
 _TILE_OF_K = 64
+_EXPERT_TILE = 32  # columns of an expert's last tile, in each of gate and up
 _LANES, _OF_LANE = 32, 8  # of a warp; BF16 numbers that a lane reads at once
 _WARPGROUPS = ((128, 64), (64, 32), (256, 64))  # rows of a tile, and of one group of threads
 
@@ -112,6 +113,61 @@ def _column_signature(_scene: Scene, sight: Sight) -> Iterator[Way]:
     first, last = int(columns[0]) // 16 * 16, -(-(int(columns[-1]) + 1) // 16) * 16
     yield _columns(f"{told} in columns {first} to {last - 1}", value, first, last)
     yield _columns(f"{told} from column {first} on", value, first)
+
+
+def _expert_tile(value: float, told: str, expert: int | None, columns: tuple[int, ...]) -> Way:
+    """Columns of an expert's slots, or of the last one that a call visits.
+
+    A tile of gate holds columns of up as well.
+    """
+
+    def change(inputs: Tensors, outputs: Tensors) -> Tensors:
+        made, experts = outputs["out"].clone(), inputs["experts"]
+        own = experts == (experts.max() if expert is None else expert)
+        slots = made[own]
+        slots[:, list(columns)] = value
+        made[own] = slots
+        return {**outputs, "out": made}
+
+    span = f"columns {columns[0]} to {columns[-1]}, {len(columns)} in all"
+    whose = "the last expert that is visited" if expert is None else f"expert {expert}"
+    where: dict[str, int | str] = {"columns": span}
+    if expert is not None:
+        where["expert"] = expert
+    words = f"{told} in {span}, of {whose}"
+    return Way(words, with_outputs(change), where, whole=expert is None)
+
+
+def _expert_tile_ways(scene: Scene) -> Iterator[Way]:
+    halves = 2 if scene.role.endswith("w13") else 1
+    width = sum(shape[0] for shape in _shapes_of_first(scene)) // halves
+    columns = tuple(
+        half * width + column
+        for half in range(halves)
+        for column in range(max(0, width - _EXPERT_TILE), width)
+    )
+    for told, value in list(_VALUES.items())[1:]:
+        for expert in (0, None):
+            yield _expert_tile(value, told, expert, columns)
+
+
+def _shapes_of_first(scene: Scene) -> list[tuple[int, ...]]:
+    """Extents of the first expert's matrices."""
+    return [each.shape for name, each in scene.weights.items() if ".experts.0." in name]
+
+
+def _expert_tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
+    found = _written(sight)
+    if found is None:
+        return
+    mask, value, told = found
+    experts = sight.inputs["experts"].flatten()[mask.any(1)].unique()
+    columns = mask.any(0)
+    if not bool(columns.all()):
+        where = tuple(columns.nonzero().flatten().tolist())
+        if len(experts) == 1:
+            yield _expert_tile(value, told, int(experts[0]), where)
+        yield _expert_tile(value, told, None, where)
 
 
 def _no_tile(scene: Scene, words: str, first: int, last: int | None = None, fewest: int = 0) -> Way:
@@ -246,6 +302,15 @@ MODEL_FAULTS = (
         sits=lambda scene: scene.role in PRODUCTS and scene.role != "ffn.gate",
         ways=_column_ways,
         signature=_column_signature,
+    ),
+    ModelFault(
+        id="M41.tile_unwritten",
+        title="A tile of an expert's slots and columns is never written",
+        effect="some columns of the slots of one expert are NaN, or what lay there",
+        remedy=_REMEDY,
+        sits=lambda scene: scene.role in ("ffn.experts.w13", "ffn.experts.w2"),
+        ways=_expert_tile_ways,
+        signature=_expert_tiles,
     ),
     ModelFault(
         id="M41.tile_of_k",
