@@ -28,6 +28,7 @@ from degarble.harness.engine.faults.rebinding import (
     with_numerics,
     with_switches,
 )
+from degarble.harness.engine.faults.slopes import is_named, shared
 from degarble.harness.engine.faults.turning import HIDDEN
 from degarble.harness.formats.weight import Weight
 from degarble.references.facts import V32Facts
@@ -51,6 +52,7 @@ _ROOTED = (
 _RUNS = (8, 16)  # numbers of a thread
 EPSILONS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _FIRST, _TURNS, _MOST = 1e-3, 4, 1e3  # of the search for another one
+_CLOSER, _APART = 2, 0.01  # times that it is narrowed down, by a slope over so much of it
 _STORING = (
     "attn.norm", "ffn.norm", "ffn.experts.act_quant", "attn.kv_norm_rope", "attn.q_head_norm_rope",
     "attn.compressor.pool", "attn.indexer.q",
@@ -183,10 +185,33 @@ def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
         if not made < 0:
             return
         more *= min(_MOST, max(1 / _MOST, wanted / made))
-    short = [float(f"{own + more:.{digits}g}") for digits in (1, 2)]
-    short += [own + float(f"{more:.{digits}g}") for digits in (1, 2)]  # added to the model's
-    for value in dict.fromkeys((*short, own + more)):
-        yield epsilon_way(scene, value, fitted=True)
+    value = own + more
+    least = most = value
+    for _ in range(_CLOSER):
+        least, most = _narrowed(scene, sight, value)
+        if not 0 < least <= most:
+            return
+        value = (least + most) / 2
+    short = [float(f"{value:.{digits}g}") for digits in (1, 2, 3)]
+    short += [own + float(f"{value - own:.{digits}g}") for digits in (1, 2)]  # added to the model's
+    fitting = [each for each in short if least <= each <= most or is_named(value, each)]
+    for each in dict.fromkeys((*fitting, *short[:2], value)):
+        yield epsilon_way(scene, each, fitted=True)
+
+
+def _narrowed(scene: Scene, sight: Sight, epsilon: float) -> tuple[float, float]:
+    """The stretch of epsilons, near to one, by which most outputs round to what they are."""
+    stored = sight.outputs["out"]
+    here, beside = (
+        with_facts(scene, partial(_fine, each))(scene.call)(sight.inputs, scene.weights)["out"]
+        for each in (epsilon, epsilon * (1 + _APART))
+    )
+    slope = (beside.double() - here.double()) / (epsilon * _APART)
+    known = (slope != 0) & stored.isfinite()
+    c, near, slope = stored.double()[known], here.double()[known], slope[known]
+    half = torch.exp2(torch.frexp(c).exponent - 2.0) * torch.finfo(stored.dtype).eps
+    ends = torch.stack([epsilon + (c + side * half - near) / slope for side in (-1, 1)])
+    return shared(ends.amin(0), ends.amax(0)) if len(c) else (epsilon, epsilon)
 
 
 def _fine(epsilon: float, facts: Any) -> Any:
