@@ -26,7 +26,7 @@ import numpy as np
 
 from degarble.harness.anatomy.config import V32Config
 from degarble.harness.anatomy.layouts import layout_named
-from degarble.harness.anatomy.parameters import parameter_named, parameters
+from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.types import Kind
 from degarble.harness.checkpoint.json_scan import ObjectScanner
 from degarble.harness.checkpoint.safetensors_file import read_small_file
@@ -175,11 +175,13 @@ class InputScales:
     ) -> None:
         self._config = config
         self._records = calibration.records
+        linears = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
         for name in calibration.records:
-            if parameter_named(config, name).kind is not Kind.LINEAR:
+            if name not in linears:
                 raise InvalidArgument(
-                    f"amax record of {shown(name)}", "no linear", "a linear", "Remove the record."
-                )
+                    f"amax record of {shown(name)}", "no linear", f"a linear of {config.family}",
+                    "Calibrate with the model that is quantised, or remove the record.",
+                )  # fmt: skip
         missing = [
             each.name for each in wanted if each.expert is None and not self._own(each.name).tokens
         ]
