@@ -216,11 +216,15 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
         return 1.0
     outputs = sample.looked_at(made.outputs)
     left = measure(sample.candidate, outputs) / before
-    if measure is not distance or left > _ROUNDINGS:
+    if measure is not distance or left >= 1:
         return left
+    alike = only_roundings(sample.candidate, outputs)
+    if left > _ROUNDINGS:
+        # Healthy roundings may be most of a faint difference: who leaves them alone explains it.
+        return _NOISE if alike and not sample.only_roundings else left
     # Which of two ways rounds more alike is luck, and says nothing about either.
     # And a way that has large outputs alone right is not as near as one that has all.
-    return min(left, _NOISE) if only_roundings(sample.candidate, outputs) else max(left, _BLIND)
+    return min(left, _NOISE) if alike else max(left, _BLIND)
 
 
 def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:

@@ -18,6 +18,7 @@ import torch
 from degarble.harness.engine.diagnose_trial import (
     decoded_once,
     distance,
+    only_roundings,
     seen_tensors,
     untouched,
 )
@@ -60,6 +61,11 @@ class Sample:
         if measure not in self._before:
             self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
         return self._before[measure]
+
+    @cached_property
+    def only_roundings(self) -> bool:
+        """Whether there is no more than roundings to explain."""
+        return only_roundings(self.candidate, self.looked_at(untouched(self.sight)))
 
     @cached_property
     def _before(self) -> dict[Measure, float]:

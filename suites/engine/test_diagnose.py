@@ -130,6 +130,24 @@ def test_what_is_small_is_named_as_well(recipe: str, place: str, fault: str, wor
     assert fault in {found.named[0].id, *found.named[0].alternatives}, found.sentence
 
 
+def test_a_faint_fault_is_named_among_healthy_roundings() -> None:
+    model, place = double("v4", "nvfp4-full"), "layers.2.ffn.experts.w13"
+    fault = MODEL_FAULTS["O02.product_in_fp16"]
+    ways = fault.ways(model.planting(place))
+    way = next(each for each in ways if "2.w1, rows 24 to 31" in each.words)
+    (sight,) = model.sights(place, way, calls=1)
+    codes = sight.outputs["out"].view(torch.int16).clone()
+    codes[::32, :, 100] += 1  # by one spacing
+    rounded = replace(sight, outputs={"out": codes.view(torch.bfloat16)})
+    scene = model.naming(place)
+    assert diagnose(scene, rounded, FAULTS).named[0].id == fault.id
+    expected = codes.view(torch.bfloat16).where(
+        torch.arange(codes.shape[-1]) == 100, sight.expected["out"]
+    )
+    healthy = diagnose(scene, replace(sight, outputs={"out": expected}), FAULTS)
+    assert not healthy.named, healthy.sentence
+
+
 def test_a_gain_that_somebody_else_makes_is_told_to_the_bit_and_behind_it() -> None:
     """A scale more in half of a weight's rows is a gain on a tile: the weight is told first."""
     model, place = double("v32", "nvfp4-full"), "layers.0.attn.wo"
