@@ -10,6 +10,12 @@ import sys
 import pytest
 
 
+def _environment() -> dict[str, str]:
+    """Ranks that run pytest are no workers of who started them: only the first one reports."""
+    kept = {name: each for name, each in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
 def run_ranks(module: str, ranks: int, *arguments: str, seconds: float) -> None:
     """Run a module on so many ranks, until it ends well or its time is over."""
     command = [
@@ -22,7 +28,7 @@ def run_ranks(module: str, ranks: int, *arguments: str, seconds: float) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=_environment(),
     )
     try:
         _, errors = process.communicate(timeout=seconds)
