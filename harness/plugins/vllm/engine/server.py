@@ -61,7 +61,7 @@ class Asked:
 
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
         """Return the command line."""
-        own = {"parts": {"compressor": "vllm", **self.parts}, "told": str(told)}
+        own = {"parts": dict(self.parts), "told": str(told)}
         graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 4, 16, 64]}
         middleware = f"{vllm_capture.__name__}.{vllm_capture.CaptureSwitch.__name__}"
         return [
