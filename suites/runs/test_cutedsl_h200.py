@@ -94,9 +94,6 @@ def differing(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:
 
 
 ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
-# Whose cause was named on stand-ins, and not yet of a kernel's own capture: another one is wrong,
-# none is told below.
-ON_STAND_INS = {"experts: unwritten tile"}
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name.replace(" ", "-"))
@@ -131,7 +128,7 @@ def test_a_planted_fault_is_found_in_its_component(
     first = {known[0].id for known in causes if known}
     told = f"{', '.join(sorted(named)) or 'none named'}; first {', '.join(sorted(first))}"
     print(f"CAUSE {fault.name}: {told}")  # noqa: T201  with -rP
-    if fault.cause and not (fault.name in ON_STAND_INS and not named):
+    if fault.cause:
         assert any(each.startswith(f"{fault.cause}.") for each in named), named
     others = [
         name for name in blamed
@@ -139,8 +136,6 @@ def test_a_planted_fault_is_found_in_its_component(
         and not (fault.also and name.endswith(fault.also))
     ]  # fmt: skip
     assert not others, f"blamed, and computed by another kernel: {others}"
-    if fault.cause and not named:
-        pytest.xfail(f"UNDECIDED: {fault.cause} was named on stand-ins, and is not here")
 
 
 @pytest.mark.parametrize(("family", "layout"), cases.CASES)
