@@ -38,7 +38,11 @@ from degarble.kernels.common.targets import SM90A
 CODES_OF_WORD = 8
 A_PLACE = 3  # what `multiply` is told of A before whether this warp has rows of it
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
-SWIZZLES = {64: wgmma.Swizzle.K_SW32, 128: wgmma.Swizzle.K_SW64}  # of a row of so many codes
+SWIZZLES = {
+    64: wgmma.Swizzle.K_SW32,
+    128: wgmma.Swizzle.K_SW64,
+    256: wgmma.Swizzle.K_SW128,
+}  # of a row of so many codes
 ELEMENTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, BFloat16)
 ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
 
@@ -84,7 +88,7 @@ def gemm_kernel(
         cute.arch.setmaxregister_decrease(decoding.registers)
         feedings = tuple(map(producer.feeding, feeds, tensors, boxes))
         state = wgmma.consumer_state(held.stages)
-        target = wgmma.producer_state(facts.DECODED_STAGES)
+        target = wgmma.producer_state(facts.decoded_stages(form))
         loading = (ring, feedings, walk, steps, form)
         cursor = begin_loading(loading)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
@@ -102,7 +106,7 @@ def gemm_kernel(
         # The power of two first: it is exact.
         scales = (stages.RESTORE, ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0]))
         state = wgmma.consumer_state(held.stages)
-        source = wgmma.consumer_state(facts.DECODED_STAGES)
+        source = wgmma.consumer_state(facts.decoded_stages(form))
         stored = Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             row, column = schedule.tile_at(walk, number)
@@ -273,8 +277,8 @@ def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
     group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
     warps = facts.WARPGROUP // facts.WARP
     return pipeline.PipelineAsync.create(
-        barrier_storage=memory.allocate_array(Int64, 2 * facts.DECODED_STAGES),
-        num_stages=facts.DECODED_STAGES,
+        barrier_storage=memory.allocate_array(Int64, 2 * facts.decoded_stages(form)),
+        num_stages=facts.decoded_stages(form),
         producer_group=group(agent, facts.decoding_warps(form)),
         consumer_group=group(agent, facts.consumers(form) * warps),
         defer_sync=True,
@@ -309,7 +313,7 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
     tensors, pointers = loaded_stages(memory, form)
     words = tactic.columns * tactic.inner // 2
     decoded = memory.allocate_array(
-        Uint32, words * facts.DECODED_STAGES, byte_alignment=facts.ALIGNMENT
+        Uint32, words * facts.decoded_stages(form), byte_alignment=facts.ALIGNMENT
     )
     codes_a, codes_b, scales_a, scales_b = (
         facts.bytes_of(form, name) // 4 for name in ("a", "b", "scales of a", "scales of b")
@@ -319,7 +323,7 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
         a_scales=side_by_side(pointers[2], 1, scales_a, count),
         b=side_by_side(pointers[1], 4, codes_b, count),
         b_scales=side_by_side(pointers[3], 1, scales_b, count),
-        numbers=side_by_side(decoded, 4, words, facts.DECODED_STAGES),
+        numbers=side_by_side(decoded, 4, words, facts.decoded_stages(form)),
     )
     return tensors, boxes_of(form), shared
 
@@ -348,7 +352,7 @@ def decoded_tensor(shared: Shared, form: GemmForm) -> Any:
     """View decoded B as wgmma reads it."""
     tactic = form.tactic
     layout = wgmma.staged_layout(
-        BFloat16, tactic.columns, tactic.inner, facts.DECODED_STAGES, wgmma.Swizzle.K_SW128
+        BFloat16, tactic.columns, tactic.inner, facts.decoded_stages(form), wgmma.Swizzle.K_SW128
     )
     pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
     return cute.make_tensor(pointer, layout.outer)

@@ -117,7 +117,7 @@ def decode(loading: Any, decoded: Any, shared: Any, blocks: Any) -> None:
     thread, _, _ = cute.arch.thread_idx()
     tactic = form.tactic
     state = wgmma.consumer_state(ring.num_stages)
-    target = wgmma.producer_state(facts.DECODED_STAGES)
+    target = wgmma.producer_state(facts.decoded_stages(form))
     cursor = gemm.begin_loading(loading)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         _, column, _ = schedule.tile_at(walk, number)
@@ -139,7 +139,7 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
     numbers = gemm.decoded_tensor(shared, form.gemm)
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(numbers))
     state = wgmma.consumer_state(rings[0].num_stages)
-    source = wgmma.consumer_state(facts.DECODED_STAGES)
+    source = wgmma.consumer_state(facts.decoded_stages(form.gemm))
     stored = Int32(0)
     if cutlass.const_expr(parts == GATE_AND_UP):
         outlet = moe_epilogue.outlet_of_warpgroup(leaving, pieces, mma, mine)
@@ -182,7 +182,7 @@ def consume_tall(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.C
     numbers = gemm.decoded_tensor(shared, form.gemm)
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(numbers))
     state = wgmma.consumer_state(rings[0].num_stages)
-    source = wgmma.consumer_state(facts.DECODED_STAGES)
+    source = wgmma.consumer_state(facts.decoded_stages(form.gemm))
     stored = Int32(0)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, column, expert = schedule.tile_at(walk, number)

@@ -28,12 +28,6 @@ _KEPT: Final = 0x81C0_81C0  # sign, two exponent bits, one mantissa bit
 _MOVES: Final = ((1 << 12) + (1 << 6), (1 << 8) + (1 << 2))  # from bits 0 and 4
 
 
-def bf16_pair(word: Any, place: Any, constant: Callable[[int], Any] = int) -> Any:
-    """Return word `place` of `bf16_pairs`, whichever it is: by one shift more."""
-    moved = ops.shift_right(word, 4 * place) & constant(_PAIR)
-    return (moved * constant(_MOVES[0])) & constant(_KEPT)
-
-
 def bf16_pairs(word: Any, constant: Callable[[int], Any] = int) -> list[Any]:
     """Return four words; word j has codes j and j + 4, times 2**-126 as BF16, the first one low.
 

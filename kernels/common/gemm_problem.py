@@ -35,6 +35,7 @@ SCALE_TILE_BYTES = 512  # 128 rows x 4 scales, harness.formats.layouts.SWIZZLE_1
 SCALE_TILE_ROWS = 128
 PIECE_ROWS, PIECE_COLUMNS = 64, 64  # what one warpgroup hands to one TMA store
 MANY_ROWS = 4 * PIECE_ROWS
+SPAN = 64  # numbers of K that NVFP4 is decoded by: nvfp4_stages
 PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
 PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
 RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
@@ -282,13 +283,14 @@ class Role:
 
 
 def has_few_rows(form: GemmForm) -> bool:
-    """Whether a tile has fewer rows than a warpgroup multiplies: then B's rows are multiplied."""
-    return form.tactic.rows < PIECE_ROWS
+    """Whether a warpgroup multiplies rows of B, and A's are its columns: stages of many spans."""
+    is_nvfp4 = (form.operands, form.target) == (NVFP4.name, SM90A.name)
+    return is_nvfp4 and form.tactic.inner > SPAN
 
 
 def has_many_rows(form: GemmForm) -> bool:
     """Whether four warpgroups multiply rows of A, so that what is decoded of B serves them all."""
-    return form.tactic.rows >= MANY_ROWS
+    return not has_few_rows(form) and form.tactic.rows >= MANY_ROWS
 
 
 def consumers(form: GemmForm) -> int:
@@ -305,15 +307,15 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
     """
     count = consumers(form)
     first = Role("producer", 1, 40)
-    if form.operands == NVFP4.name:  # of many rows four warpgroups need all that can be spared
-        first = Role("decoder", 1, 64 if has_many_rows(form) else 88)
+    if form.operands == NVFP4.name:  # four that multiply need all that can be spared
+        first = Role("decoder", 1, 64 if count >= MANY_ROWS // PIECE_ROWS else 88)
     groups = 1 + count
     whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP // groups // 8 * 8 * groups
     left = (whole - first.registers) // count // 8 * 8
     return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
 
 
-DECODED_STAGES = 3  # buffers of decoded B
+DECODED_STAGES = 4  # buffers of decoded numbers at most
 MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
 FEW_PADDING = 8  # numbers behind each row of a tile of few rows: rows begin in other banks
 AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
@@ -357,7 +359,7 @@ def footprint(form: GemmForm) -> Footprint:
     decoded = 0
     if form.operands == NVFP4.name:
         rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
-        decoded = DECODED_STAGES * rows * form.tactic.inner * 2
+        decoded = decoded_stages(form) * rows * form.tactic.inner * 2
     output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
     if has_few_rows(form):
         output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
@@ -365,8 +367,13 @@ def footprint(form: GemmForm) -> Footprint:
     others = shared_memory_of_others(form)
     beside = decoded + output + MOST_BARRIERS * BARRIER_BYTES + ALIGNMENT + others
     stages = stages_that_fit(stage, beside, form.target)
-    barriers = 2 * (stages + (DECODED_STAGES if decoded else 0))
+    barriers = 2 * (stages + (decoded_stages(form) if decoded else 0))
     return Footprint(stages, stage, decoded, output, barriers)
+
+
+def decoded_stages(form: GemmForm) -> int:
+    """Return the buffers of decoded numbers: of many rows that three warps decode, one more."""
+    return 4 if has_few_rows(form) and form.tactic.rows >= PIECE_ROWS else 3
 
 
 def shared_memory_of_others(form: GemmForm) -> int:

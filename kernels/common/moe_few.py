@@ -1,11 +1,12 @@
 """Experts with few rows: weights are what a warpgroup multiplies, tokens are its columns.
 
-Owns the device code of grouped tiles of 16 or 32 rows. Where an expert has a few rows, tiles of 64
-of them are mostly zeros, and B, decoded by one warpgroup into shared memory, decides. Here each
-multiplying warpgroup decodes its own 64 rows of B straight into wgmma's registers. Of the others a
-warp loads, and three decode the rows of A, each every third stage. Products, their order along K
-and the rounding of results are the same, so every byte is that of the other tiles. A tile leaves
-through shared memory, row by row of A: SwiGLU and requantisation read blocks of it, FC2 16 bytes.
+Owns the device code of grouped tiles of 16, 32 or 64 rows. Where an expert has a few rows, tiles
+of 128 of them are mostly zeros, and B, decoded by one warpgroup into shared memory, decides. Here
+each multiplying warpgroup decodes its own 64 rows of B straight into wgmma's registers, a span of
+64 numbers of K while the one before is multiplied. Of the others a warp loads, and three decode the
+rows of A, each every third stage. Products, their order along K and the rounding of results are the
+same, so every byte is that of the other tiles. A tile leaves through shared memory, row by row of
+A, without a wait for warpgroups that have other columns.
 
 Refuses nothing: a kernel cannot. Kept honest by suites/kernels/test_sm90_moe_nvfp4.py.
 """
@@ -34,6 +35,8 @@ from degarble.kernels.common.moe_problem import GATE_AND_UP
 
 WORDS_OF_CHUNK, NUMBERS_OF_CHUNK = 4, 8  # of 16 bytes
 BLOCK_WORDS = stages.BLOCK // 2
+DECODERS = 3  # warps
+AT_ONCE = 2  # spans of B that registers hold
 OPERANDS = ("a", "b", "scales of a", "scales of b")
 
 
@@ -60,17 +63,17 @@ def shared_memory(memory: Any, form: Any) -> Few:
     tensors, pointers = gemm.loaded_stages(memory, form)
     size = tactic.rows * tactic.inner // 2  # words
     decoded = memory.allocate_array(
-        Uint32, size * facts.DECODED_STAGES, byte_alignment=facts.ALIGNMENT
+        Uint32, size * facts.decoded_stages(form), byte_alignment=facts.ALIGNMENT
     )
     a, b, of_a, of_b = (
         (pointer, facts.bytes_of(form, name) // 4)
         for pointer, name in zip(pointers, OPERANDS, strict=True)
     )
     view = gemm.side_by_side
-    numbers = view(decoded, 4, size, facts.DECODED_STAGES)
+    numbers = view(decoded, 4, size, facts.decoded_stages(form))
     codes, scales = view(b[0], stages.WORDS, b[1], count), view(of_b[0], 1, of_b[1], count)
     weights = gemm.Shared(codes, scales, None, None, numbers)
-    codes, scales = view(a[0], 1, a[1], count), view(of_a[0], 1, of_a[1], count)
+    codes, scales = view(a[0], 4, a[1], count), view(of_a[0], 1, of_a[1], count)
     tokens = gemm.Shared(None, None, codes, scales, numbers)
     return Few(tensors, gemm.boxes_of(form), weights, tokens, tile_of(memory, tactic))
 
@@ -133,38 +136,53 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexp
 
 @cute.jit
 def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Constexpr) -> None:
-    """Decode rows of A: a warp every third stage, so that each has a buffer of its own."""
+    """Decode rows of A: a warp every third stage, so that nobody waits for another decoder."""
     (ring, decoded), (steps, blocks) = rings, extents
-    thread, _, _ = cute.arch.thread_idx()
-    tactic, at_once = form.tactic, facts.WARP // spans.PARTS_OF_ROW
+    tactic, turn = form.tactic, Int32(0)
     of_stage = tactic.inner // stages.STAGE_K
     state = wgmma.consumer_state(ring.num_stages)
-    target = wgmma.producer_state(facts.DECODED_STAGES)
-    lane, mine = Int32(thread) % facts.WARP, cute.arch.warp_idx() - 1
-    own, part = lane // spans.PARTS_OF_ROW, lane % spans.PARTS_OF_ROW
+    target = wgmma.producer_state(facts.decoded_stages(form))
+    mine = cute.arch.warp_idx() - 1
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, _, _ = schedule.tile_at(walk, number)
         first = row * tactic.rows % facts.SCALE_TILE_ROWS
         for step in cutlass.range(steps, unroll=1):
-            if target.index == mine:
-                ring.consumer_wait(state)
+            if turn == mine:
+                # In this order: a free buffer says that consumers are past what was loaded into
+                # this stage before, which this warp, that skips stages, has not waited for.
                 decoded.producer_acquire(target)
-                at = (state.index, target.index, masks_of(blocks, step, of_stage))
-                for turn in cutlass.range_constexpr(tactic.rows // at_once):
-                    place = (own + turn * at_once, first, part)
-                    spans.decode_piece(shared, place, at, (tactic.rows, of_stage))
+                ring.consumer_wait(state)
+                at = (state.index, target.index)
+                decode_stage(shared, first, at, (blocks, step * of_stage), tactic)
                 cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads by another proxy
                 cute.arch.sync_warp()
                 ring.consumer_release(state)
                 with cute.arch.elect_one():
                     decoded.producer_commit(target)
+            turn += 1
+            if turn == DECODERS:
+                turn = Int32(0)
             state.advance()
             target.advance()
 
 
-def masks_of(blocks: Any, step: Any, of_stage: int) -> list[Any]:
-    """Return which scales of each span of a stage lie within K."""
-    return [stages.kept(blocks, step * of_stage + span) for span in range(of_stage)]
+def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> None:
+    """Decode all rows of a stage by one warp, a span of a row a thread and turn."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane, of_stage = Int32(thread) % facts.WARP, tactic.inner // stages.STAGE_K
+    blocks, before = inner
+    for turn in range(tactic.rows * of_stage // facts.WARP):
+        item = lane + turn * facts.WARP
+        row, span = item % tactic.rows, item // tactic.rows
+        if tactic.rows >= facts.WARP:  # all threads of a warp have one span then
+            row, span = lane + turn * facts.WARP % tactic.rows, turn * facts.WARP // tactic.rows
+        mask = mask_of(blocks, before + span)
+        spans.decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))
+
+
+def mask_of(blocks: Any, span: Any) -> Any:
+    """Return which scales of a span lie within K."""
+    return stages.kept(blocks, span)
 
 
 @cute.jit
@@ -176,9 +194,10 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
     steps, blocks = ceil_div(inner, tactic.inner), inner // stages.BLOCK
     sums = wgmma.sums_of(mma, tactic.rows)
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(few.weights, form.gemm)))
-    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, tactic.inner)))
+    held = AT_ONCE * stages.STAGE_K
+    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, held)))
     state = wgmma.consumer_state(rings[0].num_stages)
-    source = wgmma.consumer_state(facts.DECODED_STAGES)
+    source = wgmma.consumer_state(facts.decoded_stages(form.gemm))
     first = mine * facts.PIECE_ROWS
     matrix = first // (tactic.columns // parts)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
@@ -187,47 +206,88 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
         # Only now: what a tile needs besides would take registers from the products.
         row, column, expert = schedule.tile_at(walk, number)
         stage_tile(few.tile, sums, first, scales_of(groups, expert * parts + matrix, expert))
-        wait_for_all(form.gemm)
+        wait_for_those(mine, form.gemm)
         at = row * tactic.rows
         if cutlass.const_expr(parts == GATE_AND_UP):
             written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
-            requantise(leaving, few.tile, written, form)
+            requantise(leaving, few.tile, written, mine, form)
         else:
-            store_rows(leaving, few.tile, (at, column * tactic.columns, columns), form.gemm)
-        wait_for_all(form.gemm)
+            stored = (at, column * tactic.columns, columns)
+            store_rows(leaving, few.tile, stored, mine, form.gemm)
+        wait_for_those(mine, form.gemm)
 
 
 @cute.jit
 def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass.Constexpr) -> Any:
-    """Sum up one tile: read a stage of B, wait for the products before, decode, multiply.
-
-    Trap: a wgmma reads its registers until it is waited for; decoding may begin only then.
-    """
-    ring, decoded = rings
+    """Sum up one tile, stage by stage; the first one has nothing to wait for."""
     state, source = states
-    mma, sums, a, b = fragments
     shared, first, blocks, steps = work
     thread, _, _ = cute.arch.thread_idx()
     within, of_stage = Int32(thread) % facts.WARPGROUP, tactic.inner // stages.STAGE_K
     place = (first + within // facts.WARP * 16 + within % facts.WARP // 4, within % 4)
-    registers = cute.recast_tensor(a, Uint32)
+    given = (shared, place, blocks, of_stage)
 
-    ring.consumer_wait(state)
-    read = spans.read_rows(shared, place, state.index, of_stage)
-    state = give_back(ring, state)
-    spans.decode_rows(read, registers, place[1], masks_of(blocks, Int32(0), of_stage))
-    decoded.consumer_wait(source)
-    wgmma.multiply_stage(mma, sums, a, b[None, None, None, source.index], begins=True)
+    before = source.clone()
+    state, before = add_stage(
+        rings, (state, source, before), fragments, (*given, Int32(0)), begins=True
+    )
+    source.advance()
     for step in cutlass.range(1, steps, unroll=1):
-        ring.consumer_wait(state)
-        read = spans.read_rows(shared, place, state.index, of_stage)
-        state = give_back(ring, state)
-        source = gemm.finish(decoded, source)
-        spans.decode_rows(read, registers, place[1], masks_of(blocks, step, of_stage))
-        decoded.consumer_wait(source)
-        wgmma.multiply_stage(mma, sums, a, b[None, None, None, source.index], begins=False)
-    source = gemm.finish(decoded, source)
+        more = (*given, step)
+        state, before = add_stage(rings, (state, source, before), fragments, more, begins=False)
+        source.advance()
+    warpgroup.wait_group(0)
+    before = release(rings[1], before)
     return state, source
+
+
+def add_stage(
+    rings: Any, states: Any, fragments: Any, given: Any, *, begins: bool
+) -> tuple[Any, Any]:
+    """Add a stage, two spans at a time: read B, wait for the products before, decode, multiply.
+
+    Trap: a wgmma reads its registers until it is waited for; decoding may begin only then. Spans
+    take turns with two sets of them: one is decoded while the one before is multiplied.
+    """
+    ring, decoded = rings
+    state, source, before = states
+    shared, place, blocks, of_stage, step = given
+    ring.consumer_wait(state)
+    read = []
+    for span in range(of_stage):
+        if span % AT_ONCE == 0:
+            some = range(span, span + AT_ONCE)
+            read += spans.read_rows(shared, place, state.index, of_stage, some)
+        if span == of_stage - AT_ONCE:
+            state = give_back(ring, state)
+        if not begins or span >= AT_ONCE:
+            warpgroup.wait_group(AT_ONCE - 1)
+        if not begins and span == AT_ONCE - 1:
+            before = release(decoded, before)
+        registers = cute.recast_tensor(fragments[2], Uint32)
+        mask = mask_of(blocks, step * of_stage + span)
+        spans.decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
+        if span == 0:
+            decoded.consumer_wait(source)
+        add_span(fragments, span, source.index, begins=begins and span == 0)
+    return state, before
+
+
+def add_span(fragments: Any, span: int, index: Any, *, begins: bool) -> None:
+    """Begin with a span's products."""
+    mma, sums, a, b = fragments
+    first = span * stages.BLOCKS
+    steps = (first, first + stages.BLOCKS, first - span % AT_ONCE * stages.BLOCKS)
+    wgmma.multiply_stage(mma, sums, a, b[None, None, None, index], begins=begins, steps=steps)
+
+
+@cute.jit
+def release(decoded: Any, state: Any) -> Any:
+    """Give a stage of decoded numbers back."""
+    with cute.arch.elect_one():
+        decoded.consumer_release(state)
+    state.advance()
+    return state
 
 
 @cute.jit
@@ -243,16 +303,33 @@ def decoded_tensor(shared: Any, form: Any) -> Any:
     """View decoded A as wgmma reads it."""
     tactic = form.tactic
     layout = wgmma.staged_layout(
-        BFloat16, tactic.rows, tactic.inner, facts.DECODED_STAGES, wgmma.Swizzle.K_SW128
+        BFloat16, tactic.rows, tactic.inner, facts.decoded_stages(form), wgmma.Swizzle.K_SW128
     )
     pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
     return cute.make_tensor(pointer, layout.outer)
 
 
-def wait_for_all(form: Any) -> None:
-    """Wait for all warpgroups that multiply."""
-    count = facts.consumers(form) * facts.WARPGROUP
-    cute.arch.barrier(barrier_id=wgmma.FIRST_BARRIER, number_of_threads=count)
+def sharing(mine: Any, form: Any) -> tuple[Any, Any]:
+    """Return which of the groups that leave together this is, and how many groups there are.
+
+    A warpgroup leaves on its own, or with the one that has up beside its gate.
+    """
+    groups = facts.consumers(form) // form.parts
+    return mine % groups, groups
+
+
+def wait_for_those(mine: Any, form: Any) -> None:
+    """Wait for the warpgroups whose numbers leave together with one's own."""
+    those, _ = sharing(mine, form)
+    barrier, count = wgmma.FIRST_BARRIER + those, form.parts * facts.WARPGROUP
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=count)
+
+
+def thread_of_those(mine: Any, form: Any) -> Any:
+    """Return a thread's number among those that leave together."""
+    thread, _, _ = cute.arch.thread_idx()
+    _, groups = sharing(mine, form)
+    return mine // groups * facts.WARPGROUP + Int32(thread) % facts.WARPGROUP
 
 
 @cute.jit
@@ -297,16 +374,16 @@ def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
 
 
 @cute.jit
-def requantise(leaving: Any, tile: Tile, place: Any, form: cutlass.Constexpr) -> None:
+def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
     """Write SwiGLU of a tile as NVFP4: a thread a block, as the other tiles' epilogue writes it."""
     first_row, column, expert, blocks = place
     part = form.gemm.tactic.columns // GATE_AND_UP
-    of_row = part // stages.BLOCK
-    thread, _, _ = cute.arch.thread_idx()
-    item = Int32(thread) - facts.WARPGROUP
+    (those, groups), item = sharing(mine, form.gemm), thread_of_those(mine, form.gemm)
+    of_part = part // stages.BLOCK
+    of_row = of_part // groups
     if item < form.gemm.tactic.rows * of_row:
-        row, local = item // of_row, item % of_row
-        block, at_row = column * of_row + local, first_row + row
+        row, local = item // of_row, those * of_row + item % of_row
+        block, at_row = column * of_part + local, first_row + row
         gate, up = both_of(tile, row, local, part)
         numbers = words.swiglu_numbers(gate, up, form.limit)
         if cutlass.const_expr(form.weighted):
@@ -336,16 +413,14 @@ def show(leaving: Any, both: tuple[Any, Any], first: Any, place: tuple[Any, Any]
 
 
 @cute.jit
-def store_rows(leaving: Any, tile: Tile, place: Any, form: cutlass.Constexpr) -> None:
-    """Store all rows of a tile, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
+def store_rows(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
+    """Store a warpgroup's columns, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
     first_row, first_column, columns = place
-    chunks = form.tactic.columns // NUMBERS_OF_CHUNK
-    thread, _, _ = cute.arch.thread_idx()
-    item = Int32(thread) - facts.WARPGROUP
-    count = form.tactic.rows * chunks // (facts.consumers(form) * facts.WARPGROUP)
-    for turn in cutlass.range_constexpr(count):
-        at = item + turn * facts.consumers(form) * facts.WARPGROUP
-        row, chunk = at // chunks, at % chunks
+    (those, groups), item = sharing(mine, form), thread_of_those(mine, form)
+    chunks = form.tactic.columns // NUMBERS_OF_CHUNK // groups
+    for turn in cutlass.range_constexpr(form.tactic.rows * chunks // facts.WARPGROUP):
+        at = item + turn * facts.WARPGROUP
+        row, chunk = at // chunks, those * chunks + at % chunks
         column = first_column + chunk * NUMBERS_OF_CHUNK
         if column < columns:
             read = stages.words_at(tile.chunks, chunk, row, WORDS_OF_CHUNK)

@@ -125,9 +125,9 @@ class CombineForm:
 # `rows_up_to` bounds the mean of an expert's slots. Measured: docs/design-notes/moe_kernel.md.
 TACTICS: Mapping[str, tuple[Tactic, ...]] = {
     SM90A.name: (
-        Tactic(12, rows=16, columns=256, inner=128),
-        Tactic(28, rows=32, columns=256, inner=128),
-        Tactic(36, rows=64, columns=128, inner=64, blocks=2),
+        Tactic(12, rows=16, columns=256, inner=256),
+        Tactic(28, rows=32, columns=256, inner=256),
+        Tactic(64, rows=64, columns=256, inner=128),
         Tactic(140, rows=128, columns=256, inner=64),
         # Where most experts' rows are three or four times 64; of more, the tiles before again.
         Tactic(208, rows=256, columns=128, inner=64),

@@ -37,7 +37,7 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any) -> Any:
     place = (first + within // facts.WARP * 16 + within % facts.WARP // 4, within % 4)
 
     ring.consumer_wait(state)
-    codes, bits = nvfp4_spans.read_rows(shared, place, state.index, 1)[0]
+    codes, bits = nvfp4_spans.read_rows(shared, place, state.index, 1, range(1))[0]
     state = moe_few.give_back(ring, state)
     scales = scales_of(bits, place[1], stages.kept(blocks, Int32(0)))
     decode_half(codes, scales, a, 0)
@@ -48,7 +48,7 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any) -> Any:
     multiply_half((mma, sums, a, b[None, None, None, source.index]), 1)
     for step in cutlass.range(1, steps, unroll=1):
         ring.consumer_wait(state)
-        codes, bits = nvfp4_spans.read_rows(shared, place, state.index, 1)[0]
+        codes, bits = nvfp4_spans.read_rows(shared, place, state.index, 1, range(1))[0]
         state = moe_few.give_back(ring, state)
         scales = scales_of(bits, place[1], stages.kept(blocks, step))
         source = gemm.finish(decoded, source)

@@ -1,8 +1,9 @@
 """Stages of several 64 numbers of K, and few rows: what threads do with codes and scales of them.
 
-Owns where codes and scales lie in a stage of 128 (a row is 64 bytes of codes, 16 bytes each in
-another order by TMA's swizzle, and a word of scales in each 128x4 tile), and how they are decoded:
-a span is 64 numbers, in the order of nvfp4_stages, so a product's sums are those of other stages.
+Owns where codes and scales lie in a stage of 128 or 256 (a row is 64 or 128 bytes of codes, 16 of
+them each in another order by TMA's swizzle, and a word of scales in each 128x4 tile), and how they
+are decoded: a span is 64 numbers, in the order of nvfp4_stages, so a product's sums are those of
+other stages.
 Reading and decoding are two steps, because registers that a wgmma reads may be written only after
 it was waited for, and shared memory need not wait for that.
 
@@ -18,10 +19,9 @@ from cutlass import Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.common import nvfp4_stages as stages
-from degarble.kernels.common.e2m1_pairs import PAIRS, bf16_pair
+from degarble.kernels.common.e2m1_pairs import PAIRS, bf16_pairs
 from degarble.kernels.common.nvfp4_stages import BLOCKS, WORDS
 
-PARTS_OF_ROW = WORDS * PAIRS  # threads that decode a span of a row together
 CHUNKS = 2  # of 16 bytes of codes in a span
 FRAGMENT_WORDS = 16  # of a thread's part of a span of 64 rows
 SWIZZLED_ROWS = 8
@@ -47,15 +47,17 @@ def word_of_scales(row: Any, span: int, spans: int) -> Any:
 # ---- weights: registers of wgmma ---------------------------------------------------------------
 
 
-def read_rows(shared: Any, place: tuple[Any, Any], stage: Any, spans: int) -> list[Any]:
-    """Read what a thread brings of block q of rows g and g + 8: codes and scales, span by span.
+def read_rows(
+    shared: Any, place: tuple[Any, Any], stage: Any, spans: int, some: range
+) -> list[Any]:
+    """Read what a thread brings of block q of rows g and g + 8: codes and scales of some spans.
 
-    `place` is the row g and the block q.
+    `place` is the row g and the block q; `spans` are those of a stage.
     """
     row, block = place
     # Row g + 8 and other spans lie as far away in every stage: one address serves many reads.
     of_scales, made = word_of_scales(row, 0, spans), []
-    for span in range(spans):
+    for span in some:
         chunk = chunk_of_codes(row, CHUNKS * span + block // CHUNKS, spans)
         at, below = chunk * 2 + block % 2, CHUNKS * spans * 2 * SWIZZLED_ROWS
         codes = [stages.words_at(shared.a, at + i * below, stage, WORDS) for i in range(2)]
@@ -65,16 +67,21 @@ def read_rows(shared: Any, place: tuple[Any, Any], stage: Any, spans: int) -> li
     return made
 
 
-def decode_rows(read: list[Any], fragment: Any, block: Any, masks: list[Any]) -> None:
-    """Decode what was read into wgmma's registers, as nvfp4_stages.decode_fragment does."""
-    for span, (codes, bits) in enumerate(read):
-        both = scales_of_rows(bits, block, masks[span])
-        for i in range(2):
-            pairs = stages.decoded(codes[i], stages.doubled(both, upper=i == 1))
-            for step in range(BLOCKS):
-                at = FRAGMENT_WORDS * span + 4 * step + i
-                fragment[at] = pairs[2 * step]
-                fragment[at + 2] = pairs[2 * step + 1]
+def decode_rows(
+    read: tuple[list[Any], list[Any]], fragment: Any, block: Any, mask: Any, place: int
+) -> None:
+    """Decode a span that was read into wgmma's registers, as nvfp4_stages.decode_fragment does.
+
+    `place` is that of the span among those that registers hold.
+    """
+    codes, bits = read
+    both = scales_of_rows(bits, block, mask)
+    for i in range(2):
+        pairs = stages.decoded(codes[i], stages.doubled(both, upper=i == 1))
+        for step in range(BLOCKS):
+            at = FRAGMENT_WORDS * place + 4 * step + i
+            fragment[at] = pairs[2 * step]
+            fragment[at + 2] = pairs[2 * step + 1]
 
 
 def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
@@ -87,26 +94,27 @@ def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
 # ---- tokens: shared memory ---------------------------------------------------------------------
 
 
-def decode_piece(
-    shared: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any, list[Any]], extents: Any
+def decode_span(
+    shared: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any, Any], extents: Any
 ) -> None:
-    """Decode an eighth of a row. `extents` are the rows of a tile and the spans of a stage.
+    """Decode a span of a row. `extents` are the rows of a tile and the spans of a stage.
 
-    `place`: the row, where the tile begins among its rows of scales, the thread's part (a word of
-    each block, a pair of the word). `at`: both stages, and the masks of scales.
+    `place`: the row, where the tile begins among its rows of scales, the span. `at`: both stages,
+    and the mask of scales.
     """
-    row, first, part = place
-    (source, target, masks), (rows, spans) = at, extents
-    word_of_block, pair = part // PAIRS, part % PAIRS
-    for span in range(spans):
-        where = word_of_scales(row + first, span, spans)
-        bits = stages.words_at(shared.b_scales, where, source, 1)[0] & masks[span]
-        made = cute.make_rmem_tensor(BLOCKS, Uint32)
-        scales = stages.scales_of_blocks(bits)
-        for block in range(BLOCKS):
-            chunk = chunk_of_codes(row, CHUNKS * span + block // CHUNKS, spans)
-            index = chunk * 4 + block % 2 * WORDS + word_of_block
-            code = stages.words_at(shared.b, index, source, 1)[0]
-            made[block] = stages.times(bf16_pair(code, Uint32(pair), Uint32), scales[block])
-        chunk = chunk_of_numbers(row, part, span, rows)
-        cute.autovec_copy(made, shared.numbers[None, chunk, target])
+    row, first, span = place
+    (source, target, mask), (rows, spans) = at, extents
+    bits = stages.words_at(shared.b_scales, word_of_scales(row + first, span, spans), source, 1)[0]
+    of_block = stages.scales_of_blocks(bits & mask)
+    read = []
+    for chunk in range(CHUNKS):
+        index = chunk_of_codes(row, CHUNKS * span + chunk, spans)
+        read += stages.words_at(shared.b, index, source, 4)
+    for word in range(WORDS):
+        pairs = [bf16_pairs(read[WORDS * block + word], Uint32) for block in range(BLOCKS)]
+        for pair in range(PAIRS):
+            made = cute.make_rmem_tensor(BLOCKS, Uint32)
+            for block in range(BLOCKS):
+                made[block] = stages.times(pairs[block][pair], of_block[block])
+            chunk = chunk_of_numbers(row, word * PAIRS + pair, span, rows)
+            cute.autovec_copy(made, shared.numbers[None, chunk, target])

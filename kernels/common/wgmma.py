@@ -149,17 +149,26 @@ def sums_of(mma: Any, columns: int) -> Any:
 
 
 @cute.jit
-def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, *, begins: cutlass.Constexpr) -> None:
+def multiply_stage(
+    mma: Any,
+    sums: Any,
+    a: Any,
+    b: Any,
+    *,
+    begins: cutlass.Constexpr,
+    steps: cutlass.Constexpr = None,
+) -> None:
     """Add the products of one stage, a wgmma for each step of K, and commit them as one group.
 
-    Trap: setting a field changes the object, which would escape from a loop that is traced; so the
-    instruction is made anew.
+    `steps`: the first of B's that is meant, the one behind, how many A lies before. Trap: setting
+    a field changes the object, which would escape from a traced loop; so it is made anew.
     """
     mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, not (begins and k == 0))
-        cute.gemm(mma, sums, a[None, None, k], b[None, None, k], sums)
+    first, behind, shift = (0, cute.size(a, mode=[2]), 0) if steps is None else steps
+    for k in cutlass.range_constexpr(first, behind):
+        mma.set(warpgroup.Field.ACCUMULATE, not (begins and k == first))
+        cute.gemm(mma, sums, a[None, None, k - shift], b[None, None, k], sums)
     warpgroup.commit_group()
 
 

@@ -41,6 +41,12 @@ def wgmmas(ptx: str) -> list[str]:
     return _WGMMA.findall(ptx)
 
 
+def boxes(load: facts.Load) -> int:
+    """Return how many boxes bring a load: one, or row by row so many of 256 words."""
+    most = 256 * 4  # PTX ISA 9.1, 5.5.3: extents of a box
+    return 1 if load.row_bytes <= most else load.matrices * load.rows * load.row_bytes // most
+
+
 def complaints(
     kernel: CompiledKernel, form: GemmForm, *, issued: int, stores: int | None = None
 ) -> list[str]:
@@ -55,7 +61,7 @@ def complaints(
         "spills": (code.spills, False),
         "registers at launch": (code.registers <= facts.registers_at_launch(form), True),
         "expected bytes": (expected_bytes(kernel.ptx), {facts.transaction_bytes(form)}),
-        "loads": (len(_LOAD.findall(kernel.ptx)), issued * len(facts.loads(form))),
+        "loads": (len(_LOAD.findall(kernel.ptx)), issued * sum(map(boxes, facts.loads(form)))),
         "stores": (len(_STORE.findall(kernel.ptx)), pieces),
         "registers of roles": (
             sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx))),

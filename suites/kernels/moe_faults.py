@@ -9,12 +9,13 @@ suites/kernels/test_sm90_moe_nvfp4.py: each changes machine code, and on an H200
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from degarble.kernels.common.gemm_problem import ANY, Tactic
 from degarble.kernels.common.moe_problem import AFTER_W2, BEFORE_W2, TILES, MoeProblem
 from degarble.suites.kernels import moe_checks as checks
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Tiles of 64 rows, for any number of slots: what most of the faults are planted in.
-OF_64_ROWS = replace(TILES[checks.TARGET][64], rows_up_to=float("inf"))
+OF_64_ROWS = Tactic(ANY, rows=64, columns=128, inner=64, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Fault:
     function: str
     instead: Callable[..., Any]
     weighting: str = AFTER_W2
-    rows: int = 64  # of the tiles that the case is cut in
+    rows: int = 128  # of the tiles that the case is cut in
 
     @property
     def case(self) -> checks.Case:
@@ -119,13 +120,13 @@ def _other_half(true: Any, codes: Any, scales: Any, a: Any, half: int) -> Any:
     return true(codes, scales, a, 1 - half)
 
 
-def _all_kept(_true: Any, _blocks: Any, _step: Any, of_stage: int) -> Any:
-    word = import_module("cutlass").Uint32
-    return [word(0xFFFF_FFFF)] * of_stage
+def _all_kept(_true: Any, _blocks: Any, _span: Any) -> Any:
+    return import_module("cutlass").Uint32(0xFFFF_FFFF)
 
 
-def _second_pair(true: Any, word: Any, place: Any, constant: Any) -> Any:
-    return true(word, place * 0 + 1, constant)
+def _pairs_changed(true: Any, *given: Any) -> Any:
+    first, second, *more = true(*given)
+    return [second, first, *more]
 
 
 _COMMON = "degarble.kernels.common"
@@ -143,22 +144,21 @@ FAULTS = (
     Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
     Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
     Fault("limit left out", f"{_COMMON}.nvfp4_words", "swiglu_numbers", _not_clamped, rows=128),
-    Fault("scale rows of up", _PROBLEM, "first_scale_row", _first_rows),
     Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
     Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, rows=128),
     Fault("many rows: other half of a stage", _TALL, "decode_half", _other_half, rows=256),
     Fault("many rows: gate and up changed", _EPILOGUE, "gated", _halves_changed, rows=256),
-    Fault("many rows: scale rows of up", _PROBLEM, "first_scale_row", _first_rows, rows=256),
+    Fault("scale rows of up", _PROBLEM, "first_scale_row", _first_rows, rows=256),
     Fault("many rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=256),
     Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
     Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
     Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),
-    Fault("few rows: padding's scales", _FEW, "masks_of", _all_kept, rows=16),
+    Fault("few rows: padding's scales", _FEW, "mask_of", _all_kept, rows=16),
     Fault("few rows: scales of another span", _SPANS, "word_of_scales", _first_span, rows=16),
     Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
     Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
-    Fault("few rows: tokens' second pair", _SPANS, "bf16_pair", _second_pair, rows=16),
-    Fault("few rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=32),
+    Fault("few rows: tokens' pairs changed", _SPANS, "bf16_pairs", _pairs_changed, rows=64),
+    Fault("few rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=64),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 CACHES = (

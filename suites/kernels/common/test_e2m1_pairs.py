@@ -11,7 +11,6 @@ from degarble.kernels.common.e2m1_pairs import (
     PAIRS,
     SCALE_EXPONENT,
     VALUE_EXPONENT,
-    bf16_pair,
     bf16_pairs,
 )
 from degarble.kernels.common.w4a16_problem import DECODED_EXPONENT
@@ -45,11 +44,6 @@ def test_ints_and_tensors_agree() -> None:
     for word in (0, 0xFFFF_FFFF, 0x1234_5678, 0x8765_4321):
         tensors = bf16_pairs(torch.tensor([word]))
         assert bf16_pairs(word) == [int(pair[0]) for pair in tensors]
-
-
-def test_a_word_is_the_same_alone() -> None:
-    for word in (0, 0xFFFF_FFFF, 0x1234_5678, 0x8765_4321):
-        assert [bf16_pair(word, place) for place in range(PAIRS)] == bf16_pairs(word)
 
 
 def test_every_code_times_every_scale_is_exact() -> None:

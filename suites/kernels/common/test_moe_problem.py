@@ -70,7 +70,9 @@ def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None
         each = held.total + gemm.ALIGNMENT + gemm.RESERVED_BYTES
         of_processor = TARGETS["sm_90a"].shared_memory_bytes + gemm.RESERVED_BYTES
         assert each * tactic.blocks <= of_processor
-        assert held.stages > gemm.AHEAD
+        # Decoders of few rows skip stages, and rely on the second one.
+        assert held.stages > (1 if gemm.has_few_rows(form) else gemm.AHEAD)
+        assert held.stages >= gemm.decoded_stages(form)
         assert gemm.registers_of_roles(form) <= gemm.registers_at_launch(form) * gemm.threads(form)
         registers = gemm.registers_of_roles(form) * tactic.blocks
         assert registers <= gemm.REGISTERS_OF_PROCESSOR

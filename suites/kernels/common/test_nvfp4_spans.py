@@ -58,11 +58,13 @@ def test_one_span_is_the_stage_of_other_tiles(spans: ModuleType) -> None:
             assert spans.chunk_of_codes(row, chunk, 1) == stages.chunk_of_codes(row, chunk)
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_decoded_numbers_lie_where_wgmma_reads_them(spans: ModuleType, rows: int) -> None:
-    places = staged("BFloat16", rows, 128, "K_SW128")
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (32, 256), (64, 128)])
+def test_decoded_numbers_lie_where_wgmma_reads_them(
+    spans: ModuleType, rows: int, columns: int
+) -> None:
+    places = staged("BFloat16", rows, columns, "K_SW128")
     for row in range(rows):
-        for column in range(128):
+        for column in range(columns):
             span, within = divmod(column, 64)
             chunk = spans.chunk_of_numbers(row, within // 8, span, rows)
             assert places[row][column] == chunk * 16 + within % 8 * 2
@@ -70,19 +72,23 @@ def test_decoded_numbers_lie_where_wgmma_reads_them(spans: ModuleType, rows: int
 
 def test_scales_of_a_stage_are_whole_tiles_side_by_side(spans: ModuleType) -> None:
     for row in (0, 7, 31, 32, 100, 127, 128, 200, 255):
-        for span in range(2):
-            want = offset_128x4(row, 4 * span, 8)
-            assert spans.word_of_scales(row, span, 2) * 4 == want
+        for count in (2, 4):
+            for span in range(count):
+                want = offset_128x4(row, 4 * span, 4 * count)
+                assert spans.word_of_scales(row, span, count) * 4 == want
 
 
-def test_what_is_eight_rows_or_a_span_away_lies_where_the_reads_say(spans: ModuleType) -> None:
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_what_is_eight_rows_or_a_span_away_lies_where_the_reads_say(
+    spans: ModuleType, count: int
+) -> None:
     rows = [16 * group + g for group in range(16) for g in range(8)]
     for row in rows:
-        of_scales = spans.word_of_scales(row, 0, 2)
-        for span in range(2):
+        of_scales = spans.word_of_scales(row, 0, count)
+        for span in range(count):
             for i in range(2):
                 got = of_scales + 128 * span + 32 * i
-                assert got == spans.word_of_scales(row + 8 * i, span, 2)
-            for chunk in range(4):
-                below = spans.chunk_of_codes(row, chunk, 2) + 4 * spans.SWIZZLED_ROWS
-                assert below == spans.chunk_of_codes(row + 8, chunk, 2)
+                assert got == spans.word_of_scales(row + 8 * i, span, count)
+        for chunk in range(2 * count):
+            below = spans.chunk_of_codes(row, chunk, count) + 2 * count * spans.SWIZZLED_ROWS
+            assert below == spans.chunk_of_codes(row + 8, chunk, count)
