@@ -270,7 +270,8 @@ def require_operands(
 ) -> None:
     """Refuse tensors that the kernels would misread."""
     tokens, pages = (problem.tokens,), problem.pages
-    listed = max(1, operands.table.shape[-1])  # a sequence without pages has no rows to pool
+    # Trap: for a column beyond the table the first is read, so there has to be one.
+    listed = max((1, *operands.table.shape[-1:]))
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
         (torch.float32, (*tokens, 2 * problem.columns), facts.VECTOR),
         (torch.float32, (problem.ratio, problem.columns), facts.VECTOR),

@@ -79,7 +79,7 @@ class MoeProblem:
     @property
     def fits(self) -> bool:
         """Whether kernels can number all blocks of all rows."""
-        rows = self.slots + self.experts * gemm.SCALE_TILE_ROWS
+        rows = self.slots + self.experts * MOST_ROWS
         return rows * max(self.hidden, self.width) // gemm.NVFP4.block < LARGEST_COUNT
 
     @property
@@ -140,6 +140,7 @@ TACTICS: Mapping[str, tuple[Tactic, ...]] = {
 TILES: Mapping[str, Mapping[int, Tactic]] = {
     target: {tactic.rows: tactic for tactic in tactics} for target, tactics in TACTICS.items()
 }
+MOST_ROWS = max(rows for tiles in TILES.values() for rows in tiles)  # of a tile
 # FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
 # side, so gate and up are a whole tile of scales each.
 FIRST_TACTICS: Mapping[str, Tactic] = {

@@ -1,10 +1,10 @@
 """Compare pooling out of paged states on a GPU with a float64 pooling of whole sequences.
 
 Owns the pages of compressor_checks' cases: rows of states lie in pages of mixed order, far apart,
-with bytes of somebody else before, between and behind them; pages are full of NaN before the first
-call. What is pooled has compressor_checks' budget. States have to be the rows of that sequence, bit
-for bit, and nothing else may be written; positions and slots have to be exact, and tokens that
-close nothing have no slot. Tokens without a slot lie among the others, as padding of a batch does.
+with bytes of somebody else behind each; pages are full of NaN before the first call. What is pooled
+has compressor_checks' budget. States have to be the rows of that sequence, bit for bit, and nothing
+else may be written; positions and slots have to be exact, and tokens that close nothing have no
+slot. Tokens without a slot lie in front of the others.
 
 Kept honest by suites/kernels/test_simt_paged_pool.py, where a walk on the CPU stands in for the
 GPU, and faults planted in it are seen. Shape letters as in paged_pool_problem.

@@ -76,6 +76,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         (ShapeMismatch, "slots", {"slots": good.slots[1:]}),
         (ShapeMismatch, "table", {"table": good.table[:1]}),
         (ShapeMismatch, "table", {"table": good.table[:, :0]}),
+        (ShapeMismatch, "table", {"table": good.table[0, 0]}),
         (DtypeMismatch, "entries", {"entries": good.entries.int()}),
         (InvalidArgument, "one CUDA device", {}),
     ):

@@ -102,6 +102,9 @@ def test_refuses_by_name() -> None:
     for name, wrong in (("hidden", 48), ("width", 0), ("tokens", -1), ("tokens", 1 << 27)):
         with pytest.raises(ShapeMismatch, match="tokens, hidden, width"):
             replace(FLASH, **{name: wrong})  # type: ignore[arg-type]
+    wide = replace(FLASH, hidden=(1 << 19) - 1024, tokens=1)
+    with pytest.raises(ShapeMismatch, match=r"below 2\*\*31"):  # by tiles of 256 rows, not of 128
+        replace(wide, hidden=1 << 19)
     for name, wrong in (("experts", 0), ("experts", 257), ("routed", 1024)):
         with pytest.raises(ShapeMismatch, match="experts held here"):
             replace(FLASH, **{name: wrong})  # type: ignore[arg-type]
