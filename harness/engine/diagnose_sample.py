@@ -210,8 +210,10 @@ def _apart(c: Tensor, e: Tensor | None) -> Tensor:
         return torch.ones(c.shape)
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
         return (c != e).float()
-    # Where terms cancel, roundings are all that is left: they would outweigh a faint fault.
-    alike = (c == e) | cancelled(c, e)
+    # Where terms cancel, roundings are all that is left: they would outweigh a faint fault. Not
+    # where nothing else differs: then they are all that there is to look at.
+    beside = (c == e) | cancelled(c, e)
+    alike = c == e if bool(beside.all()) else beside
     c, e = c.float(), e.float()
     apart = torch.where(alike, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
     return torch.nan_to_num(apart, 1.0, 1.0, 1.0)

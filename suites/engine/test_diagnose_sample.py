@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,3 +100,16 @@ def test_calls_with_sequences_stay_apart() -> None:
     place = "layers.1.attn.compressor.pool"
     sights = model.sights(place, None)
     assert together(model.naming(place), sights) == sights
+
+
+def test_where_nothing_but_what_cancels_differs_it_is_looked_at() -> None:
+    """A difference that is nothing beside its row is still the only one."""
+    model = double("v4", "nvfp4-full")
+    sight = model.sights(PLACE, None)[0]
+    right = sight.expected["out"].float()
+    made = right.clone()
+    made[100, 0] += float(right[100].abs().max()) * 2.0**-20
+    sight = replace(sight, expected={"out": right}, outputs={"out": made})
+    sample = sampled(model.naming(PLACE), sight)
+    begin = WINDOW * (100 // WINDOW)
+    assert torch.equal(sample.sight.outputs["out"], made[begin : begin + WINDOW])

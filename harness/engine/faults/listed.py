@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 FAR = 1 << 20  # places of entries begin here, behind those of any window
+_TILE = 64  # places that a kernel looks at together: none has those of both lists
 _AT_ONCE = 32  # tokens, whose logits are held together
 
 
@@ -49,6 +50,11 @@ class Listed:
         held = (-(-count // step) * step for count in (self.near, self.far))
         near, entries = (count - used for count, used in zip(held, taken, strict=True))
         return near, entries
+
+    def behind(self, some: slice) -> Tensor:
+        """Places of some tokens, those of entries counted on behind the window's last tile."""
+        place, held = self.place[some], -(-self.near // _TILE) * _TILE
+        return torch.where(place >= FAR, place - FAR + held, place)
 
 
 def by_lists(
@@ -132,7 +138,10 @@ def with_empty(step: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
 
 
 def in_parts(part: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
-    """Sums of `part` places each, every one beside its own peak, added as if peaks were one."""
+    """Sums of `part` places each, every one beside its own peak, added as if peaks were one.
+
+    Parts are cut out of both lists, one behind the other.
+    """
     return _attended(facts, listed, sink_H, listed.place >= 0, part)
 
 
@@ -147,7 +156,7 @@ def _attended(
         logit = torch.einsum("thl,rl->thr", q, listed.rows) * q.shape[-1] ** -0.5
         logit = logit.masked_fill(times == 0, -torch.inf)
         largest = _finite(logit.amax(-1, keepdim=True))
-        peak = _peaks(logit, listed.place[some] // part) if part else largest
+        peak = _peaks(logit, listed.behind(some) // part) if part else largest
         power = torch.exp(logit - peak)
         total = (power * times).sum(-1) + torch.exp(sink_H - largest.squeeze(-1))
         stored = power if numerics.exact else power.to(numerics.store).to(numerics.work)

@@ -45,3 +45,27 @@ def test_places_are_those_of_the_lists(layer: str) -> None:
         chosen = seen.inputs["chosen"][:262]
         far = (found[0].place >= listed.FAR).sum(1)
         assert torch.equal(far, (chosen >= 0).sum(1))
+
+
+@pytest.mark.parametrize("part", [64, 192])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parts_are_cut_out_of_both_lists_one_behind_the_other(layer: str, part: int) -> None:
+    """As the kernel has it: the window's whole tiles of 64, then the entries."""
+    made, name = run("v4"), f"{layer}.attn.attend"
+    scene, seen = made.scene(name, twin=True), made.calls[name][0]
+    facts, sink = facts_at(scene), torch.linspace(-1.0, 1.0, scene.bound.config.num_attention_heads)
+    each = next(listed.lists_of(facts, seen.inputs))
+    token, sink = len(each.q) - 1, sink.to(each.q.dtype)
+    place, held = each.place[token].tolist(), -(-each.near // 64) * 64
+    at = [p - listed.FAR + held if p >= listed.FAR else p for p in place]
+    power, largest = torch.zeros(len(sink), len(place), dtype=sink.dtype), torch.tensor(-torch.inf)
+    logit = each.q[token] @ each.rows.T * each.q.shape[-1] ** -0.5
+    for begin in range(0, max(at) + 1, part):
+        own = [row for row, p in enumerate(at) if begin <= p < begin + part]
+        power[:, own] = torch.exp(logit[:, own] - logit[:, own].amax(1, keepdim=True))
+        largest = torch.maximum(largest, logit[:, own].amax(1))
+    total = power.sum(1) + torch.exp(sink - largest)
+    expected = power.to(facts.numerics.store).to(sink.dtype) @ each.rows / total[:, None]
+    with torch.inference_mode():
+        got = listed.in_parts(part, facts, each, sink)[token]
+    assert torch.allclose(got, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
