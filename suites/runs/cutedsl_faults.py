@@ -41,7 +41,7 @@ class Fault:
     component: str  # the end of the name of one that has to be blamed
     layout: str = "nvfp4-full"
     also: str | tuple[str, ...] = ""  # ends of names of whole ones that may be blamed, see below
-    cause: str = ""  # the family of faults that a check names, where it names one
+    cause: str = ""  # the family of faults that a check has to name
     cache: str = "exact"  # entries of the paged cache
     prompts: int = 0  # which lengths are asked
     beside: tuple[tuple[str, str, Any], ...] = ()  # module, name and value: what is no fault
@@ -145,8 +145,10 @@ FAULTS = (
              "kv_norm_rope", "M24"),
     Fault("entry of the next slot", _WRITE, f"{KERNELS}.common.kv_problem", "place_of",
           _next_place, "kv_write", cause="M13"),
-    _of_rows("choice without bias", "simt_router", "biased_score", _without_bias, "topk"),
-    _of_rows("weights not normalised", "simt_router", "weight_of", _not_normalised, "topk"),
+    _of_rows("choice without bias", "simt_router", "biased_score", _without_bias, "topk",
+             "M26"),
+    _of_rows("weights not normalised", "simt_router", "weight_of", _not_normalised, "topk",
+             "M26"),
     _of_rows("sums of lanes not folded", "simt_gemv_bf16", "warp_folded", _folded_once_less,
              "ffn.gate", "M41"),
     Fault("streams changed", "simt_mhc", f"{KERNELS}.common.mhc_problem", "weighted",

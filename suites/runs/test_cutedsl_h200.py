@@ -128,8 +128,8 @@ def test_a_planted_fault_is_found_in_its_component(
     first = {known[0].id for known in causes if known}
     told = f"{', '.join(sorted(named)) or 'none named'}; first {', '.join(sorted(first))}"
     print(f"CAUSE {fault.name}: {told}")  # noqa: T201  with -rP
-    if fault.cause:
-        assert any(each.startswith(f"{fault.cause}.") for each in named), named
+    assert fault.cause
+    assert any(each.startswith(f"{fault.cause}.") for each in named), named
     others = [
         name for name in blamed
         if not any(each["kernel"] == fault.kernel for each in table.get(name, ()))
