@@ -27,7 +27,7 @@ import torch
 from degarble.harness.engine.budget import HEADROOM, Finding
 from degarble.harness.engine.budget_grid import QUOTIENT
 from degarble.harness.engine.budget_near import FUNCTION, Near, exactly, stored
-from degarble.harness.engine.budget_rules import UNDERFLOW, U
+from degarble.harness.engine.budget_rules import UNDERFLOW, U, cut_off
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
@@ -155,7 +155,7 @@ def gated(call: Call) -> Near:
     value = product * share
     turns = 2 * gate.abs() * (1 - share) + FUNCTION  # of u: the exponential, by its argument
     error = value.abs() * ((turns + FUNCTION + 4) * U)  # 1 + e^x, reciprocal, three products
-    return Near(value, error + UNDERFLOW * product.abs())
+    return Near(value, error + cut_off(share) * product.abs() + UNDERFLOW)
 
 
 def _bits(codes: Tensor) -> Tensor:

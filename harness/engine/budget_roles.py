@@ -34,6 +34,7 @@ from degarble.harness.engine.budget_rules import (
     SCALE_ROUNDINGS,
     UNDERFLOW,
     U,
+    cut_off,
     exact,
     few,
     normed,
@@ -218,10 +219,11 @@ def _rotated(call: Call, out: Tensor) -> Budget:
 
 def _gated(call: Call, out: Tensor) -> Budget:
     """SwiGLU: the exponential's argument is rounded, which errs by |gate| u; its end is cut off."""
-    gate, up = call.inputs["x"].float().abs().chunk(2, -1)
-    amplitude = out.abs() * (1 + 2 * gate / _SILU_ROUNDINGS)
+    gate, up = call.inputs["x"].double().chunk(2, -1)
+    amplitude = out.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
     made = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")
-    return replace(made, slack=made.slack + UNDERFLOW * gate * up)
+    end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
+    return replace(made, slack=made.slack + end)
 
 
 def _combined(call: Call, out: Tensor) -> Budget:

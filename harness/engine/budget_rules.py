@@ -52,6 +52,11 @@ def output_format(out: Tensor) -> ElementFormat:
     return FORMAT_OF_DTYPE.get(out.dtype, FP32)
 
 
+def cut_off(share: Tensor) -> Tensor:
+    """How far a share near 0 may be off: it becomes 0, or few units of float32's last, 2^-149."""
+    return torch.where(share < 2 * UNDERFLOW, (8 * share).clamp(max=UNDERFLOW), 0.0)
+
+
 def exact(output: ElementFormat, why: str) -> Budget:
     """Nothing is computed, so nothing may differ."""
     return Budget(output, torch.zeros(()), (why,))

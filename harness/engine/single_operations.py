@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.engine.budget import Budget, judge
-from degarble.harness.engine.budget_rules import UNDERFLOW, U, few, normed
+from degarble.harness.engine.budget_rules import UNDERFLOW, U, cut_off, few, normed
 from degarble.harness.engine.packing_diagnosis import diagnose
 from degarble.harness.engine.single_gemm import require_output
 from degarble.harness.engine.single_product import Operand, require_finite
@@ -160,7 +160,8 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None) -> Defined:
     def budget(_name: str, twin: Tensor) -> Budget:
         grown = twin.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
         made = few(grown, _SILU_ROUNDINGS, FORMAT_OF_DTYPE[twin.dtype], "SwiGLU")
-        return replace(made, slack=made.slack + UNDERFLOW * (gate * up).abs().float())
+        end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
+        return replace(made, slack=made.slack + end)
 
     return Defined({"out": out}, budget, tuple(wrong))
 

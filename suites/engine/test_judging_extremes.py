@@ -114,6 +114,17 @@ def test_what_float32_cannot_hold_is_no_difference(
     assert judge_outputs(call, made)[key].ratio > 1
 
 
+@pytest.mark.parametrize("size", [200.0, 1e20, 1e25])
+def test_the_end_of_float32_hides_no_number_where_there_is_none(size: float) -> None:
+    """Far below -104 everybody's share is 0, however large the product beside it."""
+    rows = torch.full((4, V4.moe_intermediate_size), size)
+    inputs = {"x": torch.cat((-rows, rows), dim=-1).bfloat16()}
+    call = Call.of(bound(V4, torch.float64, {}), "layers.0.ffn.shared.act", inputs)
+    out = call.outputs["out"]
+    assert judge_outputs(call, {"out": torch.zeros_like(out)})["out"].ratio <= HEADROOM
+    assert judge_outputs(call, {"out": out + 2.0**-100})["out"].ratio > 1
+
+
 def test_terms_that_cancel_are_rounded_where_they_arrive_in_float64() -> None:
     routed = spread(8, V4.hidden_size).double() * (1 + 2.0**-30)
     inputs = {"routed": routed, "shared": (-routed).bfloat16()}
