@@ -184,7 +184,7 @@ def test_a_wrong_argument_is_found_where_it_is_launched(
         components="*experts*", new_tokens=1,
     )  # fmt: skip
     table = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
-    assert table[f"{LAYER}.act_quant"][0]["tactic"].startswith("FC1, 16x256x128")
+    assert table[f"{LAYER}.act_quant"][0]["tactic"].startswith("FC1, 16x256x256")
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.DIFFERS, name
     assert any(each.trouble.component.endswith(component) for each in found.origins)
