@@ -131,13 +131,18 @@ def mismatch(case: Case) -> str:
         if not bool(((got.double() - exact).abs() <= 2e-6 * size).all()):
             return f"{case.name}: float32 results are beyond their budget"
         got = got.bfloat16()
+    return difference(case.name, got, want)
+
+
+def difference(name: str, got: Tensor, want: Tensor) -> str:
+    """Say how BF16 bits differ, a NaN being a NaN; empty where they do not."""
     lost, expected = got.isnan(), want.isnan()
     if not torch.equal(lost, expected):
-        return f"{case.name}: {int(lost.sum())} NaN, not {int(expected.sum())}"
+        return f"{name}: {int(lost.sum())} NaN, not {int(expected.sum())}"
     wrong = (got.view(torch.int16) != want.view(torch.int16)) & ~expected
     if bool(wrong.any()):
         first = wrong.nonzero()[0].tolist()
-        return f"{case.name}: {int(wrong.sum())} of {wrong.numel()} differ, first {first}"
+        return f"{name}: {int(wrong.sum())} of {wrong.numel()} differ, first {first}"
     return ""
 
 

@@ -27,6 +27,7 @@ from degarble.kernels.common.grouped_fp8_problem import GroupedFp8Problem
 from degarble.kernels.common.inverse_rope_problem import BackProblem
 from degarble.kernels.common.settings import CompileSettings
 from degarble.suites.kernels import latent_checks as plain
+from degarble.suites.kernels.grouped_checks import difference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,19 +148,7 @@ def mismatch(case: Case) -> str:
     got, behind = launched(case, given)
     if not bool(behind.isnan().all()):
         return f"{case.name}: rows behind D were written"
-    return difference(case, got, composed(case, given))
-
-
-def difference(case: Case, got: Tensor, want: Tensor) -> str:
-    """Compare bits; a NaN is a NaN."""
-    lost, expected = got.isnan(), want.isnan()
-    if not torch.equal(lost, expected):
-        return f"{case.name}: {int(lost.sum())} NaN, not {int(expected.sum())}"
-    wrong = (got.view(torch.int16) != want.view(torch.int16)) & ~expected
-    if bool(wrong.any()):
-        first = wrong.nonzero()[0].tolist()
-        return f"{case.name}: {int(wrong.sum())} of {wrong.numel()} differ, first {first}"
-    return ""
+    return difference(case.name, got, composed(case, given))
 
 
 def cases() -> list[Case]:

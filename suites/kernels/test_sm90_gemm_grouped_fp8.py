@@ -14,6 +14,7 @@ from degarble.kernels.common.grouped_fp8_problem import GroupedFp8Problem, choos
 from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
 from degarble.suites.kernels import gemm_code
 from degarble.suites.kernels import grouped_fp8_checks as checks
+from degarble.suites.kernels.grouped_checks import difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,12 +133,12 @@ def test_planted_faults_are_caught(
     case = checks.Case(tokens, (4, 128, 2048, 512))
     given = checks.operands(case)
     want = checks.composed(case, given)
-    assert not checks.difference(case, checks.launched(case, given)[0], want)
+    assert not difference(case.name, checks.launched(case, given)[0], want)
     place, name = FAULTS[fault]
     module = kernels if place == "." else getattr(kernels, place)
     monkeypatch.setattr(module, name, _other(getattr(module, name), fault))
     monkeypatch.setattr(kernels, "compile_form", kernels.compile_form.__wrapped__)
-    assert checks.difference(case, checks.launched(case, given)[0], want)
+    assert difference(case.name, checks.launched(case, given)[0], want)
 
 
 @pytest.mark.h200
@@ -157,7 +158,7 @@ def test_two_runs_are_equal_and_a_graph_replays_on_changed_data(kernels: ModuleT
     out.fill_(torch.nan)
     graph.replay()
     torch.cuda.synchronize()
-    assert not checks.difference(case, out, checks.composed(case, given))
+    assert not difference(case.name, out, checks.composed(case, given))
 
 
 @pytest.mark.h200
