@@ -36,20 +36,20 @@ DOC = '"""What it owns."""\n'
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (DOC + "\n" * 400, "planted.py: file lines 401, limit 400"),
+        (DOC + "\n" * 1000, "planted.py: file lines 1001, limit 1000"),
         (
-            DOC + "def f():\n" + "    x = 1\n" * 50,
-            "planted.py::f: function lines 51, limit 50",
+            DOC + "def f():\n" + "    x = 1\n" * 60,
+            "planted.py::f: function lines 61, limit 60",
         ),
         (
             DOC + "class C:\n def f(self, a, b, c, *, d, e, f, g):\n  pass\n",
             "planted.py::C.f: parameters 7, limit 6",
         ),
         ("x = 1\n", "planted.py: docstring missing 0, limit 1"),
-        ('"""A\n' + "b\n" * 20 + '"""\n', "planted.py: docstring lines 21, limit 20"),
+        ('"""A\n' + "b\n" * 40 + '"""\n', "planted.py: docstring lines 41, limit 40"),
         (
-            DOC + 'def f():\n    """A\n    b\n    c\n    d\n    e\n    """\n',
-            "planted.py::f: docstring lines 5, limit 4",
+            DOC + 'def f():\n    """A\n' + "    b\n" * 20 + '    """\n',
+            "planted.py::f: docstring lines 21, limit 20",
         ),
         (
             DOC + "@cute.kernel\ndef f():\n" + "    x = 1\n" * 200,
@@ -65,7 +65,3 @@ def test_inner_functions_are_judged_by_themselves() -> None:
     body = "        x = 1\n" * 40
     text = DOC + "def f():\n    def g():\n" + body + "    def h():\n" + body + "    return g, h\n"
     assert list(offences("planted.py", text)) == []
-
-
-def test_kernel_files_may_be_longer() -> None:
-    assert list(offences("kernels/planted.py", DOC + "\n" * 599)) == []
