@@ -47,7 +47,7 @@ types: setup
 	@MYPYPATH=.types $(BIN)/mypy --no-error-summary --explicit-package-bases -p degarble
 
 suites: setup
-	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 300 $(ARGS)
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 1200 $(ARGS)
 
 # Every form of every kernel compiled, the whole museum, weights by the gigabyte: hours on two cores.
 slow: setup

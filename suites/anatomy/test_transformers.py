@@ -25,6 +25,7 @@ from degarble.harness.anatomy.presets import V3_2, V4_FLASH, V4_PRO
 from degarble.harness.anatomy.tensors import tensors_of
 from degarble.harness.anatomy.types import Dtype
 from degarble.suites.anatomy.configs import TINY_V4, TINY_V32, configs
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +107,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return Answers(drawn, json.loads(done.stdout), folders)

@@ -33,6 +33,7 @@ from degarble.suites.checkpoint.writing_cases import (
     tree,
     write_all,
 )
+from degarble.suites.hang_guard import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -216,9 +217,7 @@ def _broken_and_taken_up(
 def _wait_for_its_loss() -> None:
     """Let the cluster notice that a machine is gone; until then it sends tasks there."""
     ray = import_module("ray")
-    deadline = time.monotonic() + 60
-    while sum(bool(node["Alive"]) for node in ray.nodes()) > 1 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: sum(bool(node["Alive"]) for node in ray.nodes()) <= 1)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from degarble.harness.checkpoint.cluster import ray_cluster
 from degarble.harness.checkpoint.worker_pool import run_each
 from degarble.harness.errors import InvalidArgument, MissingDependency
 from degarble.harness.version import VERSION
+from degarble.suites.hang_guard import HANG_SECONDS
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="ray is not installed: the extra `cluster` brings it"
@@ -26,7 +27,9 @@ needs_ray = pytest.mark.skipif(
 
 def shown_by(mode: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "error", "-m", "degarble.suites.checkpoint.ray_runs", mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # and nothing else: Ray prints reports there
     return found

@@ -66,9 +66,9 @@ def test_a_bad_pattern_is_refused_by_every_rule(
 def test_patterns_that_are_accepted_end_soon() -> None:
     hostile = "layers." + "a" * 249
     for pattern in (".*a.*b.*c", "a*a*a*b", r"(x|y)?\d+\.\d+\.", "[)*+{]a*", r"\)*\(+\{"):
-        start = time.perf_counter()
+        start = time.process_time()
         compiled("skip", pattern).search(hostile)
-        assert time.perf_counter() - start < 10
+        assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("to", [r"\2", r"\g<name>", r"\g<1", "x" * 501])

@@ -43,7 +43,7 @@ def waits_for_ever(path: Path) -> None:
         while len(list(path.parent.iterdir())) < 2:
             time.sleep(0.01)
         os._exit(1)
-    time.sleep(600)
+    signal.pause()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -76,10 +76,8 @@ def test_a_killed_worker_is_named_with_its_task() -> None:
 
 
 def test_the_others_are_ended_at_once(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    with pytest.raises(WorkerLost, match="last"):
+    with pytest.raises(WorkerLost, match="last"):  # else this would wait for ever
         list(run_each(waits_for_ever, [tmp_path / "first", tmp_path / "last"], 2, str))
-    assert time.monotonic() - begun < 60
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)

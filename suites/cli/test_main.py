@@ -13,6 +13,7 @@ from degarble.harness.cli import main as entry
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
 from degarble.harness.version import VERSION
 from degarble.suites.cli.calls import call
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +24,7 @@ HEAVY = "print(sorted({'torch', 'numpy', 'numba', 'rich', 'pandas'} & set(sys.mo
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
 
 
 def test_the_version_is_told_without_importing_anything_heavy() -> None:
@@ -79,7 +80,9 @@ def test_a_reader_that_went_away_is_no_error_of_ours() -> None:
     command = [sys.executable, "-m", "degarble.harness.cli.main", "--help"]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=HANG_SECONDS
+    )
     os.close(writer)
     assert done.returncode == entry.EXIT_PIPE_CLOSED
     assert done.stderr == b""
@@ -101,7 +104,7 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"on\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == EXIT_INTERRUPTED
     assert err == b"\ndegarble: interrupted\n"
 

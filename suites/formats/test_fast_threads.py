@@ -25,6 +25,7 @@ from degarble.harness.formats.fast_threads import (
     run_parts,
     values_of,
 )
+from degarble.suites.hang_guard import HANG_SECONDS
 
 
 @given(count=st.integers(0, 40), grain=st.integers(1, 9), threads=st.integers(1, 5))
@@ -38,7 +39,7 @@ def test_parts_cover_the_range_once_and_in_order(count: int, grain: int, threads
 
 
 def test_as_many_threads_work_at_the_same_time() -> None:
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(3, timeout=HANG_SECONDS)
     seen = set()
 
     def work(_start: int, _stop: int) -> None:
@@ -56,7 +57,7 @@ def test_a_busy_thread_leaves_parts_to_the_others() -> None:
 
     def work(start: int, _stop: int) -> None:
         if start == 0:
-            assert released.wait(30)
+            assert released.wait(HANG_SECONDS)
         done.append(start)
         if len(done) == PARTS_A_THREAD * 2 - 1:
             released.set()

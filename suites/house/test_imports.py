@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT, modules, name_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ def failures(light: list[str], others: list[str], extra_path: Path) -> dict[str,
     script = "degarble.suites.house.import_alone"
     command = [sys.executable, "-m", script, *light, "--", *others]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=240
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_SECONDS,
     )
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def make(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
 
 

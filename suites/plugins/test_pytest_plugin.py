@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from degarble.harness.plugins import presence, pytest_plugin
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

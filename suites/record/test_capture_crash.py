@@ -7,15 +7,21 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from degarble.harness.record.capture_reader import Capture
+from degarble.suites.hang_guard import until
 from degarble.suites.record.capture_cases import arrays
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def _exists_or_ended(path: Path, run: subprocess.Popen[bytes]) -> bool:
+    return path.exists() or run.poll() is not None
 
 
 @pytest.mark.parametrize("trials", [3, pytest.param(40, marks=pytest.mark.slow)])
@@ -25,11 +31,9 @@ def test_killed_at_any_moment(trials: int, tmp_path: Path, seed: int) -> None:
         folder = tmp_path / str(trial)
         command = [sys.executable, "-m", "degarble.suites.record.capture_cases", str(folder)]
         with subprocess.Popen(command) as run:
-            deadline = time.monotonic() + 60
-            while not (folder / "part-000003.safetensors").exists():
-                assert run.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            third = folder / "part-000003.safetensors"
+            until(partial(_exists_or_ended, third, run))
+            assert run.poll() is None
             time.sleep(chance.random() * 0.05)
             run.kill()
         capture = Capture.open(folder)

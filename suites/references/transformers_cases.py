@@ -16,6 +16,7 @@ import torch
 
 from degarble.references.state import Sequence
 from degarble.references.weights import random_weights
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -84,7 +85,7 @@ def answers(cases: list[Case], folder: Path) -> list[Case]:
         [sys.executable, "-W", "ignore", "-m", module, str(asked), str(answered)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )

@@ -17,6 +17,7 @@ import pytest
 
 from degarble.harness.runs.generate import prompts_from
 from degarble.suites.cli.calls import call
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.runs.talking_cases import WORDS, write_speaker, write_tokenizer
 from degarble.suites.talk.talk_cases import ENCODER, TOOL
 
@@ -207,7 +208,7 @@ def test_ctrl_c_ends_it_cleanly(model: Path, tmp_path: Path) -> None:
         assert running.stdout.read(8)  # it speaks
         time.sleep(0.1)
         running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 130, err
     assert out.endswith(b"\n")
     assert err.decode().strip().endswith("degarble: interrupted")

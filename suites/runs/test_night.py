@@ -29,6 +29,7 @@ from degarble.harness.runs.night_pages import markdown, write_night
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.night_steps import environment
 from degarble.harness.runs.night_table import STEPS
+from degarble.suites.hang_guard import until
 from degarble.suites.nights import test_night as entry
 
 if TYPE_CHECKING:
@@ -153,9 +154,7 @@ def test_a_killed_night_continues_behind_its_finished_steps(tmp_path: Path) -> N
     asked(tmp_path)  # makes the model
     line = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
     process = subprocess.Popen([*line, "forever"])
-    end = time.monotonic() + 60
-    while not list(tmp_path.rglob(".second.*.part")) and time.monotonic() < end:
-        time.sleep(0.02)
+    until(lambda: bool(list(tmp_path.rglob(".second.*.part"))))
     with pytest.raises(UnwritablePath, match="no other night"):
         Night(asked(tmp_path), steps([], first=GREEN))
     process.send_signal(signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,10 @@ from degarble.harness.serve.metrics import Metrics
 from degarble.harness.serve.words import Bounds
 from degarble.harness.talk.generation import Limits
 from degarble.harness.talk.sampling import Sampling
+from degarble.suites.hang_guard import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 BOUNDS = Bounds(prompt_tokens=200, new_tokens=40, sequences=64, body_bytes=100_000)
@@ -89,14 +89,6 @@ def running(
         finally:
             engine.stop()
             engine.join()
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 def events(text: str) -> list[str]:

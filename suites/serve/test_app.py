@@ -12,8 +12,9 @@ import pytest
 
 from degarble.harness.serve.asked import completion_asked
 from degarble.harness.serve.words import Bounds
+from degarble.suites.hang_guard import until
 from degarble.suites.runs.talking_cases import WORDS, write_speaker
-from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running, until
+from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from degarble.harness.serve.words import Ask, Failed, Heard, Piece
 from degarble.harness.talk.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
 from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.speaker import Speaker
-from degarble.suites.serve.serving_cases import until
+from degarble.suites.hang_guard import until
 from degarble.suites.talk.speaking_cases import Letters, ids, speaker
 
 if TYPE_CHECKING:

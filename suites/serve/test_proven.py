@@ -23,8 +23,8 @@ from degarble.harness.serve.proven import (
 )
 from degarble.harness.serve.transport import Listener, bound_socket
 from degarble.harness.serve.words import Bounds
+from degarble.suites.hang_guard import until
 from degarble.suites.serve import proven_cases as cases
-from degarble.suites.serve.serving_cases import until
 
 if TYPE_CHECKING:
     from pathlib import Path

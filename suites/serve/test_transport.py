@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import openai
@@ -16,8 +17,9 @@ import pytest
 
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.serve.transport import Listener, bound_socket
+from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.runs.talking_cases import write_speaker
-from degarble.suites.serve.serving_cases import BOUNDS, Running, running, until
+from degarble.suites.serve.serving_cases import BOUNDS, Running, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +51,7 @@ def listening(folder: Path, bounds: Bounds) -> Iterator[tuple[Running, Listener,
             yield made, listener, port
         finally:
             listener.force_exit = listener.should_exit = True
-            thread.join(20)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive()
 
 
@@ -61,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 
 def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS)
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -118,20 +120,17 @@ def test_slow_and_broken_requests_are_answered_and_closed(
 
 
 def test_a_head_that_drips_in_does_not_hold_a_connection(served: tuple[Running, int]) -> None:
-    begin = time.monotonic()
+    """A server that lets it drip on is seen by the hang guard of the session."""
     with connected(served[1]) as connection:
         connection.sendall(request(asking(max_tokens=1)))  # the first request is well-behaved
         found = connection.recv(65536)
         assert found.startswith(b"HTTP/1.1 200 ")
-        for letter in b"POST /v1/completions HTTP/1.1\r\nx: yyyyyyyyyyyyyyyyyyyyyyyyyyy":
+        for letter in chain(b"POST /v1/completions HTTP/1.1\r\nx: ", repeat(ord("y"))):
             try:
                 connection.sendall(bytes([letter]))
             except OSError:
                 break
             time.sleep(0.1)
-        else:
-            pytest.fail("it was let drip on")
-    assert time.monotonic() - begin < 20
 
 
 def test_a_client_that_closes_its_side_counts_as_gone(served: tuple[Running, int]) -> None:
@@ -152,7 +151,7 @@ def test_a_client_that_takes_nothing_is_let_go(served: tuple[Running, int]) -> N
         body = asking(max_tokens=4000, stream=True, n=16, logprobs=20)
         connection.sendall(request(body))
         until(lambda: made.engine.load != (0, 0))
-        until(lambda: made.engine.load == (0, 0), 60)
+        until(lambda: made.engine.load == (0, 0))
     assert made.counted('degarble_sequences_total{end="dropped"}') >= 16
 
 

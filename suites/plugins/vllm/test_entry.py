@@ -11,6 +11,7 @@ import pytest
 from degarble.harness.errors import MissingDependency
 from degarble.harness.plugins.vllm import entry
 from degarble.harness.plugins.vllm.installed import VARIABLE
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT
 
 
@@ -49,5 +50,5 @@ def test_degarble_itself_never_imports_vllm() -> None:
         " degarble.harness.plugins.vllm.proof, degarble.harness.plugins.vllm.contract;"
         " sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=HANG_SECONDS)
     assert done.returncode == 0

@@ -13,6 +13,7 @@ import torch
 
 from degarble.harness.errors import InvalidArgument, LayoutMismatch
 from degarble.harness.plugins.vllm.proof import Proven, Stored
+from degarble.suites.hang_guard import HANG_SECONDS
 
 pytestmark = pytest.mark.vllm
 
@@ -35,8 +36,8 @@ def loaded(plugins: str | None) -> list[str]:
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     done = subprocess.run(
-        [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, timeout=300,
-        env=environment,
+        [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, env=environment,
+        timeout=HANG_SECONDS,
     )  # fmt: skip
     return done.stdout.split()[-3:]
 

@@ -16,6 +16,7 @@ from degarble.harness.errors import UnknownName
 from degarble.harness.plugins.vllm.engine import prove, server
 from degarble.harness.plugins.vllm.engine.server import Asked
 from degarble.harness.plugins.vllm.engine.steps import STEPS
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.plugins.vllm.engine import stand_in
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Hangs(Asked):
 
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
         del checkpoint, port, told
-        return [sys.executable, "-c", "import time; time.sleep(60)"]
+        return [sys.executable, "-c", "import time; time.sleep(86_400)"]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.Place:
     (tmp_path / "in" / "small").mkdir(parents=True)
     told = json.dumps(asdict(stand_in.answers()))
     (tmp_path / "in" / "small.json").write_text(told, encoding="utf-8")
-    return prove.Place(tmp_path / "in", tmp_path / "out", 30)
+    return prove.Place(tmp_path / "in", tmp_path / "out", HANG_SECONDS)
 
 
 def test_servers_are_asked_beside_each_other(place: prove.Place) -> None:
@@ -195,8 +196,6 @@ def test_an_interrupted_proof_ends_its_servers(place: prove.Place) -> None:
                 time.sleep(0.01)
             raise KeyboardInterrupt
 
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # the start that hangs is not waited for
         prove.prove(place, [Interrupts("stop", "small"), Hangs("one", "small", ("parts",))])
-    assert time.monotonic() - begin < place.seconds / 2  # a start was not waited for
     assert not server._OPEN
