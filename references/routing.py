@@ -58,5 +58,5 @@ def grouped_scores(score_TE: Tensor, facts: GroupFacts) -> Tensor:
 
 def weights(score_TE: Tensor, expert_TK: Tensor, scale: float, epsilon: float) -> Tensor:
     """Weights [T, K] of the chosen experts: their share of the chosen scores, times `scale`."""
-    chosen_TK = score_TE.gather(1, expert_TK)
+    chosen_TK = score_TE.gather(1, expert_TK.long())
     return chosen_TK / (chosen_TK.sum(-1, keepdim=True) + epsilon) * scale

@@ -204,7 +204,7 @@ def weights_budget(call: Call, experts: Tensor) -> tuple[Tensor, Budget]:
     scale = facts.config.routed_scaling_factor
     epsilon = facts.numerics.switches.routing_epsilon
     value = routing.weights(score.value, experts, scale, epsilon)
-    chosen, error = (part.gather(1, experts) for part in score)
+    chosen, error = (part.gather(1, experts.long()) for part in score)  # engines hold int32
     relative = error / chosen.clamp(min=UNDERFLOW)
     relative = relative + error.sum(-1, keepdim=True) / chosen.sum(-1, keepdim=True).clamp(
         min=UNDERFLOW

@@ -113,12 +113,20 @@ def make(
 
 
 def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Ways that a fault proposes; one that cannot look at outputs of other extents has no more."""
+    """Ways that a fault proposes; one that cannot look at such outputs has no more.
+
+    That is where extents are others, or values are not finite, from which no number can be fitted.
+    """
     try:
         yield from fault.signature(scene, sight)
-    except CANNOT_RUN:
-        if _extents(seen_tensors(sight)) == _extents(untouched(sight)):
+    except (*CANNOT_RUN, OverflowError):
+        sides = seen_tensors(sight), untouched(sight)
+        if _extents(sides[0]) == _extents(sides[1]) and all(map(_is_finite, sides)):
             raise
+
+
+def _is_finite(tensors: Tensors) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors.values() if _is_wide(each))
 
 
 def _extents(tensors: Tensors) -> dict[str, torch.Size]:

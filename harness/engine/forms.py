@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, Tensor]
 
+NOT_FINITE = "inputs are not finite"
+ONE_SIDED = "not finite where the twin is"
 _SCORES = "scores"
 
 
@@ -121,16 +123,24 @@ def finite(inputs: Tensors) -> bool:
     return True
 
 
+def is_poisoned(judged: Judged) -> bool:
+    """Whether no more was judged than that the candidate is finite where its twin is."""
+    worst = judged.worst
+    return judged.undecided == NOT_FINITE or (worst is not None and worst.level == ONE_SIDED)
+
+
 def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
     """Inputs are not finite: a candidate must be finite wherever its twin is."""
     if not twin.is_floating_point() or twin.dtype.itemsize == 1:
-        return Judged(name, Verdict.UNDECIDED, undecided="inputs are not finite")
+        if same_values(candidate, twin):
+            return Judged(name, Verdict.AGREES)
+        return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
     odd = twin.isfinite() & ~candidate.isfinite()
     if bool(odd.any()):
         row = int(odd.reshape(odd.shape[0], -1).any(1).nonzero()[0])
-        finding = Finding("not finite where the twin is", (row,), float(odd.sum()), 0.0)
+        finding = Finding(ONE_SIDED, (row,), float(odd.sum()), 0.0)
         return Judged(name, Verdict.DIFFERS, (finding,))
-    return Judged(name, Verdict.UNDECIDED, undecided="inputs are not finite")
+    return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
 
 
 def equal_elements(c: Tensor, t: Tensor) -> Tensor:

@@ -1,12 +1,8 @@
 """One component of a run, judged: all its calls against the twin, and the three cosines.
 
-Owns what is said of one output over the whole run: the difference in units of its budget, how alike
-candidate, twin and BF16 reference are, values that are not finite, and the forms of outputs. A
-linear behind its quantisation is given to the reference with the values that were quantised. Rows
-whose inputs are not finite are judged by one question: is the candidate finite where its twin is?
-
-Refuses nothing; what has no budget is undecided by name. Kept honest by
-suites/engine/test_localise.py.
+A linear behind its quantisation is given to the reference with the values that were quantised. Rows
+that a value which is not finite can reach are left out and counted; of them only this is judged: is
+the candidate finite where its twin is? What has no budget is undecided by name.
 """
 
 from __future__ import annotations
@@ -18,16 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.forms import (
+    NOT_FINITE,
     NonFinite,
     aligned,
     earlier_of,
     equal_elements,
-    finite,
+    is_poisoned,
     non_finite_of,
     poisoned,
     same_values,
     wrong_forms,
 )
+from degarble.harness.engine.judgeable_rows import finite_part, is_finite
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import Batch, Replay, maker_of, replayed
 from degarble.harness.errors import CANNOT_RUN, InvalidArgument
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.anatomy.components import Component
+    from degarble.harness.engine.judgeable_rows import Part
     from degarble.harness.engine.replay import Known
     from degarble.references.binding import Bound
 
@@ -110,6 +109,9 @@ class Row:
     identical: int = 0
     flips: int = 0
     choices: int = 0
+    left_out: int = 0  # rows that were not judged, beside others that were
+    judged_rows: int = 0  # in the calls that have such rows
+    why_left_out: str = ""
     cosines: dict[str, Sums] = field(default_factory=dict)
 
     @property
@@ -118,6 +120,20 @@ class Row:
         if self.verdict is Verdict.UNDECIDED:
             return math.nan
         return self.judged.ratio if self.judged else 0.0
+
+    @property
+    def partly(self) -> str:
+        """How many rows were not judged, and why; empty where all were."""
+        if not self.left_out:
+            return ""
+        every = self.left_out + self.judged_rows
+        return f"{self.left_out} of {every} rows were left out: {self.why_left_out}"
+
+    def leave_out(self, part: Part, why: str) -> None:
+        """Count the rows of some calls that were not judged."""
+        self.left_out += part.left_out
+        self.judged_rows += len(part.kept)
+        self.why_left_out = self.why_left_out or why
 
     def take(self, judged: Judged, *, replayed_at_all: bool) -> None:
         """Add what was said of some calls."""
@@ -166,20 +182,46 @@ class Judge:
         """Judge all calls of one component."""
         made = JudgedComponent(component)
         for batch in found:
-            replay = replayed(self._known, batch)
-            judged = self.judged(replay)
-            if self._looked is not None:
-                self._looked(replay, judged)
-            for name, each in judged.items():
-                row = made.rows.setdefault(name, Row(component, name))
-                row.calls += len(batch.calls)
-                row.take(each, replayed_at_all=not replay.undecided)
-            _count(made, replay)
-            meant = self._compare(made, replay)
-            if any(each.verdict is Verdict.DIFFERS for each in judged.values()):
-                made.pieces.append(Piece(replay, judged, self._quantised(component, batch), meant))
-            made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
+            self._take(made, replayed(self._known, batch))
         return made
+
+    def _take(self, made: JudgedComponent, replay: Replay) -> None:
+        """Judge a batch, and what is left of it where some rows cannot be judged."""
+        batch, whole = replay.batch, self.judged(replay)
+        part = self._part(replay, whole)
+        judged = dict(whole)
+        if part is not None:
+            found = self.judged(part.replay)
+            judged |= {name: each for name, each in found.items() if name not in part.settled}
+        if self._looked is not None:
+            self._looked(replay if part is None else part.replay, judged)
+        for name, each in whole.items():
+            row = made.rows.setdefault(name, Row(made.component, name))
+            row.calls += len(batch.calls)
+            own = judged.get(name, each)
+            row.take(own, replayed_at_all=not replay.undecided)
+            if part is not None and own is not each:
+                row.leave_out(part, NOT_FINITE)
+                if each.verdict is Verdict.DIFFERS:
+                    row.take(each, replayed_at_all=True)
+        _count(made, replay)
+        meant = self._compare(made, replay)
+        plain = None
+        if _any_differs(judged) or _any_differs(whole):
+            plain = self._quantised(made.component, batch)
+        if part is not None and _any_differs(judged):
+            cut = {n: rows for n, t in meant.items() if (rows := part.rows_of(t)) is not None}
+            some = None if plain is None else part.rows_of(plain)
+            made.pieces.append(Piece(part.replay, judged, some, cut))
+        elif _any_differs(whole):
+            made.pieces.append(Piece(replay, whole, plain, meant))
+        made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
+
+    def _part(self, replay: Replay, whole: Mapping[str, Judged]) -> Part | None:
+        """The rows that can be judged, where nobody could say anything of all of them."""
+        if not replay.undecided and not any(map(is_poisoned, whole.values())):
+            return None
+        return finite_part(self._known, replay)
 
     def judged(self, replay: Replay) -> dict[str, Judged]:
         """Say of every output of a replay how far it is from the twin's."""
@@ -197,7 +239,7 @@ class Judge:
             return {name: Judged(name, Verdict.AGREES) for name in both}
         typed = Replay(replay.batch, {n: pair[1] for n, pair in both.items()}, inputs=replay.inputs)
         candidate = {name: pair[0] for name, pair in both.items()}
-        if finite(replay.inputs):
+        if is_finite(self._known, replay):
             try:
                 return judge_outputs(typed.judgeable(self._known), candidate)
             except InvalidArgument:
@@ -254,7 +296,8 @@ class Judge:
         reference, name = self._reference, component.name
         if "codes" in batch.outputs:
             x = self._unquantised(name, batch)
-            return {} if x is None else {"codes": _per_slot(x, batch)}
+            made = None if x is None else _per_slot(x, batch)
+            return {} if made is None else {"codes": made}
         if reference is None or name not in reference.calls:
             return {}
         inputs = dict(batch.inputs)
@@ -295,7 +338,13 @@ class Judge:
             return batch.inputs.get("x") if maker_of(component) else None
         held = self._plain.get(maker_of(component), {})
         parts = [held[call.step] for call in batch.calls if call.step in held]
-        return torch.cat(parts) if len(parts) == len(batch.calls) else None
+        if len(parts) != len(batch.calls) or len({part.shape[1:] for part in parts}) != 1:
+            return None  # a candidate may hand over another width in every call
+        return torch.cat(parts)
+
+
+def _any_differs(judged: Mapping[str, Judged]) -> bool:
+    return any(each.verdict is Verdict.DIFFERS for each in judged.values())
 
 
 def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
@@ -313,11 +362,16 @@ def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
     return cut
 
 
-def _per_slot(x: Tensor, batch: Batch) -> Tensor:
-    """A token's values once for each of its codes: where scales belong to experts, a slot each."""
+def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:
+    """A token's values once for each of its codes: where scales belong to experts, a slot each.
+
+    None where codes have other extents than that.
+    """
     codes = batch.outputs.get("codes")
     if codes is None or codes.ndim == x.ndim:
         return x
+    if (x.ndim, codes.ndim) != (2, 3):
+        return None
     return x.unsqueeze(1).expand(-1, codes.shape[1], -1)
 
 

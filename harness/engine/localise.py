@@ -24,7 +24,7 @@ from degarble.harness.engine.forms import earlier_of, same_values
 from degarble.harness.engine.judged_run import Judge, JudgedComponent, Row
 from degarble.harness.engine.onset import Onset, onset_of
 from degarble.harness.engine.replay import Known, batches
-from degarble.harness.engine.seen import by_component
+from degarble.harness.engine.seen import by_component, require_sound
 from degarble.harness.engine.splits import joined, unvouched, without_memory
 from degarble.harness.engine.troubles import (
     beside_prefill,
@@ -82,6 +82,7 @@ def localise(
     looked: Looked | None = None,
 ) -> Localised:
     """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
+    require_sound(run)
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
     known = Known.of(twin, recipe)
@@ -166,7 +167,8 @@ class _Work:
         self._troubles += self._broken_edges()
         self._troubles += missing_calls(self._known, self._run)
         rows = tuple(row for each in self._judged for row in each.rows.values())
-        unjudged = [(row.component.name, row.undecided) for row in rows if row.undecided]
+        open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
+        unjudged = [(name, why) for name, why in open_rows if why]
         unjudged += [(name, "no component of this model") for name in strange]
         apart = self._run.facts.get("ranks_apart")
         if isinstance(apart, list) and apart:
@@ -194,7 +196,7 @@ class _Work:
         if self._troubles:
             return Verdict.DIFFERS
         judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
-        open_ones = [row for row in rows if row.undecided and row.budgetless]
+        open_ones = [row for row in rows if row.left_out or (row.undecided and row.budgetless)]
         return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
 
     def _broken_edges(self) -> list[Trouble]:

@@ -66,11 +66,14 @@ class RowsOf:
 
     def at(self, chosen: Tensor) -> RowsOf:
         """Some of them."""
-        return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen])
+        experts = None if self.experts is None else self.experts[chosen]
+        return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen], experts)
 
     @classmethod
     def of(cls, batch: Batch, steps: Mapping[int, Step]) -> RowsOf:
         """Look the rows up in their steps."""
+        if batch.whole is not None and batch.kept is not None:
+            return cls.of(batch.whole, steps).at(batch.kept)
         decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
         sequence = torch.full((len(batch.step_of),), -1)
         for call, span in zip(batch.calls, batch.spans, strict=True):

@@ -100,6 +100,8 @@ class Batch:
     position_of: Tensor
     spans: tuple[slice, ...] = ()  # rows of each call, where several are put together
     lacking: str = ""  # why it cannot be replayed as it is
+    whole: Batch | None = None  # where rows were left out: all of them, and which are `kept`
+    kept: Tensor | None = None
 
     def part(self, at: int, tensor: Tensor) -> Tensor:
         """What belongs to one call."""
@@ -216,7 +218,7 @@ def replayed(known: Known, batch: Batch) -> Replay:
     component = batch.component
     if batch.lacking:
         return Replay(batch, undecided=batch.lacking)
-    inputs = {name: each for name, each in batch.inputs.items() if _takes(component, name)}
+    inputs = taken(batch)
     if not inputs or not batch.outputs:
         return Replay(batch, undecided=_FUSED)
     if component.role == "attn.wo_a" and "x" in inputs:
@@ -249,6 +251,11 @@ def _is_filtered(call: Call) -> bool:
 def is_ragged(component: Component) -> bool:
     """Whether rows depend on each other: sequences of a call, or memory of earlier ones."""
     return any(each.name == _RAGGED or each.name.startswith(STATE) for each in component.inputs)
+
+
+def taken(batch: Batch) -> dict[str, Tensor]:
+    """The inputs of a batch that its component takes."""
+    return {name: each for name, each in batch.inputs.items() if _takes(batch.component, name)}
 
 
 def _takes(component: Component, name: str) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.checkpoint.tensors import TORCH_DTYPES
-from degarble.harness.record.capture_types import Call, Kept, Phase, Step
+from degarble.harness.record.capture_types import Call, Kept, Phase, Step, malformed
 from degarble.references.model_v4 import ModelV4
 from degarble.references.model_v32 import ModelV32
 from degarble.references.state import Sequence
@@ -74,6 +74,20 @@ def by_component(run: SeenRun) -> dict[str, list[Call]]:
     for call in run.calls:
         found[call.component].append(call)
     return dict(found)
+
+
+def require_sound(run: SeenRun) -> None:
+    """Refuse a run whose record contradicts itself, before a tensor of it is read."""
+    filters = run.facts.get("filters")
+    if filters is not None and not isinstance(filters, dict):
+        raise malformed("facts: filters", filters, "a JSON object")
+    counts = {step.number: len(step.tokens) for step in run.steps}
+    for call in run.calls:
+        for site, kept in call.sites():
+            rows = kept.rows or ()
+            if any(row >= counts.get(call.step, 0) for row in rows):
+                name = f"call {call.number}: {site}: rows"
+                raise malformed(name, max(rows), f"tokens of step {call.step}")
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

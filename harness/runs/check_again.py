@@ -90,4 +90,5 @@ def filter_of(seen: Capture) -> Filter:
     if not isinstance(stated, dict):
         return Filter()
     words = [stated.get(name) for name in ("layers", "components", "tokens")]
-    return Filter.of(*(",".join(map(str, each)) if each else None for each in words))
+    lists = [each if isinstance(each, list) else [] for each in words]
+    return Filter.of(*(",".join(map(str, each)) if each else None for each in lists))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from degarble.harness.engine.diagnose_trial import (
     make,
     only_roundings,
     proof,
+    proposed,
     shape_distance,
 )
 from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 PLACE = "layers.1.attn.wq_a"
 TOPK = "layers.1.ffn.topk"
+NOTHING = Way("nothing", lambda call: call)
 MANY = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
 ONE = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
@@ -181,3 +184,30 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     assert proof(scene, sight, made).ratio <= 0.7
     spoilt = Sight(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
     assert proof(scene, spoilt, made).ratio > 1
+
+
+@pytest.mark.parametrize("place", [PLACE, "layers.1.attn.attend", "layers.1.ffn.experts.w2"])
+@pytest.mark.parametrize("side", ["outputs", "expected"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_fault_fits_a_number_to_what_is_none(place: str, side: str, value: float) -> None:
+    model = double("v4", "nvfp4-full")
+    (sight,) = model.sights(place, None, calls=1)
+    out = (sight.outputs if side == "outputs" else sight.expected)["out"].clone()
+    out[0] = value
+    scene, made = model.naming(place), {"out": out}
+    odd = replace(sight, outputs=made) if side == "outputs" else replace(sight, expected=made)
+    for fault in MODEL_FAULTS.values():
+        if fault.sits(scene) and not fault.per_call:
+            for way in islice(proposed(fault, scene, odd), 24):
+                numbers = [each for each in way.where.values() if isinstance(each, float)]
+                assert all(map(math.isfinite, numbers))
+
+
+def test_a_choice_may_be_held_in_int32() -> None:
+    model = double("v4", "nvfp4-full")
+    (sight,) = model.sights(TOPK, None, calls=1)
+    narrow = {name: each.int() if name == "experts" else each for name, each in
+              sight.outputs.items()}  # fmt: skip
+    made = make(model.naming(TOPK), replace(sight, outputs=narrow), NOTHING)
+    assert made is not None
+    assert proof(model.naming(TOPK), replace(sight, outputs=narrow), made).ratio <= HEADROOM

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from degarble.harness.anatomy.presets import small_v4, small_v32
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.faults.model_faults import Way, with_inputs
-from degarble.harness.engine.seen import InMemoryRun, by_component, same_bits
+from degarble.harness.engine.seen import InMemoryRun, by_component, require_sound, same_bits
+from degarble.harness.errors import UnreadableFile
 from degarble.harness.record.capture_types import Phase
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -77,3 +80,22 @@ def test_bits_are_compared_not_values() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not same_bits(nan, nan.double())
     assert not same_bits(nan, nan[:1])
+
+
+@pytest.mark.parametrize("facts", [{"filters": 7}, {"filters": ["layers"]}])
+def test_facts_of_another_type_are_refused_by_name(facts: dict[str, object]) -> None:
+    run = InMemoryRun.of(bound(V32), PROMPTS, 1)
+    run.facts = facts
+    with pytest.raises(UnreadableFile, match="facts: filters"):
+        require_sound(run)
+    run.facts = {"filters": {"tokens": None}}
+    require_sound(run)
+
+
+def test_rows_that_no_token_has_are_refused_by_name() -> None:
+    run = InMemoryRun.of(bound(V32), PROMPTS, 1)
+    last = run.calls[-1]
+    kept = last.outputs["out"]._replace(rows=(len(run.steps[0].tokens),))
+    run.calls[-1] = replace(last, outputs={"out": kept})
+    with pytest.raises(UnreadableFile, match="rows"):
+        require_sound(run)

@@ -126,6 +126,8 @@ def _odd(scene: Scene, sight: Sight) -> Iterator[Way]:
     head = int(gaps.argmax())
     alone = float(gaps[head]) > 20 * float(gaps.sum() - gaps[head])
     factor = _fitted(scene, sight, head if alone and heads > 1 else None)
+    if not math.isfinite(factor):
+        return
     short = [round(factor * 20) / 20, round(factor * 16) / 16]
     short += [float(f"{factor:.{digits}g}") for digits in (2, 3)]
     for value in dict.fromkeys((*short, factor)):

@@ -150,6 +150,8 @@ def _columns(scene: Scene, sight: Sight) -> Iterator[Way]:
     if not energy:
         return
     factor = 1 + float((c - e).flatten() @ part) / energy
+    if not math.isfinite(factor):
+        return  # the twin is not finite where the candidate is
     short = dict.fromkeys((float(f"{factor:.2g}"), float(f"{factor:.3g}"), round(factor)))
     for value in (*short, factor):
         yield _column(scene, float(value))

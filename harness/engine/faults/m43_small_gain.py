@@ -68,6 +68,8 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 def _rounded(gain: float) -> Iterator[float]:
     """The gain with two or three digits where that is as near as a fit can tell, then itself."""
+    if not math.isfinite(gain):
+        return  # a twin that is not finite has no gain
     exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0
     if is_named(gain, exact) and exact != 1:
         yield exact  # a fit's last digits are noise beside an exact number
