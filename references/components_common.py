@@ -35,8 +35,9 @@ def embed(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """RMSNorm with weight."""
-    weight = single(weights).values(facts.numerics.work)
-    out = elementary.rms_norm(inputs["x"], weight, facts.config.rms_norm_eps, facts.numerics)
+    (name,) = weights
+    weight = weights[name].values(facts.numerics.work)
+    out = elementary.rms_norm(inputs["x"], weight, facts.norm_epsilon(name), facts.numerics)
     return {"out": out}
 
 

@@ -130,7 +130,7 @@ def indexer_k(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     work = facts.numerics.work
     by_part = {name.rpartition(".")[2]: weights[name].values(work) for name in weights}
     weight, bias = by_part["k_norm"], by_part["bias"]
-    epsilon = facts.config.rms_norm_eps
+    epsilon = facts.norm_epsilon("attn.indexer.k_norm")
     normed = elementary.layer_norm(inputs["x"], weight, bias, epsilon, facts.numerics)
     return {"out": _index_operand(facts, normed, inputs["positions"])}
 
@@ -145,7 +145,7 @@ def _index_operand(facts: V32Facts, x: Tensor, positions: Tensor) -> Tensor:
     wide = x.to(numerics.work)
     rotated = elementary.rotate_halves(wide[..., :width], table)
     x = torch.cat((rotated, wide[..., width:]), dim=-1).to(numerics.store)
-    if numerics.switches.indexer_hadamard:
+    if numerics.transforms(x.shape[-1]):
         x = elementary.hadamard(x.to(numerics.work)).to(numerics.store)
     return rounding.through_indexer(x, numerics)
 

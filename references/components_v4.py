@@ -157,7 +157,7 @@ def indexer_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 def _indexer_operand(facts: V4Facts, x: Tensor) -> Tensor:
     numerics = facts.numerics
-    if numerics.switches.indexer_hadamard:
+    if numerics.transforms(x.shape[-1]):
         x = elementary.hadamard(cast(x, numerics.work)).to(numerics.store)
     return rounding.through_indexer(x, numerics)
 

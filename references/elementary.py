@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Cos and sin of the angles that P pairs turn by, [T, P], or [T, 1, P] over heads."""
+    """Cos and sin of P pairs, scaled as the rope says: [T, P], or [T, 1, P] over heads."""
 
     cos: Tensor
     sin: Tensor
@@ -91,11 +91,24 @@ def frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
     base = 1.0 / (rope.theta**exponent)
     if rope.yarn is None:
         return base
-    low = max(math.floor(_turning_pair(rope, rope.yarn, rope.yarn.beta_fast)), 0)
-    high = min(math.ceil(_turning_pair(rope, rope.yarn, rope.yarn.beta_slow)), rope.dims - 1)
+    low, high = _ramp(rope, rope.yarn)
     pair = torch.arange(rope.dims // 2, dtype=dtype, device=device)
-    kept = 1.0 - ((pair - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    kept = 1.0 - ((pair - low) / (high - low)).clamp(0.0, 1.0)
     return base / rope.yarn.factor * (1.0 - kept) + base * kept
+
+
+def _ramp(rope: Rope, yarn: Yarn) -> tuple[float, float]:
+    """Return the pairs at which YaRN's ramp begins and ends.
+
+    The end may lie in front of the beginning: a short original length, or swapped betas, run the
+    ramp backwards in every source.
+    """
+    low = _turning_pair(rope, yarn, yarn.beta_fast)
+    high = _turning_pair(rope, yarn, yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    return low, high if high != low else high + 1e-3
 
 
 def _turning_pair(rope: Rope, yarn: Yarn, turns: float) -> float:
@@ -131,6 +144,8 @@ def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Tabl
     frequency_P = frequencies(rope, numerics.work, positions_T.device)
     angle_TP = cast(positions_T, numerics.work)[:, None] * frequency_P
     cos, sin = angle_TP.cos(), angle_TP.sin()
+    if rope.scale != 1.0:
+        cos, sin = cos * rope.scale, sin * rope.scale
     if numerics.switches.rotation_in_storage_dtype:
         cos, sin = cast(cos, numerics.store), cast(sin, numerics.store)
     return Table(cast(cos, numerics.work), cast(sin, numerics.work))

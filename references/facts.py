@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.anatomy.config import compressor_windows
+from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON, compressor_windows
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import UNQUANTISED
 from degarble.references.compressor import PoolFacts
@@ -55,6 +55,11 @@ class Facts:
             return None
         chosen = self.formats.get(weight, UNQUANTISED).activation
         return None if chosen == UNQUANTISED.activation else chosen
+
+    def norm_epsilon(self, weight: str) -> float:
+        """What stands under the root of the norm that has this weight."""
+        del weight
+        return self.config.rms_norm_eps
 
     @property
     def weight_before_w2(self) -> bool:
@@ -136,6 +141,14 @@ class V32Facts(Facts):
     """Facts of a V3.2 model."""
 
     config: V32Config
+
+    def norm_epsilon(self, weight: str) -> float:
+        """As the config says, but where a source builds a norm without passing it on."""
+        if weight == "attn.indexer.k_norm":
+            return INDEXER_NORM_EPSILON
+        if weight in ("attn.q_norm", "attn.kv_norm"):
+            return self.numerics.switches.latent_epsilon(self.config.rms_norm_eps)
+        return self.config.rms_norm_eps
 
 
 class Known(NamedTuple):

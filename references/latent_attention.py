@@ -11,13 +11,11 @@ Kept honest by suites/references/test_latent_attention.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import InvalidArgument
 from degarble.references import attention
 
 if TYPE_CHECKING:
@@ -38,21 +36,9 @@ class Form:
 
 
 def softmax_scale(config: V32Config) -> float:
-    """qk_head_dim^-1/2, times YaRN's mscale squared where the context was extended."""
+    """qk_head_dim^-1/2, times YaRN's mscale_all_dim squared where the context was extended."""
     scale = float(config.qk_head_dim**-0.5)
-    yarn = config.yarn
-    if yarn is None or yarn.factor <= 1.0:
-        return scale
-    if yarn.mscale != yarn.mscale_all_dim:
-        # The official code reads the one, transformers the other, and scales cos and sin as well.
-        raise InvalidArgument(
-            "mscale_all_dim", yarn.mscale_all_dim, f"mscale = {yarn.mscale}, as it was released",
-            "Set both alike; sources disagree on what it means where they differ.",
-        )  # fmt: skip
-    if not yarn.mscale_all_dim:
-        return scale
-    mscale = 0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1.0
-    return scale * mscale * mscale
+    return scale if config.yarn is None else scale * config.yarn.logit_scale
 
 
 def naive(

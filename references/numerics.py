@@ -88,6 +88,11 @@ class Switches:
     residual_rounded_before_norm: bool = False  # transformers, V3.2
     reduction_in_storage_dtype: bool = False  # vLLM sums ranks in BF16; official in float32
     first_draft_embedding_zeroed: bool = False  # vLLM, MTP block at position 0
+    latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
+
+    def latent_epsilon(self, configured: float) -> float:
+        """What stands under the root of V3.2's norms of latents."""
+        return configured if self.latent_norm_epsilon is None else self.latent_norm_epsilon
 
 
 _EXACT_INDEXER = Switches(
@@ -115,6 +120,7 @@ SOURCES: Mapping[str, Switches] = MappingProxyType(
             mixing_in_storage_dtype=True,
             router_in_storage_dtype=True,
             routing_epsilon=1e-20,
+            latent_norm_epsilon=1e-6,
             residual_rounded_before_norm=True,
         ),
         "vllm": replace(
@@ -180,6 +186,13 @@ class Numerics:
     def exact(self) -> bool:
         """Whether this is the definition, where no quantisation takes place."""
         return self.mode is Mode.DEFINITION
+
+    def transforms(self, width: int) -> bool:
+        """Whether the indexer's rows of this width go through a Hadamard transform.
+
+        Only a power of two has one. The others pass as they are, which changes no exact score.
+        """
+        return self.switches.indexer_hadamard and width & (width - 1) == 0
 
     def with_switches(self, **changes: Any) -> Numerics:
         """Return the same arithmetic on the other side of some disagreements."""

@@ -15,7 +15,7 @@ came and takes no part in equality.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LAYER_TYPES: Mapping[int, LayerType] = MappingProxyType(
     {0: LayerType.SLIDING, 4: LayerType.SPARSE, 128: LayerType.HEAVY}
 )
+INDEXER_NORM_EPSILON = 1e-6  # of V3.2's LayerNorm: official code, transformers and vLLM fix it
 SCORING = frozenset({"sqrtsoftplus", "softmax", "sigmoid"})
 
 
@@ -129,6 +130,11 @@ class V4Config:
         require_rotary(self.qk_rope_head_dim, narrowest, "head_dim and index_head_dim")
         for layer in self.dspark.target_layer_ids if self.dspark else ():
             require(layer < layers, "dspark_target_layer_ids", layer, f"a layer below {layers}")
+        if self.yarn is not None:
+            require_base(self.compress_rope_theta, "compress_rope_theta")
+            require(self.yarn.truncate, "truncate", False, "true: nothing else is read for V4")
+            if self.yarn.attention_factor is None:  # V4 leaves cos and sin alone unless told
+                object.__setattr__(self, "yarn", replace(self.yarn, attention_factor=1.0))
         # Drafter blocks have no compressor; what the list says of them is checked, then left out.
         object.__setattr__(self, "compress_ratios", ratios[:layers])
 
@@ -268,6 +274,8 @@ class V32Config:
         )
         require_experts(self.num_experts_per_tok, experts // groups * self.topk_group)
         require_rotary(self.qk_rope_head_dim, self.index_head_dim, "index_head_dim")
+        if self.yarn is not None:
+            require_base(self.rope_theta, "rope_theta")
 
     @property
     def drafters(self) -> int:
@@ -332,6 +340,11 @@ def compressor_windows(block: Block) -> int:
 def require_experts(chosen: int, available: int) -> None:
     """Refuse a top-k that exceeds what it chooses from."""
     require(chosen <= available, "num_experts_per_tok", chosen, f"at most {available} experts")
+
+
+def require_base(theta: float, name: str) -> None:
+    """Refuse a base whose powers are all alike: YaRN divides by its logarithm."""
+    require(theta != 1, name, theta, "another base than 1, with YaRN")
 
 
 def require_rotary(dims: int, width: int, of: str) -> None:

@@ -8,6 +8,7 @@ the field's name. Kept honest by suites/anatomy/test_config.py, which spoils eve
 from __future__ import annotations
 
 from dataclasses import fields
+from math import isfinite
 from sys import float_info
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from degarble.harness.errors import InvalidArgument, UnknownName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "attention_factor")
 REMEDY = "Correct the model's config.json; no value is assumed in its place."
 
 
@@ -50,11 +52,25 @@ def require_fields(
                 require(isinstance(value, tuple), field.name, value, "a list of integers")
                 for item in value:
                     _require_int(field.name, item, 0)
+            case "bool":
+                require(isinstance(value, bool), field.name, value, "true or false")
             case "Yarn":
                 require(isinstance(value, Yarn), field.name, value, "YaRN parameters")
-                require_fields(value, {}, {})
+                require_yarn(value)
             case _:
                 pass  # provenance, or a record that checks itself
+
+
+def require_yarn(yarn: Yarn) -> None:
+    """Refuse YaRN whose facts are out of range, each or together."""
+    require_fields(yarn, dict.fromkeys(_MAY_BE_ZERO, 0), {})
+    length = yarn.original_max_position_embeddings
+    require(length < 1 << 63, "original_max_position_embeddings", length, "below 2^63")
+    for name in ("beta_fast", "beta_slow"):
+        turns = getattr(yarn, name)
+        require(turns > length / float_info.max, name, turns, f"more turns within {length} tokens")
+    for name, scale in (("mscale", yarn.rotation_scale), ("mscale_all_dim", yarn.logit_scale)):
+        require(isfinite(scale), name, getattr(yarn, name), "a number whose scale is finite")
 
 
 def _require_int(name: str, value: object, lowest: int) -> None:

@@ -51,13 +51,13 @@ SHARED_KEYS = (
     Key("moe_intermediate_size", "moe_inter_dim"),
     Key("n_routed_experts"),
     Key("num_experts_per_tok", "n_activated_experts"),
-    Key("scoring_func", "score_func"),
     Key("routed_scaling_factor", "route_scale"),
     Key("rms_norm_eps", "norm_eps", 1e-6),
     Key("max_position_embeddings", None, None),
 )
 V4_KEYS = (
     *SHARED_KEYS,
+    Key("scoring_func", "score_func"),
     Key("head_dim"),
     Key("o_groups"),
     Key("o_lora_rank"),
@@ -70,6 +70,7 @@ V4_KEYS = (
 )
 V32_KEYS = (
     *SHARED_KEYS,
+    Key("scoring_func", "score_func", "sigmoid"),  # transformers has no other and saves none
     Key("kv_lora_rank"),
     Key("qk_nope_head_dim"),
     Key("qk_rope_head_dim"),
@@ -183,7 +184,11 @@ def _read_v32(reader: Reader) -> V32Config:
     return V32Config(
         **values,
         first_k_dense_replace=_leading(
-            reader, "first_k_dense_replace", "n_dense_layers", {"dense": True, "sparse": False}
+            reader,
+            "first_k_dense_replace",
+            "n_dense_layers",
+            {"dense": True, "sparse": False},
+            unread=3,  # the default of transformers' DeepseekV32Config
         ),
         quantisation=reader.optional("quantization_config"),
         other=reader.rest(),
@@ -248,8 +253,17 @@ def _are_among(types: object, known: Container[str]) -> bool:
     )
 
 
-def _leading(reader: Reader, name: str, official: str, kinds: Mapping[str, bool]) -> int:
-    """Read how many leading layers are special: a count, or transformers' list of MLP types."""
+def _leading(
+    reader: Reader,
+    name: str,
+    official: str,
+    kinds: Mapping[str, bool],
+    unread: int | None = None,
+) -> int:
+    """Read how many leading layers are special: a count, or transformers' list of MLP types.
+
+    `unread` is the count that transformers saves beside any list and reads only without one.
+    """
     types = reader.optional("mlp_layer_types")
     if types is None:
         return reader.take(name, official)  # type: ignore[no-any-return]  # the record checks it
@@ -262,7 +276,7 @@ def _leading(reader: Reader, name: str, official: str, kinds: Mapping[str, bool]
     count = sum(flags)
     require(all(flags[:count]), "mlp_layer_types", types, "the special layers first")
     stated = reader.take(name, official, count)
-    require(stated == count, name, stated, f"{count}, as mlp_layer_types says")
+    require(stated in (count, unread), name, stated, f"{count}, as mlp_layer_types says")
     return count
 
 

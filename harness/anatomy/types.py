@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from math import prod
+from math import log, prod
 
 
 class Dtype(StrEnum):
@@ -90,7 +90,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN's facts as the config states them; mscale is None where the config has none."""
+    """YaRN's facts as the config states them; None where it states none."""
 
     factor: float
     original_max_position_embeddings: int
@@ -98,6 +98,34 @@ class Yarn:
     beta_slow: float = 1
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True  # whole pairs bound the ramp
+
+    @property
+    def rotation_scale(self) -> float:
+        """What cos and sin are multiplied by, as transformers and vLLM derive it.
+
+        The paper's 0.1 ln(factor) + 1, unless the config states it, or has both mscales: equal
+        ones leave cos and sin alone. With one mscale alone vLLM takes 1 or 0 for the other;
+        transformers, followed here, takes none of both.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.amplitude(self.mscale) / self.amplitude(self.mscale_all_dim)
+        return self.amplitude(1.0)
+
+    @property
+    def logit_scale(self) -> float:
+        """What V3.2 multiplies the logits of attention by; 1 without mscale_all_dim."""
+        if not self.mscale_all_dim:
+            return 1.0
+        amplitude = self.amplitude(self.mscale_all_dim)
+        return amplitude * amplitude
+
+    def amplitude(self, mscale: float) -> float:
+        """Return 0.1 mscale ln(factor) + 1; a context that was not extended has 1."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +137,11 @@ class Rope:
     pairing: Pairing
     end: End
     yarn: Yarn | None
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0 if self.yarn is None else self.yarn.rotation_scale
 
 
 @dataclass(frozen=True)

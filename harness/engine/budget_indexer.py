@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON
 from degarble.harness.engine.budget import Budget
 from degarble.harness.engine.budget_grid import indexer_grid, reach
 from degarble.harness.engine.budget_near import (
@@ -48,7 +49,7 @@ _TURNED = (
 def operand(x: Near, dtype: torch.dtype, numerics: Numerics) -> tuple[Near, tuple[str, ...]]:
     """Behind the rotation: stored, Hadamard, stored, codes. The error is that of the output."""
     x, words = stored(x, numerics.store), tuple[str, ...]()
-    if numerics.switches.indexer_hadamard:
+    if numerics.transforms(x.value.shape[-1]):
         x = hadamard(x)
         words = (f"Hadamard of {x.value.shape[-1]}: steps of all inputs, additions in any order",)
     grid = None if numerics.exact else indexer_grid(numerics, x.value.shape[-1])
@@ -73,7 +74,7 @@ def operand_of(call: Call) -> dict[str, Budget]:
             by_part = {
                 n.rpartition(".")[2]: w.values(torch.float64) for n, w in call.weights.items()
             }
-            near = layer_normed(x, by_part["k_norm"], by_part["bias"], facts.config.rms_norm_eps)
+            near = layer_normed(x, by_part["k_norm"], by_part["bias"], INDEXER_NORM_EPSILON)
             near = stored(near, numerics.store)
             words = (f"LayerNorm of {x.shape[-1]}: mean and variance in any order", *words)
         by = turn(facts.config.indexer_rope(), positions, numerics, heads=out.ndim == 3)

@@ -97,6 +97,9 @@ def turn(rope: Rope, positions_T: Tensor, numerics: Numerics, heads: bool = Fals
     if heads:
         angle_TP, off_TP = angle_TP.unsqueeze(1), off_TP.unsqueeze(1)
     parts = Near(angle_TP.cos(), off_TP), Near(angle_TP.sin(), off_TP)
+    if rope.scale != 1.0:
+        scale = Near(torch.tensor(rope.scale, dtype=torch.float64), torch.tensor(U * rope.scale))
+        parts = _product(parts[0], scale), _product(parts[1], scale)
     if numerics.switches.rotation_in_storage_dtype:
         parts = stored(parts[0], numerics.store), stored(parts[1], numerics.store)
     return Turn(*parts)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON
 from degarble.harness.runs.cutedsl_attention import PAGE, memories, pool
 from degarble.harness.runs.cutedsl_linears import wide_product
 from degarble.harness.runs.cutedsl_parts import NoKernelError, own
@@ -76,7 +77,7 @@ def keys(part: Part) -> Compute:
     _require_indexer(part)
     rope, pairing = _indexer_rope(part)
     names = {name.rpartition(".")[2]: name for name in part.shapes}
-    epsilon = part.config.rms_norm_eps
+    epsilon = INDEXER_NORM_EPSILON
     _operand(part, 1, 1, pairing, positions=1, normed=True, epsilon=epsilon)
 
     def compute(work: Work) -> Outputs:

@@ -69,7 +69,7 @@ def cache_row(part: Part) -> Compute:
 def latent_norm(part: Part) -> Compute:
     """The latent's norm, as the kernel that writes rows has it: behind it lies a key of zeros."""
     _require_rows(part)
-    kind, epsilon = norm_weight(part, part.name), part.config.rms_norm_eps
+    kind, epsilon = norm_weight(part, part.name), part.facts.norm_epsilon(part.name)
     told = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
 
     def compute(work: Work) -> Outputs:

@@ -55,7 +55,7 @@ def embed(part: Part) -> Compute:
 def norm(part: Part) -> Compute:
     """RMSNorm with weight."""
     kind = norm_weight(part, part.name)
-    NormProblem(1, part.shapes[part.name][0], part.config.rms_norm_eps, kind)
+    NormProblem(1, part.shapes[part.name][0], part.facts.norm_epsilon(part.name), kind)
 
     def compute(work: Work) -> Outputs:
         return {"out": _normed(part, work, work.bf16(), kind)}
@@ -91,7 +91,7 @@ def norm_weight(part: Part, name: str) -> str:
 
 def _normed(part: Part, work: Work, x: Tensor, kind: str) -> Tensor:
     weight = work.weights.plain(part.name, NORM_WEIGHTS[kind])
-    problem = NormProblem(x.shape[0], x.shape[1], part.config.rms_norm_eps, kind)
+    problem = NormProblem(x.shape[0], x.shape[1], part.facts.norm_epsilon(part.name), kind)
     return work.run("simt_rmsnorm", problem, values=x, weight=weight)[0]
 
 

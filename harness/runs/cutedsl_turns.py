@@ -41,7 +41,7 @@ class Turns:
 def table_of(rope: Rope, positions: int) -> Tensor:
     """Cosines, then sines, of positions from 0 on."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies(rope)
-    return torch.cat((angle.cos(), angle.sin()), dim=1).float()
+    return (torch.cat((angle.cos(), angle.sin()), dim=1) * rope.scale).float()
 
 
 def frequencies(rope: Rope) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON
 from degarble.harness.runs.cutedsl_latent import by_head
 from degarble.harness.runs.layer_matrices import multiply, widely
 from degarble.harness.runs.layer_memory import PAGE
@@ -62,6 +63,7 @@ class LatentStepping(Steps):
         super().__init__(kernels, config, switches, room, rows)
         self.config = config
         self._scale = softmax_scale(config)
+        self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
 
     def through(
         self,
@@ -116,7 +118,7 @@ class LatentStepping(Steps):
     ) -> Tensor:
         w, c = weights.attn, self.config
         table = self.turns(weights.rope)
-        qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x))
+        qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x), self._latent_epsilon)
         heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
         self._write_row(w, memory, own, (multiply(self.kernels, w.wkv_a, x), table))
         chosen = self._chosen(w.indexer, memory, own, (x, qr))
@@ -148,7 +150,7 @@ class LatentStepping(Steps):
     ) -> None:
         """Norm the latent, turn the key, and write both into the lane's pages."""
         raw, table = given
-        told = (len(table), self.config.rms_norm_eps, w.kv_norm.kind)
+        told = (len(table), self._latent_epsilon, w.kv_norm.kind)
         problem = WriteProblem(len(raw), self.room.pages(EVERY, WITH_KEY), *told)
         self.kernels.run(
             "simt_kv_write", problem, values=raw, weight=w.kv_norm.weight, turns=table,
@@ -188,7 +190,7 @@ class LatentStepping(Steps):
         s, table = self.switches, self.turns(self.config.indexer_rope())
         problem = OperandProblem(
             rows.shape[0], rows.shape[1], "halves", str(s.indexer_format), s.indexer_hadamard,
-            normed=bool(norm), positions=len(table), epsilon=self.config.rms_norm_eps,
+            normed=bool(norm), positions=len(table), epsilon=INDEXER_NORM_EPSILON,
         )  # fmt: skip
         return self.kernels.run(
             "simt_indexer_operand", problem, rows=rows, turns=table,

@@ -133,10 +133,11 @@ class Steps(ABC):
 
     # ---- parts that every layer has --------------------------------------------------------------
 
-    def normed(self, norm: Norm, x: Tensor) -> Tensor:
-        """RMSNorm."""
+    def normed(self, norm: Norm, x: Tensor, epsilon: float | None = None) -> Tensor:
+        """RMSNorm, with the config's epsilon unless another is given."""
         rows, columns = x.shape
-        problem = NormProblem(rows, columns, self._of.rms_norm_eps, norm.kind)
+        under_root = self._of.rms_norm_eps if epsilon is None else epsilon
+        problem = NormProblem(rows, columns, under_root, norm.kind)
         return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
 
     def scaled(self, x: Tensor, factor: float, out: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON
 from degarble.harness.anatomy.types import MlpType
 from degarble.references import elementary, latent_attention, routing
 from degarble.references.tiny.trainable_common import (
@@ -90,7 +91,9 @@ class TrainableV32(Trainable):
         c, p = self.config, f"{block.prefix}.attn.indexer."
         q = (qr @ self[f"{p}wq_b"].T).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         norm = (self[f"{p}k_norm"], self[f"{p}k_norm.bias"])
-        keys = elementary.layer_norm(x_BTD @ self[f"{p}wk"].T, *norm, c.rms_norm_eps, NUMERICS)
+        keys = elementary.layer_norm(
+            x_BTD @ self[f"{p}wk"].T, *norm, INDEXER_NORM_EPSILON, NUMERICS
+        )
         weights = x_BTD @ self[f"{p}weights_proj"].T
         scaled = weights * (c.index_n_heads * c.index_head_dim) ** -0.5
         return index_scores(_turn_first(q, turn.over_heads()), _turn_first(keys, turn), scaled)

@@ -6,6 +6,7 @@ seldom equal by accident; `aligned=True` keeps them at what every format and fus
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
@@ -27,10 +28,21 @@ TINY_V32 = small_v32(
     moe_intermediate_size=128, n_routed_experts=4, vocab_size=64,
 )  # fmt: skip
 
+MSCALES = st.none() | st.sampled_from([0, 0.7, 1.0])
 YARN = st.none() | st.builds(
     Yarn,
     factor=st.sampled_from([4, 16, 40.0]),
     original_max_position_embeddings=st.sampled_from([64, 4096]),
+    beta_fast=st.sampled_from([32, 16.0]),
+    beta_slow=st.sampled_from([1, 2.0]),
+    mscale=MSCALES,
+    mscale_all_dim=MSCALES,
+    attention_factor=st.none() | st.sampled_from([0, 1.0, 1.3]),
+)
+V32_YARN = YARN.flatmap(
+    lambda yarn: (
+        st.none() if yarn is None else st.booleans().map(lambda cut: replace(yarn, truncate=cut))
+    )
 )
 
 
@@ -103,7 +115,7 @@ def v32_configs(draw: DrawFn, *, aligned: bool = False, drafters: bool = True) -
         num_experts_per_tok=2,
         n_group=groups,
         topk_group=draw(st.integers(1, groups)),
-        yarn=draw(YARN),
+        yarn=draw(V32_YARN),
         num_nextn_predict_layers=draw(st.integers(0, 1)) if drafters else 0,
     )
 

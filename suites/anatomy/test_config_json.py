@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from degarble.harness.anatomy.config import Config, V4Config
+from degarble.harness.anatomy.config import Config, V4Config, V32Config
 from degarble.harness.anatomy.config_json import (
     SPELLINGS,
     V4_KEYS,
@@ -21,8 +22,9 @@ from degarble.harness.anatomy.config_json import (
     config_to_dict,
 )
 from degarble.harness.anatomy.config_reader import REQUIRED
-from degarble.harness.anatomy.presets import V3_2, V4_PRO
+from degarble.harness.anatomy.presets import V3_2, V4_PRO, small_v4
 from degarble.harness.errors import Refused, UnknownName, UnreadableFile
+from degarble.references.latent_attention import softmax_scale
 from degarble.suites.anatomy.configs import configs
 
 if TYPE_CHECKING:
@@ -35,13 +37,29 @@ def readable_from(config: Config, spelling: str) -> Config:
         return config
     if isinstance(config, V4Config):
         stated = 1 if config.dspark else config.num_nextn_predict_layers
-        return replace(config, max_position_embeddings=None, num_nextn_predict_layers=stated)
-    yarn = config.yarn and replace(config.yarn, mscale_all_dim=config.yarn.mscale)
+        yarn = config.yarn and replace(config.yarn, mscale=None, mscale_all_dim=None)
+        return replace(
+            config, max_position_embeddings=None, num_nextn_predict_layers=stated, yarn=yarn
+        )
+    yarn = config.yarn
+    if yarn is not None:
+        mscale = yarn.mscale_all_dim or None
+        factor = None if mscale else 1.0
+        yarn = replace(yarn, mscale=mscale, mscale_all_dim=mscale, attention_factor=factor)
     return replace(config, max_position_embeddings=None, num_nextn_predict_layers=0, yarn=yarn)
+
+
+def is_official(config: Config) -> bool:
+    """Tell whether the official code can compute what the config's YaRN says."""
+    return config.yarn is None or (config.yarn.rotation_scale == 1 and config.yarn.truncate)
 
 
 @given(configs(), st.sampled_from(SPELLINGS))
 def test_every_spelling_comes_back(config: Config, spelling: str) -> None:
+    if spelling == "inference" and not is_official(config):
+        with pytest.raises(Refused, match=r"official code"):
+            config_to_dict(config, spelling)
+        return
     raw = json.loads(json.dumps(config_to_dict(config, spelling)))
     read = config_from_dict(raw)
     assert read == readable_from(config, spelling)
@@ -129,11 +147,125 @@ def test_contradictions_are_refused_by_name(raw: dict[str, Any], name: str) -> N
     assert refusal.value.name.startswith(name)
 
 
-def test_an_attention_factor_would_scale_cos_and_sin() -> None:
-    nested = json.loads(json.dumps(SAVED))
-    nested["rope_parameters"]["compress"]["attention_factor"] = 1.277
-    with pytest.raises(Refused, match="cos and sin are unscaled"):
-        config_from_dict(nested)
+LOG = math.log(40)
+FULL = 0.1 * LOG + 1  # YaRN's own amplitude at a factor of 40
+SHARE = 0.07 * LOG + 1  # with an mscale of 0.7
+
+
+@pytest.mark.parametrize(
+    ("stated", "rotation", "logits"),
+    [
+        ({}, FULL, 1),
+        ({"mscale": None, "mscale_all_dim": None}, FULL, 1),
+        ({"mscale": 0.7}, FULL, 1),
+        ({"mscale_all_dim": 0.7}, FULL, SHARE**2),
+        ({"mscale": 0.7, "mscale_all_dim": 0}, FULL, 1),
+        ({"mscale": 0, "mscale_all_dim": 0.7}, FULL, SHARE**2),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1, FULL**2),
+        ({"mscale": 1.0, "mscale_all_dim": 0.7}, FULL / SHARE, SHARE**2),
+        ({"attention_factor": None}, FULL, 1),
+        ({"attention_factor": 0, "mscale_all_dim": 0.7}, 0, SHARE**2),
+        ({"attention_factor": 1.3, "mscale": 1.0, "mscale_all_dim": 0.7}, 1.3, SHARE**2),
+        ({"factor": 1}, 1, 1),
+        ({"factor": 0.5, "mscale": 1.0, "mscale_all_dim": 0.7}, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_yarn_of_v32_scales_rotations_and_logits(
+    where: str, stated: dict[str, Any], rotation: float, logits: float
+) -> None:
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096} | stated
+    read = config_from_dict(V32 | {"rope_scaling": None, where: yarn})
+    assert isinstance(read, V32Config)
+    assert read.rope(read.layers[0]).scale == pytest.approx(rotation)
+    assert read.indexer_rope().scale == pytest.approx(rotation)
+    assert softmax_scale(read) * read.qk_head_dim**0.5 == pytest.approx(logits)
+
+
+@pytest.mark.parametrize(
+    ("stated", "flat", "by_layer"),
+    [
+        ({}, 1, 0.1 * math.log(16) + 1),
+        ({"attention_factor": None}, 0.1 * math.log(16) + 1, 0.1 * math.log(16) + 1),
+        ({"attention_factor": 1.3}, 1.3, 1.3),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1, 1),
+    ],
+)
+def test_yarn_of_v4_scales_rotations_where_transformers_does(
+    stated: dict[str, Any], flat: float, by_layer: float
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 64} | stated
+    nested = json.loads(json.dumps(SAVED["rope_parameters"]))
+    nested["compress"] = {"rope_theta": 160000, "partial_rotary_factor": 0.125} | yarn
+    for raw, expected in (
+        (PRO | {"rope_scaling": yarn}, flat),
+        (SAVED | {"rope_parameters": nested}, by_layer),
+    ):
+        read = config_from_dict(raw)
+        assert isinstance(read, V4Config)
+        scales = {block.ratio: read.rope(block).scale for block in read.layers}
+        assert scales == {4: pytest.approx(expected), 128: pytest.approx(expected)} | (
+            {0: 1} if 0 in scales else {}
+        )
+        assert config_from_dict(config_to_dict(read, "transformers")) == read
+
+
+@pytest.mark.parametrize(
+    ("stated", "name"),
+    [
+        ({"mscale": -1}, "mscale"),
+        ({"mscale": 1e308, "mscale_all_dim": 1e308}, "mscale_all_dim"),
+        ({"mscale_all_dim": "1"}, "mscale_all_dim"),
+        ({"attention_factor": -0.5}, "attention_factor"),
+        ({"attention_factor": float("nan")}, "attention_factor"),
+        ({"truncate": 1}, "truncate"),
+        ({"beta_slow": 1e-323}, "beta_slow"),
+        ({"original_max_position_embeddings": 10**400}, "original_max_position_embeddings"),
+        ({"rope_theta": 1}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "llama3"}, "rope_parameters.rope_type"),
+        ({"rope_type": "longrope"}, "rope_parameters.rope_type"),
+    ],
+)
+def test_yarn_out_of_range_is_refused_by_name(stated: dict[str, Any], name: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    bare = {key: x for key, x in V32.items() if key not in ("rope_scaling", "rope_theta")}
+    with pytest.raises(Refused) as refusal:
+        config_from_dict(bare | {"rope_parameters": {"rope_theta": 1e4} | yarn | stated})
+    assert refusal.value.name == name
+
+
+def test_truncation_null_and_betas_of_zero_are_read_as_transformers_does() -> None:
+    yarn = V32["rope_scaling"] | {"truncate": None, "beta_fast": 0, "beta_slow": None}
+    read = config_from_dict(V32 | {"rope_scaling": yarn})
+    assert read.yarn is not None
+    assert (read.yarn.truncate, read.yarn.beta_fast, read.yarn.beta_slow) == (False, 32, 1)
+
+
+def test_a_v32_of_save_pretrained_has_no_scoring_function() -> None:
+    saved = config_to_dict(V3_2, "transformers")
+    del saved["scoring_func"]
+    assert config_from_dict(saved) == V3_2
+    assert config_from_dict(saved | {"first_k_dense_replace": 3}) == V3_2
+
+
+def test_the_default_of_dense_layers_says_nothing_beside_a_list() -> None:
+    saved = config_to_dict(V3_2, "transformers") | {"mlp_layer_types": ["sparse"] * 61}
+    read = config_from_dict(saved | {"first_k_dense_replace": 3})
+    assert isinstance(read, V32Config)
+    assert read.first_k_dense_replace == 0
+    with pytest.raises(Refused, match="as mlp_layer_types says"):
+        config_from_dict(saved | {"first_k_dense_replace": 2})
+
+
+def test_a_fraction_that_transformers_cuts_short_is_refused() -> None:
+    raw = config_to_dict(small_v4(head_dim=44, qk_rope_head_dim=30), "transformers")
+    assert int(44 * raw["partial_rotary_factor"]) == 30
+    parts = json.loads(json.dumps(raw["rope_parameters"]).replace("0.681818181818181", "0.68"))
+    with pytest.raises(Refused, match="partial_rotary_factor"):
+        config_from_dict(raw | {"partial_rotary_factor": 30 / 44})
+    with pytest.raises(Refused, match=r"rope_parameters\.main\.partial_rotary_factor"):
+        config_from_dict(raw | {"rope_parameters": parts})
 
 
 @pytest.mark.parametrize("family", ["deepseek_v41", "deepseek_v3", "llama"])

@@ -76,10 +76,15 @@ def test_norms_in_float32_stay_within(kind: str, width: int) -> None:
 
 @pytest.mark.parametrize("leading", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
-def test_rotations_in_float32_stay_within(leading: bool, halves: bool) -> None:
+@pytest.mark.parametrize("factor", [None, 1.277])
+def test_rotations_in_float32_stay_within(
+    leading: bool, halves: bool, factor: float | None
+) -> None:
+    scaled = ROPE.yarn and replace(ROPE.yarn, attention_factor=factor)
+    rope = replace(ROPE, yarn=scaled)
     x, positions = rows(96, 4), torch.arange(40) * 997
-    near = turned(exactly(x), turn(ROPE, positions, PLAIN), leading=leading, halves=halves)
-    table = elementary.rotation_table(ROPE, positions, PLAIN)
+    near = turned(exactly(x), turn(rope, positions, PLAIN), leading=leading, halves=halves)
+    table = elementary.rotation_table(rope, positions, PLAIN)
     cut = 64 if leading else 32
     parts = [x[:, :cut], x[:, cut:]]
     at = 0 if leading else 1
@@ -89,7 +94,7 @@ def test_rotations_in_float32_stay_within(leading: bool, halves: bool) -> None:
     assert within(made, near)
     copied = near.error[:, 64:] if leading else near.error[:, :32]
     assert not copied.any(), "features that are not rotated are copied"
-    other = elementary.rotation_table(ROPE, positions + 1, PLAIN)
+    other = elementary.rotation_table(rope, positions + 1, PLAIN)
     parts[at] = turn_of(parts[at], other)
     assert not within(torch.cat(parts, dim=1), near, 100)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import cmath
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from degarble.harness.anatomy.presets import V3_2, V4_PRO, small_v4
-from degarble.harness.anatomy.types import End, Pairing, Rope
+from degarble.harness.anatomy.types import End, Pairing, Rope, Yarn
 from degarble.references import elementary, latent_attention
 from degarble.references.numerics import HeadNorm, Numerics
 
@@ -94,6 +95,41 @@ def test_yarn_blends_between_the_known_dims(
         ramp = min(max((i - low) / (high - low), 0.0), 1.0)
         expected = plain * (1 - ramp) + plain / rope.yarn.factor * ramp
         assert frequency == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("length", "betas", "truncate", "kept"),
+    [
+        (64, (4, 1), True, [1, 1, 0.75, 0.5]),  # from pair 1.62, cut to 1, to 4.03, cut to 5
+        (64, (4, 1), False, [1, 1, 0.8438, 0.4285]),
+        (64, (1, 4), True, [0, 0, 0, 0.5]),  # backwards, from 4 to 2
+        (4, (32, 4), True, [1, 1, 1, 1]),  # backwards, from 0 to -3
+    ],
+)
+def test_ramps_of_short_contexts_and_swapped_betas(
+    length: int, betas: tuple[float, float], truncate: bool, kept: list[float]
+) -> None:
+    yarn = Yarn(
+        factor=4, original_max_position_embeddings=length, beta_fast=betas[0], beta_slow=betas[1],
+        truncate=truncate,
+    )  # fmt: skip
+    rope = replace(ROPE, theta=10.0, dims=8, yarn=yarn)
+    made = elementary.frequencies(rope, torch.float64, torch.device("cpu"))
+    plain = 10.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    share = ((made / plain - 0.25) / 0.75).tolist()
+    assert share == pytest.approx(kept, abs=2e-4)
+
+
+def test_a_scaled_rope_scales_what_it_turns() -> None:
+    yarn = Yarn(factor=4, original_max_position_embeddings=64)
+    scaled = replace(ROPE, yarn=yarn)
+    even = replace(ROPE, yarn=replace(yarn, attention_factor=1.0))
+    positions, x = torch.tensor([0, 5, 900]), torch.randn(3, 6, dtype=torch.float64)
+    one, two = (
+        elementary.rotate_interleaved(x, elementary.rotation_table(rope, positions, EXACT))
+        for rope in (scaled, even)
+    )
+    assert (one / two).flatten().tolist() == pytest.approx([0.1 * math.log(4) + 1] * 18)
 
 
 def test_layers_without_compressor_rotate_plainly() -> None:

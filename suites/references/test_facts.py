@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from degarble.references.facts import Span, spans_of
+from degarble.harness.anatomy.presets import small_v4, small_v32
+from degarble.references.facts import Span, V4Facts, V32Facts, spans_of
+from degarble.references.numerics import SOURCES, Numerics
+
+
+def test_epsilons_that_sources_do_not_take_from_the_config() -> None:
+    config, v4 = small_v32(rms_norm_eps=1e-3), small_v4(rms_norm_eps=1e-3)
+    names = ("attn.norm", "attn.q_norm", "attn.kv_norm", "attn.indexer.k_norm", "norm")
+    found = {}
+    for source in (None, "vllm", "transformers"):
+        numerics = Numerics.definition(switches=SOURCES[source] if source else None)
+        facts = V32Facts(config, numerics, config.layers[1], {})
+        found[source] = [facts.norm_epsilon(name) for name in names]
+        assert V4Facts(v4, numerics, v4.layers[1], {}).norm_epsilon("attn.q_norm") == 1e-3
+    assert found[None] == found["vllm"] == [1e-3, 1e-3, 1e-3, 1e-6, 1e-3]
+    assert found["transformers"] == [1e-3, 1e-6, 1e-6, 1e-6, 1e-3]
 
 
 def test_spans_are_read_once_while_nobody_writes_into_them() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from degarble.harness.anatomy.presets import V3_2, small_v32
 from degarble.harness.anatomy.types import Yarn
-from degarble.harness.errors import InvalidArgument
 from degarble.references import latent_attention
 from degarble.references.numerics import Numerics
 
@@ -99,7 +98,8 @@ def test_scale_has_mscale_squared_only_behind_yarn() -> None:
     assert ratio == pytest.approx((0.1 * math.log(40) + 1) ** 2)
 
 
-def test_two_mscales_that_differ_are_refused() -> None:
+def test_logits_follow_mscale_all_dim_alone() -> None:
     yarn = Yarn(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7)
-    with pytest.raises(InvalidArgument, match=r"mscale_all_dim = 0\.7"):
-        latent_attention.softmax_scale(small_v32(yarn=yarn))
+    config = small_v32(yarn=yarn)
+    ratio = latent_attention.softmax_scale(config) / config.qk_head_dim**-0.5
+    assert ratio == pytest.approx((0.07 * math.log(40) + 1) ** 2)

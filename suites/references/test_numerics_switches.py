@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
+from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.presets import small_v4, small_v32
 from degarble.harness.anatomy.recipes import Recipe, Rule
 from degarble.harness.errors import DtypeMismatch, UnknownName
@@ -96,6 +97,7 @@ SIDES: dict[str, Side] = {
     "residual_rounded_before_norm": Side(
         V32, {}, {"residual_rounded_before_norm": True}, "ffn.norm"
     ),
+    "latent_norm_epsilon": Side(V32, {}, {"latent_norm_epsilon": 1e-2}, "attn.q_norm", True),
     "first_draft_embedding_zeroed": Side(
         V4, {}, {"first_draft_embedding_zeroed": True}, "embed", True
     ),
@@ -140,11 +142,11 @@ def run(
 
     bound = Bound(config, numerics, weights, recipe, watch)
     sequence, step = Sequence(), Step.of([0], [TOKENS])
-    if config is V4:
-        v4 = ModelV4(bound, V4)
+    if isinstance(config, V4Config):
+        v4 = ModelV4(bound, config)
         v4.draft([sequence], v4.streams(step, [sequence]), [TOKENS])
     else:
-        v32 = ModelV32(bound, V32)
+        v32 = ModelV32(bound, config)
         v32.draft([sequence], v32.hidden(step, [sequence]), [TOKENS])
     return made
 
@@ -214,6 +216,18 @@ def test_what_is_equal_in_exact_arithmetic_stays_so(
     for component in found:
         pair = {component: one[component]}, {component: two[component]}
         assert first_change(*pair, 1e-11) is None
+
+
+@pytest.mark.parametrize("base", [V4, V32], ids=["v4", "v32"])
+def test_an_indexer_whose_width_has_no_hadamard_transform_goes_without(base: Config) -> None:
+    config = replace(base, index_head_dim=96)
+    given = random_weights(config, 3)
+    one, two = (
+        run(config, Numerics.bf16(indexer_hadamard=switch), given) for switch in (True, False)
+    )
+    assert first_change(one, two, 0.0) is None
+    assert Numerics.bf16().transforms(128)
+    assert not Numerics.bf16(indexer_hadamard=False).transforms(128)
 
 
 @pytest.mark.parametrize("kind", [KeyValueCache.FP8, KeyValueCache.FP8_F32, KeyValueCache.NVFP4])

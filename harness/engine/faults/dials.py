@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _epsilon(scene: Scene, strength: float) -> Way:
-    return m24.epsilon_way(scene, scene.bound.config.rms_norm_eps + strength)
+    return m24.epsilon_way(scene, m24.own_epsilon(scene) + strength)
 
 
 def _whole(scene: Scene, strength: float) -> Way:

@@ -22,7 +22,7 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.rebinding import (
     facts_at,
     unrounded,
-    with_config,
+    with_epsilon,
     with_facts,
     with_function,
     with_numerics,
@@ -157,16 +157,20 @@ def _half(x: Tensor, weight: Tensor) -> Tensor:
 
 def _epsilon_ways(scene: Scene) -> Iterator[Way]:
     for epsilon in EPSILONS:
-        if epsilon != facts_at(scene).config.rms_norm_eps:
+        if epsilon != own_epsilon(scene):
             yield epsilon_way(scene, epsilon)
+
+
+def own_epsilon(scene: Scene) -> float:
+    """What stands under the root where nothing is wrong."""
+    return float(facts_at(scene).norm_epsilon(scene.role))
 
 
 def epsilon_way(scene: Scene, epsilon: float, *, fitted: bool = False) -> Way:
     """Another number under the root."""
-    change = partial(with_config, rms_norm_eps=epsilon)
     return Way(
         f"{epsilon:.3g} under the root",
-        with_facts(scene, change),
+        with_facts(scene, partial(with_epsilon, epsilon)),
         {"epsilon": epsilon} if fitted else {},
     )
 
@@ -174,7 +178,7 @@ def epsilon_way(scene: Scene, epsilon: float, *, fitted: bool = False) -> Way:
 def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
     """The known ones, and the one that makes all outputs as small as they are."""
     yield from _epsilon_ways(scene)
-    own = float(facts_at(scene).config.rms_norm_eps)
+    own = own_epsilon(scene)
     wanted = _beside(sight.outputs, sight.expected)
     if math.isnan(wanted) or wanted >= 0:
         return  # a larger one makes outputs smaller; a smaller one than usual changes nothing
@@ -215,7 +219,7 @@ def _narrowed(scene: Scene, sight: Sight, epsilon: float) -> tuple[float, float]
 
 
 def _fine(epsilon: float, facts: Any) -> Any:
-    return unrounded(with_config(facts, rms_norm_eps=epsilon))
+    return unrounded(with_epsilon(epsilon, facts))
 
 
 def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -259,7 +263,12 @@ def _kept(
 
 
 def _transform_ways(scene: Scene) -> Iterator[Way]:
-    has = facts_at(scene).numerics.switches.indexer_hadamard
+    facts = facts_at(scene)
+    has = facts.numerics.switches.indexer_hadamard
+    if not facts.numerics.with_switches(indexer_hadamard=True).transforms(
+        facts.config.index_head_dim
+    ):
+        return  # such a width has no transform
     words = "no Hadamard transform" if has else "a Hadamard transform in front of the rounding"
     change = partial(with_switches, indexer_hadamard=not has)
     yield Way(words, with_facts(scene, change))

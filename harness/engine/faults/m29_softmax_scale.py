@@ -41,11 +41,17 @@ def sits(scene: Scene) -> bool:
 
 
 def mscale_squared(config: Any) -> float:
-    """YaRN's factor of the logits."""
-    yarn = config.yarn
-    if yarn is None or yarn.factor <= 1:
+    """YaRN's factor of the logits, or what it would be where the model has none."""
+    if config.yarn is None:
         return 1.0
-    return float((0.1 * (yarn.mscale or 1.0) * math.log(yarn.factor) + 1.0) ** 2)
+    if has_mscale(config):
+        return float(config.yarn.logit_scale)
+    return float(config.yarn.amplitude(config.yarn.mscale or 1.0) ** 2)
+
+
+def has_mscale(config: Any) -> bool:
+    """Tell whether the model's logits are scaled by YaRN: V4's never are."""
+    return not isinstance(config, V4Config) and bool(config.yarn and config.yarn.mscale_all_dim)
 
 
 def scaled(scene: Scene, words: str, factor: float, head: int | None = None) -> Way:
@@ -53,7 +59,7 @@ def scaled(scene: Scene, words: str, factor: float, head: int | None = None) -> 
     yarn = scene.bound.config.yarn
     where: dict[str, Any] = {"factor": factor} | ({} if head is None else {"head": head})
     if head is None and not is_v4(scene) and yarn is not None and yarn.factor > 1:
-        own = mscale_squared(scene.bound.config)
+        own = yarn.logit_scale
         mscale = (math.sqrt(own * factor) - 1) / (0.1 * math.log(yarn.factor))
         changed = replace(yarn, mscale=mscale or 1e-12, mscale_all_dim=mscale or 1e-12)
         return Way(words, with_facts(scene, lambda facts: _with_yarn(facts, changed)), where)
@@ -81,13 +87,13 @@ def _named(scene: Scene) -> Iterator[tuple[str, float]]:
     config = scene.bound.config
     square = mscale_squared(config)
     if square != 1:
-        if isinstance(config, V4Config):
-            yield "logits times YaRN's mscale squared", square
-            yield "logits times YaRN's mscale", math.sqrt(square)
-        else:
+        if has_mscale(config):
             yield "logits without YaRN's mscale squared", 1 / square
             yield "logits with YaRN's mscale once", 1 / math.sqrt(square)
             yield "logits with YaRN's mscale squared twice", square
+        else:
+            yield "logits times YaRN's mscale squared", square
+            yield "logits times YaRN's mscale", math.sqrt(square)
     if isinstance(config, V4Config):
         own, parts = config.head_dim, {config.nope_head_dim, config.qk_rope_head_dim}
     else:

@@ -94,6 +94,13 @@ def with_config(facts: Any, **changes: Any) -> Any:
     return replace(facts, config=replace(facts.config, **changes))
 
 
+def with_epsilon(epsilon: float, facts: Any) -> Any:
+    """The same facts with another number under the root of every RMS norm."""
+    if facts.numerics.switches.latent_norm_epsilon is not None:
+        facts = with_switches(facts, latent_norm_epsilon=epsilon)
+    return with_config(facts, rms_norm_eps=epsilon)
+
+
 def with_numerics(facts: Any, **changes: Any) -> Any:
     """The same facts in another arithmetic; fields of Numerics."""
     return replace(facts, numerics=replace(facts.numerics, **changes))

@@ -84,7 +84,7 @@ def rotate(x: Tensor, positions_N: Tensor, turn: Turn, numerics: Any) -> Tensor:
     if turn.longest is not None:
         at = at.clamp(max=turn.longest)
     angle_NP = at[:, None] * frequency_P
-    cos, sin = angle_NP.cos(), angle_NP.sin()
+    cos, sin = angle_NP.cos() * turn.rope.scale, angle_NP.sin() * turn.rope.scale
     if numerics.switches.rotation_in_storage_dtype:
         cos, sin = (each.to(numerics.store).to(numerics.work) for each in (cos, sin))
     if turn.sine_first:
@@ -129,9 +129,9 @@ def turned(
         return {"out": change(inputs["x"].to(work), positions).to(store).flatten(1)}
     if role in HIDDEN:
         return {"out": _hidden(facts, role, inputs, weights, change)}
-    still = facts
+    still = _unscaled(facts, role)
     if role == "attn.q_head_norm_rope" and numerics.switches.head_norm is HeadNorm.ONCE:
-        still = with_numerics(facts, store=work)
+        still = with_numerics(still, store=work)
     at_zero = {**inputs, "positions": torch.zeros_like(positions)}
     x = block_function(facts, role)(still, at_zero, weights)["out"].to(work)
     return {"out": change(x, positions).to(store)}
@@ -147,7 +147,7 @@ def _hidden(
         return _behind(facts, change(heads.to(facts.numerics.work), positions))
     work = facts.numerics.work
     by_part = {name.rpartition(".")[2]: weights[name].values(work) for name in weights}
-    epsilon = facts.config.rms_norm_eps
+    epsilon = facts.norm_epsilon("attn.indexer.k_norm")
     normed = elementary.layer_norm(x, by_part["k_norm"], by_part["bias"], epsilon, facts.numerics)
     return _behind(facts, change(normed.to(work), positions)).squeeze(1)
 
@@ -156,8 +156,13 @@ def _behind(facts: Any, rotated: Tensor) -> Tensor:
     """What the indexer does behind a rotation: its queries at position 0."""
     zeros = torch.zeros(len(rotated), dtype=torch.int64)
     given = {"x": rotated.to(facts.numerics.store).flatten(1), "positions": zeros}
-    found: Tensor = block_function(facts, _Q)(facts, given, {})["out"]
+    found: Tensor = block_function(facts, _Q)(_unscaled(facts, _Q), given, {})["out"]
     return found
+
+
+def _unscaled(facts: Any, role: str) -> Any:
+    """The same facts, such that position 0 leaves rows as they are: YaRN may scale them there."""
+    return facts if turn_of(facts, role).rope.scale == 1.0 else with_config(facts, yarn=None)
 
 
 class _Still(float):
