@@ -158,7 +158,11 @@ def over_heads(table: Table) -> Table:
 
 def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
     """Rotate pairs (2i, 2i+1) of the last axis; cos and sin broadcast over P pairs."""
-    pairs = torch.view_as_complex(cast(x, table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
+    parts = cast(x, table.cos.dtype).reshape(*x.shape[:-1], -1, 2)
+    # Trap: behind an odd number of features the pairs lie where no complex number may begin.
+    if parts.storage_offset() % 2 or any(stride % 2 for stride in parts.stride()[:-1]):
+        parts = parts.clone(memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(parts)
     return torch.view_as_real(pairs * (table.back if inverse else table.turn)).flatten(-2)
 
 

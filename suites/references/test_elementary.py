@@ -132,6 +132,16 @@ def test_a_scaled_rope_scales_what_it_turns() -> None:
     assert (one / two).flatten().tolist() == pytest.approx([0.1 * math.log(4) + 1] * 18)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_pairs_behind_an_odd_number_of_features_turn(rows: int) -> None:
+    positions = torch.arange(rows) + 3
+    table = elementary.rotation_table(ROPE, positions, EXACT)
+    x = torch.randn(rows, 11, dtype=torch.float64)
+    made = elementary.rotate_tail(x, table)
+    assert torch.equal(made[:, :5], x[:, :5])
+    assert torch.equal(made[:, 5:], elementary.rotate_interleaved(x[:, 5:].clone(), table))
+
+
 def test_layers_without_compressor_rotate_plainly() -> None:
     config = small_v4()
     rope = config.rope(config.layers[0])
