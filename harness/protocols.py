@@ -25,7 +25,11 @@ class ComponentCall(Protocol):
 
 
 class Backend(Protocol):
-    """Kernels under a name. What `components` leaves out falls to torch, and the report says so."""
+    """Kernels under a name. What `components` leaves out falls to torch, and the report says so.
+
+    A backend may also have `conventions`, a dict such as {"head_norm": "once"}: what its kernels do
+    where correct implementations differ (docs/checking.md lists them).
+    """
 
     name: str
 

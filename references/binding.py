@@ -11,8 +11,9 @@ Kept honest by suites/references/test_binding.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from degarble.harness.anatomy.components import components
 from degarble.harness.anatomy.config import V4Config, V32Config
@@ -62,6 +63,15 @@ def plain_call(call: ComponentCall) -> ComponentCall:
     return call
 
 
+def _behind(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
+    """Put a call behind copies of all that passes on to another one."""
+    if not isinstance(wrapped, Passing):
+        return call
+    made = copy(wrapped)
+    made.behind = _behind(wrapped.behind, call)
+    return cast("ComponentCall", made)
+
+
 class Bound:
     """A model's components and the weights behind them.
 
@@ -85,12 +95,25 @@ class Bound:
         # Of a candidate as well: components whose FP8 products a tensor core cuts so many bits
         # below the largest.
         self.fraction_bits: Mapping[str, int] = {}
+        self.declared: Mapping[str, Any] = {}  # switches that the candidate says it computes by
         self.calls: dict[str, ComponentCall] = {}
         self._fetched: dict[str, Fetched] = {}
         self._inputs: dict[str, frozenset[str]] = {}
         self._bound_to: dict[str, tuple[Component, Facts]] = {}
         # In the definition nothing is quantised, whatever the recipe says.
-        self._bind(None if numerics.exact else recipe)
+        self.recipe = None if numerics.exact else recipe
+        self._bind(self.recipe)
+
+    def with_switches(self, **changes: Any) -> Bound:
+        """Return the same model, weights and ways of running on the other side of some switches."""
+        made = Bound(self.config, self.numerics.with_switches(**changes), self.weights, self.recipe)
+        made.ranks, made.fraction_bits = self.ranks, self.fraction_bits
+        made.declared = self.declared
+        made.calls = {
+            name: _behind(self.calls[name], call) if name in self.calls else call
+            for name, call in made.calls.items()
+        }
+        return made
 
     def _bind(self, recipe: Recipe | None) -> None:
         found = components(self.config, recipe)

@@ -26,6 +26,13 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="Refuse where any component would fall to torch."),
 ]
+Convention = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Arithmetic that the candidate follows, such as head_norm=once; may be repeated.",
+    ),
+]
 Prompt = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")]
 Prompts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A file with one prompt a line.")

@@ -12,18 +12,26 @@ suites/engine/test_localise.py: healthy runs of every recipe, and planted faults
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from degarble.harness.anatomy.sites import Port, Site
 from degarble.harness.engine.blame import Kind, Trouble, blamed_on_edge, is_memory, source_of
 from degarble.harness.engine.budget_tensor_core import HOPPER_FP8_BITS
+from degarble.harness.engine.conventions import LEARNED, REGISTRY, conventions_in
 from degarble.harness.engine.edges import Wires
 from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.forms import earlier_of, same_values
-from degarble.harness.engine.judged_run import Judge, JudgedComponent, Row
+from degarble.harness.engine.judged_run import PAIRS, Judge, JudgedComponent, Row
+from degarble.harness.engine.learned_conventions import (
+    Evidence,
+    Fit,
+    assumed_conventions,
+    conventions_used,
+)
 from degarble.harness.engine.onset import Onset, onset_of
-from degarble.harness.engine.replay import Known, batches
+from degarble.harness.engine.replay import Known, batches, maker_of
 from degarble.harness.engine.seen import by_component, require_sound
 from degarble.harness.engine.splits import joined, unvouched, without_memory
 from degarble.harness.engine.troubles import (
@@ -36,12 +44,13 @@ from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.anatomy.components import Component
     from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.engine.conventions import ConventionUsed
     from degarble.harness.engine.edges import Edge
     from degarble.harness.engine.forms import NonFinite
     from degarble.harness.engine.judged_run import Looked
@@ -66,6 +75,8 @@ class Localised:
     unstable: tuple[str, ...] = ()  # components that gave two answers to one question
     unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
     notes: tuple[str, ...] = ()
+    conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
+    twin: Bound | None = None  # that computes by them
 
     @property
     def flips(self) -> tuple[Row, ...]:
@@ -86,12 +97,13 @@ def localise(
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
     known = Known.of(twin, recipe)
-    work = _Work(known, run, Judge(known, reference, looked), Wires(known, run))
+    work = _Work(known, run, reference, looked)
     calls = work.calls
     for name, component in known.components.items():
         if name in calls:
             told(name)
             work.component(component, calls[name])
+    work.by_conventions()
     strange = sorted(calls.keys() - known.components.keys())
     return work.result(strange)
 
@@ -109,15 +121,46 @@ def ranks_of(run: SeenRun) -> int:
     return stated if type(stated) is int and 1 <= stated <= _MOST_RANKS else 1
 
 
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """A component as it was judged, and what is wrong with its outputs."""
+
+    made: JudgedComponent
+    trouble: Trouble | None = None
+
+    @property
+    def fit(self) -> Fit:
+        """How it stands to its twin."""
+        rows = self.made.rows.values()
+        sums = [row.cosines.get(PAIRS[0]) for row in rows]
+        return Fit(
+            self.trouble is None and all(row.verdict is Verdict.AGREES for row in rows),
+            self.trouble is not None,
+            math.fsum(each.dd for each in sums if each is not None),
+        )
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """Keeps what it saw of each component, and can drop it again."""
+
+    def forget(self, component: str) -> None:
+        """Drop what was seen of a component that is judged again."""
+        ...
+
+
 class _Work:
     """A localisation under way."""
 
-    def __init__(self, known: Known, run: SeenRun, judge: Judge, wires: Wires) -> None:
-        self._known, self._run, self._judge, self._wires = known, run, judge, wires
+    def __init__(
+        self, known: Known, run: SeenRun, reference: Bound | None, looked: Looked | None
+    ) -> None:
+        self._known, self._run, self._reference, self._looked = known, run, reference, looked
+        self._judge, self._wires = Judge(known, reference, looked), Wires(known, run)
         self.calls = by_component(run)
         self._steps = {step.number: step for step in run.steps}
-        self._judged: list[JudgedComponent] = []
-        self._troubles: list[Trouble] = []
+        self._answers: dict[str, _Answer] = {}
+        self._conventions: tuple[ConventionUsed, ...] = ()
         self._edges: list[Edge] = []
         self._written: dict[tuple[int, Site], Call] = {}
         self._unstable: list[str] = []
@@ -125,24 +168,29 @@ class _Work:
 
     def component(self, component: Component, calls: Sequence[Call]) -> None:
         """Judge all calls of one component, and what they were given."""
-        stored = [call for call in calls if _is_stored(call)]
-        if len(stored) < len(calls):
+        if not all(map(_is_stored, calls)):
             self._notes.append(f"{component.name}: statistics only, so it was not judged")
-        found = batches(self._run, component, stored, self._steps)
-        alone = unvouched(component, self.calls)
-        asked = [without_memory(each, self._steps) for each in found] if alone else found
-        made = self._judge.component(component, asked)
-        self._judged.append(made)
-        if made.differs:
-            self._troubles.append(of_outputs(self._known, made, self._steps))
-        elif alone:
-            self._as_one_prefill(made, found)
+        found = self._batches(component)
+        self._answers[component.name] = self.answer(component, found)
         for batch in found:
             self._edges_of(batch)
         if repeats_apart(calls):
             self._unstable.append(component.name)
 
-    def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> None:
+    def answer(self, component: Component, found: Sequence[Batch]) -> _Answer:
+        """Judge the outputs of a component."""
+        alone = unvouched(component, self.calls)
+        asked = [without_memory(each, self._steps) for each in found] if alone else found
+        made = self._judge.component(component, asked)
+        if made.differs:
+            return _Answer(made, of_outputs(self._known, made, self._steps))
+        return self._as_one_prefill(made, found) if alone else _Answer(made)
+
+    def _batches(self, component: Component) -> list[Batch]:
+        stored = [call for call in self.calls[component.name] if _is_stored(call)]
+        return batches(self._run, component, stored, self._steps)
+
+    def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> _Answer:
         """Judge all calls of a sequence as one, where nobody can say what its memory held."""
         component = made.component
         whole = Judge(self._known).component(component, list(joined(component, found, self._steps)))
@@ -150,8 +198,61 @@ class _Work:
             own = made.rows.get(name)
             if own is None or row.verdict is Verdict.DIFFERS or own.undecided:
                 made.rows[name] = row
-        if whole.differs:
-            self._troubles.append(beside_prefill(of_outputs(self._known, whole, self._steps)))
+        if not whole.differs:
+            return _Answer(made)
+        return _Answer(made, beside_prefill(of_outputs(self._known, whole, self._steps)))
+
+    def by_conventions(self) -> None:
+        """Find out by which conventions the run computes, and judge by those that were learned."""
+        others: dict[tuple[Any, ...], _Work] = {}
+        answers = self._answers
+
+        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+            if not values:
+                return answers[name].fit
+            work = others.get(key := tuple(sorted(values.items())))
+            if work is None:
+                work = others[key] = self._by(values)
+            component = self._known.components[name]
+            return work.answer(component, self._batches(component)).fit
+
+        twin = self._known.twin
+        evidence = Evidence(
+            {name: each.made.component.role for name, each in answers.items()},
+            fit,
+            assumed_conventions(twin.numerics, twin.config.family),
+            frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
+        )
+        declared = {**conventions_in(self._run.facts), **twin.declared}
+        self._conventions = conventions_used(declared, evidence)
+        learned = {e.name: e.value for e in self._conventions if e.source == LEARNED}
+        if learned:
+            self._judge_again(self._by(learned, self._reference, self._looked), learned)
+
+    def _by(
+        self,
+        values: Mapping[str, Any],
+        reference: Bound | None = None,
+        looked: Looked | None = None,
+    ) -> _Work:
+        """Return the same work for a twin that computes by other conventions."""
+        known = Known.of(self._known.twin.with_switches(**values), self._known.recipe)
+        return _Work(known, self._run, reference, looked)
+
+    def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
+        """Judge what the learned conventions concern, and what quantises in front of it."""
+        roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
+        concerned = [
+            e.made.component for e in self._answers.values() if e.made.component.role in roles
+        ]
+        names = {name for each in concerned for name in (each.name, maker_of(each))}
+        for name, answer in self._answers.items():
+            if name in names:
+                if isinstance(self._looked, Forgetful):
+                    self._looked.forget(name)
+                component = answer.made.component
+                self._answers[name] = work.answer(component, self._batches(component))
+        self._known = work._known
 
     def _edges_of(self, batch: Batch) -> None:
         for at, call in enumerate(batch.calls):
@@ -164,9 +265,10 @@ class _Work:
 
     def result(self, strange: Sequence[str]) -> Localised:
         """Join what was found."""
-        self._troubles += self._broken_edges()
-        self._troubles += missing_calls(self._known, self._run)
-        rows = tuple(row for each in self._judged for row in each.rows.values())
+        troubles = [each.trouble for each in self._answers.values() if each.trouble is not None]
+        troubles += [*self._broken_edges(), *missing_calls(self._known, self._run)]
+        judged = [each.made for each in self._answers.values()]
+        rows = tuple(row for each in judged for row in each.rows.values())
         open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
         unjudged = [(name, why) for name, why in open_rows if why]
         unjudged += [(name, "no component of this model") for name in strange]
@@ -174,26 +276,28 @@ class _Work:
         if isinstance(apart, list) and apart:
             self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
         first = None
-        for each in self._judged:
+        for each in judged:
             first = earlier_of(first, each.non_finite)
         return Localised(
-            self._verdict(rows),
+            self._verdict(rows, troubles),
             rows,
-            tuple(sorted(self._troubles, key=self._place)),
+            tuple(sorted(troubles, key=self._place)),
             first,
             tuple(self._unstable),
             tuple(dict(unjudged).items()),
             tuple(self._notes),
+            self._conventions,
+            self._known.twin,
         )
 
     def _place(self, trouble: Trouble) -> int:
         order = list(self._known.components)
         return order.index(trouble.component) if trouble.component in order else len(order)
 
-    def _verdict(self, rows: Sequence[Row]) -> Verdict:
+    def _verdict(self, rows: Sequence[Row], troubles: Sequence[Trouble]) -> Verdict:
         if self._unstable:
             return Verdict.UNSTABLE
-        if self._troubles:
+        if troubles:
             return Verdict.DIFFERS
         judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
         open_ones = [row for row in rows if row.left_out or (row.undecided and row.budgetless)]

@@ -276,9 +276,9 @@ def _require(replies: Sequence[dict[str, Any]]) -> None:
 
 def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
     """Make one capture of the ranks' in `place`; their own folders go."""
+    from degarble.harness.engine.conventions import KEY  # noqa: PLC0415  as above
     from degarble.harness.runs.capture import How, facts_of  # noqa: PLC0415  imports torch
     from degarble.harness.runs.capture_vllm import sightings_of  # noqa: PLC0415  as above
-    from degarble.harness.runs.conventions import KEY  # noqa: PLC0415  as above
     from degarble.harness.runs.engine_ranks import join_ranks  # noqa: PLC0415  as above
     from degarble.harness.runs.engine_session import require_calls  # noqa: PLC0415  as above
     from degarble.harness.runs.model import open_model  # noqa: PLC0415  as above

@@ -1,11 +1,10 @@
 """Backends by name: built in, installed as an entry point, or `module:factory` of the user's own.
 
-Owns finding and making one. `module` is imported as Python imports it, or from the folder in which
-the command is given; `factory` is called without arguments and returns an object with `name` and
-`components()`, or a plain mapping of component names to callables. It executes code: it comes from
-the command line only. `cutedsl` is ours, and needs a GPU. Refuses, by name, what cannot be
-imported, made or read as a backend, a mixture with torch where none is wanted, and the built-in one
-that has no kernel yet. Kept honest by suites/runs/test_backends.py.
+`module` is imported as Python imports it, or from the folder in which the command is given;
+`factory` is called without arguments and returns an object with `name`, `components()` and, where
+its kernels follow other conventions than the official code, `conventions`; or a plain mapping of
+component names to callables. It executes code: it comes from the command line only. `cutedsl` is
+ours, and needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.engine.conventions import read_conventions
 from degarble.harness.errors import InvalidArgument, MissingDependency, NotBuilt, UnknownName
 from degarble.harness.pairings import Paired, failed, pair
 from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
@@ -44,6 +45,20 @@ class AskedBackend:
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     graph: int = 0  # sequences side by side in captured whole layers of our own kernels; 0: none
 
+    @cached_property
+    def offered(self) -> Offered:
+        """The backend, made once; ours is made later, where the formats of weights are known."""
+        if self.name == CUTEDSL:
+            from degarble.harness.runs.cutedsl import CONVENTIONS  # noqa: PLC0415  our kernels
+
+            return Offered(CUTEDSL, {}, CONVENTIONS)
+        return backend_named(self.name)
+
+    @property
+    def conventions(self) -> Mapping[str, Any]:
+        """What its kernels do where correct implementations differ: switches of the twin."""
+        return self.offered.conventions
+
 
 @dataclass(frozen=True, eq=False)
 class Offered:
@@ -51,6 +66,7 @@ class Offered:
 
     name: str
     components: Mapping[str, ComponentCall]
+    conventions: Mapping[str, Any] = field(default_factory=dict)
 
 
 def backend_named(value: str) -> Offered:
@@ -75,7 +91,7 @@ def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
 
         paired = use_kernels(bound, recipe, kernels_of(asked, poison=True))
     else:
-        offered = backend_named(asked.name)
+        offered = asked.offered
         if asked.name == TORCH:
             return Paired()
         paired = pair(bound, offered.name, offered.components)
@@ -97,15 +113,6 @@ def require_backend(name: str) -> None:
         from degarble.harness.runs.cutedsl_kernels import require_gpu  # noqa: PLC0415  as above
 
         require_gpu()
-
-
-def conventions_of(name: str) -> Mapping[str, Any]:
-    """What a backend's kernels do where sources disagree, as switches of the twin's arithmetic."""
-    if name != CUTEDSL:
-        return {}
-    from degarble.harness.runs.cutedsl import CONVENTIONS  # noqa: PLC0415  as above
-
-    return CONVENTIONS
 
 
 def _factory(value: str) -> Callable[[], Any]:
@@ -175,4 +182,5 @@ def _offered(value: str, made: Any) -> Offered:
             f"--backend {value}: components()", type(found).__name__,
             "a dict of component names to callables", "See harness/protocols.py.",
         )  # fmt: skip
-    return Offered(name, found)
+    stated = getattr(made, "conventions", None) or {}
+    return Offered(name, found, read_conventions(stated, f"of --backend {value}"))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import platform
 import shutil
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.checkpoint.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.manifest import Manifest
 from degarble.harness.engine.budget_tensor_core import HOPPER_FP8_BITS
+from degarble.harness.engine.conventions import KEY, stored_conventions
 from degarble.harness.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.pairings import Paired
 from degarble.harness.record.capture_reader import Capture
@@ -35,7 +38,6 @@ from degarble.harness.record.progress import size
 from degarble.harness.runs.backends import (
     TORCH,
     AskedBackend,
-    conventions_of,
     require_backend,
     use_backend,
 )
@@ -55,7 +57,7 @@ from degarble.harness.version import VERSION
 from degarble.kernels.common.settings import CompileSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -89,8 +91,10 @@ class How:
     patch: Path | None = None  # a Python file: it is executed
     device: str = CPU
     share: Callable[[OpenModel], Bound] | None = None  # of one rank of several
+    # Beside those of the backend: what a patch's kernels follow.
+    conventions: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
-    @property
+    @cached_property
     def asked(self) -> AskedBackend:
         """What is asked of the backend."""
         return AskedBackend(self.backend, self.strict, self.settings)
@@ -174,7 +178,7 @@ def capture(
     require_backend(how.backend)
     require_free(folder)
     require_folder("--out", folder)
-    conventions = conventions_of(how.backend)
+    conventions = {**how.asked.conventions, **how.conventions}
     with open_model(source, held_values=how.held_values, switches=conventions) as model:
         if how.share is not None:
             model.speaker = Speaker(how.share(model))
@@ -185,7 +189,7 @@ def capture(
         estimate = _estimate(talker, prompts, how)
         _require_room(folder, estimate)
         told(estimate)
-        facts = facts_of(source, model, how) | _facts_of_change(paired, patched)
+        facts = facts_of(source, model, how) | _facts_of_change(paired, patched, conventions)
         with (
             foreign_code(folder, how.foreign),
             CaptureWriter(folder, facts, how.memory_bytes) as writer,
@@ -247,12 +251,13 @@ def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
     return paired, patched
 
 
-def _facts_of_change(paired: Paired, patched: Patched | None) -> dict[str, Any]:
+def _facts_of_change(
+    paired: Paired, patched: Patched | None, conventions: Mapping[str, Any]
+) -> dict[str, Any]:
     found: dict[str, Any] = {"backend": paired.backend}
+    if conventions:
+        found[KEY] = stored_conventions(conventions)
     if paired.backend != TORCH:
-        conventions = conventions_of(paired.backend)
-        if conventions:
-            found["conventions"] = {name: conventions[name] for name in sorted(conventions)}
         found |= {"by_backend": list(paired.taken), "fell_to_torch": list(paired.fallen)}
     return found if patched is None else found | {"patch": patched.document()}
 

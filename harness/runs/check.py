@@ -22,11 +22,11 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.fingerprint import fingerprint
 from degarble.harness.engine.attribute import Shares, shares_of
+from degarble.harness.engine.conventions import CONTRADICTED, REGISTRY, conventions_in
 from degarble.harness.engine.localise import Localised, localise
 from degarble.harness.engine.shrink import shrunk
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.record.capture_reader import Capture
-from degarble.harness.runs.conventions import conventions_in, conventions_line
 from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 
@@ -55,6 +55,7 @@ class Wanted:
     checkpoint: Path | None = None
     held_values: int = HELD_VALUES
     device: str = CPU  # where twin and reference are computed
+    conventions: Mapping[str, Any] = field(default_factory=dict)  # go before the capture's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,7 @@ class CheckRun:
         self.source = source_of(self.capture, wanted.checkpoint)
         stated = self.capture.facts.get("arithmetic")
         arithmetic = stated if stated in ARITHMETICS else None
-        conventions = conventions_in(self.capture.facts)
+        conventions = conventions_in(self.capture.facts) | dict(wanted.conventions)
         model = open_model(
             self.source, arithmetic, held_values=wanted.held_values, switches=conventions
         )
@@ -141,11 +142,13 @@ class CheckRun:
     ) -> Checked:
         """Localise, diagnose, attribute; reproducers go into the folder `cases`."""
         found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
+        if found.twin is not None:
+            self.twin = found.twin  # by the conventions that were learned
         notes: list[str] = []
         if not self.capture.complete:
             notes.append("The capture is incomplete: its run ended before its time.")
         origins = [
-            Judgement(trouble, _diagnosed(trouble) if number < DIAGNOSED else None)
+            Judgement(trouble, _diagnosed(trouble, found) if number < DIAGNOSED else None)
             for number, trouble in enumerate(found.origins)
         ]
         shares = None
@@ -169,15 +172,15 @@ class CheckRun:
             tuple(origins),
             shares,
             tuple(notes),
-            self._facts(),
+            self._facts(found),
         )
 
-    def _facts(self) -> dict[str, str]:
+    def _facts(self, found: Localised) -> dict[str, str]:
         facts = self.capture.facts
         told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
         told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
         told |= {"fingerprint": fingerprint(self.model.checkpoint)}
-        told |= {"conventions": conventions_line(conventions_in(facts))}
+        told |= {"conventions": "; ".join(each.sentence for each in found.conventions)}
         told |= _computed(facts, self._wanted.device)
         return {name: str(value) for name, value in told.items() if value}
 
@@ -202,12 +205,15 @@ def _by_role(components: Sequence[object]) -> str:
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
 
 
-def _diagnosed(trouble: Trouble) -> Diagnosed | None:
+def _diagnosed(trouble: Trouble, found: Localised) -> Diagnosed | None:
     if trouble.sight is None:
         return None
     # All families of faults; a healthy run does without them.
-    from degarble.harness.engine.diagnose import diagnose  # noqa: PLC0415
+    from degarble.harness.engine.diagnose import Diagnosed, diagnose  # noqa: PLC0415
 
+    for each in found.conventions:
+        if each.source == CONTRADICTED and trouble.scene.role in REGISTRY[each.name].roles:
+            return Diagnosed((), (), 0, f"{each.sentence}. Declare that, or mend the kernel.")
     return diagnose(trouble.scene, [trouble.sight, *trouble.more])
 
 

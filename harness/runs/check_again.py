@@ -56,6 +56,7 @@ def ran_again(
         strict=asked.strict,
         settings=asked.settings,
         device=wanted.device,
+        conventions=wanted.conventions,
     )
     with TemporaryDirectory(prefix="degarble-check-") as made:
         folder = Path(made) / "capture"

@@ -79,6 +79,7 @@ def check_document(checked: Checked, sentence: str) -> dict[str, Any]:
              "of": row.choices}
             for row in found.flips
         ],
+        "conventions": [each.document() for each in found.conventions],
         "unstable": list(found.unstable),
         "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
         "shares": _shares(checked),

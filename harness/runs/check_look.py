@@ -98,6 +98,10 @@ class Looker:
         self._config = config
         self._seen: dict[tuple[str, str], _Seen] = {}
 
+    def forget(self, component: str) -> None:
+        """Drop what was seen of a component that is judged again, by another convention."""
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != component}
+
     def __call__(self, replay: Replay, judged: Mapping[str, Judged]) -> None:
         """Look at one replay."""
         if replay.undecided:

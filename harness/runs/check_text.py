@@ -62,6 +62,8 @@ def _lines(checked: Checked, sentence: str, width: int) -> Iterator[Text]:
     if worst is not None and not checked.origins:
         where = f"{worst.component.name}.{worst.output}"
         yield from _columns("nearest", f"{where} at {number(worst.ratio)} of its budget", width)
+    for convention in found.conventions:
+        yield from _columns("convention", convention.sentence, width)
     if found.unjudged:
         name, why = found.unjudged[0]
         more = f"{len(found.unjudged)} components, such as {name}: {why}"

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
 from degarble.harness.runs.backends import (
-    conventions_of,
     kernels_of,
     require_backend,
     use_backend,
@@ -217,8 +216,7 @@ def speaking_model(
 ) -> Iterator[tuple[OpenModel, Paired]]:
     """Open a model that speaks by a backend's kernels, or by the references alone."""
     require_backend(asked.name)
-    conventions = conventions_of(asked.name)
-    with open_model(source, arithmetic, switches=conventions) as model:
+    with open_model(source, arithmetic, switches=asked.conventions) as model:
         if asked.graph:
             from degarble.harness.runs.decoder import speak_by_layers  # noqa: PLC0415  our kernels
 

@@ -137,6 +137,7 @@ def open_model(
         numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
         chosen = recipe if arithmetic == "twin" else None
         bound = Bound(config, numerics, weights, chosen, observer)
+        bound.declared = dict(switches)
         if streamed is not None:
             Plan(bound, streamed).install()
     except BaseException:

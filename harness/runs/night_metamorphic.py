@@ -24,7 +24,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.record.capture_types import Phase, Step
 from degarble.harness.record.verdict import SEVERITY, Verdict
 from degarble.harness.record.wording import number
-from degarble.harness.runs.backends import AskedBackend, conventions_of, use_backend
+from degarble.harness.runs.backends import AskedBackend, use_backend
 from degarble.harness.runs.generate import Manner, Talker, prompts_from
 from degarble.harness.runs.model import open_model
 from degarble.harness.runs.night_record import Asked, StepResult
@@ -63,8 +63,9 @@ def metamorphic(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
             Verdict.UNDECIDED, "Captures cannot be run again: leave --captures out for this.",
             asked=False,
         )  # fmt: skip
-    with open_model(asked.checkpoint, switches=conventions_of(asked.backend)) as model:
-        use_backend(model.speaker.bound, AskedBackend(asked.backend), model.recipe)
+    backend = AskedBackend(asked.backend)
+    with open_model(asked.checkpoint, switches=backend.conventions) as model:
+        use_backend(model.speaker.bound, backend, model.recipe)
         prompts = prompts_of(model, asked)
         return judged(model, prompts, asked)
 
@@ -161,7 +162,7 @@ def _origins(
 ) -> tuple[list[Failure], Verdict]:
     """Judge the run, in the same pieces, against the twin; components beyond their budgets."""
     run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))
-    conventions = conventions_of(asked.backend)
+    conventions = AskedBackend(asked.backend).conventions
     with open_model(asked.checkpoint, model.arithmetic, switches=conventions) as twin:
         found = localise(twin.speaker.bound, twin.recipe, run)
     failures = [

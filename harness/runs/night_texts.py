@@ -23,7 +23,7 @@ from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import TEXT
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.backends import AskedBackend, conventions_of, use_backend
+from degarble.harness.runs.backends import AskedBackend, use_backend
 from degarble.harness.runs.check_texts import spoken_in
 from degarble.harness.runs.model import open_model
 from degarble.harness.runs.night_metamorphic import prompts_of
@@ -111,10 +111,10 @@ def _spoken(asked: Asked) -> tuple[Voice, Voice, Voice]:
             prompts = [ids for ids in prompts_of(twin, asked)[:PROMPTS] if len(ids) > 1]
             meant = _rows(reference.speaker, prompts)
             twins = _voice(twin, prompts, meant)
-        conventions = conventions_of(asked.backend)
-        with open_model(asked.checkpoint, switches=conventions) as candidate:
+        backend = AskedBackend(asked.backend)
+        with open_model(asked.checkpoint, switches=backend.conventions) as candidate:
             _as_engines(candidate)
-            use_backend(candidate.speaker.bound, AskedBackend(asked.backend), candidate.recipe)
+            use_backend(candidate.speaker.bound, backend, candidate.recipe)
             mine = _voice(candidate, prompts, meant)
         return mine, twins, _voice(reference, prompts, meant)
 

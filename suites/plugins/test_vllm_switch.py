@@ -16,13 +16,13 @@ from starlette.testclient import TestClient
 from torch import distributed, nn
 
 from degarble.harness.anatomy.sharding import plan
+from degarble.harness.engine.conventions import conventions_in
 from degarble.harness.errors import InvalidArgument, MissingDependency
 from degarble.harness.plugins import vllm_capture as plugin
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.capture import How
 from degarble.harness.runs.check import CheckRun, Wanted
-from degarble.harness.runs.conventions import conventions_in
 from degarble.harness.runs.model import open_model
 from degarble.references.numerics import HeadNorm
 from degarble.references.sharded import ShardedModel, Teams

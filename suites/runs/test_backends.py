@@ -13,6 +13,7 @@ from degarble.harness.pairings import pair
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.runs import backends
 from degarble.harness.runs.model import open_model
+from degarble.references.numerics import HeadNorm
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.capture_models import bound_v4
 from degarble.suites.runs.talking_cases import write_speaker
@@ -57,6 +58,15 @@ def uncallable():
 
 def wrong():
     return {"attn.wq_b": lambda i, w: {"result": 1}}
+
+class Fused:
+    name = "fused"
+    conventions = {"head_norm": "once"}
+    def components(self):
+        return {"attn.wq_b": linear}
+
+class Strange(Fused):
+    conventions = {"head_norm": "twice"}
 
 def late():
     return {"attn.wq_b": lambda i, w: {"out": 1 / 0}}
@@ -171,3 +181,20 @@ def test_a_full_name_goes_before_a_role_and_names_are_checked_first() -> None:
         pair(bound, "mine", offered)
         assert float(bound.calls["layers.0.attn.wq_a"]({}, {})["out"]) == 1
         assert float(bound.calls["layers.1.attn.wq_a"]({}, {})["out"]) == 0
+
+
+def test_a_backend_states_its_conventions(
+    here: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = backends.AskedBackend(f"{here.stem}:Fused")
+    assert asked.conventions == {"head_norm": HeadNorm.ONCE}
+    assert asked.offered is asked.offered
+    assert backends.AskedBackend(f"{here.stem}:plain").conventions == {}
+    with pytest.raises(DegarbleError, match="head_norm of --backend"):
+        _ = backends.AskedBackend(f"{here.stem}:Strange").conventions
+    out = tmp_path / "run"
+    words = ["--prompt", "w7", "--max-new-tokens", "2", "--out", str(out)]
+    words += ["--convention", "routing_epsilon=1e-20"]
+    assert call(capsys, "capture", model, "--backend", asked.name, *words).status == 0
+    stated = Capture.open(out).facts["conventions"]
+    assert stated == {"head_norm": "once", "routing_epsilon": 1e-20}

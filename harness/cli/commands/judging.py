@@ -17,6 +17,7 @@ from degarble.harness.cli.options import (
     Backend,
     CapturePath,
     CheckpointPath,
+    Convention,
     JsonFile,
     Prompt,
     Prompts,
@@ -61,6 +62,7 @@ class CaptureOptions:
     amax_only: Annotated[
         bool, typer.Option("--amax-only", help="Keep only the ranges that calibration needs.")
     ] = False
+    convention: Convention = None
     patch: Annotated[
         Path | None,
         typer.Option(
@@ -87,6 +89,7 @@ class CheckOptions:
     ] = None
     backend: Backend = "torch"
     strict: Strict = False
+    convention: Convention = None
     device: Annotated[
         str,
         typer.Option(
@@ -159,6 +162,7 @@ def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> 
 
 def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.engine.conventions import read_options  # noqa: PLC0415  as above
     from degarble.harness.runs import capture as run  # noqa: PLC0415  as above
     from degarble.harness.runs.capture_filter import Wanted  # noqa: PLC0415  as above
 
@@ -170,6 +174,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         strict=options.strict,
         settings=settings_here(),
         patch=options.patch,
+        conventions=read_options(options.convention or ()),
     )
 
     if options.backend == "vllm":
@@ -206,6 +211,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     if terminal.json_file is not None:
         values.writable("--json", terminal.json_file)
     with importing():  # torch, which --help and --version do without
+        from degarble.harness.engine.conventions import read_options  # noqa: PLC0415
         from degarble.harness.runs import check as run  # noqa: PLC0415
         from degarble.harness.runs.check_document import (  # noqa: PLC0415
             check_document,
@@ -214,7 +220,11 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         from degarble.harness.runs.check_text import check_text  # noqa: PLC0415
 
     wanted = run.Wanted(
-        options.capture, options.reference, options.checkpoint, device=options.device
+        options.capture,
+        options.reference,
+        options.checkpoint,
+        device=options.device,
+        conventions=read_options(options.convention or ()),
     )
     with ExitStack() as stack:
         if options.backend != "torch":

@@ -1,0 +1,190 @@
+"""Healthy runs of every convention agree and the report says which it is; faults stay findings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.anatomy.presets import small_v4, small_v32
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.engine.conventions import CONTRADICTED, DECLARED, LEARNED, REGISTRY
+from degarble.harness.engine.learned_conventions import Evidence, Fit, learn
+from degarble.harness.engine.localise import localise
+from degarble.harness.engine.seen import InMemoryRun
+from degarble.harness.record.verdict import Verdict
+from degarble.references.binding import Bound
+from degarble.references.numerics import Mode, Numerics, switches_of
+from degarble.suites.engine.localise_cases import PROMPTS, family_of, scaled, weights_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.engine.conventions import Convention
+    from degarble.harness.engine.localise import Localised
+
+V4 = small_v4(num_hidden_layers=4, compress_ratios=(0, 4, 4, 0, 0))
+V32 = small_v32(num_hidden_layers=3)
+RECIPE = "nvfp4-full"
+
+
+def model(config: Config, inside: torch.dtype, **switches: Any) -> Bound:
+    recipe = recipe_named(RECIPE, config)
+    official = switches_of(f"official-{family_of(config)}")
+    numerics = Numerics(Mode.TWIN, inside, torch.bfloat16, inside, replace(official, **switches))
+    return Bound(config, numerics, weights_of(config, recipe), recipe)
+
+
+def judged(
+    config: Config, run: InMemoryRun, declared: Mapping[str, Any] | None = None
+) -> Localised:
+    twin = model(config, torch.float64, **(declared or {}))
+    twin.declared = declared or {}
+    return localise(twin, recipe_named(RECIPE, config), run)
+
+
+def run_by(
+    config: Config,
+    switches: Mapping[str, Any],
+    faults: Mapping[str, Callable[..., Any]] | None = None,
+) -> InMemoryRun:
+    candidate = model(config, torch.float32, **switches)
+    for name, way in (faults or {}).items():
+        candidate.calls[name] = way(candidate.calls[name])
+    return InMemoryRun.of(candidate, PROMPTS, 3)
+
+
+@cache
+def concerned(config: Config) -> tuple[tuple[Convention, Any], ...]:
+    """Every convention that is learned, with each value that is not the official one."""
+    twin = model(config, torch.float64)
+    roles = {twin.bound_to(name)[0].role for name in twin.calls}
+    return tuple(
+        (each, value)
+        for each in REGISTRY.values()
+        for value in each.values
+        if each.learned
+        and each.roles & roles
+        and value != each.assumed(twin.numerics, config.family)
+    )
+
+
+QUICK = {"attention_in_storage_dtype", "indexer_in_storage_dtype", "residual_rounded_before_norm"}
+CASES = [
+    pytest.param(
+        config, each, value, id=f"{config.family}-{each.name}-{value}",
+        marks=() if config is V32 and each.name in QUICK else pytest.mark.slow,
+    )
+    for config in (V4, V32)
+    for each, value in concerned(config)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "convention", "value"), CASES)
+def test_a_healthy_run_of_another_convention_agrees_and_says_so(
+    config: Config, convention: Convention, value: Any
+) -> None:
+    run = run_by(config, {convention.name: value})
+    found = judged(config, run)
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert {each.source for each in found.conventions} <= {LEARNED}
+    assert {each.name: each.value for each in found.conventions} in ({}, {convention.name: value})
+    assert max(row.ratio for row in found.rows) <= 1
+
+
+def test_a_learned_convention_is_told_with_its_words_and_its_witnesses() -> None:
+    found = judged(V32, run_by(V32, {"attention_in_storage_dtype": False}))
+    (used,) = found.conventions
+    assert (used.source, used.value, used.components) == (LEARNED, False, 3)
+    assert used.sentence == (
+        "attention's logits and normalised probabilities: kept in float32 "
+        "(attention_in_storage_dtype: false, learned: 3 components fit it and not the official "
+        "value)"
+    )
+    assert used.document()["source"] == "learned"
+
+
+def test_a_declared_convention_is_judged_and_one_that_the_numbers_contradict_is_a_finding() -> None:
+    run = run_by(V32, {"attention_in_storage_dtype": False})
+    found = judged(V32, run, {"attention_in_storage_dtype": False})
+    assert found.verdict is Verdict.AGREES
+    assert [each.source for each in found.conventions] == [DECLARED]
+    found = judged(V32, run, {"attention_in_storage_dtype": True})
+    assert found.verdict is Verdict.DIFFERS
+    (used,) = found.conventions
+    assert (used.source, used.fits) == (CONTRADICTED, False)
+    assert "fit false" in used.sentence
+
+
+def test_a_fault_under_another_convention_is_the_only_origin() -> None:
+    name = "layers.1.attn.q_norm"
+    run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.03)})
+    found = judged(V32, run)
+    assert [each.component for each in found.origins] == [name]
+    name = "layers.1.attn.attend"
+    run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.25)})
+    found = judged(V32, run)
+    assert [each.component for each in found.origins] == [name]
+    assert [each.source for each in found.conventions] == [LEARNED]
+
+
+def test_a_gain_everywhere_is_no_convention() -> None:
+    names = [f"layers.{number}.attn.attend" for number in range(3)]
+    for gain in (1.02, 1.1):
+        found = judged(V32, run_by(V32, {}, dict.fromkeys(names, scaled("out", gain))))
+        assert not found.conventions
+        assert {each.component for each in found.origins} == set(names)
+
+
+def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
+    other = model(V32, torch.float32, attention_in_storage_dtype=False)
+    name = "layers.1.attn.attend"
+    found = judged(V32, run_by(V32, {}, {name: lambda _call: other.calls[name]}))
+    assert [each.component for each in found.origins] == [name]
+    assert not found.conventions
+
+
+A = REGISTRY["attention_in_storage_dtype"]
+ROLES = {f"layers.{number}.attn.attend": "attn.attend" for number in range(4)}
+
+
+def _evidence(by_layer: list[tuple[Fit, Fit]], **more: Any) -> Evidence:
+    def fit(name: str, values: Mapping[str, Any]) -> Fit:
+        return by_layer[int(name.split(".")[1])][bool(values)]
+
+    return Evidence(ROLES, fit, {A.name: True}, **more)
+
+
+FITS, WRONG = Fit(True, False, 0.0), Fit(False, True, 9.0)
+NEAR, FAR = Fit(True, False, 1.0), Fit(True, False, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "learned"),
+    [
+        ([(WRONG, FITS)] * 4, 4),
+        ([(WRONG, FITS)] * 3 + [(WRONG, WRONG)], 3),  # one is sick
+        ([(WRONG, FITS)] * 3 + [(FITS, FITS)], 3),  # one says nothing
+        ([(WRONG, FITS)] + [(FAR, NEAR)] * 3, 4),  # they lean to it
+        ([(WRONG, FITS)] * 3 + [(NEAR, FAR)], 0),  # one leans to the official value
+        ([(WRONG, FITS)] * 3 + [(FITS, WRONG)], 0),  # one contradicts it
+        ([(WRONG, FITS)] + [(FITS, FITS)] * 3, 0),  # one alone is a finding
+        ([(WRONG, FITS)] * 2 + [(WRONG, WRONG)] * 2, 0),  # as many are sick
+        ([(WRONG, WRONG)] * 4, 0),
+        ([(FITS, FITS)] * 4, 0),
+        ([(WRONG, Fit(False, False, 0.0))] * 4, 0),  # undecided explains nothing
+        ([(WRONG, Fit(True, False, 8.0))] * 4, 0),  # a wider budget is no explanation
+    ],
+)
+def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -> None:
+    found = learn([A], _evidence(layers))
+    assert [len(each.witnesses) for each in found] == ([learned] if learned else [])
+
+
+def test_what_was_not_recorded_with_its_tensors_cannot_testify() -> None:
+    layers = [(WRONG, FITS)] * 3 + [(FITS, FITS)]
+    assert not learn([A], _evidence(layers, unknown=frozenset({"layers.3.attn.attend"})))
