@@ -1,0 +1,208 @@
+"""Damage small quantised checkpoints in some 190 ways each, and count which the audit tells rightly.
+
+A case is one tamper of one checkpoint. It is audited beside the BF16 checkpoint that it was made
+from, and once more with a loader's map. An outcome is `ok` (an error by a rule that tells the
+cause, in the right layer), `vague` (an error, another rule or layer), `warning`, `note` or `missed`;
+what changes nothing must raise neither error nor warning. The healthy checkpoints are cases too.
+
+    python -m degarble.suites.campaigns.tampers --count 0 --jobs 32 --seed 0 --out out/campaigns
+
+A count of 0 runs every case. The exit status is 1 below 95 % of the tampers with an effect.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.checkpoint.calibration import Amax, Calibration
+from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.rules import Level
+from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.errors import Refused
+from degarble.harness.runs.audit import Wanted, audit
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.tamper_structure import TAMPERS
+from degarble.suites.campaigns.tamper_world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from degarble.harness.checkpoint.findings import Finding
+    from degarble.suites.campaigns.tamper_values import Tamper
+
+SOURCES = tuple(
+    f"{family}-{recipe}"
+    for recipe in ("nvfp4-full", "nvfp4-experts", "official")
+    for family in ("v4", "v32")
+)
+TINY = Path(__file__).resolve().parents[2] / "references" / "tiny" / "v1"
+TARGET = 0.95
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_OUTCOMES = ("ok", "vague", "warning", "note", "missed", "alarm")
+
+
+def write_source(kind: str, target: Path) -> None:
+    """Quantise one of the small trained models; every linear has an amax of its own."""
+    family, _, recipe = kind.partition("-")
+    with Checkpoint.open(TINY / family) as checkpoint:
+        config = checkpoint.model
+    assert config is not None, "the small models have configs"
+    names = [each.name for each in parameters(config)]
+    records = {name: Amax(1.0 + 3.0 * (i * 0.61803398875 % 1.0), 9) for i, name in enumerate(names)}
+    layout = target_layout(config, recipe_named(recipe, config))
+    calibration = Calibration.of(
+        {each.name: records[each.name] for each in parameters(config) if each.kind == "linear"}
+    )
+    run_job(QuantiseJob(TINY / family, layout, calibration=calibration), target)
+
+
+def outcome(tamper: Tamper, touched: Sequence[str], findings: Iterable[Finding]) -> str:
+    """Say how well findings tell what a tamper did."""
+    found = list(findings)
+    if not tamper.effect:
+        bad = [each for each in found if each.level is not Level.NOTE]
+        return "alarm" if bad else "ok"
+    right = [each for each in found if each.rule in tamper.rules and _is_there(each, touched)]
+    errors = [each for each in found if each.level is Level.ERROR]
+    if any(each.level is Level.ERROR for each in right):
+        return "ok"
+    if errors:
+        return "vague"
+    levels = {each.level for each in found}
+    for level, name in ((Level.WARNING, "warning"), (Level.NOTE, "note")):
+        if level in levels:
+            return name
+    return "missed"
+
+
+def _is_there(finding: Finding, touched: Sequence[str]) -> bool:
+    """Tell whether a finding speaks of the layer that was touched, or of the whole."""
+    layers = {int(found[1]) for name in touched for found in _LAYER.finditer(name)}
+    if not layers:
+        return True
+    text = json.dumps(finding.to_json())
+    told = set(finding.layers) | {int(number) for number in _LAYER.findall(text)}
+    return not told or bool(layers & told)
+
+
+def run_case(folder: Path, seed: int) -> CaseResult:
+    """Damage one checkpoint in one way, and audit it."""
+    kind, index = SOURCES[seed % len(SOURCES)], seed // len(SOURCES)
+    tamper = None if index == 0 else TAMPERS[(index - 1) % len(TAMPERS)]
+    family = kind.partition("-")[0]
+    world = World.read(folder / kind, seed)
+    touched: list[str] = []
+    if tamper is not None:
+        try:
+            touched = tamper.plant(world)
+        except (LookupError, ValueError):
+            return CaseResult(seed, family, "skipped", f"{kind}: {tamper.name}")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as at:
+        target = Path(at) / "tampered"
+        world.write(target)
+        beside = _findings(Wanted(target, against=TINY / family))
+        loaded = _findings(Wanted(target, numbers=False, loader="vllm"))
+    loaded = [each for each in loaded if each.rule not in usual]
+    own = [each for each in beside if not each.rule.startswith("against.")]
+    judged = tamper or _HEALTHY
+    told = {
+        "audit": outcome(judged, touched, own),
+        "against": outcome(judged, touched, beside),
+        "loader": outcome(judged, touched, loaded),
+        "effect": judged.effect,
+        "name": f"{kind}: {judged.name}",
+        "touched": touched[:4],
+        "findings": [
+            f"{each.level} {each.rule}: {each.message[:160]}"
+            for each in beside
+            if each.level is not Level.NOTE or judged.effect
+        ][:8],
+    }
+    return CaseResult(seed, family, told["against"], json.dumps(told))
+
+
+def _findings(wanted: Wanted) -> list[Finding]:
+    """Audit; a refusal tells no cause, and counts as nothing found but an error without a rule."""
+    try:
+        return list(audit(wanted).findings)
+    except Refused as error:
+        return [_refused(error)]
+
+
+def _refused(error: Refused) -> Finding:
+    from degarble.harness.checkpoint.findings import Finding  # noqa: PLC0415
+
+    message = f"{error.name} = {error.shown_value}, expected {error.expectation}. {error.remedy}"
+    return Finding(Level.ERROR, "refused", None, None, None, message, {}, error.remedy)
+
+
+def _healthy() -> Tamper:
+    from degarble.suites.campaigns.tamper_values import Tamper  # noqa: PLC0415
+
+    return Tamper("healthy", lambda _: [], frozenset(), effect=False)
+
+
+_HEALTHY = _healthy()
+
+
+def table(results: Iterable[CaseResult]) -> str:
+    """Return outcomes by family and way of auditing, of tampers with an effect."""
+    told = [(each.kind, json.loads(each.detail)) for each in results if each.outcome != "skipped"]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for family, case in told:
+        for mode in ("audit", "against", "loader"):
+            counts[family, mode if case["effect"] else f"{mode}, no effect", case[mode]] += 1
+    lines = [f"| | n | {' | '.join(_OUTCOMES)} |", "| --- " * (len(_OUTCOMES) + 2) + "|"]
+    for family, mode in sorted({key[:2] for key in counts}):
+        cells = [counts[family, mode, each] for each in _OUTCOMES]
+        lines.append(f"| {family} {mode} | {sum(cells)} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = arguments(__doc__ or "", count=0)
+    parser.add_argument("--only", default="", help="run tampers whose name contains this")
+    asked = parser.parse_args()
+    total = len(SOURCES) * (len(TAMPERS) + 1)
+    seeds = range(asked.seed, asked.seed + (asked.count or total))
+    chosen = [seed for seed in seeds if asked.only in _name(seed)]
+    folder = asked.out / "sources"
+    for kind in SOURCES:
+        if not (folder / kind / "manifest.json").exists():
+            shutil.rmtree(folder / kind, ignore_errors=True)
+            write_source(kind, folder / kind)
+        usual = {each.rule for each in _findings(Wanted(folder / kind, False, "vllm"))}
+        (folder / f"{kind}.json").write_text(json.dumps(sorted(usual)))
+    report = run_cases("tampers", partial(run_case, folder), chosen, asked.jobs)
+    report.results = [each for each in report.results if each.outcome != "skipped"]
+    report.write(asked.out)
+    summary = table(report.results)
+    (asked.out / "tampers.md").write_text(summary + "\n", encoding="utf-8")
+    sys.stdout.write(f"{summary}\n")
+    told = [json.loads(each.detail) for each in report.results]
+    effective = [each for each in told if each["effect"]]
+    right = sum(each["against"] == "ok" for each in effective)
+    alarms = [each for each in told if not each["effect"] and each["against"] != "ok"]
+    return int(bool(alarms) or right < TARGET * len(effective))
+
+
+def _name(seed: int) -> str:
+    index = seed // len(SOURCES)
+    return SOURCES[seed % len(SOURCES)] + (
+        ": " + TAMPERS[(index - 1) % len(TAMPERS)].name if index else ": healthy"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
