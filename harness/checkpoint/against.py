@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.against_checks import judge_table
+from degarble.harness.checkpoint.against_configs import judge_configs
 from degarble.harness.checkpoint.against_pairs import pairs_of, stored_there
 from degarble.harness.checkpoint.against_rows import compare
 from degarble.harness.checkpoint.against_table import AgainstTable
+from degarble.harness.checkpoint.findings import in_order
 from degarble.harness.checkpoint.positioned import PositionedReader
 from degarble.harness.checkpoint.weight_units import stored_of
 from degarble.harness.errors import InvalidArgument
@@ -44,7 +46,16 @@ class AgainstAudit:
 
 def bytes_against(checkpoint: Checkpoint, reference: Checkpoint) -> int:
     """Return how many bytes a comparison reads, of both sides; `progress` adds up to it."""
-    return pairs_of(checkpoint, reference).nbytes
+    return pairs_of(named_alike(checkpoint, reference), reference).nbytes
+
+
+def named_alike(checkpoint: Checkpoint, reference: Checkpoint) -> Checkpoint:
+    """Spell the checkpoint's names by the reference's config.
+
+    A config that is damaged, or counts other layers, must not decide what is compared.
+    """
+    named = checkpoint.named_by(reference.model)
+    return named if named.names is not None else checkpoint
 
 
 def measure_against(
@@ -61,6 +72,7 @@ def measure_against(
     """
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
+    checkpoint = named_alike(checkpoint, reference)
     found = pairs_of(checkpoint, reference)
     table = AgainstTable.empty(p for p in found.pairs if places is None or p.unit.place in places)
     if places is None:
@@ -86,7 +98,9 @@ def judge_against(
     checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
 ) -> list[Finding]:
     """Judge a table of the whole checkpoint; the worst findings first."""
-    return judge_table(checkpoint, reference, table)
+    configs = judge_configs(checkpoint, reference)
+    values = judge_table(named_alike(checkpoint, reference), reference, table)
+    return in_order([*configs, *values])
 
 
 def audit_against(

@@ -21,7 +21,9 @@ from degarble.harness.checkpoint.against_reasons import Reasons
 from degarble.harness.checkpoint.findings import NOWHERE, Findings, Place
 from degarble.harness.checkpoint.judging import indices, percent
 from degarble.harness.checkpoint.number_table import FORMATS
-from degarble.harness.checkpoint.types import shown
+from degarble.harness.checkpoint.structure import is_known_extra
+from degarble.harness.checkpoint.types import ProblemKind, shown
+from degarble.harness.checkpoint.weight_units import layer_in, without_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,6 +77,7 @@ class _Judging:
 
     def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
         self.table = table
+        self._checkpoint, self._reference = checkpoint, reference
         self.findings = Findings()
         self._reasons = Reasons(checkpoint, reference, table)
         self._gain_is_off = _gain_is_off(table)
@@ -93,6 +96,13 @@ class _Judging:
             self.findings.add(
                 rules.SHAPE, Place(None, name), f"{shown(name)} has the shape {told}.", _AGAIN
             )
+        for name in self._missing():
+            self.findings.add(
+                rules.MISSING,
+                Place(None, name, layer_in(name)),
+                f"{shown(name)} of the reference is missing.",
+                "Look for it under another name, or in a shard that is missing.",
+            )
         for where, names in (
             ("this checkpoint", self.table.only_here),
             ("the reference", self.table.only_there),
@@ -108,6 +118,37 @@ class _Judging:
                     weights=len(members),
                     examples=[shown(name) for name in members[:8]],
                 )
+
+    def _missing(self) -> list[str]:
+        """Name what the reference has and no tensor here could hold under another name."""
+        table = self.table
+        if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_SHARD]:
+            return []  # what a lost shard held is told by the shard
+        names = self._checkpoint.names
+        there = {*self._checkpoint.table.suffixes, *(names.present if names else ())}
+        roles = {without_numbers(pair.there) for pair in table.pairs}
+        return [
+            name
+            for name in table.only_there
+            if not self._is_left_out(name)
+            and name not in there
+            and (without_numbers(name) in roles or not table.only_here)
+        ]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Tell what a healthy conversion leaves out: drafters, an engine's buffers, a tied head."""
+        config, model = self._checkpoint.config, self._reference.model
+        if model is not None:
+            parameter = self._reference.names and self._reference.names.present.get(name)
+            block = parameter.block if parameter else None
+            return block is not None and block.is_drafter
+        if is_known_extra(name):
+            return True
+        layers, layer = config.get("num_hidden_layers"), layer_in(name)
+        if type(layers) is int and layer is not None and layer >= layers:
+            return layers == self._reference.config.get("num_hidden_layers")
+        tied = config.get("tie_word_embeddings") and name.partition(".")[0] == "lm_head"
+        return bool(tied) or name.startswith("mtp.")
 
     def not_finite(self) -> None:
         """Report values that are finite in the reference alone."""

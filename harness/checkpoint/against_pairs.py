@@ -176,7 +176,11 @@ class _Pairing:
 
 
 def _require_one_family(checkpoint: Checkpoint, reference: Checkpoint) -> None:
+    """Refuse another family; a config that only says so, over the same names, is a finding."""
     here, there = checkpoint.model, reference.model
+    common = len(checkpoint.table.suffixes.keys() & reference.table.suffixes.keys())
+    if common * 2 > len(checkpoint.table.suffixes):
+        return
     if here is not None and there is not None and here.family != there.family:
         raise InvalidArgument(
             f"reference {shown(str(reference.root))}",

@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from degarble.harness.anatomy.config_json import ARCHITECTURES
 from degarble.harness.anatomy.types import Dtype
 from degarble.harness.checkpoint.types import DTYPE_BITS
 from degarble.harness.errors import InvalidArgument, UnknownName
@@ -42,6 +43,17 @@ _MOST_REPEATS = 3  # of unbounded length, so that matching stays polynomial
 _LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)  # an escaped sign, or a set of them
 _REPEAT = re.compile(r"[*+]|\{\d*,\d*\}")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
+
+
+def unknown_parameters(name: str) -> InvalidArgument:
+    """Refuse what is derived from a config that is not there, unreadable, or of another family."""
+    return InvalidArgument(
+        name,
+        "parameters that cannot be derived",
+        f"a readable config.json of {' or '.join(ARCHITECTURES)}, and names that fit it",
+        "For another model pass --loader FILE.yaml that lists the engine's parameters:"
+        " docs/loader-maps.md, `parameters`.",
+    )
 
 
 def compiled(what: str, pattern: str, replacement: str | None = None) -> re.Pattern[str]:

@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.inventory import stored_recipe, take_inventory
 from degarble.harness.checkpoint.loader_engine import layout_for
 from degarble.harness.checkpoint.loader_fill import NO_SLOT, SCALES
 from degarble.harness.checkpoint.loader_findings import LoaderFindings
-from degarble.harness.checkpoint.loader_maps import AS_STORED, Engine, compiled
+from degarble.harness.checkpoint.loader_maps import AS_STORED, Engine, compiled, unknown_parameters
 from degarble.harness.checkpoint.loader_reads import Reads
 from degarble.harness.checkpoint.loader_routes import Routes
 from degarble.harness.checkpoint.loader_sources import require_unfused
@@ -212,12 +212,7 @@ class _Prover:
         if not isinstance(engine, Engine):
             return None
         if self._inventory is None:
-            raise InvalidArgument(
-                f"parameters of the map {self._map.name}",
-                f"layout {engine.name}",
-                "a checkpoint whose config and names are known",
-                "Put its config.json beside the shards, or list the engine's parameters.",
-            )
+            raise unknown_parameters(f"parameters of the map {self._map.name}")
         layout = engine.layout
         if isinstance(layout, str):
             layout = layout_for(self._inventory, layout)

@@ -34,6 +34,7 @@ from degarble.harness.checkpoint.loader_maps import (
     Rename,
     Split,
     Stack,
+    unknown_parameters,
 )
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import shown
@@ -136,12 +137,7 @@ def _known(inventory: Inventory | None, engine: str) -> Inventory:
             "See docs/loader-maps.md.",
         )
     if inventory is None:
-        raise InvalidArgument(
-            f"loader map {engine}",
-            "no known config",
-            "a checkpoint whose config and names are known",
-            "Put its config.json beside the shards, or list the engine's parameters in a file.",
-        )
+        raise unknown_parameters(f"loader map {engine}")
     return inventory
 
 

@@ -24,6 +24,7 @@ from degarble.harness.checkpoint.modules import (
     PAIRS,
     PLAIN_DTYPES,
     SCALE_OF_DTYPE,
+    misnamed,
 )
 from degarble.harness.errors import Refused
 from degarble.harness.formats.block_formats import (
@@ -219,6 +220,15 @@ def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> Bloc
             dtype=codes.dtype,
         )
         return None
+    wrong = misnamed(parts)
+    if wrong is not None:
+        check.report(
+            rules.SCALE_NAME,
+            wrong[0],
+            f"is looked for under {wrong[1]} by loaders of NVFP4",
+            "Rename the tensor.",
+            wanted=wrong[1],
+        )
     fits = _judge_shape(check, parameter, shape, codes)
     if Part.BLOCK_SCALE not in parts:
         check.report(

@@ -140,6 +140,14 @@ class ModuleTable:
                 "codes with their scales, or unquantised values",
                 "Look for its scales under another name, or in a shard that is missing.",
             )
+        wrong = misnamed(parts)
+        if wrong is not None:
+            raise LayoutMismatch(
+                f"{wrong[0]} of module {shown(module)}",
+                shown(parts[wrong[0]].name),
+                f"{shown(module)}{wrong[1]}, as loaders of NVFP4 look for it",
+                "Rename the tensor.",
+            )
         fmt, shape = _format(module, codes, parts[Part.BLOCK_SCALE])
         if fmt.tensor_scale != (Part.TENSOR_SCALE in parts):
             raise LayoutMismatch(
@@ -240,6 +248,43 @@ def _convention(parts: Mapping[Part, TensorEntry]) -> Convention:
         "": Convention.PLAIN,
     }
     return by_scale.get(suffixes.get(Part.BLOCK_SCALE, ""), Convention.WEIGHT_SCALE)
+
+
+# Of NVFP4, by the suffix of the codes: what loaders look for, and nothing else.
+_NVFP4_NAMES = {
+    ".weight": {
+        Part.BLOCK_SCALE: ".weight_scale",
+        Part.TENSOR_SCALE: ".weight_scale_2",
+        Part.INPUT_SCALE: ".input_scale",
+    },
+    ".weight_packed": {
+        Part.BLOCK_SCALE: ".weight_scale",
+        Part.TENSOR_SCALE: ".weight_global_scale",
+        Part.INPUT_SCALE: ".input_global_scale",
+    },
+}
+
+
+def suffix_of(entry: TensorEntry) -> str:
+    """Return the suffix of a tensor's name; a stack joins it by an underscore."""
+    suffix = _split(entry.name)[1]
+    return f".{suffix[1:]}" if suffix.startswith("_") else suffix
+
+
+def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
+    """Find a scale of an NVFP4 module that no loader looks for by its name, and the right suffix.
+
+    A module is NVFP4 where it has a tensor scale, or bytes of codes with E4M3 scales.
+    """
+    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    by_bytes = codes.dtype in PAIRS and scales is not None and scales.dtype == "F8_E4M3"
+    wanted = _NVFP4_NAMES.get(suffix_of(codes), {})
+    if codes.dtype not in PAIRS or not (by_bytes or Part.TENSOR_SCALE in parts):
+        return None
+    for part, suffix in wanted.items():
+        if part in parts and suffix_of(parts[part]) != suffix:
+            return part, suffix
+    return None
 
 
 def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:

@@ -80,6 +80,18 @@ COARSER = _rule(
     "no format on the way was coarser than the one that is stored",
     "a BF16 tensor that was NVFP4 once keeps NVFP4's error",
 )
+CONFIG = _rule(
+    "config",
+    Level.ERROR,
+    "config.json states the reference's numbers and choices, wherever they change what is computed",
+    "rotary base, eps, top-k, scaling, windows and counts: nothing in the weights shows them",
+)
+MISSING = _rule(
+    "missing",
+    Level.ERROR,
+    "every tensor of the reference is there, or one that could hold it",
+    "faults B058, B064, B151: loaders fill in zeros, ones, or nothing at all",
+)
 NOT_COMPARED = _rule(
     "not_compared", Level.NOTE, "every tensor has its counterpart in the reference", _DERIVED
 )

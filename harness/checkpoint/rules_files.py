@@ -90,4 +90,10 @@ BY_KIND: Mapping[ProblemKind, Rule] = MappingProxyType(
         for kind, (name, statement, source) in _STATEMENTS.items()
     }
 )
-RULES = tuple(BY_KIND.values())
+MANIFEST = Rule(
+    "files.manifest",
+    Level.ERROR,
+    "files have the content hashes of manifest.json, where the checkpoint has one of ours",
+    "harness/checkpoint/manifest.py; `convert` refuses the same file",
+)
+RULES = (*BY_KIND.values(), MANIFEST)

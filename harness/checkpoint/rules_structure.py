@@ -47,6 +47,12 @@ MISSING_BLOCK = Rule(
     "every layer that the config counts is there",
     _ANATOMY,
 )
+UNCOUNTED = Rule(
+    "structure.uncounted",
+    Level.ERROR,
+    "the config counts every layer and every expert that has tensors",
+    "engines build as many as the config counts, and skip the tensors of the others",
+)
 DRAFTER_ABSENT = Rule(
     "structure.drafter_absent",
     Level.NOTE,
@@ -113,6 +119,12 @@ SCALE_MISSING = Rule(
     Level.ERROR,
     "codes have every scale of their format",
     "faults B063, B069: scales that are not there stay uninitialised, or count as 1",
+)
+SCALE_NAME = Rule(
+    "scales.name",
+    Level.ERROR,
+    "scales have the names by which loaders of their format look for them, all modules alike",
+    "ModelOpt 0.47 and compressed-tensors 0.20; fault B062: others are skipped in silence",
 )
 SCALE_LEFT_OVER = Rule(
     "scales.left_over",

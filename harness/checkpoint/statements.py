@@ -48,11 +48,27 @@ ALGORITHMS: Mapping[str, tuple[str, bool]] = {
     "MXFP8": ("MXFP8", False),
     "FP8_PB_WO": (FP8_BLOCKS, False),
     "FP8_PB_REAL": (FP8_BLOCKS, False),
+    "NVFP4_AWQ": ("NVFP4", True),
+    # One scale a tensor, a row or a group, or integers: no codes that are read here have them.
+    **{
+        name: (name, False)
+        for name in (
+            "FP8",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "INT8_SQ",
+            "W8A8_SQ_PER_CHANNEL",
+            "W8A16",
+            "INT4_AWQ",
+            "W4A16",
+            "W4A16_AWQ",
+            "W4A8_AWQ",
+        )
+    },
 }
 # num_bits, type and group_size of a config group
 _GROUPS = {(4, "float", 16): "NVFP4", (4, "float", 32): "MXFP4", (8, "float", 32): "MXFP8"}
-# Engines build these without quantisation even where all linears are promised to have it.
-_BUILT_PLAIN = frozenset({"ffn.gate", "head"})
+# vLLM builds the router without a quantisation config; the head is given one, like any linear.
+_BUILT_PLAIN = frozenset({"ffn.gate"})
 
 
 class Promise(NamedTuple):

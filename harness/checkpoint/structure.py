@@ -19,16 +19,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.config_json import ARCHITECTURES
 from degarble.harness.anatomy.layouts import (
     FUSED_COMPRESSOR,
     Spelling,
     with_fused_compressors,
 )
 from degarble.harness.anatomy.parameters import parameter_named, parameters
+from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint import rules_files
 from degarble.harness.checkpoint import rules_structure as rules
 from degarble.harness.checkpoint.findings import NOWHERE, Finding, Findings, Place
 from degarble.harness.checkpoint.inventory import Inventory, take_inventory
+from degarble.harness.checkpoint.modules import suffix_of
+from degarble.harness.checkpoint.structure_counts import report_counts
 from degarble.harness.checkpoint.structure_formats import report_formats
 from degarble.harness.checkpoint.structure_indexer import report_indexer_bytes
 from degarble.harness.checkpoint.structure_lost import Lost, lost_modules, without_lost
@@ -49,12 +53,19 @@ _INDEXER_COMPRESSOR = "attn.indexer.compressor."
 _KNOWN_EXTRAS = re.compile(r"\.(rotary_emb\.inv_freq|[kvq]_scale|[kv]_proj\.output_scale)$")
 
 
+def is_known_extra(module: str) -> bool:
+    """Tell whether a module is an engine's buffer and no parameter of a model."""
+    return _KNOWN_EXTRAS.search(module) is not None
+
+
 def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     """Judge the structure of a checkpoint; survey() opens one for this that open() refuses."""
     findings = Findings()
     lost = lost_modules(checkpoint)
     _report_problems(checkpoint, lost, findings)
     names = checkpoint.names
+    report_counts(checkpoint, findings)
+    _report_scale_names(checkpoint.table, findings)
     if checkpoint.model is None:
         _report_no_model(checkpoint, findings)
         _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
@@ -100,11 +111,15 @@ def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
             "Put the model's config.json beside the shards, and audit again.",
         )
         return
+    if unread:
+        return  # its finding says what is wrong with it
+    family = str(checkpoint.config.get("model_type"))
     findings.add(
         rules.UNKNOWN_MODEL,
         NOWHERE,
-        "No known model follows from config.json, so modules are judged one by one.",
-        "Put the model's config.json beside the shards.",
+        f"The parameters of a {shown(family)} model are not known here, so modules are judged one"
+        " by one.",
+        f"Nothing; those of {' and '.join(ARCHITECTURES)} are judged as a whole.",
     )
 
 
@@ -138,6 +153,33 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
                 f"{shown(module)} is {error.shown_value}, expected {error.expectation}.",
                 error.remedy,
             )
+
+
+def _report_scale_names(table: ModuleTable, findings: Findings) -> None:
+    """Report modules whose block scales are named otherwise than most of their format."""
+    named: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for module, bits in table.suffixes.items():
+        if not bits:
+            continue
+        try:
+            form = table.form(module)
+        except Refused:
+            continue  # told by itself
+        if form.format is not None:
+            suffix = suffix_of(form.parts[Part.BLOCK_SCALE])
+            named[form.format.name][suffix].append(module)
+    for fmt, by_suffix in named.items():
+        usual = max(by_suffix, key=lambda each: len(by_suffix[each]))
+        for suffix, modules in by_suffix.items():
+            for module in modules if suffix != usual else ():
+                findings.add(
+                    rules.SCALE_NAME,
+                    Place(module + suffix, module),
+                    f"{shown(module)} has its block scales under {suffix}, the other"
+                    f" {len(by_suffix[usual])} {fmt} modules have {usual}.",
+                    f"Rename it to {shown(module)}{usual}.",
+                    wanted=usual,
+                )
 
 
 def _report_missing(inventory: Inventory, findings: Findings) -> None:

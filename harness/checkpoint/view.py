@@ -11,6 +11,7 @@ unpickled are told and tolerated. Kept honest by suites/checkpoint/test_view.py.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,6 +176,15 @@ class Checkpoint:
         from degarble.harness.checkpoint.stored import Weights  # noqa: PLC0415  as above
 
         return Weights(self.names.present if self.names else {}, self.weight)
+
+    def named_by(self, model: Config | None) -> Checkpoint:
+        """Return a view of the same files that spells their names by another config."""
+        if model is None or model == self.model:
+            return self
+        other = copy(self)
+        other.__dict__.pop("names", None)
+        other.model = model
+        return other
 
     def release(self, name: str | None = None) -> None:
         """Give back the memory of pages that were read: of one tensor, or all of them."""

@@ -43,6 +43,17 @@ _MOST_AXES = 3  # what a stack of matrices has
 _MOST_MEMBERS = 1 << 14  # of a stack that is told one by one; no model has as many experts
 
 
+def layer_in(name: str) -> int | None:
+    """Return the number behind `layers.` in a stored or logical name."""
+    found = _LAYER_NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+def without_numbers(name: str) -> str:
+    """Return the role of a name: numbers of layers and experts left out."""
+    return _NUMBERS.sub("*", name)
+
+
 class Unit(NamedTuple):
     """One weight of the walk.
 

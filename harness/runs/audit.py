@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.findings import in_order, ranges_told
+from degarble.harness.checkpoint.manifest_check import bytes_hashed, judge_manifest
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.structure import audit_structure
 from degarble.harness.checkpoint.types import ProblemKind
@@ -223,12 +224,15 @@ class _Steps:
         self._loader: LoaderProof | None = None
         self._beside: Beside | None = None
         self._subject = _subject(checkpoint, wanted.path)
+        self._hashes = ""
 
     def look_at_structure(self) -> None:
         """Judge files, names, shapes, dtypes, partners, and what the config promises."""
         self._findings += audit_structure(self._checkpoint)
         about = self._subject
         by = "module by module, because no known config says what belongs there"
+        if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_CONFIG]:
+            by = "module by module, because config.json states no model that can be"
         if self._checkpoint.model is not None:
             by = "module by module, because too few names are those of the config's model"
         if self._checkpoint.names is not None:
@@ -261,10 +265,15 @@ class _Steps:
         # Torch takes 200 MB, and a structure audit needs none of it.
         from degarble.harness.checkpoint.against import bytes_against  # noqa: PLC0415
 
-        total = self._subject.nbytes
+        total = self._subject.nbytes + bytes_hashed(self._checkpoint)
         if self._reference is not None:
             total += bytes_against(self._checkpoint, self._reference)  # refuses another model
         progress.expect(total)
+        progress.step("hashes")
+        threads = workers if isinstance(workers, int) else 1
+        changed = judge_manifest(self._checkpoint, threads, progress.advance)
+        self._findings += changed or []
+        self._hashes = "" if changed is None else " The hashes of manifest.json were verified."
         progress.step("numbers")
         self._look_at_numbers(workers, progress)
         if self._reference is not None and self._wanted.against is not None:
@@ -282,7 +291,7 @@ class _Steps:
         self._findings += judge_numbers(self._checkpoint, table)
         unread = len(table.unread)
         rest = f" {places(unread, 'tensor')} could not be read." if unread else ""
-        self._told[NUMBERS] = f"{len(table):,} weights, {told}.{rest}"
+        self._told[NUMBERS] = f"{len(table):,} weights, {told}.{rest}{self._hashes}"
 
     def _compare(
         self, reference: Checkpoint, path: Path, workers: Workers, progress: Progress

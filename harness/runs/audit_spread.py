@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from degarble.harness.checkpoint.against import measure_against
+from degarble.harness.checkpoint.against import measure_against, named_alike
 from degarble.harness.checkpoint.against_pairs import pairs_of
 from degarble.harness.checkpoint.against_table import AgainstTable
 from degarble.harness.checkpoint.number_table import NumberTable
@@ -66,7 +66,7 @@ def compared(
     """Walk a checkpoint beside its reference, by so many threads or by a cluster."""
     if isinstance(workers, int):
         return measure_against(checkpoint, reference, workers=workers, progress=advance)
-    found = pairs_of(checkpoint, reference)
+    found = pairs_of(named_alike(checkpoint, reference), reference)
     cut = pieces((pair.unit.place, pair.nbytes) for pair in found.pairs)
     table = AgainstTable.joined(_done(_Comparison(*paths), cut, workers, advance))
     order = _file_order([pair.unit for pair in table.pairs])

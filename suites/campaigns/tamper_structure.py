@@ -73,11 +73,11 @@ def _rename(name: str, old: str, new: str, *rules: str) -> None:
         return [chosen]
 
 
-NAMED = ("scales.missing", "structure.scale_name", UNREADABLE)
+NAMED = ("scales.missing", "scales.name", UNREADABLE)
 _rename("weight_scale to weight_scale_inv", ".weight_scale", ".weight_scale_inv", *NAMED)
 _rename("weight_scale_2 to weight_global_scale", ".weight_scale_2", ".weight_global_scale", *NAMED)
 _rename("input_scale to input_global_scale", ".input_scale", ".input_global_scale",
-        "scales.input_missing", "structure.scale_name", UNREADABLE)  # fmt: skip
+        "scales.input_missing", "scales.name", UNREADABLE)  # fmt: skip
 _rename("weight_scale_inv to weight_scale", ".weight_scale_inv", ".weight_scale", *NAMED)
 _rename("a norm misspelt", "_norm.weight", "_nrom.weight", *MISSING)
 _rename("a layer norm misspelt", "layernorm.weight", "layer_norm.weight", *MISSING)
@@ -238,10 +238,10 @@ _config("norm_topk_prob", False, "files.unreadable_config")
 _config("hidden_act", "gelu", "files.unreadable_config")
 _config("tie_word_embeddings", True, "files.unreadable_config", "structure.unexpected")
 _config("num_attention_heads", 16, *_UNMET)
-_config("num_hidden_layers", 1, "structure.unexpected_layer", *_UNMET)
+_config("num_hidden_layers", 1, "structure.uncounted", *_UNMET)
 _config("num_hidden_layers", 3, "structure.missing_block", *_UNMET)
 _config("n_routed_experts", 16, "structure.missing_expert", *_UNMET)
-_config("n_routed_experts", 4, "structure.unexpected_layer", *_UNMET)
+_config("n_routed_experts", 4, "structure.uncounted", *_UNMET)
 _config("hidden_size", 256, *_UNMET)
 _config("vocab_size", 500, *_UNMET)
 _config("head_dim", 256, *_UNMET)
@@ -252,7 +252,6 @@ _config("compress_ratios", [4, 4, 128, 4], *_UNMET)
 _config("architectures", ["LlamaForCausalLM"], "files.unreadable_config")
 _config("model_type", "llama", "structure.unknown_model", "files.unreadable_config")
 _config("transformers_version", "9.9", effect=False)
-_config("max_position_embeddings", 8192)
 
 
 @tamper("config: missing", "structure.no_config")
@@ -302,9 +301,8 @@ def _algorithm(value: str, *rules: str) -> None:
         return []
 
 
-for _value in ("FP8", "MXFP4", "W4A16_NVFP4", "INT4_AWQ", "FP8_PB_WO", "MXFP8"):
-    # Without activations the bytes are the same, and the input scales are not used.
-    _algorithm(_value, *(("scales.input_unused",) if _value == "W4A16_NVFP4" else ()))
+for _value in ("FP8", "MXFP4", "INT4_AWQ", "FP8_PB_WO", "MXFP8"):
+    _algorithm(_value)
 
 
 def _excluded(stated: dict[str, Any]) -> tuple[str, list[str]]:
@@ -331,7 +329,6 @@ def _less(ending: str) -> Callable[[World, list[str]], list[str]]:
 
 
 _exclusion("the head not excluded", _less("head"))
-_exclusion("a router not excluded", _less("1.mlp.gate"))
 _exclusion("an output projection not excluded", _less("1.attn.wo_a"))
 _exclusion("an NVFP4 module excluded", lambda w, listed: [*listed, w.nvfp4[0]])
 _exclusion("everything excluded", lambda _w, listed: [*listed, "*"])
@@ -470,7 +467,7 @@ def _stated_hash(folder: Path) -> None:
 
 def _other_config(folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(path.read_text() + " ")
+    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
 
 
 _with_manifest("a bit of a shard flipped", _flip_byte)

@@ -413,12 +413,14 @@ def _swizzled(_world: World, scale: np.ndarray) -> None:
     rows, columns = scale.shape
     if rows % 32 or columns % 4:
         raise LookupError
-    scale[...] = scale.reshape(rows // 32, 32, columns // 4, 4).transpose(2, 1, 0, 3).reshape(
-        rows, columns
+    scale[...] = (
+        scale.reshape(rows // 32, 32, columns // 4, 4).transpose(2, 1, 0, 3).reshape(rows, columns)
     )
 
 
-def _of_rows(first: int, count: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., None]:  # noqa: E501
+def _of_rows(
+    first: int, count: int, change: Callable[[np.ndarray], np.ndarray]
+) -> Callable[..., None]:
     def apply(_world: World, scale: np.ndarray) -> None:
         rows = slice(min(first, len(scale) - 1), first + count)
         scale[rows] = change(scale[rows].copy())
@@ -454,7 +456,11 @@ _scale(
 )
 _scale("scales of a row doubled", _of_rows(5, 1, lambda s: s + 8), BLOCK, GAIN, "against.row_gain")
 _scale("scales of a row a step larger", _of_rows(5, 1, lambda s: s + 1), BLOCK, "against.row_gain")
-_scale("scales of a column a step larger", lambda _w, s: s.__setitem__((slice(None), 1), s[:, 1] + 1), BLOCK)  # noqa: E501
+_scale(
+    "scales of a column a step larger",
+    lambda _w, s: s.__setitem__((slice(None), 1), s[:, 1] + 1),
+    BLOCK,
+)
 _scale(
     "scales of a row random",
     lambda w, s: s.__setitem__(2, w.rng.integers(8, 120, s.shape[1], np.uint8)), BLOCK,
@@ -606,7 +612,13 @@ def _gate_up(world: World) -> list[str]:
 def _layers(world: World) -> list[str]:
     chosen = world.pick([n for n in world.tensors if ".wq_b.weight" in n or ".q_b_proj.weight" in n
                          if n.endswith(".weight") and "indexer" not in n])  # fmt: skip
-    others = [n for n in world.tensors if n != chosen and n.rpartition("layers.")[2].partition(".")[2] == chosen.rpartition("layers.")[2].partition(".")[2]]  # noqa: E501
+    others = [
+        n
+        for n in world.tensors
+        if n != chosen
+        and n.rpartition("layers.")[2].partition(".")[2]
+        == chosen.rpartition("layers.")[2].partition(".")[2]
+    ]
     world.take(chosen.removesuffix(".weight"), world.pick(others).removesuffix(".weight"))
     return [chosen]
 

@@ -175,11 +175,7 @@ class World:
 
     def scale_of(self, module: str) -> Stored:
         """Return the block scales of a module."""
-        return next(
-            self.tensors[module + each]
-            for each in SCALES
-            if module + each in self.tensors
-        )
+        return next(self.tensors[module + each] for each in SCALES if module + each in self.tensors)
 
     def parts(self, module: str) -> list[str]:
         """Name the tensors of a module."""

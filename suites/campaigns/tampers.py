@@ -1,9 +1,10 @@
-"""Damage small quantised checkpoints in some 190 ways each, and count which the audit tells rightly.
+"""Damage small quantised checkpoints in some 190 ways, and count what the audit tells of it.
 
 A case is one tamper of one checkpoint. It is audited beside the BF16 checkpoint that it was made
 from, and once more with a loader's map. An outcome is `ok` (an error by a rule that tells the
-cause, in the right layer), `vague` (an error, another rule or layer), `warning`, `note` or `missed`;
-what changes nothing must raise neither error nor warning. The healthy checkpoints are cases too.
+cause, in the right layer), `vague` (an error, another rule or layer), `warning`, `note` or
+`missed`; what changes nothing must raise neither error nor warning. The healthy checkpoints are
+cases too.
 
     python -m degarble.suites.campaigns.tampers --count 0 --jobs 32 --seed 0 --out out/campaigns
 
@@ -112,6 +113,7 @@ def run_case(folder: Path, seed: int) -> CaseResult:
         world.write(target)
         beside = _findings(Wanted(target, against=TINY / family))
         loaded = _findings(Wanted(target, numbers=False, loader="vllm"))
+    usual = json.loads((folder / f"{kind}.json").read_text())  # what a small model itself shows
     loaded = [each for each in loaded if each.rule not in usual]
     own = [each for each in beside if not each.rule.startswith("against.")]
     judged = tamper or _HEALTHY
@@ -128,7 +130,7 @@ def run_case(folder: Path, seed: int) -> CaseResult:
             if each.level is not Level.NOTE or judged.effect
         ][:8],
     }
-    return CaseResult(seed, family, told["against"], json.dumps(told))
+    return CaseResult(seed, family, str(told["against"]), json.dumps(told))
 
 
 def _findings(wanted: Wanted) -> list[Finding]:

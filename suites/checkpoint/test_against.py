@@ -299,7 +299,9 @@ def test_a_weight_that_was_coarser_before_is_no_alarm(tmp_path: Path) -> None:
 
 def test_every_rule_has_its_fault() -> None:
     planted = {fault.rule.id for fault in FAULTS.values()}
-    elsewhere = {rules.COARSER, rules.SHAPE, rules.NOT_COMPARED}
+    elsewhere = {
+        rules.CONFIG, rules.MISSING, rules.COARSER, rules.SHAPE, rules.NOT_COMPARED
+    }  # fmt: skip
     assert planted | {rule.id for rule in elsewhere} == {rule.id for rule in rules.RULES}
 
 

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[object, type[Refused], str]] = {
         "scale = 'F4'",
     ),
     "base": ({"base": "sglang"}, UnknownName, "loader map = 'sglang'"),
-    "base without a config": ({"base": "vllm"}, InvalidArgument, "no known config"),
+    "base without a config": ({"base": "vllm"}, InvalidArgument, "cannot be derived"),
     "recipe": (raw(parameters={"layout": "vllm", "recipe": "fp6"}), UnknownName, "fp6"),
     "layout with more": (
         raw(parameters={"layout": "vllm", "receipt": "bf16"}),

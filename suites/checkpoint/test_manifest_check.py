@@ -1,0 +1,59 @@
+"""A flipped bit under a manifest is told with its tensor; other tools' manifests are left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.manifest import MANIFEST
+from degarble.harness.checkpoint.manifest_check import bytes_hashed, judge_manifest
+from degarble.harness.checkpoint.view import Checkpoint
+from degarble.suites.checkpoint.convert.converting_cases import source
+from degarble.suites.checkpoint.planted_numbers import Bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.findings import Finding
+
+
+def _judged(folder: Path) -> list[Finding] | None:
+    done: list[int] = []
+    with Checkpoint.survey(folder) as checkpoint:
+        found = judge_manifest(checkpoint, 2, done.append)
+        assert sum(done) == bytes_hashed(checkpoint)
+    return found
+
+
+def test_a_flipped_bit_is_told_with_its_tensor(tmp_path: Path) -> None:
+    shutil.copytree(source("nvfp4-experts"), tmp_path / "c")
+    assert _judged(tmp_path / "c") == []
+    name = "layers.1.ffn.experts.2.w1.weight"
+    Bytes(tmp_path / "c")[name][3, 5] ^= 1
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    (finding,) = found
+    assert (finding.rule, finding.tensor) == ("files.manifest", name)
+    assert "1 tensors differ" in finding.message
+
+
+def test_a_file_that_is_gone_or_another_is_told(tmp_path: Path) -> None:
+    shutil.copytree(source("v32"), tmp_path / "c")
+    (tmp_path / "c/config.json").write_text((tmp_path / "c/config.json").read_text() + " ")
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    assert [each.evidence["file"] for each in found] == ["config.json"]
+
+
+def test_what_is_no_manifest_of_ours_is_left_alone(tmp_path: Path) -> None:
+    shutil.copytree(source("v32"), tmp_path / "c")
+    path = tmp_path / "c" / MANIFEST
+    path.write_text(json.dumps({"files": ["of another tool"]}))
+    assert _judged(tmp_path / "c") is None
+    path.unlink()
+    assert _judged(tmp_path / "c") is None
+    path.write_text(json.dumps({"tool": {"name": "degarble"}}))
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    assert found[0].rule == "files.manifest"
