@@ -24,6 +24,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from degarble.harness.masking import masked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -32,6 +34,7 @@ EXIT_DIFFERS = 1
 EXIT_REFUSED = 2
 
 _VALUE_LIMIT = 200
+_MASKED = 4 * _VALUE_LIMIT  # characters in which a password is looked for: the rest is not shown
 _FEW = 5  # names that are listed where a name is expected, in place of their number
 _MANY = 100  # names that a remedy lists: of all components of a checkpoint nobody reads more
 
@@ -42,7 +45,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001  a hostile __repr__ must not hide the error being told
         text = f"<unprintable {type(value).__name__}: {type(error).__name__}>"
-    text = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    text = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in masked(text[:_MASKED]))
     return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
 
 
@@ -55,10 +58,10 @@ class DegarbleError(Exception):
     exit_status = EXIT_REFUSED
 
     def __init__(self, name: str, value: object, expectation: str, remedy: str) -> None:
-        self.name = name
+        self.name = masked(name)
         self.value = value
-        self.expectation = expectation
-        self.remedy = remedy
+        self.expectation = masked(expectation)
+        self.remedy = masked(remedy)
         super().__init__(name, value, expectation, remedy)
 
     @property

@@ -8,12 +8,12 @@ What keeps it honest: suites/cli/test_crash.py raises one on purpose.
 from __future__ import annotations
 
 import platform
-import re
 import shlex
 import sys
 import traceback
 from typing import TYPE_CHECKING
 
+from degarble.harness.masking import MASK, masked
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
     from degarble.harness.cli.terminal import Environment
 
-_SIGNED_IN = re.compile(r"://\S*@")  # user and password of an address
 EXIT_CRASHED = 70  # EX_SOFTWARE of sysexits.h: outside the contract's 0, 1 and 2
 
 
 def tell(error: Exception, arguments: Sequence[str], environment: Environment) -> int:
     """Print the message to stderr and give the exit status."""
     if environment.traceback:
-        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.write(masked("".join(traceback.format_exception(error))))
     sys.stderr.write(crash_text(error, arguments))
     return EXIT_CRASHED
 
@@ -37,8 +36,8 @@ def crash_text(error: Exception, arguments: Sequence[str]) -> str:
     """Say what happened, where, and what to send."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-    message = _bare("".join(c if c.isprintable() else "?" for c in str(error)))[:300]
-    command = _bare(shlex.join(["degarble", *arguments]))
+    message = masked("".join(c if c.isprintable() else "?" for c in str(error)))[:300]
+    command = shlex.join(["degarble", *map(_without_secrets, arguments)])
     return (
         f"degarble: this is a mistake of degarble, not of yours\n"
         f"  what     {type(error).__name__}: {message}\n"
@@ -50,6 +49,8 @@ def crash_text(error: Exception, arguments: Sequence[str]) -> str:
     )
 
 
-def _bare(text: str) -> str:
+def _without_secrets(argument: str) -> str:
     """Leave out who signs in at an address: these lines are made to be sent."""
-    return _SIGNED_IN.sub("://...@", text)
+    shown = masked(argument)
+    # Where nobody can tell the password from the rest, all of a mistyped address is hidden.
+    return MASK if shown == argument and "@" in argument else shown

@@ -31,9 +31,9 @@ from degarble.harness.engine.forms import aligned, same_values, wrong_forms
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import is_ragged
 from degarble.harness.engine.shrink_sums import shortest_sum
-from degarble.harness.errors import CANNOT_RUN, UnreadableFile
+from degarble.harness.errors import CANNOT_RUN, UnreadableFile, UnwritablePath
 from degarble.harness.formats.weight import Weight
-from degarble.harness.record.files import usable_folder, write_text
+from degarble.harness.record.files import usable_folder, whole_file, write_text
 from degarble.harness.record.verdict import Verdict
 from degarble.references.binding import Bound
 from degarble.references.numerics import Mode, Numerics, Switches
@@ -130,7 +130,14 @@ class Case:
             "recipe": [[rule.match, rule.weight, rule.activation] for rule in self.recipe.rules],
         }
         kept = {name: each.detach().clone().contiguous() for name, each in tensors.items()}
-        save_file(kept, folder / TENSORS, {"case": json.dumps(facts)})
+        try:
+            with whole_file(folder / TENSORS) as file:
+                save_file(kept, file, {"case": json.dumps(facts)})
+        except SafetensorError as error:  # what it raises where the disk is full
+            raise UnwritablePath(
+                str(folder / TENSORS), str(error), "a place with room for the reproducer",
+                "Make room there.",
+            ) from error  # fmt: skip
         words = self.title.replace("\\", "/").replace('"', "'")
         write_text(folder / SCRIPT, _SCRIPT.replace("{title}", words))
         return folder / SCRIPT

@@ -1,15 +1,15 @@
 """Where a history lies: the path of a SQLite file, or the URL of a PostgreSQL server.
 
-Owns what an address may be, the engine for it, and how SQLite begins a transaction: a writer at
-once, so that two of them wait for each other. Refuses any other scheme, a file that is not there, a
-folder that is not there, a URL that cannot be read, a driver that is not installed; no password is
-ever told. Kept honest by suites/history/test_store.py, on SQLite and on a real server.
+What looks like an address is never taken for a file: a mistyped URL would become a file whose name
+holds a password. Of an address that is refused, and in what a driver says, no password is shown.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote, quote_plus
 
 import sqlalchemy as sql
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
@@ -20,60 +20,83 @@ from degarble.harness.errors import (
     UnreadableFile,
     UnwritablePath,
 )
+from degarble.harness.history.sqlite_file import sqlite_engine
+from degarble.harness.masking import MASK, looks_like_address, masked
 
-WRITES = "degarble_writes"  # what a connection is asked for
-_WAIT = 30  # seconds that one writer waits for another
+_SUFFIXES = {".sqlite", ".sqlite3", ".db", ".db3"}
+_HOST = re.compile(r"[\w.-]*|[\da-f:.]+", re.IGNORECASE)  # a name, or IPv6 without its brackets
+_KNOWN = {"postgresql", "postgres", "sqlite", "mysql", "mariadb", "oracle", "mssql"}
+_HIDDEN = "an address that is not shown"
+_SHORT = 3  # characters: what is shorter stands in many words by chance
 
 
-def engine_of(url: str, *, create: bool) -> tuple[str, sql.Engine]:
-    """Return what the store may be called, and the library's engine."""
+@dataclass(frozen=True)
+class Address:
+    """A store that may be opened: its name for messages, its engine, and what no message shows."""
+
+    name: str
+    engine: sql.Engine
+    secrets: tuple[str, ...] = ()
+
+    def without_secrets(self, line: str) -> str:
+        """Return what a driver says without the password."""
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            if len(secret) < _SHORT and secret in line:
+                return _HIDDEN
+            line = line.replace(secret, MASK)
+        return masked(line)
+
+
+def address_of(url: str, *, create: bool) -> Address:
+    """Return the store of a path or URL."""
     if "://" not in url:
-        path = Path(url)
-        if not create and not path.is_file():
-            raise UnreadableFile(
-                "--store", url, "a store of runs",
-                "Name the file of an existing store, or add a first run to it.",
-            )  # fmt: skip
-        if create and not path.parent.is_dir():
-            raise UnwritablePath(
-                "--store", url, "a file in a folder that exists", f"Make {path.parent}."
-            )
-        address = sql.URL.create("sqlite", database=str(path))
-        engine = sql.create_engine(address, connect_args={"timeout": _WAIT})
-        sql.event.listen(engine, "connect", _by_hand)
-        sql.event.listen(engine, "begin", _begin)
-        return path.name, engine
+        if _is_no_path(url):
+            raise _no_url(_HIDDEN)
+        return _file(url, create=create)
     try:
         address = sql.make_url(url)
     except (SQLAlchemyError, ValueError):
-        raise _no_url(url.partition("://")[0]) from None
-    # Trap: of a password with a bare @, a part would be read as the host, and be told.
-    if set("[@") & set(address.host or ""):
-        raise _no_url(address.drivername)
-    if address.get_backend_name() not in {"postgresql", "sqlite"}:
-        raise _no_url(address.drivername)
-    if address.get_backend_name() == "sqlite":
-        return engine_of(address.database or "", create=create)
-    if address.get_backend_name() == "postgresql":
-        address = address.set(drivername="postgresql+psycopg")
+        raise _no_url(_HIDDEN) from None
+    kind = address.get_backend_name()
+    if kind == "sqlite" and not (address.host or address.username or _is_no_path(url[9:])):
+        return _file(address.database or "", create=create)
+    # Trap: of a password with a bare @ or /, a part would be read as the host or the database.
+    known = _HOST.fullmatch(address.host or "") and not set("@:/") & set(address.database or "")
+    if kind != "postgresql" or not known:
+        raise _no_url(kind if kind in _KNOWN else _HIDDEN)
     try:
-        return _named(address), sql.create_engine(address)
+        engine = sql.create_engine(address.set(drivername="postgresql+psycopg"))
     except (ImportError, NoSuchModuleError) as error:
         raise MissingDependency(
             "psycopg", str(error), "the driver of PostgreSQL",
             'Install it with: pip install "degarble[postgres]"',
         ) from error  # fmt: skip
+    return Address(_named(address), engine, _secrets(url, address))
 
 
-def _by_hand(connection: Any, _record: Any) -> None:
-    """Let nobody but `_begin` begin a transaction: Python's driver leaves tables out of one."""
-    connection.isolation_level = None
+def _is_no_path(url: str) -> bool:
+    """Tell whether a text is rather an address: also one without scheme or colon."""
+    if looks_like_address(url):
+        return True
+    path = Path(url)
+    in_name = "@" in path.name and path.suffix.lower() not in _SUFFIXES
+    return in_name or ("@" in url and not path.parent.is_dir())
 
 
-def _begin(connection: sql.Connection) -> None:
-    """Begin as a writer at once where one will write: two of them wait and never meet halfway."""
-    writes = connection.get_execution_options().get(WRITES)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _file(url: str, *, create: bool) -> Address:
+    path = Path(url)
+    if not create and not path.is_file():
+        raise UnreadableFile(
+            "--store", url, "a store of runs",
+            "Name the file of an existing store, or add a first run to it.",
+        )  # fmt: skip
+    if create and not path.parent.is_dir():
+        raise UnwritablePath(
+            "--store", url, "a file in a folder that exists", f"Make {path.parent}."
+        )
+    if path.exists() and not path.is_file():  # a pipe would be waited for, a device be written to
+        raise UnwritablePath("--store", url, "an ordinary file", "Name another file.")
+    return Address(path.name, sqlite_engine(path))
 
 
 def _named(address: sql.URL) -> str:
@@ -82,7 +105,20 @@ def _named(address: sql.URL) -> str:
     return f"{address.get_backend_name()} {address.database or ''} on {host}"
 
 
+def _secrets(url: str, address: sql.URL) -> tuple[str, ...]:
+    """Return what no message may show, as it was written and as a driver may write it."""
+    hidden = [url, str(address.password or "")]
+    for name, given in address.query.items():
+        told = [given] if isinstance(given, str) else given
+        if name not in ("host", "port", "dbname"):
+            hidden += [each for each in told if len(each) >= _SHORT or "pass" in name]
+    written = {form for each in hidden for form in (each, quote(each), quote_plus(each))}
+    return tuple(each for each in written if each)
+
+
 def _no_url(scheme: str) -> InvalidArgument:
     return InvalidArgument(
-        "--store", scheme, "the path of a SQLite file or a postgresql:// URL", "Name one of them."
-    )
+        "--store", scheme, "the path of a SQLite file or a postgresql:// URL",
+        "Write --store history.sqlite, or --store postgresql://USER:PASSWORD@HOST/DATABASE"
+        " with @, : and / of the password as %40, %3A and %2F.",
+    )  # fmt: skip

@@ -21,9 +21,12 @@ from degarble.harness.record.wording import number, visible
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.history.store import Nights, Store, Stream, Told
+    from degarble.harness.history.rows import Told
+    from degarble.harness.history.store import Nights, Store, Stream
     from degarble.harness.history.told import Moved
 
+_KEY = 40  # characters of a row's key that are shown
+_FEW = 5  # skipped rows that are named one by one
 _APART = 20  # places that a comparison prints
 
 
@@ -222,3 +225,18 @@ def runs_lines(runs: Sequence[Told]) -> list[str]:
 def runs_document(runs: Sequence[Told]) -> dict[str, Any]:
     """The runs for a machine."""
     return {"verdict": Verdict.AGREES, "runs": [_run(run) for run in runs]}
+
+
+def skipped_lines(store: Store) -> list[str]:
+    """Say which rows were left out, and how to be rid of them; nothing where there are none."""
+    rows = store.skipped
+    if not rows:
+        return []
+    count = counted(len(rows), "row")
+    lines = [
+        f"degarble: {count} of {store.name} cannot be read; the answer is about the others only"
+    ]
+    lines += [f"  {row.table}  {row.key[:_KEY]}: {row.reason}" for row in rows[:_FEW]]
+    lines += [f"  {len(rows) - _FEW:,} more; --json has them"] if len(rows) > _FEW else []
+    lines.append("  remedy  Restore the store, or delete these rows and add their runs again.")
+    return [visible(line) for line in lines]

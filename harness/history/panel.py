@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from degarble.harness.history.records import Measure
-    from degarble.harness.history.store import Nights, Store, Stream, Told
+    from degarble.harness.history.rows import Told
+    from degarble.harness.history.store import Nights, Store, Stream
     from degarble.harness.history.told import Moved
 
 MOST_BANDS = 60

@@ -1,22 +1,20 @@
 """The whole store as one parquet table: one row a number, for anybody's own questions.
 
-Owns the columns: run, subject, machine, night, started, commit, verdict, measure, place, value.
-Written a run at a time, so that memory stays small; there is a whole file or none.
-Refuses where pyarrow is missing. Kept honest by suites/history/test_parquet.py.
+It is written a run at a time, so that memory stays small.
 """
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import MissingDependency, UnwritablePath
+from degarble.harness.errors import MissingDependency
+from degarble.harness.record.files import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.history.store import Store, Told
+    from degarble.harness.history.rows import Told
+    from degarble.harness.history.store import Store
 
 COLUMNS = ("run", "subject", "machine", "night", "started", "commit", "verdict", "measure",
            "place", "value")  # fmt: skip
@@ -34,22 +32,12 @@ def write_parquet(store: Store, path: Path) -> int:
         ) from error  # fmt: skip
     text = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema([(name, pa.float64() if name == "value" else text) for name in COLUMNS])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     rows = 0
-    try:
-        with parquet.ParquetWriter(temporary, schema) as writer:
-            for run in store.runs():
-                table = _table(run, store.numbers(run))
-                rows += len(table["value"])
-                writer.write_table(pa.table(table, schema=schema))
-        temporary.replace(path)
-    except OSError as error:
-        raise UnwritablePath(
-            str(path), str(error), "a file that can be written", "Choose another place."
-        ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    with whole_file(path) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+        for run in store.runs():
+            table = _table(run, store.numbers(run))
+            rows += len(table["value"])
+            writer.write_table(pa.table(table, schema=schema))
     return rows
 
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from degarble.harness.record.verdict import Verdict
 
-_TEXT = 500  # characters of a fact, a place or a name
+LONGEST_TEXT = 500  # characters of a fact, a place or a name
+LONGEST_COMMIT = 64
+LONGEST_START = 40
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,24 @@ class Run:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not _is_date(self.night):
+        if not is_date(self.night):
             raise InvalidArgument(
                 "night", self.night, "a date such as 2026-11-22", "Give the night's first day."
             )
         named = {"subject": self.subject, "machine": self.machine}
         for name, text in named.items():
-            if not _is_name(text):
+            if not is_name(text):
                 raise InvalidArgument(
                     name,
                     text,
-                    f"1 to {_TEXT} printable characters",
+                    f"1 to {LONGEST_TEXT} printable characters",
                     "Name what was measured, and where.",
+                )
+        limits = {"commit": (self.commit, LONGEST_COMMIT), "started": (self.started, LONGEST_START)}
+        for name, (text, most) in limits.items():
+            if len(text) > most or not text.isprintable():
+                raise InvalidArgument(
+                    name, text, f"at most {most} printable characters", f"Shorten the {name}."
                 )
         if not any(self.values.values()):
             raise InvalidArgument(
@@ -122,22 +130,23 @@ def _require_numbers(measure: str, values: Mapping[str, float]) -> None:
                 f"{measure} at {place}", value, "a finite number",
                 "Leave a place out where nothing was measured.",
             )  # fmt: skip
-        if not _is_name(place):
+        if not is_name(place):
             raise InvalidArgument(
                 f"place of {measure}",
                 place,
-                f"1 to {_TEXT} printable characters",
+                f"1 to {LONGEST_TEXT} printable characters",
                 "Name the component.",
             )
 
 
-def _is_date(text: str) -> bool:
+def is_date(text: str) -> bool:
+    """Tell whether a text is a date as this project writes it."""
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
 
 
-def _is_name(text: str) -> bool:
+def is_name(text: str) -> bool:
     """Tell whether a text may stand in tables and on terminals: no controls, no half characters."""
-    return bool(text.strip()) and len(text) <= _TEXT and text.isprintable()
+    return bool(text.strip()) and len(text) <= LONGEST_TEXT and text.isprintable()

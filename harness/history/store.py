@@ -1,18 +1,16 @@
 """The store of all runs: SQLite in a file by default, PostgreSQL for a team, through one library.
 
-Owns four tables: what the store is, runs, layouts (the places that runs of one kind measure, each
-list kept once) and the numbers, one row a run and layout: little-endian doubles in the order of the
-places. So five years of 2,400 places are 1,800 rows, and adding a night is one transaction. A run
-that is added twice is there once.
+Five tables: what the store is, runs, layouts (the places that runs of one kind measure, each list
+kept once), the numbers, one row a run and layout (little-endian doubles in the order of the
+places), and the checksums of both kinds of rows. So five years of 2,400 places are 1,800 rows, and
+adding a night is one transaction. A run that is added twice is there once.
 
-Refuses, by name: a file that is no such store, a store of another schema, a server that cannot be
-reached; a password never appears. Two writers wait for each other.
-Kept honest by suites/history/test_store.py, which runs on SQLite and on a real server.
+A row that cannot be read is left out and listed in `skipped`, so that one bad row does not hide the
+others. Rows from before there were checksums are read without.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +21,23 @@ import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile, UnwritablePath
-from degarble.harness.history.addresses import WRITES, engine_of
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.history import rows
+from degarble.harness.history.addresses import address_of
+from degarble.harness.history.rows import DOUBLES, BadRowError, Skipped, Told
+from degarble.harness.history.sqlite_file import WRITES, require_sound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from degarble.harness.history.records import Run
 
+    _Row = tuple[str, str, NDArray[np.float64]]  # run, layout, numbers
+
 STORE_SCHEMA = 1
-_DOUBLES = np.dtype("<f8")
 _LOCK = 0x6465_6761  # of all writers of one database: any number that nobody else takes
+_SHOWN = 12  # characters of a digest that a message shows
 _FEWEST = 4  # characters by which a run may be named
 
 _tables = sql.MetaData()
@@ -73,6 +75,16 @@ _numbers = sql.Table(
     ),
     sql.Column("doubles", sql.LargeBinary, nullable=False),
 )
+_sums = sql.Table(
+    "degarble_sums",
+    _tables,
+    sql.Column("run", sql.String(16), primary_key=True),
+    sql.Column("layout", sql.String(64), primary_key=True),  # _WHOLE: the run's own row
+    sql.Column("sha256", sql.String(64), nullable=False),
+)
+_WHOLE = ""
+# Trap: the library would make bytes of whatever it finds, of a number as many zeros.
+_RAW_DOUBLES = sql.type_coerce(_numbers.c.doubles, sql.types.NullType())
 
 
 @dataclass(frozen=True)
@@ -84,20 +96,6 @@ class Stream:
     runs: int
     first: str
     last: str
-
-
-@dataclass(frozen=True)
-class Told:
-    """A run as the store tells it, without its numbers."""
-
-    id: str
-    subject: str
-    night: str
-    started: str
-    machine: str
-    commit: str
-    verdict: Verdict
-    facts: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +112,18 @@ class Store:
     """An open store: use it as a context."""
 
     def __init__(self, url: str, *, create: bool = False) -> None:
-        self.name, self._engine = engine_of(url, create=create)
+        self._address = address_of(url, create=create)
+        self.name, self._engine = self._address.name, self._address.engine
         self._create = create
         self._trial: sql.Connection | None = None
+        self._has_sums = False
+        self._known_layouts: dict[str, tuple[str, list[str]]] = {}  # digest to measure and places
+        self._skipped: dict[tuple[str, str], Skipped] = {}
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The rows that were left out of what was read so far."""
+        return tuple(self._skipped.values())
 
     def __enter__(self) -> Self:
         try:
@@ -128,13 +135,16 @@ class Store:
         return self
 
     def _open(self) -> None:
-        known = sql.inspect(self._engine).has_table(_about.name)
-        if not known and not self._create:
+        if self._engine.dialect.name == "sqlite":
+            with self._engine.connect() as connection:
+                require_sound(connection, self.name, _tables.tables)
+        known = set(sql.inspect(self._engine).get_table_names())
+        if _about.name not in known and not self._create:
             raise UnreadableFile(
                 "history store", self.name, "a store of runs",
                 "Name another store, or add a first run to this one.",
             )  # fmt: skip
-        if not known:
+        if _about.name not in known:
             self._make()
         with self._engine.connect() as connection:
             schema = connection.execute(
@@ -145,6 +155,18 @@ class Store:
                 f"schema of {self.name}", schema, str(STORE_SCHEMA),
                 "Open it with the version of degarble that wrote it.",
             )  # fmt: skip
+        self._has_sums = not known or _sums.name in known or self._add_sums()
+
+    def _add_sums(self) -> bool:
+        """Add the table of checksums to a store from before; False where that is not allowed."""
+        if not self._create:
+            return False
+        try:
+            with self._writing() as connection:
+                _sums.create(connection, checkfirst=True)
+        except DBAPIError:
+            return False  # a user who may only insert goes on without
+        return True
 
     def __exit__(self, *_: object) -> None:
         self._engine.dispose()
@@ -205,44 +227,88 @@ class Store:
                 facts=json.dumps(dict(run.facts), sort_keys=True),
             )
         )
-        for measure, values in run.values.items():
-            if values:
-                self._add_numbers(connection, run.id, measure, values)
+        digests = [
+            self._add_numbers(connection, run.id, measure, values)
+            for measure, values in run.values.items()
+            if values
+        ]
+        if self._has_sums:
+            row = connection.execute(sql.select(_runs).where(_runs.c.id == run.id)).one()
+            whole = {"run": run.id, "layout": _WHOLE, "sha256": rows.run_sum(row, digests)}
+            connection.execute(_sums.insert().values(whole))
         return True
 
-    def _add_numbers(self, connection: sql.Connection, run: str, measure: str, values: Any) -> None:
+    def _add_numbers(self, connection: sql.Connection, run: str, measure: str, values: Any) -> str:
         places = sorted(values)
         text = json.dumps(places)
-        digest = hashlib.sha256(f"{measure}\n{text}".encode()).hexdigest()
+        digest = rows.layout_digest(measure, text)
         known = sql.select(_layouts.c.digest).where(_layouts.c.digest == digest)
         if connection.execute(known).first() is None:
             connection.execute(
                 _layouts.insert().values(digest=digest, measure=measure, places=text)
             )
-        doubles = np.array([values[place] for place in places], _DOUBLES).tobytes()
+        doubles = np.array([values[place] for place in places], DOUBLES).tobytes()
         connection.execute(_numbers.insert().values(run=run, layout=digest, doubles=doubles))
+        if self._has_sums:
+            total = {"run": run, "layout": digest, "sha256": rows.numbers_sum(run, digest, doubles)}
+            connection.execute(_sums.insert().values(total))
+        return digest
 
     def streams(self) -> tuple[Stream, ...]:
         """Every subject on every machine, the latest first."""
-        counted = sql.func.count(_runs.c.id)
-        first, last = sql.func.min(_runs.c.night), sql.func.max(_runs.c.night)
-        query = (
-            sql.select(_runs.c.subject, _runs.c.machine, counted, first, last)
-            .group_by(_runs.c.subject, _runs.c.machine)
-            .order_by(last.desc(), _runs.c.subject, _runs.c.machine)
-        )
-        with self._asked(), self._reading() as connection:
-            return tuple(Stream(*row) for row in connection.execute(query))
+        nights: dict[tuple[str, str], list[str]] = {}
+        for run in self.runs():
+            nights.setdefault((run.subject, run.machine), []).append(run.night)
+        found = [
+            Stream(subject, machine, len(every), every[0], every[-1])
+            for (subject, machine), every in sorted(nights.items())
+        ]
+        return tuple(sorted(found, key=lambda stream: stream.last, reverse=True))
 
     def runs(self, stream: Stream | None = None) -> tuple[Told, ...]:
         """Every run of a stream, or of all, in the order of their nights."""
-        query = sql.select(_runs).order_by(_runs.c.night, _runs.c.started, _runs.c.id)
-        if stream is not None:
-            query = query.where(
-                _runs.c.subject == stream.subject, _runs.c.machine == stream.machine
-            )
         with self._asked(), self._reading() as connection:
-            return tuple(_told(row) for row in connection.execute(query))
+            runs = list(connection.execute(sql.select(_runs)))
+            digests = {row.digest for row in connection.execute(sql.select(_layouts.c.digest))}
+            layouts: dict[Any, list[Any]] = {}
+            for run, layout in connection.execute(sql.select(_numbers.c.run, _numbers.c.layout)):
+                layouts.setdefault(run, []).append(layout)
+                if layout not in digests:
+                    self._skip(_numbers, _key(run, layout), "its list of places is not there")
+            sums = self._sums(connection)
+        for run in {*layouts, *(run for run, _ in sums)} - {row.id for row in runs}:
+            self._skip(_numbers, run, "its run is not there")
+        found = [each for row in runs if (each := self._told(row, layouts, sums)) is not None]
+        if stream is not None:
+            wanted = stream.subject, stream.machine
+            found = [each for each in found if (each.subject, each.machine) == wanted]
+        return tuple(sorted(found, key=lambda each: (each.night, each.started, each.id)))
+
+    def _sums(
+        self, connection: sql.Connection, runs: Collection[str] = ()
+    ) -> dict[tuple[Any, Any], Any]:
+        """Return the checksums by run and list of places."""
+        if not self._has_sums:
+            return {}
+        query = sql.select(_sums.c.run, _sums.c.layout, _sums.c.sha256)
+        if len(runs) == 1:
+            query = query.where(_sums.c.run == min(runs))
+        return {(run, layout): total for run, layout, total in connection.execute(query)}
+
+    def _told(self, row: Any, layouts: Any, sums: dict[tuple[Any, Any], Any]) -> Told | None:
+        try:
+            told = rows.told(row)
+            mine = layouts.get(told.id, [])
+            rows.require_numbers(mine)
+            rows.require_sum(sums.get((told.id, _WHOLE)), rows.run_sum(row, mine))
+        except BadRowError as reason:
+            self._skip(_runs, row.id, reason)
+            return None
+        return told
+
+    def _skip(self, table: sql.Table, key: object, reason: object) -> None:
+        found = Skipped(table.name, str(key), str(reason))
+        self._skipped.setdefault((found.table, found.key), found)
 
     def run(self, name: str) -> Told:
         """Return the run of an id or a commit, whole or by its first characters."""
@@ -262,45 +328,66 @@ class Store:
 
     def numbers(self, run: Told) -> dict[str, dict[str, float]]:
         """Return what a run measured: measure, then place, then number."""
-        query = (
-            sql.select(_layouts.c.measure, _layouts.c.places, _numbers.c.doubles)
-            .join_from(_numbers, _layouts)
-            .where(_numbers.c.run == run.id)
-        )
-        with self._asked(), self._reading() as connection:
-            return {
-                measure: dict(zip(json.loads(places), _doubles(found).tolist(), strict=True))
-                for measure, places, found in connection.execute(query)
-            }
+        found: dict[str, dict[str, float]] = {}
+        for _, layout, values in self._numbers_of({run.id}):
+            measure, places = self._known_layouts[layout]
+            found.setdefault(measure, {}).update(zip(places, values.tolist(), strict=True))
+        return found
 
     def nights(self, stream: Stream, measure: str) -> Nights:
         """Return the history of one measure."""
         runs = self.runs(stream)
-        query = (
-            sql.select(_numbers.c.run, _numbers.c.layout, _numbers.c.doubles)
-            .join_from(_numbers, _runs, _numbers.c.run == _runs.c.id)
-            .where(_runs.c.subject == stream.subject, _runs.c.machine == stream.machine)
-            .where(_numbers.c.layout.in_(self._layouts_of(measure)))
-        )
-        with self._asked(), self._reading() as connection:
-            found = [tuple(row) for row in connection.execute(query)]
-        return _joined(runs, found, self._layouts_of(measure))
+        found = self._numbers_of({run.id for run in runs}, measure)
+        return _joined(runs, found, {key: each[1] for key, each in self._known_layouts.items()})
 
-    def _layouts_of(self, measure: str) -> dict[str, list[str]]:
-        query = sql.select(_layouts.c.digest, _layouts.c.places).where(
-            _layouts.c.measure == measure
-        )
+    def _numbers_of(self, runs: set[str], measure: str | None = None) -> list[_Row]:
+        """Return the rows of numbers of some runs, of one measure or of all."""
+        query = sql.select(_numbers.c.run, _numbers.c.layout, _RAW_DOUBLES)
+        if len(runs) == 1:
+            query = query.where(_numbers.c.run == min(runs))
         with self._asked(), self._reading() as connection:
-            return {digest: json.loads(places) for digest, places in connection.execute(query)}
+            layouts = self._layouts(connection, measure)
+            query = query.where(_numbers.c.layout.in_(layouts))
+            found = [tuple(row) for row in connection.execute(query) if row.run in runs]
+            sums = self._sums(connection, runs)
+        kept = []
+        for run, layout, data in found:
+            try:
+                values = rows.doubles(data, len(self._known_layouts[layout][1]))
+                rows.require_sum(sums.get((run, layout)), rows.numbers_sum(run, layout, data))
+            except BadRowError as reason:
+                self._skip(_numbers, _key(run, layout), reason)
+                continue
+            kept.append((run, layout, values))
+        return kept
+
+    def _layouts(self, connection: sql.Connection, measure: str | None) -> list[str]:
+        """Return the digests of a measure's lists of places; every list is checked once."""
+        query = sql.select(_layouts.c.digest, _layouts.c.measure, _layouts.c.places)
+        digests = [row.digest for row in connection.execute(sql.select(_layouts.c.digest))]
+        new = [each for each in digests if each not in self._known_layouts]
+        if new:
+            for row in connection.execute(query):
+                try:
+                    self._known_layouts[row.digest] = row.measure, rows.places(*row)
+                except BadRowError as reason:
+                    self._skip(_layouts, row.digest, reason)
+        return [
+            digest
+            for digest in digests
+            if digest in self._known_layouts and measure in (None, self._known_layouts[digest][0])
+        ]
 
     @contextmanager
     def _asked(self, *, writes: bool = False) -> Iterator[None]:
         """Tell the library's complaints in our words, without a password."""
         try:
             yield
-        except SQLAlchemyError as error:
+        # Trap: the driver decodes a damaged file's own names, and then raises no error of its own.
+        except (SQLAlchemyError, UnicodeError, OverflowError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            line = self._address.without_secrets(line)
             kind = UnwritablePath if writes else UnreadableFile
             raise kind(
                 "history store", f"{self.name}: {line}", "a store that answers",
@@ -308,26 +395,11 @@ class Store:
             ) from None  # fmt: skip
 
 
-def _told(row: Any) -> Told:
-    return Told(
-        id=row.id,
-        subject=row.subject,
-        night=row.night,
-        started=row.started,
-        machine=row.machine,
-        commit=row.commit_id,
-        verdict=Verdict(row.verdict),
-        facts=json.loads(row.facts),
-    )
+def _key(run: object, layout: object) -> str:
+    return f"{run}, {str(layout)[:_SHOWN]}"
 
 
-def _doubles(found: bytes) -> NDArray[np.float64]:
-    return np.frombuffer(found, _DOUBLES).astype(np.float64, copy=False)
-
-
-def _joined(
-    runs: Sequence[Told], found: Sequence[tuple[str, str, bytes]], layouts: dict[str, list[str]]
-) -> Nights:
+def _joined(runs: Sequence[Told], found: Sequence[_Row], layouts: dict[str, list[str]]) -> Nights:
     """Put the rows of all runs into nights by places."""
     used = {layout for _, layout, _ in found}
     places = sorted({place for layout in used for place in layouts[layout]})
@@ -337,12 +409,12 @@ def _joined(
     kept = [run for run in runs if run.id in measured]
     nights = sorted({run.night for run in kept})
     row_of = {night: number for number, night in enumerate(nights)}
-    rows = {run.id: row_of[run.night] for run in kept}
+    places_of = {run.id: row_of[run.night] for run in kept}
     sums = np.zeros((len(nights), len(places)))
     counts = np.zeros(sums.shape, np.int32)
-    for key, layout, doubles in found:
-        sums[rows[key], columns[layout]] += _doubles(doubles)
-        counts[rows[key], columns[layout]] += 1
+    for key, layout, numbers in found:
+        sums[places_of[key], columns[layout]] += numbers
+        counts[places_of[key], columns[layout]] += 1
     values = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
     of_night: list[list[Told]] = [[] for _ in nights]
     for run in kept:

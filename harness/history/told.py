@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.history.changes import Change
     from degarble.harness.history.records import Measure
-    from degarble.harness.history.store import Nights, Told
+    from degarble.harness.history.rows import Told
+    from degarble.harness.history.store import Nights
     from degarble.harness.record.verdict import Verdict
 
 _COMMIT = 12  # characters of a commit that a sentence shows

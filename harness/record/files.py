@@ -1,42 +1,74 @@
-"""Text files that are there whole or not at all.
+"""Files that are there whole or not at all, and never reported as written where they are not.
 
-Owns writing: a temporary name beside the target, fsync, rename; pipes and devices take the text as
-it comes, because a rename would put a file in their place. Refuses, as UnwritablePath and
-before any work is lost, a folder that cannot be made or written; removes what it began.
-What keeps it honest: suites/record/test_files.py (read-only folder, file in the way, full disk).
+Every write ends with fsync and close, because a full disk may be noticed only there. Pipes and
+devices take the bytes as they come: a rename would put a file in their place.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
-from contextlib import suppress
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from degarble.harness.errors import UnwritablePath
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to `path`; a reader sees the old file or the new one, never a part."""
-    if is_stream(path):
-        _send(path, text)
-        return
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary file to be written, which then takes the place of `path`, or goes to it.
+
+    Its content is on the disk before it has the name; after an error nothing of it is left.
+    """
+    streams = is_stream(path)
     path = path.resolve() if path.is_symlink() else path  # what a link leads to is replaced
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary: Path | None = None
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        temporary = _beside(path) if not streams else _anywhere(path)
+        yield temporary
+        if streams:
+            with temporary.open("rb") as source, path.open("wb", buffering=0) as target:
+                shutil.copyfileobj(source, target)
+        else:
+            _sync(temporary)
+            temporary.replace(path)
     except OSError as error:
         raise _unwritable(str(path), error) from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """Make an empty file in the folder of `path`, so that it can be renamed to it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.open("xb").close()
+    return temporary
+
+
+def _anywhere(path: Path) -> Path:
+    """Make an empty file where temporary files lie: the folder of a device takes none."""
+    descriptor, name = tempfile.mkstemp(suffix=f".{path.name}")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def is_stream(path: Path) -> bool:
@@ -46,14 +78,6 @@ def is_stream(path: Path) -> bool:
     except OSError:
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
-def _send(path: Path, text: str) -> None:
-    try:
-        with path.open("w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise _unwritable(str(path), error) from error
 
 
 def usable_folder(name: str, folder: Path) -> Path:

@@ -19,7 +19,7 @@ from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from degarble.harness.errors import DegarbleError, InvalidArgument
-from degarble.harness.history.addresses import engine_of
+from degarble.harness.history.addresses import address_of
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
 from degarble.harness.history.store import Store
 from degarble.harness.record.files import usable_folder
@@ -197,7 +197,7 @@ def _ledger_of(asked: Asked) -> Ledger | None:
 def _require_store(url: str | None) -> None:
     if url is None:
         return
-    _, engine = engine_of(url, create=True)
+    engine = address_of(url, create=True).engine
     engine.dispose()
     if engine.dialect.name == "sqlite":
         with Store(url, create=True):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING
 
+from degarble.harness.history.asked import skipped_lines
 from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
 from degarble.harness.history.panel import sentence_of as history_sentence
@@ -104,6 +105,7 @@ def history(asked: Asked, results: Results) -> StepResult:
     with Store(asked.store, create=True) as store:
         with store.trying(run):
             told = _moved(history_in(store, run))
+        told = replace(told, lines=(*told.lines, *skipped_lines(store)))
         # The store keeps the verdict of the whole night, with these reds and the ledger's.
         whole = {**results, "history": told}
         closed = run_of(asked, {**whole, "ledger": ledger(asked, whole)})

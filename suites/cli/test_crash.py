@@ -49,4 +49,4 @@ def test_who_signs_in_at_an_address_is_not_told(
     _break(monkeypatch)
     result = call(capsys, "history", "runs", "--store", "postgresql://me:se@cret@host/db")
     assert "cret" not in result.err
-    assert "--store postgresql://...@host/db" in result.err
+    assert "postgresql://***@host/db" in result.err

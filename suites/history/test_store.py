@@ -62,7 +62,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
     engine = sql.create_engine(address.replace("postgresql:", "postgresql+psycopg:", 1))
     with engine.begin() as connection:
-        tables = ("numbers", "layouts", "runs", "store")
+        tables = ("sums", "numbers", "layouts", "runs", "store")
         for table in tables:
             connection.execute(sql.text(f"DROP TABLE IF EXISTS degarble_{table}"))
     engine.dispose()

@@ -30,7 +30,7 @@ def _row(floor: int, below: str) -> Unit:
     return Unit(floor, frozenset(below.split()))
 
 
-_GROUND = "errors protocols version formats anatomy"
+_GROUND = "masking errors protocols version formats anatomy"
 _KNOWING = "references record checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
 _BINDING = "pairings talk runs"
@@ -38,7 +38,8 @@ _ALL_BELOW_EDGE = f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} {_BINDING}"
 
 UNITS: Mapping[str, Unit] = {
     # F0 ground: beyond doubt, because every floor above rests on it
-    "errors": _row(0, ""),
+    "masking": _row(0, ""),
+    "errors": _row(0, "masking"),
     "protocols": _row(0, ""),
     "version": _row(0, ""),
     "formats": _row(0, "errors"),
@@ -51,7 +52,7 @@ UNITS: Mapping[str, Unit] = {
     "kernels": _row(2, "errors formats anatomy"),
     # F3 judging and telling: reports and history read an old run without torch or a checkpoint
     "engine": _row(3, f"{_GROUND} {_KNOWING}"),
-    "history": _row(3, "errors record"),
+    "history": _row(3, "masking errors record"),
     "reports": _row(3, "errors record"),
     # F4 binding
     "pairings": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING}"),

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.errors import UnwritablePath
-from degarble.harness.record.files import is_stream, require_folder, usable_folder, write_text
+from degarble.harness.record.files import (
+    is_stream,
+    require_folder,
+    usable_folder,
+    whole_file,
+    write_text,
+)
 
 
 def test_text_is_written_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -29,6 +35,17 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         write_text(target, "new")
     assert target.read_text(encoding="utf-8") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_file_of_a_library_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "a.bin"
+    with whole_file(target) as temporary:
+        temporary.write_bytes(b"old")
+        assert target.exists() is False
+    with pytest.raises(UnwritablePath), whole_file(target) as temporary:
+        temporary.with_name("none").read_bytes()
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
 
 
 def test_a_pipe_takes_the_text_and_stays_a_pipe(tmp_path: Path) -> None:

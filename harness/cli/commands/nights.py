@@ -1,6 +1,9 @@
 """`degarble history` and `bisect`: which night, and which commit, moved a component."""
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +14,7 @@ from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
 from degarble.harness.cli.options import ReportFolder
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
+from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED, InvalidArgument
 from degarble.harness.record.files import require_folder
 
 EXPORT_SUFFIXES = (".parquet",)
@@ -187,9 +190,8 @@ def runs(options: ListOptions, terminal: Terminal) -> int:
 
     with _opened(options.store) as store:
         found = store.runs()
-    terminal.say(*runs_lines(found))
-    terminal.emit(runs_document(found))
-    return EXIT_AGREES
+        terminal.say(*runs_lines(found))
+        return _answer(store, terminal, runs_document(found))
 
 
 def trends(options: TrendOptions, terminal: Terminal) -> int:
@@ -201,15 +203,14 @@ def trends(options: TrendOptions, terminal: Terminal) -> int:
         require_folder("--report", options.report)
     with _opened(options.store) as store:
         found = asked.histories(store, _question(options))
-    document = asked.trends_document(found)
-    for history in found:
-        terminal.say(history_text(history, width=terminal.width, colour=terminal.colour))
-    if options.report is not None:
-        document["reports"] = [str(page) for page in history_pages(options.report, found)]
-        for page in document["reports"]:
-            terminal.say(f"Open the report: {page}")
-    terminal.emit(document)
-    return EXIT_AGREES
+        document = asked.trends_document(found)
+        for history in found:
+            terminal.say(history_text(history, width=terminal.width, colour=terminal.colour))
+        if options.report is not None:
+            document["reports"] = [str(page) for page in history_pages(options.report, found)]
+            for page in document["reports"]:
+                terminal.say(f"Open the report: {page}")
+        return _answer(store, terminal, document, EXIT_AGREES)
 
 
 def changes(options: ChangeOptions, terminal: Terminal) -> int:
@@ -218,9 +219,8 @@ def changes(options: ChangeOptions, terminal: Terminal) -> int:
 
     with _opened(options.store) as store:
         found = asked.histories(store, _question(options))
-    terminal.say(*asked.changes_lines(found))
-    terminal.emit(asked.changes_document(found))
-    return asked.changes_verdict(found).exit_status
+        terminal.say(*asked.changes_lines(found))
+        return _answer(store, terminal, asked.changes_document(found))
 
 
 def compare(options: RunsOptions, terminal: Terminal) -> int:
@@ -229,9 +229,8 @@ def compare(options: RunsOptions, terminal: Terminal) -> int:
 
     with _opened(options.store) as store:
         lines, document = compared(store, options.first, options.second)
-    terminal.say(*lines)
-    terminal.emit(document)
-    return int(document["verdict"].exit_status)
+        terminal.say(*lines)
+        return _answer(store, terminal, document)
 
 
 def export(options: ExportOptions, terminal: Terminal) -> int:
@@ -249,9 +248,9 @@ def export(options: ExportOptions, terminal: Terminal) -> int:
 
     with _opened(options.store) as store:
         rows = write_parquet(store, options.file)
-    terminal.say(f"{rows:,} numbers in {options.file}")
-    terminal.emit({"verdict": Verdict.AGREES, "file": str(options.file), "rows": rows})
-    return EXIT_AGREES
+        terminal.say(f"{rows:,} numbers in {options.file}")
+        document = {"verdict": Verdict.AGREES, "file": str(options.file), "rows": rows}
+        return _answer(store, terminal, document)
 
 
 def bisect(options: BisectOptions, terminal: Terminal) -> int:
@@ -276,10 +275,34 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
     return EXIT_DIFFERS
 
 
-def _opened(url: str) -> Any:
-    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  numpy
+@contextmanager
+def _opened(url: str) -> Iterator[Any]:
+    """Open a store to read it; rows that were skipped are named, also where a question fails."""
+    from degarble.harness.history.asked import skipped_lines  # noqa: PLC0415  numpy
+    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
 
-    return Opened(url)
+    with Opened(url) as store:
+        try:
+            yield store
+        finally:
+            for line in skipped_lines(store):
+                sys.stderr.write(f"{line}\n")
+
+
+def _answer(
+    store: Any, terminal: Terminal, document: dict[str, Any], status: int | None = None
+) -> int:
+    """Write the document; what agrees over a part of the rows is undecided over all of them."""
+    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  start-up time
+
+    document["skipped"] = [asdict(row) for row in store.skipped]
+    status = document["verdict"].exit_status if status is None else status
+    if store.skipped and document["verdict"] is Verdict.AGREES:
+        document["verdict"] = Verdict.UNDECIDED
+    if store.skipped and status == EXIT_AGREES:
+        status = EXIT_REFUSED
+    terminal.emit(document)
+    return status
 
 
 def _question(options: TrendOptions | ChangeOptions) -> Any:

@@ -1,6 +1,8 @@
 """`degarble history` and `bisect` as a user meets them: words, status, JSON, refusals."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,54 @@ def test_what_is_not_there_is_refused(
     assert result.status == 2
     assert said in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_bad_row_is_named_and_what_agrees_is_undecided(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(sqlite3.connect(store)) as connection:
+        [(bad,)] = connection.execute("SELECT id FROM degarble_runs WHERE night = ?", (night(5),))
+        connection.execute("UPDATE degarble_runs SET verdict = 'MAYBE' WHERE id = ?", (bad,))
+        connection.commit()
+    listed = call(capsys, "history", "runs", "--store", store)
+    assert listed.status == 2
+    assert len(listed.out.splitlines()) == 47
+    assert f"degarble_runs  {bad}: its verdict" in listed.err
+    assert "1 row of h.sqlite cannot be read" in listed.err
+    still = call(capsys, "--json", "history", "changes", "layers.0.*", "--store", store)
+    assert (still.status, still.document["verdict"]) == (2, "UNDECIDED")
+    assert [each["key"] for each in still.document["skipped"]] == [bad]
+    moved = call(capsys, "--json", "history", "changes", "--store", store)
+    assert (moved.status, moved.document["verdict"]) == (1, "DIFFERS")
+    refused = call(capsys, "history", "compare", bad[:8], "0000002c", "--store", store)
+    assert refused.status == 2
+    assert bad in refused.err
+
+
+@pytest.mark.needs("pyarrow")
+def test_an_export_to_a_full_device_is_refused(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "all.parquet"
+    link.symlink_to("/dev/full")
+    result = call(capsys, "history", "export", link, "--store", store)
+    assert result.status == 2
+    assert "No space left on device" in result.err
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("words", [("runs",), ("add", "check.json"), ("export", "a.parquet")])
+def test_a_mistyped_address_is_neither_shown_nor_a_file(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("check.json").write_text(json.dumps(CHECK))
+    for address in ("postgresql:me:secret@host/db", "host=db password=secret"):
+        for json_wanted in ((), ("--json",)):
+            result = call(capsys, *json_wanted, "history", *words, "--store", address)
+            assert result.status == 2
+            assert "secret" not in result.out + result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
