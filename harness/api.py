@@ -8,6 +8,7 @@ Kept honest by suites/test_api.py, which runs the examples of docs/api.md.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,14 @@ from degarble.harness.record.capture_writer import CaptureWriter
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.capture_memory import MemoryRun
-from degarble.harness.runs.capture_modules import Place, places_by_name, recording
+from degarble.harness.runs.capture_modules import (
+    Place,
+    places_by_name,
+    recording,
+    weights_hash,
+)
 from degarble.harness.runs.capture_recorder import Recorder
+from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,11 +64,15 @@ def capture(
     places: Iterable[Place] | None = None,
     components: str | None = None,
     folder: Path | str | None = None,
+    label: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> MemoryRun | Capture:
     """Run a model once and record its components: in memory, or in a folder for `degarble compare`.
 
     `places` maps modules to components; without it every leaf module is one, by its name.
     `components` keeps those that fit a pattern, such as "mlp.*"; the others are not recorded.
+    A folder also keeps a hash of the weights that ran, `label`, which comparisons show, and `facts`
+    of your own (values that JSON has).
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
@@ -70,14 +81,38 @@ def capture(
     chosen = list(places_by_name(model) if places is None else places)
     wanted = Wanted.of(components=components)
     wanted.require_choosing([place.component for place in chosen])
+    stated = _facts_of_module(model, label, facts)
     if folder is None:
         run = MemoryRun()
         _record(model, arguments, chosen, Recorder(run, wanted))
         return run
-    with CaptureWriter(Path(folder), {"model": type(model).__name__}) as writer:
+    stated["weights"] = weights_hash(model)  # before the run, which may write into buffers
+    with CaptureWriter(Path(folder), stated) as writer:
         _record(model, arguments, chosen, Recorder(writer, wanted))
         writer.finish()
     return Capture.open(Path(folder))
+
+
+def _facts_of_module(
+    model: torch.nn.Module, label: str | None, facts: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    if label is not None and (not isinstance(label, str) or not label.isprintable()):
+        raise InvalidArgument("label", label, "a printable text", 'Pass label="before the fix".')
+    stated: dict[str, Any] = {
+        "model": type(model).__name__,
+        "versions": {"degarble": VERSION, "torch": torch.__version__},
+    }
+    if label is not None:
+        stated["label"] = label
+    if facts is not None:
+        try:
+            stated["facts"] = json.loads(json.dumps(dict(facts), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                "facts", repr(facts)[:200], "names with values that JSON has",
+                'Pass plain values: facts={"commit": "1f0c9a2e"}.',
+            ) from error  # fmt: skip
+    return stated
 
 
 def _record(

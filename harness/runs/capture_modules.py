@@ -12,11 +12,13 @@ suites/runs/test_capture_modules.py.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from degarble.harness.runs.capture_recorder import Recorder, Taken
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+_HASHED_BYTES = 1 << 26  # copied to the host at a time
 _PLAIN = MappingProxyType({0: "x"})
 _OUT = MappingProxyType({(0, 0): "out"})
 
@@ -184,6 +187,31 @@ def recording(model: nn.Module, places: Iterable[Place], recorder: Recorder) -> 
     with ExitStack() as stack:
         ModuleRecorder(recorder, places).install(model, stack)
         yield
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return SHA-256 over every parameter and buffer: name, dtype, shape and bytes.
+
+    Buffers that are left out of the state dict count too: scales often live in such buffers.
+    """
+    digest = hashlib.sha256()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        _hash_tensor(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised tensor of torchao is a wrapper
+        for inner in tensor.__tensor_flatten__()[0]:
+            _hash_tensor(digest, f"{name}.{inner}", getattr(tensor, inner))
+        return
+    if tensor.is_meta:
+        return  # it has no bytes
+    flat = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    for piece in flat.detach().contiguous().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
+        digest.update(memoryview(piece.cpu().numpy()))
 
 
 def places_by_name(model: nn.Module) -> list[Place]:

@@ -4,7 +4,8 @@ Owns the pairing (the steps in which both were given the same tokens; where prom
 otherwise, compare_tokens pairs token by token), the numbers of each output, and the verdict. Hashes
 decide what is equal; only what is not is read. No budget is known here, so equal means to the bit.
 A component that was given the same inputs and put out something else is an origin: what lies behind
-it inherits. Two runs of one candidate that differ are UNSTABLE.
+it inherits. Two runs of the same weights (by their hash) with the same code that differ are
+UNSTABLE.
 
 Refuses captures of models of other extents, and those without a step in common. Kept honest by
 suites/runs/test_compare_runs.py.
@@ -42,7 +43,9 @@ _EXTENTS = (
     "n_routed_experts",
     "vocab_size",
 )
-_SAME = ("source", "backend", "arithmetic", "form", "sums", "recipe", "versions")
+_SAME = (
+    *("model", "weights", "backend", "arithmetic", "form", "sums", "recipe", "versions", "patch"),
+)
 
 
 @dataclass(eq=False)
@@ -202,13 +205,21 @@ def _common_steps(first: Capture, second: Capture) -> int:
 
 
 def _one_candidate(first: Capture, second: Capture) -> bool:
-    def told(capture: Capture) -> list[Any]:
-        facts = dict(capture.facts)
-        source = facts.get("source")
-        facts["source"] = source.get("fingerprint") if isinstance(source, dict) else source
-        return [facts.get(name) for name in (*_SAME, "patch")]
+    """Tell whether the same weights ran with the same code, so that a difference is a race.
 
-    return told(first) == told(second) and bool(first.facts)
+    A capture that does not say which weights ran is nobody's second run: it can only differ.
+    """
+    if _weights_that_ran(first) != _weights_that_ran(second) or _weights_that_ran(first) is None:
+        return False
+    return all(first.facts.get(name) == second.facts.get(name) for name in _SAME)
+
+
+def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
+    """Hash of the model's tensors, or what tells its checkpoint from others; None if unstated."""
+    source = capture.facts.get("source")
+    stated = source if isinstance(source, dict) else {}
+    found = capture.facts.get("weights"), stated.get("fingerprint"), stated.get("content")
+    return None if found[:2] == (None, None) else found
 
 
 def _add(
@@ -357,7 +368,7 @@ def _evidence(line: Line) -> str:
 def compared_lines(compared: Compared) -> Iterator[str]:
     """Tell it in a few lines."""
     yield f"{compared.verdict}  {compared.sentence}"
-    names = " and ".join(each.hash[:12] for each in compared.captures)
+    names = " and ".join(_name(each) for each in compared.captures)
     yield f"  captures    {names}, {compared.extent} in common"
     apart = [line for line in compared.lines if not line.equal]
     yield f"  outputs     {len(compared.lines):,}, of which {len(apart):,} differ"
@@ -370,12 +381,22 @@ def compared_lines(compared: Compared) -> Iterator[str]:
         yield f"  and         {more:,} more"
 
 
+def _name(capture: Capture) -> str:
+    """Return the label that its user gave it, and its hash."""
+    label = capture.facts.get("label")
+    return f"{label} ({capture.hash[:12]})" if isinstance(label, str) else capture.hash[:12]
+
+
 def compared_page(compared: Compared, provenance: Provenance) -> Page:
     """A page of its own: a comparison belongs to no checkpoint."""
     key = "".join(each.hash[:32] for each in compared.captures)
-    remedy = "Run it again and look at this component: races, stale memory, unwritten output."
+    remedy = (
+        "Run it again and look at this component: races, stale memory, unwritten output."
+        if compared.verdict is Verdict.UNSTABLE
+        else "Judge both runs with degarble check: it says which of them is wrong, and why."
+    )
     findings = tuple(
-        Finding(f"{line.component} gave another answer to the same question", remedy, _origin(line))
+        Finding(f"{line.component} returns other values for equal inputs", remedy, _origin(line))
         for line in compared.origins[:_SHOWN]
     )
     subject = Subject("comparison", "Two captures", key)

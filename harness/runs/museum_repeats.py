@@ -76,7 +76,7 @@ def repeat(
     with TemporaryDirectory(prefix="degarble-repeat-", dir=root) as made:
         folders = [Path(made) / name for name in ("first", "second")]
         for folder in folders:
-            write(stage.run(candidate), folder, {"source": str(stage.case)})
+            write(stage.run(candidate), folder, {"weights": str(stage.case)})
         found = compare_runs(*folders)
         blamed = tuple(dict.fromkeys(line.component for line in found.origins))
         told = (fault, component, way.words if way else "", str(stage.case))

@@ -14,6 +14,7 @@ from degarble.harness.runs.capture_modules import (
     component_of,
     places_by_name,
     recording,
+    weights_hash,
 )
 from degarble.harness.runs.capture_recorder import Recorder
 from degarble.suites.runs.capture_models import Stack
@@ -119,3 +120,34 @@ def test_a_wrong_map_is_refused(place: Place, told: str, tmp_path: Path) -> None
 def test_names_that_are_no_sites_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="site"):
         Place("layers.x.norm", ("norm",))
+
+
+def test_the_hash_of_the_weights_sees_every_byte_that_runs() -> None:
+    torch.manual_seed(3)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_buffer("scale", torch.ones(2), persistent=False)  # no part of the state dict
+    before = weights_hash(model)
+    assert weights_hash(model) == before
+    with torch.no_grad():
+        model.scale[1] = torch.nextafter(model.scale[1], torch.tensor(2.0))
+        scaled = weights_hash(model)
+        model[0].bias[0] = -model[0].bias[0]
+    assert len({before, scaled, weights_hash(model), weights_hash(model.bfloat16())}) == 4
+
+
+def test_a_wrapped_tensor_is_hashed_by_what_it_wraps() -> None:
+    class Wrapped(torch.Tensor):
+        codes: torch.Tensor
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes"], None
+
+    def model(value: float) -> torch.nn.Module:
+        made = torch.nn.Module()
+        tensor: Any = torch.zeros(3).as_subclass(Wrapped)
+        tensor.codes = torch.full((3,), value)
+        made.register_buffer("w", tensor)
+        return made
+
+    assert weights_hash(model(1.0)) != weights_hash(model(2.0))
+    assert weights_hash(model(1.0)) == weights_hash(model(1.0))

@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from degarble.harness import api
 from degarble.harness.runs import capture as run
 from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.model import open_model
@@ -121,3 +123,52 @@ def test_runs_of_other_tokens_are_undecided(
     done = call(capsys, "compare", one, two)
     assert done.status == 2
     assert "steps in common" in done.err
+
+
+def llama(scale: float, drift: float = 0.0) -> torch.nn.Module:
+    """A model of two linears; `drift` is an error that no weight shows, as a race makes it."""
+
+    class Racing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + drift
+
+    torch.manual_seed(7)
+    second = Racing(8, 8)
+    made = torch.nn.Sequential(torch.nn.Linear(8, 8), second)
+    with torch.no_grad():
+        second.weight.mul_(scale)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "remedy"),
+    [((1.5, 0.0), "DIFFERS", "degarble check"), ((1.0, 0.5), "UNSTABLE", "races, stale memory")],
+)
+def test_only_runs_of_equal_weights_can_be_unstable(
+    other: tuple[float, float], verdict: str, remedy: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    api.capture(llama(1.0), x, folder=tmp_path / "one", label="before")
+    api.capture(llama(*other), x, folder=tmp_path / "two", label="after", facts={"commit": "1f0c"})
+    line = ("compare", tmp_path / "one", tmp_path / "two")
+    done = call(capsys, "--json", *line, "--report", tmp_path / "report")
+    assert done.document["verdict"] == verdict
+    assert [each["component"] for each in done.document["origins"]] == ["m1"]
+    (page,) = (tmp_path / "report").glob("*.html")
+    assert remedy in page.read_text()
+    assert "before (" in call(capsys, *line).out
+
+
+def test_a_run_that_does_not_state_its_weights_is_nobodys_second_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    for name, drift in (("one", 0.0), ("two", 0.5)):
+        api.capture(llama(1.0, drift), x, folder=tmp_path / name)
+        manifest = tmp_path / name / "manifest.json"
+        whole = json.loads(manifest.read_text())
+        del whole["facts"]["weights"]
+        manifest.write_text(json.dumps(whole))
+    done = call(capsys, "--json", "compare", tmp_path / "one", tmp_path / "two")
+    assert done.document["verdict"] == "DIFFERS"

@@ -74,7 +74,7 @@ def test_what_is_right(made: Repeated, right: bool) -> None:
 
 def test_a_run_is_written_as_it_was_seen(tmp_path: Path) -> None:
     stage = small_stage()
-    write(stage.healthy, tmp_path / "a", {"source": "here"})
+    write(stage.healthy, tmp_path / "a", {"weights": "here"})
     seen = Capture.open(tmp_path / "a")
     assert seen.complete
     assert [step.tokens for step in seen.steps] == [step.tokens for step in stage.healthy.steps]
