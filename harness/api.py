@@ -87,7 +87,7 @@ def capture(
         _record(model, arguments, chosen, Recorder(run, wanted))
         return run
     stated["weights"] = weights_hash(model)  # before the run, which may write into buffers
-    with CaptureWriter(Path(folder), stated) as writer:
+    with CaptureWriter(Path(folder), stated, name="folder") as writer:
         _record(model, arguments, chosen, Recorder(writer, wanted))
         writer.finish()
     return Capture.open(Path(folder))

@@ -80,7 +80,7 @@ def _verdict(page: Page) -> Element:
     subject, provenance = page.subject, page.provenance
     facts = (
         (subject.kind, subject.name, False),
-        ("Manifest", _short(subject.manifest_hash), True),
+        ("Header hash", _short(subject.manifest_hash), True),
         ("Obtained on", provenance.machine, False),
         ("At", provenance.created, False),
     )
@@ -167,7 +167,7 @@ def _panel(panel: Panel) -> Element:
 
 def _provenance(page: Page) -> Element:
     provenance = page.provenance
-    facts = (*provenance.versions, ("Manifest", page.subject.manifest_hash))
+    facts = (*provenance.versions, ("Header hash", page.subject.manifest_hash))
     versions = [
         h("div", None, h("dt", None, name), h("dd", None, h("code", None, version)))
         for name, version in facts

@@ -41,7 +41,6 @@ app = typer.Typer(
     help="Find which layer and which component of a low-precision model run went wrong, and why.",
     epilog="Exit status: 0 agrees, 1 differs, 2 refused or undecided.",
     cls=Group,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )

@@ -14,10 +14,6 @@ CapturePath = Annotated[
 ReportFolder = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Write the checkpoint's page into DIR.")
 ]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write the result as JSON to FILE; - is stdout."),
-]
 Backend = Annotated[
     str,
     typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),

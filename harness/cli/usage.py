@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from degarble.harness.cli.command import json_at
 from degarble.harness.errors import EXIT_AGREES, InvalidArgument, Refused, UnknownName
 
 if TYPE_CHECKING:
@@ -55,18 +56,14 @@ def refusal(error: typer.TyperException, arguments: Sequence[str]) -> Refused:
 
 def asks_for_json(app: typer.Typer, arguments: Sequence[str]) -> bool:
     """Tell whether a line that may not even parse asks for a JSON document on stdout."""
+    at = json_at(arguments)
+    if at is None:
+        return "--json=-" in arguments
     command: Any = typer.main.get_command(app)
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        if word == "--":
-            break
-        if word == "--json":
-            option = next((p for p in command.params if "--json" in p.opts), None)
-            if option is not None and (option.is_flag or following == "-"):
-                return True
-        if word == "--json=-":
-            return True
+    for word in arguments[:at]:
         command = getattr(command, "commands", {}).get(word, command)
-    return False
+    follows = [word for word in arguments[at + 1 : at + 2] if word == "-" or word[:1] != "-"]
+    return not (getattr(command, "json_word", False) and follows) or follows == ["-"]
 
 
 def _name(parameter: Any) -> str:

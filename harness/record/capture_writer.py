@@ -106,9 +106,11 @@ class CaptureWriter:
         memory_bytes: int = MEMORY_BYTES,
         part_bytes: int = PART_BYTES,
         part_seconds: float = PART_SECONDS,
+        name: str = "--out",
     ) -> None:
-        require_free(folder)
-        self.folder = usable_folder("--out", folder)
+        """`name` is what the caller's user calls the folder, for refusals."""
+        require_free(folder, name)
+        self.folder = usable_folder(name, folder)
         self._facts = dict(facts)
         self._memory_bytes = memory_bytes
         part_bytes = min(part_bytes, max(1, memory_bytes // 4))
@@ -326,12 +328,12 @@ class _Packer:
             self._freed += payload.nbytes
 
 
-def require_free(folder: Path) -> None:
+def require_free(folder: Path, name: str = "--out") -> None:
     """Refuse a folder in which a capture lies; makes nothing."""
     taken = (folder / MANIFEST).exists()
     if folder.is_dir():
         taken = taken or any(parts.NAME.fullmatch(each.name) for each in folder.iterdir())
     if taken:
         raise UnwritablePath(
-            "--out", str(folder), "a folder without a capture", "Choose another folder."
+            name, str(folder), "a folder without a capture", "Choose another folder."
         )

@@ -138,7 +138,8 @@ class Audit:
             *front, last = [_IN_WORDS[part.name] for part in self.judged]
             what = f"{', '.join(front)} and {last}" if front else last
             rest = f"; {places(counts[Level.WARNING], 'warning')}" if counts[Level.WARNING] else ""
-            return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}."
+            alone = "" if self.beside else " Nothing was compared with a reference: see --against."
+            return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}.{alone}"
         errors = [each for each in self.findings if each.level is Level.ERROR]
         broken = len({each.rule for each in errors})
         where = errors[0].tensor or errors[0].module or "the checkpoint"

@@ -17,12 +17,15 @@ from xml.sax.saxutils import escape, quoteattr
 from degarble.harness.engine.judged_run import PAIRS
 from degarble.harness.record.page import Provenance, Subject
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs.backends import TORCH
 from degarble.harness.runs.check_look import Looker
 from degarble.harness.runs.check_page import Checked as PageChecked
 from degarble.harness.runs.check_page import Found, captured_facts, origin_of
 from degarble.harness.runs.check_page import sentence_of as page_sentence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from degarble.harness.engine.judged_run import Row
     from degarble.harness.runs.check import Checked
 
@@ -39,7 +42,15 @@ def as_page(checked: Checked, subject: Subject, where: Provenance, looker: Looke
     localised = checked.localised
     localised = replace(localised, notes=(*checked.notes, *localised.notes))
     facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
-    return PageChecked(subject, where, localised, found_of(checked), looker, facts=facts)
+    return PageChecked(
+        subject, where, localised, found_of(checked), looker, facts=facts,
+        built_in=built_in(checked.capture.facts),
+    )  # fmt: skip
+
+
+def built_in(facts: Mapping[str, Any]) -> bool:
+    """Tell whether degarble's own references computed all of a captured run."""
+    return facts.get("backend") == TORCH and "patch" not in facts
 
 
 def sentence_of(checked: Checked) -> str:
@@ -61,6 +72,7 @@ def check_document(checked: Checked, sentence: str) -> dict[str, Any]:
         "checkpoint": checked.name,
         "capture": checked.capture.hash,
         "complete": checked.capture.complete,
+        "kernel_tested": not built_in(checked.capture.facts),
         "steps": len(checked.capture.steps),
         "facts": checked.facts,
         "kernels": checked.capture.facts.get("kernels"),

@@ -78,6 +78,7 @@ class Checked:
     """All that a check has to tell: whose page it is, what was found, and what was said.
 
     `sentence` replaces the one that follows from what was found; `preface` stands in front.
+    `built_in` says that the captured run used degarble's own references throughout.
     """
 
     subject: Subject
@@ -89,6 +90,7 @@ class Checked:
     facts: tuple[tuple[str, str], ...] = ()
     sentence: str = ""
     preface: tuple[str, ...] = ()
+    built_in: bool = False
 
 
 def write_check_page(folder: Path, telling: Checked) -> Path:
@@ -155,6 +157,10 @@ def sentence_of(telling: Checked) -> str:
         return first if not more else f"{first} {more} more {'place' if more == 1 else 'places'}."
     if localised.verdict is Verdict.AGREES:
         calls = sum(row.calls for row in localised.rows)
+        if telling.built_in:
+            return (
+                f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
+            )
         return f"Every component does what its twin does: {calls:,} outputs within their budgets."
     return "Nothing is claimed: no component could be judged."
 
@@ -163,6 +169,16 @@ def placed(trouble: Trouble) -> str:
     """Layer and component of a trouble in words."""
     layer, role = _layer_and_role(trouble.component)
     return role if layer is None else f"Layer {layer}, {role}"
+
+
+def share_sentence(value: float) -> str:
+    """Say how much of the difference of the final logits one origin explains alone."""
+    if value < 0:
+        return (
+            f"Mending it alone makes the difference of the logits {share(-value)} larger:"
+            " another origin hides a part of it."
+        )
+    return f"Mending it alone removes {share(value)} of the difference of the logits."
 
 
 def origin_of(found: Found) -> Origin:
@@ -199,7 +215,7 @@ def _finding(found: Found) -> Finding:
         near = ", ".join(each.fault for each in told.excluded[:_NEAREST])
         notes.append(f"{told.tried:,} ways were tried{f'; nearest: {near}' if near else ''}.")
     if found.share is not None:
-        notes.append(f"Putting it right removes {share(found.share)} of the final difference.")
+        notes.append(share_sentence(found.share))
     origin = origin_of(found)
     command = found.reproduction
     if command.endswith(".py"):

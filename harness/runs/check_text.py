@@ -15,7 +15,7 @@ from rich.text import Text
 
 from degarble.harness.record.kernel_table import table_lines
 from degarble.harness.record.wording import number, visible
-from degarble.harness.runs.check_page import Found
+from degarble.harness.runs.check_page import Found, share_sentence
 from degarble.reports.page_text import badge
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def _origin(place: int, each: Judgement, width: int) -> Iterator[Text]:
     elif each.diagnosed is not None:
         yield from _columns("   cause", each.diagnosed.sentence, width)
     if each.share is not None:
-        share = f"{100 * max(0.0, each.share):.1f} % of the difference of the logits, alone"
-        yield from _columns("   share", share, width)
+        yield from _columns("   share", share_sentence(each.share), width)
     yield from _columns("   remedy", cause.remedy, width)
     if each.reproducer:
         yield from _columns("   run", each.reproducer, width)

@@ -1,12 +1,12 @@
-"""How sure a drift over prompts is: paired differences, Student's interval, what n prompts can see.
+"""Judge a text statistic over prompts: paired differences, their interval, what n prompts can see.
 
-Owns the arithmetic of a text gate. Each prompt gives one number for the candidate, its twin and the
-BF16 reference; the drift is the mean of candidate minus twin. What is healthy follows from twin
-minus reference: a candidate may stray from its twin by less than the format itself does from BF16,
-that mean with its own interval, or by one BF16 step of the statistic where that is more. A gate is
-red only when the drift's whole interval lies outside.
-The quantile of Student's distribution is Wallace's closed form (1959), within 1 % from 5 prompts
-on. Refuses fewer than FEWEST prompts. Kept honest by suites/runs/test_night_statistics.py.
+Each prompt gives one number for the candidate, its twin and the BF16 reference; the drift is the
+mean of candidate minus twin. What is healthy follows from twin minus reference: a candidate may
+stray from its twin by less than the format itself does from BF16 (that mean with its own interval),
+or by one BF16 step of the statistic where that is more. A gate is red only when the drift's whole
+interval lies outside. A gate that would not see a drift that matters decides nothing.
+
+Student's quantile is Wallace's closed form (1959), within 1 % from 5 prompts on.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Gate:
     high: float
     healthy: float
     smallest: float  # drift that so many prompts show with the stated power
+    matters: float  # drift that a gate has to see
     finite: bool = True
 
     @property
@@ -53,8 +54,9 @@ class Gate:
     @property
     def verdict(self) -> Verdict:
         """Red only where the whole interval lies outside what is healthy."""
-        outside = self.low > self.healthy or self.high < -self.healthy
-        return Verdict.DIFFERS if outside or not self.finite else Verdict.AGREES
+        if not self.finite or self.low > self.healthy or self.high < -self.healthy:
+            return Verdict.DIFFERS
+        return Verdict.UNDECIDED if self.smallest > self.matters else Verdict.AGREES
 
     @property
     def sentence(self) -> str:
@@ -62,11 +64,21 @@ class Gate:
         if not self.finite:
             return f"{self.name} of the candidate is not finite."
         shown = [number(each, 3) for each in (self.drift, self.low, self.high, self.healthy)]
-        return (
+        told = (
             f"{self.name}: drift {shown[0]} {self.unit} [{shown[1]}, {shown[2]}], healthy up to "
             f"{shown[3]}; {self.prompts} prompts show {number(self.smallest, 3)} with "
             f"{POWER:.0%} power."
         )
+        if self.verdict is not Verdict.UNDECIDED:
+            return told
+        return f"{told} A drift of {number(self.matters, 3)} has to be seen: {self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        if abs(self.twin - self.reference) >= self.matters:
+            return "the format alone costs more, so this statistic cannot judge it."
+        wanted = math.ceil(self.prompts * (self.smallest / self.matters) ** 2)
+        return f"give about {wanted:,} prompts."
 
 
 def gate(
@@ -75,8 +87,9 @@ def gate(
     candidate: Sequence[float],
     twin: Sequence[float],
     reference: Sequence[float],
+    matters: float,
 ) -> Gate:
-    """Judge one statistic, a number a prompt."""
+    """Judge one statistic, a number a prompt; `matters` is the drift that has to be seen."""
     count = len(candidate)
     if count < FEWEST:
         raise Undecided("prompts of a text gate", count, f"{FEWEST} at least", "Give more prompts.")
@@ -90,7 +103,8 @@ def gate(
     if not all(map(math.isfinite, candidate)):
         unknown = math.nan
         means = (math.nan, fmean(twin), fmean(reference))
-        return Gate(name, unit, count, *means, unknown, unknown, unknown, unknown, finite=False)
+        blank = (unknown, unknown, unknown, unknown, matters)
+        return Gate(name, unit, count, *means, *blank, finite=False)
     own, of_format = _apart(candidate, twin), _apart(twin, reference)
     wide = quantile(count - 1, (1 + CONFIDENCE) / 2)
     half = wide * stdev(own) / math.sqrt(count)
@@ -99,9 +113,8 @@ def gate(
     more = quantile(count - 1, POWER) * stdev(own) / math.sqrt(count)
     middle = fmean(own)
     means = (fmean(candidate), fmean(twin), fmean(reference))
-    return Gate(
-        name, unit, count, *means, middle - half, middle + half, healthy, healthy + half + more
-    )
+    seen = (middle - half, middle + half, healthy, healthy + half + more)
+    return Gate(name, unit, count, *means, *seen, matters)
 
 
 def _apart(first: Sequence[float], second: Sequence[float]) -> list[float]:

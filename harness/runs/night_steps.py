@@ -1,15 +1,16 @@
-"""Steps of a night that judge: environment, audit, codecs, captures, repeats, check.
+"""Run the judging steps of a night: environment, audit, codecs, captures, repeats, check.
 
-Owns what each of them runs (what the command of the same name runs) and what of it becomes numbers
-of the history and failures of the ledger. Pages and JUnit go into the folder of the night.
-Captures are made by processes of their own, because a fault may be random by launch and constant
-within one process; those that the user brings are taken as they are.
-Refuses as the commands do. Kept honest by suites/runs/test_night_steps.py and suites/nights.
+Each runs what the command of the same name runs; numbers go into the history, failures into the
+ledger, pages and JUnit into the folder of the night. Captures are made by processes of their own,
+because a fault may be random by launch and constant within one process; captures that the user
+brings are taken as they are.
 """
 
 from __future__ import annotations
 
+import json
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,8 @@ from degarble.harness.runs.night_codecs import count, wrong_codecs
 from degarble.harness.runs.night_record import CAPTURES, Asked, StepResult
 from degarble.harness.runs.report_folder import write_page
 from degarble.harness.runs.workers import usable_workers
+from degarble.harness.talk.tokenizer import FILE as TOKENIZER
+from degarble.harness.talk.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
 NEW_TOKENS = 4
 RAN = "kernels of "  # a role: the fact that says which kernels and tactics computed it
 _QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-# Where the user names no prompts: short texts that differ in length.
+# Where the user names no prompts: short texts that differ in length and kind.
 PROMPTS = (
     "The capital of France is",
     "Write down the numbers from one to ten: 1, 2, 3,",
@@ -66,7 +69,18 @@ PROMPTS = (
     "Water boils at one hundred degrees, and it freezes at",
     "Once upon a time a fox and a crow met at the edge of the forest, and the fox said:",
     "2 + 2 =",
+    "Dear Sir or Madam, I am writing to you because",
+    "The days of the week are Monday, Tuesday,",
+    "In 1969 the first man walked on the",
+    "for number in range(10):\n    print(",
+    "Roses are red, violets are",
+    "A triangle has three sides, and a square has",
+    "The opposite of hot is",
+    "To make tea, boil the water, then",
+    "She opened the door, looked into the dark room, and slowly",
+    "Der Himmel ist blau, und das Gras ist",
 )
+OWN_PROMPTS = 16  # of a small vocabulary that lacks the words above
 _FEW = 5
 
 
@@ -189,17 +203,39 @@ def _given(folder: Path) -> list[Path]:
 
 
 def prompts_file(asked: Asked) -> Path:
-    """The prompts of this night as a file."""
+    """Return the prompts of this night as a file."""
     if asked.prompts is not None:
         return asked.prompts
     path = usable_folder("captures", asked.work) / "prompts.jsonl"
-    write_text(path, "".join(f"{_quoted(each)}\n" for each in PROMPTS))
+    texts: tuple[str, ...] = PROMPTS
+    if (asked.checkpoint / TOKENIZER).is_file():
+        # The vocabulary's bound is the model's to check, when it is opened.
+        tokenizer = Tokenizer.of_checkpoint(asked.checkpoint, {}, sys.maxsize)
+        texts = known_prompts(tokenizer)
+    write_text(path, "".join(f"{json.dumps(each)}\n" for each in texts))
     return path
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("\n", "\\n")
-    return f'"{escaped}"'
+def _knows(tokenizer: Tokenizer, text: str) -> bool:
+    try:
+        return bool(tokenizer.encode(text)) and not tokenizer.unknown(text)
+    except InvalidArgument:  # a vocabulary of whole words without one for the unknown
+        return False
+
+
+def known_prompts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the default prompts, or texts of the tokenizer's own words where it lacks theirs.
+
+    A prompt of unknown words tells a model nothing, and its perplexity says nothing.
+    """
+    if all(_knows(tokenizer, each) for each in PROMPTS):
+        return PROMPTS
+    special = {token for token in tokenizer.codec.get_vocab() if not token.isalnum()}
+    words = sorted(set(tokenizer.codec.get_vocab()) - special)
+    words = [each for each in words if _knows(tokenizer, each)]
+    chance = random.Random(0)  # noqa: S311  the same prompts every night
+    lengths = [6 + 2 * (number % 8) for number in range(OWN_PROMPTS)]
+    return tuple(" ".join(chance.choices(words, k=each)) for each in lengths) if words else PROMPTS
 
 
 def capture_line(asked: Asked, prompts: Path, out: Path) -> list[str]:

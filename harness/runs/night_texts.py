@@ -13,6 +13,7 @@ Kept honest by suites/runs/test_night_steps.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,14 @@ UNITS = {
     "length": "tokens",
     "echo": "of the tokens",
 }
+_PROBABILITIES = ("perplexity", "divergence")
+# The drift that a gate has to see: perplexity doubled, half of an answer, half of the known words.
+MATTERS = {
+    "perplexity": math.log(2),
+    "divergence": math.log(2),
+    "length": NEW_TOKENS / 2,
+    "echo": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -73,33 +82,44 @@ def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
         voices = _spoken(asked)
     gates = []
     for name, unit in UNITS.items():
-        three = [getattr(voice, name) for voice in voices]
-        if all(each is not None for each in three):
-            gates.append(gate(name, unit, *three))
+        candidate, twin, reference = (getattr(voice, name) for voice in voices)
+        if candidate is not None and twin is not None and reference is not None:
+            gates.append(gate(name, unit, candidate, twin, reference, MATTERS[name]))
     return told(gates)
 
 
 def told(gates: list[Gate]) -> StepResult:
-    """Say what the gates say; the numbers go into the history."""
-    red = [each for each in gates if each.verdict is not Verdict.AGREES]
+    """Say what the gates say; the numbers go into the history.
+
+    Nothing is decided where no gate on the model's probabilities would see a drift that matters.
+    """
+    red = [each for each in gates if each.verdict is Verdict.DIFFERS]
+    blind = [each for each in gates if each.verdict is Verdict.UNDECIDED]
     values = {f"{g.name}.{who}": value for g in gates
               for who, value in (("candidate", g.candidate), ("drift", g.drift),
                                  ("twin.reference", g.twin - g.reference))
               if value == value}  # fmt: skip  # noqa: PLR0124
+    sees = any(g.name in _PROBABILITIES and g.verdict is Verdict.AGREES for g in gates)
+    verdict = Verdict.DIFFERS if red else Verdict.AGREES if sees else Verdict.UNDECIDED
+    if red:
+        sentence = " ".join(each.sentence for each in red)
+    elif sees:
+        green = [each for each in gates if each.verdict is Verdict.AGREES]
+        sentence = f"No text statistic drifts beyond what is healthy. {green[0].sentence}"
+    else:
+        sentence = f"The prompts cannot show a drift that matters. {blind[0].sentence}"
     left = [name for name in UNITS if name not in {each.name for each in gates}]
-    more = f" Not measured: {', '.join(left)}." if left else ""
-    sentence = (
-        " ".join(each.sentence for each in red)
-        or f"No text statistic drifts beyond what is healthy. {gates[0].sentence}"
-    )
+    sentence += f" Not measured: {', '.join(left)}." if left else ""
+    if blind and verdict is Verdict.AGREES:
+        sentence += f" Too few prompts to judge {', '.join(each.name for each in blind)}."
     return StepResult(
-        Verdict.DIFFERS if red else Verdict.AGREES,
-        sentence + more,
+        verdict,
+        sentence,
         values={TEXT.name: values},
         failures=tuple(
             Failure(f"text.{each.name}", Verdict.DIFFERS, None, each.sentence) for each in red
         ),
-        judged=tuple(f"text.{each.name}" for each in gates),
+        judged=tuple(f"text.{each.name}" for each in gates if each not in blind),
         rows=tuple((each.name, str(each.verdict), each.sentence) for each in gates),
     )
 

@@ -6,19 +6,15 @@ from typing import Annotated
 
 import typer
 
-from degarble.harness.cli.options import JsonFile
-
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """A command that takes no file for its JSON."""
+    """A command with an argument and an option."""
 
     path: Annotated[Path, typer.Argument()]
     count: Annotated[int, typer.Option()] = 3
 
 
 @dataclass(frozen=True)
-class WithFileOptions:
-    """A command that takes one."""
-
-    json: JsonFile = None
+class NoOptions:
+    """A command that takes nothing of its own."""

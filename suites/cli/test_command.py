@@ -9,8 +9,8 @@ import typer
 from degarble.harness.cli.command import Session, command
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.cli.usage import dispatch
-from degarble.harness.errors import InvalidArgument, UnknownName
-from degarble.suites.cli.command_cases import PlainOptions, WithFileOptions
+from degarble.harness.errors import InvalidArgument, UnknownName, UnwritablePath
+from degarble.suites.cli.command_cases import NoOptions, PlainOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 Seen = list[tuple[object, Terminal]]
 
 
-def _app(options: type, *, spreads: bool = False) -> tuple[typer.Typer, Seen]:
+def _app(
+    options: type, *, spreads: bool = False, json_word: bool = False
+) -> tuple[typer.Typer, Seen]:
     app, seen = typer.Typer(), Seen()
 
     @app.callback()
@@ -30,7 +32,7 @@ def _app(options: type, *, spreads: bool = False) -> tuple[typer.Typer, Seen]:
         seen.append((given, terminal))
         return 1
 
-    command(app, "do", options, spreads=spreads)(body)
+    command(app, "do", options, spreads=spreads, json_word=json_word)(body)
     return app, seen
 
 
@@ -44,9 +46,8 @@ def test_an_empty_path_is_not_the_folder_that_one_stands_in() -> None:
     app, seen = _app(PlainOptions)
     with pytest.raises(InvalidArgument, match="= ''"):
         dispatch(app, ["do", ""], Session())
-    file_app, _ = _app(WithFileOptions)
     with pytest.raises(InvalidArgument, match="--json = ''"):
-        dispatch(file_app, ["do", "--json", ""], Session())
+        dispatch(app, ["do", "here", "--json="], Session())
     assert not seen
 
 
@@ -56,25 +57,46 @@ def test_every_field_can_be_given() -> None:
     assert seen == [(PlainOptions(Path("here"), 7), Terminal(quiet=True, json_wanted=True))]
 
 
+FILE = Terminal(json_file=Path("a.json"))
+STDOUT = Terminal(json_wanted=True)
+
+
 @pytest.mark.parametrize(
     ("before", "words", "expected"),
     [
-        (Terminal(), ["--json", "a.json"], Terminal(json_file=Path("a.json"))),
-        (Terminal(), ["--json", "-"], Terminal(json_wanted=True)),
-        (Terminal(json_wanted=True), [], Terminal(json_wanted=True)),
-        (
-            Terminal(json_wanted=True, quiet=True),
-            ["--json", "a.json"],
-            Terminal(json_wanted=True, json_file=Path("a.json"), quiet=True),
-        ),
+        (Terminal(), ["x", "--json=a.json"], FILE),
+        (Terminal(), ["x", "--json"], STDOUT),
+        (Terminal(), ["--json", "x"], STDOUT),
+        (Terminal(), ["x", "--json=-"], STDOUT),
+        (STDOUT, ["x"], STDOUT),
+        (STDOUT, ["x", "--json=a.json"], Terminal(json_wanted=True, json_file=Path("a.json"))),
     ],
 )
+@pytest.mark.parametrize("json_word", [False, True])
 def test_json_goes_where_it_was_asked_for(
-    before: Terminal, words: list[str], expected: Terminal
+    before: Terminal, words: list[str], expected: Terminal, json_word: bool
 ) -> None:
-    app, seen = _app(WithFileOptions)
+    app, seen = _app(PlainOptions, json_word=json_word)
     dispatch(app, ["do", *words], Session(before))
-    assert seen[0][1] == expected
+    assert seen == [(PlainOptions(Path("x")), expected)]
+
+
+@pytest.mark.parametrize("words", [["x", "--json", "a.json"], ["--json", "a.json", "x"]])
+def test_the_older_spelling_takes_the_word_that_follows(words: list[str]) -> None:
+    app, seen = _app(PlainOptions, json_word=True)
+    dispatch(app, ["do", *words], Session())
+    assert seen == [(PlainOptions(Path("x")), FILE)]
+    bare, seen = _app(NoOptions, json_word=True)
+    dispatch(bare, ["do", "--json", "-"], Session())
+    assert seen[0][1] == STDOUT
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    app, seen = _app(PlainOptions)
+    for file, error in (("", UnwritablePath), ("no/folder.json", UnwritablePath)):
+        with pytest.raises(error, match="--json"):
+            dispatch(app, ["do", "x", f"--json={tmp_path / file}"], Session())
+    assert not seen
 
 
 def test_a_cluster_is_taken_before_and_behind_the_name() -> None:

@@ -6,8 +6,6 @@ from degarble.suites.cli.calls import call
 
 CASES = [
     (["chek"], "command of degarble = 'chek'", "Did you mean check?"),
-    ([], "command of degarble = None", "See degarble --help."),
-    (["faults"], "command of degarble faults = None", "See degarble faults --help."),
     (["faults", "lst"], "command of degarble faults = 'lst'", "Did you mean list?"),
     (["check"], "CAPTURE = None", "See degarble check --help."),
     (["check", "x"], "--reference = None", "See degarble check --help."),
@@ -16,7 +14,7 @@ CASES = [
     (["generate", "x", "--top-p", "much"], "--top-p = 'much'", "See degarble generate --help."),
     (["generate", "x", "--seed=one"], "--seed = 'one'", "See degarble generate --help."),
     (["serve", "x", "y"], "arguments = ", "See degarble serve --help."),
-    (["audit", "x", "--json"], "arguments = ", "--help"),
+    (["audit", "x", "--jsno"], "option of degarble audit = '--jsno'", "--json"),
     (["bisect"], "-- CMD = None", "See degarble bisect --help."),
 ]
 
@@ -70,3 +68,13 @@ def test_who_did_not_ask_gets_no_document(
 def test_the_words_of_a_command_to_bisect_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     result = call(capsys, "bisect", "--", "make", "test", "--quiet", "--unknown")
     assert "--good and --bad" in result.err
+
+
+@pytest.mark.parametrize("words", [[], ["faults"], ["history"]])
+def test_a_group_alone_shows_what_there_is(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = call(capsys, *words)
+    assert (result.status, result.err) == (0, "")
+    assert "Commands" in result.out
+    assert "<bool>" not in result.out

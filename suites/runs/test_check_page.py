@@ -132,6 +132,8 @@ def test_a_healthy_run_an_unstable_one_and_one_of_which_nothing_is_known() -> No
     healthy = whole_story().healthy
     fine = replace(plain(), localised=healthy.localised, found=())
     assert sentence_of(fine).startswith("Every component does what its twin does: ")
+    own = sentence_of(replace(fine, built_in=True))
+    assert own.startswith("Built-in reference: no kernel was tested. ")
     unstable = replace(fine, localised=replace(healthy.localised, unstable=("layers.1.ffn.gate",)))
     assert sentence_of(unstable) == "layers.1.ffn.gate gave two answers to the same question."
     blank = replace(healthy.localised, verdict=Verdict.UNDECIDED, rows=())
@@ -154,7 +156,9 @@ def test_a_reproducer_is_told_as_a_command_and_a_capture_says_where_it_ran() -> 
     page = page_of(replace(telling, found=(found,)), replay_record(telling))
     assert page.findings[0].reproduction == "python 'a b/reproduce.py'"
     assert page.findings[0].origin.reproducer == "a b/reproduce.py"
-    assert "removes 75.0 % of the final difference" in page.findings[0].note
+    assert "removes 75.0 % of the difference of the logits" in page.findings[0].note
+    hiding = replace(telling, found=(replace(found, share=-0.153),))
+    assert "15.3 % larger" in page_of(hiding, replay_record(hiding)).findings[0].note
     recipe = whole_story().model.museum.recipe
     facts = dict(check_page.captured_facts({"versions": {"torch": "2"}, "sums": 7}, recipe))
     assert facts["captured with"] == "torch 2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ from degarble.harness.runs.night_pages import write_night
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.harness.runs.night_table import STEPS
 from degarble.harness.runs.night_texts import NEW_TOKENS, limits_of, texts
+from degarble.harness.talk.tokenizer import Tokenizer
 from degarble.suites.house.repository import ROOT
 from degarble.suites.runs.talking_cases import write_speaker
 
@@ -241,7 +243,7 @@ def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) 
         given = asked(model, tmp_path, captures=folder)
         found = texts(given, {"captures": night_steps.captures(given, {})})
         assert found.verdict is verdict, found
-        assert found.sentence.endswith("Not measured: echo.")
+        assert "Not measured: echo." in found.sentence
 
 
 def test_a_twin_may_answer_for_as_long_as_each_answer_was_let() -> None:
@@ -306,3 +308,21 @@ def test_a_spoilt_codec_turns_the_step_red(monkeypatch: pytest.MonkeyPatch, tmp_
         "1 of 44 known answers of the formats differ: E2M1: 0.5 is 0x2, not 0x1.",
         lines=("E2M1: 0.5 is 0x2, not 0x1",),
     )
+
+
+@pytest.mark.parametrize("made", ["speaker", "tiny"])
+def test_default_prompts_are_words_that_the_model_knows(
+    made: str, model: Path, tmp_path: Path
+) -> None:
+    """A prompt of unknown words tells a model nothing; neither tokenizer has the English ones."""
+    model = model if made == "speaker" else ROOT / "references/tiny/v1/v4"
+    tokenizer = Tokenizer.of_checkpoint(model, {}, 1 << 20)
+    lines = night_steps.prompts_file(asked(model, tmp_path, prompts=None)).read_text()
+    prompts = [json.loads(line) for line in lines.splitlines()]
+    assert [tokenizer.unknown(each) for each in prompts] == [[]] * night_steps.OWN_PROMPTS
+    assert len({len(tokenizer.encode(each)) for each in prompts}) > 4
+
+
+def test_a_tokenizer_that_knows_all_words_gets_the_english_prompts() -> None:
+    whole: Any = SimpleNamespace(unknown=lambda _text: [], encode=lambda text: [1] * len(text))
+    assert night_steps.known_prompts(whole) is night_steps.PROMPTS

@@ -9,7 +9,7 @@ import typer
 
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
-from degarble.harness.cli.options import CheckpointPath, JsonFile, ReportFolder
+from degarble.harness.cli.options import CheckpointPath, ReportFolder
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import InvalidArgument
@@ -44,12 +44,11 @@ class AuditOptions:
         ),
     ] = None
     report: ReportFolder = None
-    json: JsonFile = None
 
 
 def add(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    command(app, "audit", AuditOptions, spreads=True)(audit)
+    command(app, "audit", AuditOptions, spreads=True, json_word=True)(audit)
 
 
 def audit(options: AuditOptions, terminal: Terminal) -> int:
@@ -106,8 +105,6 @@ def _check(options: AuditOptions, terminal: Terminal) -> None:
         )
     if options.report is not None:
         require_folder("--report", options.report)
-    if terminal.json_file is not None:
-        values.writable("--json", terminal.json_file)
 
 
 def _command(options: AuditOptions, name: str) -> str:

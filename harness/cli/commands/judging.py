@@ -18,7 +18,6 @@ from degarble.harness.cli.options import (
     CapturePath,
     CheckpointPath,
     Convention,
-    JsonFile,
     Prompt,
     Prompts,
     ReportFolder,
@@ -97,7 +96,6 @@ class CheckOptions:
         ),
     ] = "cpu"
     report: ReportFolder = None
-    json: JsonFile = None
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,13 @@ class CompareOptions:
     first: CapturePath
     second: CapturePath
     report: ReportFolder = None
-    json: JsonFile = None
 
 
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "capture", CaptureOptions)(capture)
-    command(app, "check", CheckOptions)(check)
-    command(app, "compare", CompareOptions)(compare)
+    command(app, "check", CheckOptions, json_word=True)(check)
+    command(app, "compare", CompareOptions, json_word=True)(compare)
 
 
 def capture(options: CaptureOptions, terminal: Terminal) -> int:
@@ -208,8 +205,6 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     values.one_of("--device", options.device, DEVICES)
     if options.report is not None:
         require_folder("--report", options.report)
-    if terminal.json_file is not None:
-        values.writable("--json", terminal.json_file)
     with importing():  # torch, which --help and --version do without
         from degarble.harness.engine.conventions import read_options  # noqa: PLC0415
         from degarble.harness.runs import check as run  # noqa: PLC0415
@@ -298,8 +293,6 @@ def compare(options: CompareOptions, terminal: Terminal) -> int:
     values.existing("CAPTURE", options.second)
     if options.report is not None:
         require_folder("--report", options.report)
-    if terminal.json_file is not None:
-        values.writable("--json", terminal.json_file)
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs import compare_runs as run  # noqa: PLC0415
 

@@ -7,7 +7,6 @@ import typer
 
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
-from degarble.harness.cli.options import JsonFile
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
 from degarble.harness.record.verdict import Verdict
@@ -18,8 +17,6 @@ _SHOWN = 3  # roles in a line of the list; the JSON has all of them
 @dataclass(frozen=True)
 class ListOptions:
     """Options of `degarble faults list`."""
-
-    json: JsonFile = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,6 @@ class RunOptions:
         bool,
         typer.Option("--whole", help="Every fault in several places, and 200 healthy runs."),
     ] = False
-    json: JsonFile = None
 
 
 def add(app: typer.Typer) -> None:
@@ -46,8 +42,8 @@ def add(app: typer.Typer) -> None:
     faults = typer.Typer(
         help="Plant known faults; see whether they are found and named.", cls=Group
     )
-    command(faults, "list", ListOptions)(list_faults)
-    command(faults, "run", RunOptions)(run_faults)
+    command(faults, "list", ListOptions, json_word=True)(list_faults)
+    command(faults, "run", RunOptions, json_word=True)(run_faults)
     app.add_typer(faults, name="faults")
 
 
