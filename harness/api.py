@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.engine.conventions import (
+    KEY,
+    conventions_in,
+    read_conventions,
+    stored_conventions,
+)
 from degarble.harness.engine.single import Setting, judge
 from degarble.harness.engine.single_modules import Checked, Twin, check_modules
 from degarble.harness.engine.single_told import JudgedKernel
@@ -72,7 +78,8 @@ def capture(
     `places` maps modules to components; without it every leaf module is one, by its name.
     `components` keeps those that fit a pattern, such as "mlp.*"; the others are not recorded.
     A folder also keeps a hash of the weights that ran, `label`, which comparisons show, and `facts`
-    of your own (values that JSON has).
+    of your own (values that JSON has). `facts["conventions"]` says what the model's arithmetic
+    follows (docs/checking.md), if check is not to learn it.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
@@ -83,7 +90,7 @@ def capture(
     wanted.require_choosing([place.component for place in chosen])
     stated = _facts_of_module(model, label, facts)
     if folder is None:
-        run = MemoryRun()
+        run = MemoryRun({KEY: stated[KEY]} if KEY in stated else {})
         _record(model, arguments, chosen, Recorder(run, wanted))
         return run
     stated["weights"] = weights_hash(model)  # before the run, which may write into buffers
@@ -104,7 +111,10 @@ def _facts_of_module(
     }
     if label is not None:
         stated["label"] = label
-    if facts is not None:
+    if facts is not None and KEY in facts:
+        facts = dict(facts)
+        stated[KEY] = stored_conventions(read_conventions(facts.pop(KEY), "of capture()"))
+    if facts:
         try:
             stated["facts"] = json.loads(json.dumps(dict(facts), allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -126,11 +136,14 @@ def check(
     run: MemoryRun | Capture | Path | str,
     twin: Twin | Mapping[str, Any],
     definitions: Mapping[str, Any] | None = None,
+    *,
+    conventions: Mapping[str, Any] | None = None,
 ) -> Checked:
     """Judge every captured call whose component the twin knows, on the inputs that it was given.
 
     `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as
-    they are stored, never as the model holds them; `definitions`: callables by component.
+    they are stored, never as the model holds them; `definitions`: callables by component;
+    `conventions` of the run go before those that it states itself.
     """
     if isinstance(run, (str, Path)):
         run = Capture.open(Path(run))
@@ -138,10 +151,11 @@ def check(
         raise InvalidArgument(
             "run", type(run).__name__, "what capture() gave, or its folder", "Capture a run."
         )
+    declared = conventions_in(run.facts) | read_conventions(conventions or {}, "of check()")
     if isinstance(twin, Twin):
         if definitions is not None:
             raise InvalidArgument(
                 "definitions", sorted(definitions), "none beside a Twin", "Pass them to Twin()."
             )
-        return check_modules(run, twin)
-    return check_modules(run, Twin(dict(twin), definitions))
+        return check_modules(run, twin, declared)
+    return check_modules(run, Twin(dict(twin), definitions), declared)

@@ -44,7 +44,9 @@ def latent(
     kv_TL: Tensor, norm_L: Tensor, table: Table, epsilon: float, numerics: Numerics
 ) -> Tensor:
     """Norm and rotation of the shared latent row; the norm's result is stored before it."""
-    normed = elementary.rms_norm(kv_TL, norm_L, epsilon, numerics)
+    fused = not numerics.switches.latent_rounded_before_rotation
+    norm = elementary.rms_norm_unrounded if fused else elementary.rms_norm
+    normed = norm(kv_TL, norm_L, epsilon, numerics)
     return elementary.rotate_tail(cast(normed, numerics.work), table).to(numerics.store)
 
 

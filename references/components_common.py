@@ -49,14 +49,16 @@ def head(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """One linear; codes in place of values where the recipe quantises its input."""
     (name,) = weights
-    x = activation_values(inputs, facts.activation(name), facts.numerics.products)
+    numerics = facts.numerics
+    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
     return {"out": matmul(x, weights[name], facts.numerics)}
 
 
 def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Linears that share their input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
-    x = activation_values(inputs, facts.activation(next(iter(weights))), numerics.products)
+    form = facts.activation(next(iter(weights)))
+    x = activation_values(inputs, form, numerics.products, numerics)
     parts = [product(x, weight, numerics.products, numerics) for weight in weights.values()]
     return {"out": cast(torch.cat(parts, dim=-1), numerics.store)}
 
@@ -79,7 +81,9 @@ def shared_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     del weights
     gate_up = cast(inputs["x"], facts.numerics.work)
     width = gate_up.shape[-1] // 2
-    out = elementary.swiglu(gate_up[..., :width], gate_up[..., width:], facts.shared_limit)
+    out = elementary.swiglu(
+        gate_up[..., :width], gate_up[..., width:], facts.shared_limit, facts.numerics
+    )
     return {"out": cast(out, facts.numerics.store)}
 
 

@@ -144,10 +144,14 @@ def _index_operand(facts: V32Facts, x: Tensor, positions: Tensor) -> Tensor:
         table = elementary.over_heads(table)
     wide = x.to(numerics.work)
     rotated = elementary.rotate_halves(wide[..., :width], table)
-    x = torch.cat((rotated, wide[..., width:]), dim=-1).to(numerics.store)
+    x = torch.cat((rotated, wide[..., width:]), dim=-1)
+    if numerics.switches.indexer_operand_rounded_in_between:
+        x = x.to(numerics.store)
     if numerics.transforms(x.shape[-1]):
-        x = elementary.hadamard(x.to(numerics.work)).to(numerics.store)
-    return rounding.through_indexer(x, numerics)
+        x = elementary.hadamard(x.to(numerics.work))
+        if numerics.switches.indexer_operand_rounded_in_between:
+            x = x.to(numerics.store)
+    return rounding.through_indexer(x, numerics).to(numerics.store)
 
 
 def indexer_weights(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:

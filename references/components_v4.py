@@ -27,7 +27,7 @@ from degarble.references import (
 )
 from degarble.references import components_common as common
 from degarble.references.facts import single, spans_of
-from degarble.references.linears import activation_values, product, reads_as_stored
+from degarble.references.linears import activation_values, product, reads_as_stored, weight_values
 from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def compressor_proj(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
     """Latent and gate projections, kept in the working dtype."""
     numerics = facts.numerics
     kept = numerics.store if numerics.switches.pooling_in_storage_dtype else numerics.work
-    x = activation_values(inputs, facts.activation(next(iter(weights))), numerics.products)
+    form = facts.activation(next(iter(weights)))
+    x = activation_values(inputs, form, numerics.products, numerics)
     made = {}
     for name, weight in weights.items():
         part = cast(product(x, weight, numerics.products, numerics), kept)
@@ -158,8 +159,10 @@ def indexer_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def _indexer_operand(facts: V4Facts, x: Tensor) -> Tensor:
     numerics = facts.numerics
     if numerics.transforms(x.shape[-1]):
-        x = elementary.hadamard(cast(x, numerics.work)).to(numerics.store)
-    return rounding.through_indexer(x, numerics)
+        x = elementary.hadamard(cast(x, numerics.work))
+        if numerics.switches.indexer_operand_rounded_in_between:
+            x = cast(x, numerics.store)
+    return cast(rounding.through_indexer(x, numerics), numerics.store)
 
 
 def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -168,7 +171,9 @@ def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     x, numerics = inputs["x"], facts.numerics
     q_TNI = x.reshape(x.shape[0], -1, facts.config.index_head_dim).to(numerics.work)
     table = elementary.rotation_table(facts.rope, inputs["positions"], numerics)
-    rotated = elementary.rotate_tail(q_TNI, elementary.over_heads(table)).to(numerics.store)
+    rotated = elementary.rotate_tail(q_TNI, elementary.over_heads(table))
+    if numerics.switches.indexer_operand_rounded_in_between:
+        rotated = cast(rotated, numerics.store)
     return {"out": _indexer_operand(facts, rotated)}
 
 
@@ -177,7 +182,7 @@ def indexer_weights(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
     c, numerics = facts.config, facts.numerics
     made = cast(product(inputs["x"], single(weights), numerics.work, numerics), numerics.store)
     scaled = cast(made, numerics.work) * (c.index_head_dim * c.index_n_heads) ** -0.5
-    stored = numerics.switches.indexer_in_storage_dtype
+    stored = numerics.switches.indexer_weights_in_storage_dtype
     return {"out": cast(scaled, numerics.store) if stored else scaled}
 
 
@@ -300,12 +305,12 @@ def wo_a(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """One matrix per output group."""
     (name,) = weights
     numerics, rank = facts.numerics, facts.config.o_lora_rank
-    x = activation_values(inputs, facts.activation(name), numerics.products)
+    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
     source = weights[name]
     if source.value is not None and reads_as_stored(x, source.value, numerics):
         by_group = source.value.reshape(-1, rank, source.value.shape[1])
         return {"out": attention.grouped_as_stored(x, by_group, numerics)}
-    weight = source.values(numerics.products)
+    weight = weight_values(source, numerics.products, numerics)
     by_group = weight.reshape(-1, rank, weight.shape[1])
     return {"out": attention.grouped(x, by_group, numerics)}
 

@@ -120,8 +120,12 @@ def _entries(
         product = cast(weight_WSE, numerics.store) * cast(latent_WSE, numerics.store)
         pooled = product.sum(dim=1)
     else:
-        pooled = (weight_WSE * latent_WSE).sum(dim=1).to(numerics.store)
-    normed = elementary.rms_norm(pooled, norm_E, facts.epsilon, numerics)
+        pooled = (weight_WSE * latent_WSE).sum(dim=1)
+    if numerics.switches.entry_rounded_in_between:
+        pooled = cast(pooled, numerics.store)
+        normed = elementary.rms_norm(pooled, norm_E, facts.epsilon, numerics)
+    else:
+        normed = elementary.rms_norm_unrounded(pooled, norm_E, facts.epsilon, numerics)
     windows = torch.arange(first, first + latent_WSE.shape[0], device=normed.device)
     table = elementary.rotation_table(facts.rope, windows * facts.ratio, numerics)
     return elementary.rotate_tail(cast(normed, numerics.work), table).to(numerics.store)

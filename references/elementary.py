@@ -49,9 +49,19 @@ class Table:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
     """`w * x / sqrt(mean(x^2) + epsilon)`, in the working dtype, rounded once."""
+    return rms_norm_unrounded(x_TD, weight_D, epsilon, numerics).to(numerics.store)
+
+
+def rms_norm_unrounded(
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics
+) -> Tensor:
+    """The same without the rounding behind it, for kernels that go on in float32."""
     x = cast(x_TD, numerics.work)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    return (cast(weight_D, numerics.work) * (x * scale)).to(numerics.store)
+    normal = x * scale
+    if numerics.switches.norm_rounded_before_weight and not numerics.exact:
+        normal = cast(cast(normal, numerics.store), numerics.work)
+    return cast(weight_D, numerics.work) * normal
 
 
 def layer_norm(
@@ -194,9 +204,14 @@ def _walsh(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return signs
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float | None, numerics: Numerics | None = None
+) -> Tensor:
     """SiLU(gate) * up, both clamped first where a limit is given (gate from above only)."""
     if limit is not None:
         gate = gate.clamp(max=limit)
         up = up.clamp(min=-limit, max=limit)
-    return torch.nn.functional.silu(gate) * up
+    passed = torch.nn.functional.silu(gate)
+    if numerics is not None and numerics.switches.gate_rounded_before_product:
+        passed = cast(cast(passed, numerics.store), passed.dtype)
+    return passed * up

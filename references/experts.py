@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     Slots = Tensor | slice
 
     from degarble.references.facts import Facts, Inputs, Outputs, Weights
+    from degarble.references.numerics import Numerics
 
 _FIRST, _SECOND = ("w1", "w3"), ("w2",)
 
@@ -96,10 +97,10 @@ def w13_act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def _slot_values(
-    inputs: Inputs, per_token: int, format_name: str | None, dtype: torch.dtype
+    inputs: Inputs, per_token: int, format_name: str | None, numerics: Numerics
 ) -> Callable[[Slots], Tensor]:
     """How to get the inputs [n, .] of some flat slots; they belong to slots or to tokens."""
-    coded = holds_codes(inputs)
+    coded, dtype = holds_codes(inputs), numerics.products
     parts = {name: inputs[name] for name in (CODES, BLOCK_SCALE, TENSOR_SCALE) if name in inputs}
     if not coded:
         parts = {X: inputs[X].to(dtype)}
@@ -118,7 +119,7 @@ def _slot_values(
         if not coded:
             return flat[X][rows]
         chosen = {name: part[rows] if part.ndim else part for name, part in flat.items()}
-        return activation_values(chosen, format_name, dtype)
+        return activation_values(chosen, format_name, dtype, numerics)
 
     return values
 
@@ -127,7 +128,7 @@ def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str
     """Every slot through the matrices `parts` of its expert, their outputs side by side."""
     numerics, experts = facts.numerics, inputs["experts"]
     dtype, form = numerics.products, _format(facts, parts[0])
-    values, out = _slot_values(inputs, experts.shape[1], form, dtype), None
+    values, out = _slot_values(inputs, experts.shape[1], form, numerics), None
     alone: dict[int, list[Tensor]] = {}
     for number, slots in slots_by_expert(experts):
         x = values(slots)
@@ -172,11 +173,12 @@ def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Clamped SwiGLU, the routing weight where it comes first, and requantisation by recipe."""
     numerics = facts.numerics
     gate, up = cast(inputs["x"], numerics.work).chunk(2, -1)
-    out = elementary.swiglu(gate, up, facts.limit)
+    out = elementary.swiglu(gate, up, facts.limit, numerics)
     if facts.weight_before_w2:
         out = out * cast(inputs["weights"], numerics.work)[..., None]
-    out = cast(out, numerics.store)
     chosen = _format(facts, "w2")
+    if chosen is None or numerics.switches.activation_rounded_before_codes:
+        out = cast(out, numerics.store)
     if chosen is None:
         return {"out": out}
     scale = None

@@ -57,6 +57,8 @@ def _part(q_TNI: Tensor, keys_IW: Tensor, weights_TN: Tensor, rounded: Numerics)
     if not rounded.switches.indexer_in_storage_dtype:
         return torch.matmul(weights_TN.unsqueeze(1), dots_TNW).squeeze(1)
     weighted = cast(dots_TNW, rounded.store) * cast(weights_TN, rounded.store).unsqueeze(-1)
+    if not rounded.switches.indexer_sum_in_storage_dtype:
+        weighted = cast(weighted, rounded.work)
     return weighted.sum(dim=1).to(rounded.work)
 
 

@@ -21,7 +21,7 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
-from degarble.references.numerics import FEW_TOKENS, cast, compiles
+from degarble.references.numerics import FEW_TOKENS, DecodedOperands, cast, compiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -101,13 +101,27 @@ def decode_activations(
 
 
 def activation_values(
-    inputs: Mapping[str, Tensor], format_name: str | None, dtype: torch.dtype
+    inputs: Mapping[str, Tensor],
+    format_name: str | None,
+    dtype: torch.dtype,
+    numerics: Numerics | None = None,
 ) -> Tensor:
-    """The input's numbers in `dtype`, decoded where codes arrived."""
+    """The input's numbers in `dtype`, decoded where codes arrived, as they are multiplied."""
     if not holds_codes(inputs):
         return cast(inputs[X], dtype)
     assert format_name is not None, "codes arrive only where the recipe quantises activations"
-    return decode_activations(inputs, format_name, dtype)
+    if numerics is None or numerics.switches.decoded_operands is not DecodedOperands.BOTH:
+        return decode_activations(inputs, format_name, dtype)
+    decoded = decode_activations(inputs, format_name, torch.float32)
+    return cast(cast(decoded, numerics.store), dtype)
+
+
+def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
+    """A weight's numbers in `dtype`, as `numerics` multiplies them."""
+    exact = numerics is None or numerics.switches.decoded_operands is DecodedOperands.EXACT
+    if numerics is None or exact or not weight.is_quantised:
+        return weight.values(dtype)
+    return cast(cast(weight.values(torch.float32), numerics.store), dtype)
 
 
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
@@ -124,7 +138,7 @@ def product(
     """
     value, x = weight.value, cast(x_TK, dtype)
     if value is None or value.dtype is dtype:
-        return torch.nn.functional.linear(x, weight.values(dtype))
+        return torch.nn.functional.linear(x, weight_values(weight, dtype, numerics))
     if (
         numerics is not None
         and reads_as_stored(x, value, numerics)

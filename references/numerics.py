@@ -65,6 +65,14 @@ class HeadNorm(StrEnum):
     ONCE = "once"  # vLLM: behind the rotation that follows
 
 
+class DecodedOperands(StrEnum):
+    """What becomes of a number behind its decoding, in front of the product."""
+
+    EXACT = "exact"  # block and tensor scales are applied in the product
+    WEIGHTS = "weights_bf16"  # a BF16 model on decoded weights
+    BOTH = "bf16"  # emulation: vLLM decodes weights and activations to BF16, then multiplies
+
+
 @dataclass(frozen=True)
 class Switches:
     """What the sources disagree about. `None` means: as the official code of the family."""
@@ -73,7 +81,8 @@ class Switches:
     cache_scale_floored: bool = False  # FlashMLA's helper: scale >= 1e-4; official: amax >= 1e-4
     indexer_format: IndexerFormat = IndexerFormat.EXACT
     indexer_hadamard: bool = True  # transformers and vLLM leave it out
-    indexer_in_storage_dtype: bool = True  # V4: weights, products, sums in BF16; others float32
+    indexer_in_storage_dtype: bool = True  # V4: products and sums in BF16; others float32
+    indexer_weights_in_storage_dtype: bool = True  # V4's head weights, likewise
     head_norm: HeadNorm = HeadNorm.EACH_STEP
     rotation_in_storage_dtype: bool = False  # transformers casts cos and sin to BF16
     attention_in_storage_dtype: bool | None = None  # transformers; official V3.2, not V4
@@ -88,6 +97,14 @@ class Switches:
     residual_rounded_before_norm: bool = False  # transformers, V3.2
     reduction_in_storage_dtype: bool = False  # vLLM sums ranks in BF16; official in float32
     first_draft_embedding_zeroed: bool = False  # vLLM, MTP block at position 0
+    latent_rounded_before_rotation: bool = True  # V4's kv norm; fused kernels keep float32
+    entry_rounded_in_between: bool = True  # V4's entries: behind pooling and behind the norm
+    indexer_operand_rounded_in_between: bool = True  # behind rotation and Hadamard
+    indexer_sum_in_storage_dtype: bool = True  # V4: the sum over heads, where products are stored
+    norm_rounded_before_weight: bool = False  # transformers' norms of Llama's kind
+    gate_rounded_before_product: bool = False  # SiLU in BF16, then the product: vLLM, transformers
+    activation_rounded_before_codes: bool = True  # routed SwiGLU; fused with its quantisation: not
+    decoded_operands: DecodedOperands = DecodedOperands.EXACT  # others: emulated quantisation
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:
@@ -96,7 +113,10 @@ class Switches:
 
 
 _EXACT_INDEXER = Switches(
-    indexer_hadamard=False, indexer_in_storage_dtype=False, routing_weight_before_w2=False
+    indexer_hadamard=False,
+    indexer_in_storage_dtype=False,
+    indexer_weights_in_storage_dtype=False,
+    routing_weight_before_w2=False,
 )
 SOURCES: Mapping[str, Switches] = MappingProxyType(
     {
@@ -186,6 +206,12 @@ class Numerics:
     def exact(self) -> bool:
         """Whether this is the definition, where no quantisation takes place."""
         return self.mode is Mode.DEFINITION
+
+    @property
+    def norm_stored_before(self) -> torch.dtype | None:
+        """In which format norms keep their rows in front of the weight; None where they do not."""
+        rounds = self.switches.norm_rounded_before_weight and not self.exact
+        return self.store if rounds else None
 
     def transforms(self, width: int) -> bool:
         """Whether the indexer's rows of this width go through a Hadamard transform.

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.engine.budget_rules import ambiguous_bf16
 from degarble.harness.errors import Undecided
-from degarble.references.linears import activation_values
+from degarble.references.linears import CODES, activation_values
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,8 +61,24 @@ class Call:
 
     @property
     def x(self) -> Tensor:
-        """The input's numbers, decoded where codes arrived."""
-        return activation_values(self.inputs, self.activation, torch.float32)
+        """The input's numbers, decoded where codes arrived, as they are multiplied."""
+        numerics = None if self.facts is None else self.facts.numerics
+        return activation_values(self.inputs, self.activation, torch.float32, numerics)
+
+    @property
+    def operands(self) -> DecodedOperands:
+        """What becomes of quantised operands behind their decoding."""
+        if self.facts is None or self.facts.numerics.exact:
+            return DecodedOperands.EXACT
+        return self.facts.numerics.switches.decoded_operands
+
+    @property
+    def x_loose(self) -> Tensor | None:
+        """How far the input's rounded numbers may be off [rows, K]; None where nothing rounds."""
+        if self.operands is not DecodedOperands.BOTH or CODES not in self.inputs:
+            return None
+        decoded = activation_values(self.inputs, self.activation, torch.float32)
+        return ambiguous_bf16(decoded.reshape(-1, decoded.shape[-1])).float()
 
     @property
     def known_facts(self) -> Facts:

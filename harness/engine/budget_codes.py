@@ -137,18 +137,23 @@ def _values(call: Call) -> Near:
     """What is quantised [..., K], one row a row of codes."""
     x, codes = call.inputs["x"], call.outputs[CODES]
     if call.role == "ffn.experts.act_quant":
-        return stored(gated(call), call.known_facts.numerics.store)
+        numerics, near = call.known_facts.numerics, gated(call)
+        rounds = numerics.switches.activation_rounded_before_codes
+        return stored(near, numerics.store) if rounds else near
     if codes.ndim > x.ndim:
         x = x.unsqueeze(1).expand(*codes.shape[:-1], x.shape[-1])
     return exactly(x)
 
 
-def gated(call: Call) -> Near:
-    """SwiGLU of the routed experts with its weight, not stored yet."""
+def gated(call: Call, *, shared: bool = False) -> Near:
+    """SwiGLU of the routed experts with its weight, or of a shared one; not stored yet."""
     facts = call.known_facts
+    limit = facts.shared_limit if shared else facts.limit
     gate, up = call.inputs["x"].double().chunk(2, -1)
-    if facts.limit is not None:
-        gate, up = gate.clamp(max=facts.limit), up.clamp(min=-facts.limit, max=facts.limit)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if facts.numerics.switches.gate_rounded_before_product and not facts.numerics.exact:
+        return _gated_in_steps(call, gate, up, weighed=facts.weight_before_w2 and not shared)
     share, product = torch.sigmoid(gate), gate * up
     if facts.weight_before_w2:
         product = product * call.inputs["weights"].double()[..., None]
@@ -156,6 +161,18 @@ def gated(call: Call) -> Near:
     turns = 2 * gate.abs() * (1 - share) + FUNCTION  # of u: the exponential, by its argument
     error = value.abs() * ((turns + FUNCTION + 4) * U)  # 1 + e^x, reciprocal, three products
     return Near(value, error + cut_off(share) * product.abs() + UNDERFLOW)
+
+
+def _gated_in_steps(call: Call, gate: Tensor, up: Tensor, *, weighed: bool) -> Near:
+    """SiLU is stored, then multiplied."""
+    share = torch.sigmoid(gate)
+    turns = 2 * gate.abs() * (1 - share) + FUNCTION
+    value = gate * share
+    error = value.abs() * ((turns + FUNCTION + 2) * U) + cut_off(share) * gate.abs() + UNDERFLOW
+    near = stored(Near(value, error), call.known_facts.numerics.store)
+    factor = up * call.inputs["weights"].double()[..., None] if weighed else up
+    made = near.value * factor
+    return Near(made, near.error * factor.abs() + 3 * U * made.abs() + UNDERFLOW)
 
 
 def _bits(codes: Tensor) -> Tensor:

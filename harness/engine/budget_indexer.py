@@ -47,20 +47,22 @@ _TURNED = (
 
 
 def operand(x: Near, dtype: torch.dtype, numerics: Numerics) -> tuple[Near, tuple[str, ...]]:
-    """Behind the rotation: stored, Hadamard, stored, codes. The error is that of the output."""
-    x, words = stored(x, numerics.store), tuple[str, ...]()
+    """Behind the rotation: Hadamard, stored, codes. The error is that of the output."""
+    words = tuple[str, ...]()
     if numerics.transforms(x.value.shape[-1]):
         x = hadamard(x)
         words = (f"Hadamard of {x.value.shape[-1]}: steps of all inputs, additions in any order",)
     grid = None if numerics.exact else indexer_grid(numerics, x.value.shape[-1])
     if grid is None:
         return x, words
+    if numerics.switches.indexer_operand_rounded_in_between:
+        x = stored(x, numerics.store)
     words = (
         *words,
         f"stored; codes of blocks of {grid.block} under a power of two: the neighbour only",
         "where the quotient's slack reaches a boundary, another scale only where amax does",
     )
-    return Near(x.value, reach(stored(x, numerics.store), dtype, grid)), words
+    return Near(x.value, reach(x, dtype, grid)), words
 
 
 def operand_of(call: Call) -> dict[str, Budget]:
@@ -82,6 +84,8 @@ def operand_of(call: Call) -> dict[str, Budget]:
     else:
         assert isinstance(facts, V4Facts), "there are two families"
         near = turned(near, turn(facts.rope, positions, numerics, heads=True))
+    if numerics.switches.indexer_operand_rounded_in_between:
+        near = stored(near, numerics.store)
     found, more = operand(near, out.dtype, numerics)
     return {"out": Budget(output_format(out), found.error, (*words, *more))}
 
@@ -125,7 +129,8 @@ def scored(call: Call) -> dict[str, Budget]:
     if in_steps:
         words.append("stored, times the head's weight, stored: steps only at rounding boundaries")
     words.append(f"sum over {q.shape[1]} heads in any order")
-    return {"out": Budget(BF16 if in_steps else output_format(out), slack, tuple(words))}
+    sum_stored = in_steps and facts.numerics.switches.indexer_sum_in_storage_dtype
+    return {"out": Budget(BF16 if sum_stored else output_format(out), slack, tuple(words))}
 
 
 def _score_errors(

@@ -61,8 +61,17 @@ def stored(x: Near, dtype: torch.dtype) -> Near:
     return Near(middle, torch.maximum(high - middle, middle - low))
 
 
-def normed(x: Near, weight: Tensor, epsilon: float) -> Near:
-    """RMS norm: a quarter of the width in additions of one sign, root and products 8 more."""
+def normed(
+    x: Near, weight: Tensor, epsilon: float, stored_before: torch.dtype | None = None
+) -> Near:
+    """RMS norm: a quarter of the width in additions of one sign, root and products 8 more.
+
+    `stored_before` is the format in which rows are kept in front of the weight, where they are.
+    """
+    if stored_before is not None:
+        plain = stored(normed(x, torch.ones(()), epsilon), stored_before)
+        value = weight.double() * plain.value
+        return Near(value, weight.double().abs() * plain.error + U * value.abs())
     width, square = x.value.shape[-1], x.value.square().mean(-1, keepdim=True)
     factor = (square + epsilon).rsqrt()
     moved = (x.value.abs() * x.error).mean(-1, keepdim=True) * factor.square()

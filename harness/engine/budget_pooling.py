@@ -67,6 +67,7 @@ def pooled(call: Call) -> dict[str, Budget]:
         near = Near(*(torch.cat(parts) for parts in zip(*made, strict=True)))
         words: tuple[str, ...] = _WORDS
         if "indexer" in call.role:
+            near = stored(near, numerics.store)  # as the main compressor's entries
             near, more = operand(near, outputs["out"].dtype, numerics)
             words = (*words, *more)
         out = Budget(output_format(outputs["out"]), near.error, words)
@@ -112,8 +113,13 @@ def _entries(
     if numerics.switches.pooling_in_storage_dtype:
         terms = stored(terms, numerics.store)
     added = U * (share.shape[1] + 1) * terms.value.abs().sum(1)
-    total = stored(Near(terms.value.sum(1), terms.error.sum(1) + added), numerics.store)
-    entry = stored(normed(total, norm_E, how.epsilon), numerics.store)
+    in_between = numerics.switches.entry_rounded_in_between
+    total = Near(terms.value.sum(1), terms.error.sum(1) + added)
+    if in_between or numerics.switches.pooling_in_storage_dtype:
+        total = stored(total, numerics.store)
+    entry = normed(total, norm_E, how.epsilon, numerics.norm_stored_before)
+    if in_between:
+        entry = stored(entry, numerics.store)
     positions = torch.arange(first, first + len(share)) * how.ratio
     return turned(entry, turn(how.rope, positions, numerics))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,12 +28,15 @@ from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.budget_choices import weights_budget
 from degarble.harness.engine.budget_codes import gated, is_coded
 from degarble.harness.engine.budget_mixing import mixed
+from degarble.harness.engine.budget_near import Near, exactly, stored
+from degarble.harness.engine.budget_near import normed as near_normed
 from degarble.harness.engine.budget_pooling import pooled
 from degarble.harness.engine.budget_rules import (
     LARGE,
     SCALE_ROUNDINGS,
     UNDERFLOW,
     U,
+    ambiguous_bf16,
     cut_off,
     exact,
     few,
@@ -46,12 +49,16 @@ from degarble.harness.engine.budget_rules import (
 from degarble.harness.engine.budget_tensor_core import FP8_ACTIVATIONS, cut_in_steps
 from degarble.harness.errors import Undecided
 from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.references.linears import weight_values
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from degarble.harness.engine.budget_rules import Operand
+    from degarble.harness.formats.types import ElementFormat
     from degarble.harness.formats.weight import Weight
 
     Rule = Callable[[Call, Tensor], Budget]
@@ -98,8 +105,8 @@ def _copied(_call: Call, out: Tensor) -> Budget:
 
 def _linear(call: Call, out: Tensor) -> Budget:
     """One matrix, or several whose outputs stand side by side."""
-    x, weights = operand(_rows(call.x)), call.weights.values()
-    made = _side_by_side([summed(x, _matrix(w), output_format(out)) for w in weights])
+    x, loose, weights = operand(_rows(call.x)), call.x_loose, call.weights.values()
+    made = _side_by_side([_product(x, loose, _used(call, w), output_format(out)) for w in weights])
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
         values = torch.cat([w.values(torch.float32) for w in weights])
         made = cut_in_steps(made, x.rows, values, call.fraction_bits)
@@ -121,6 +128,36 @@ def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: b
     return stored_between(made, amplitude, 0.5, f"terms of {ranks} ranks")
 
 
+class _Matrix(NamedTuple):
+    """A weight as it is multiplied, and how far each number may be off where it was rounded."""
+
+    value: Tensor
+    loose: Tensor | None = None
+
+    def chunks(self, count: int) -> list[_Matrix]:
+        """Cut it by rows."""
+        loose = [None] * count if self.loose is None else self.loose.chunk(count)
+        return [_Matrix(*each) for each in zip(self.value.chunk(count), loose, strict=True)]
+
+
+def _used(call: Call, weight: Weight) -> _Matrix:
+    if call.operands is DecodedOperands.EXACT or not weight.is_quantised:
+        return _Matrix(_matrix(weight))
+    assert call.facts is not None, "without facts operands are exact"
+    loose = ambiguous_bf16(weight.values(torch.float32)).float()
+    return _Matrix(weight_values(weight, torch.float32, call.facts.numerics), loose)
+
+
+def _product(x: Operand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat) -> Budget:
+    """One matrix; where decoded numbers were rounded to BF16, near a boundary either neighbour."""
+    made = summed(x, w.value, output)
+    if w.loose is not None:
+        made = replace(made, slack=made.slack + x.rows.abs() @ w.loose.T)
+    if x_loose is not None:
+        made = replace(made, slack=made.slack + x_loose @ w.value.float().abs().T)
+    return made
+
+
 def _matrix(weight: Weight) -> Tensor:
     """The numbers of a matrix; a large plain one as it is stored, to be widened by pieces."""
     value = weight.value
@@ -137,17 +174,18 @@ def _projected(call: Call, out: Tensor) -> Budget:
     kept = output_format(out)
     if call.facts is not None and call.facts.numerics.switches.pooling_in_storage_dtype:
         kept = BF16  # values of BF16 in a wider tensor
-    return summed(_rows(call.x), weight.values(torch.float32), kept)
+    return _product(operand(_rows(call.x)), call.x_loose, _used(call, weight), kept)
 
 
 def _grouped(call: Call, out: Tensor) -> Budget:
     """One matrix a group of heads."""
     (weight,) = call.weights.values()
-    w, x = weight.values(torch.float32), _rows(call.x)
-    groups = x.shape[1] // w.shape[1]
+    used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
+    w, groups = used.value, x.shape[1] // used.value.shape[1]
+    x_loose = [None] * groups if loose is None else loose.chunk(groups, 1)
     made = [
-        summed(a, b, output_format(out))
-        for a, b in zip(x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+        _product(operand(a), b, c, output_format(out))
+        for a, b, c in zip(x.chunk(groups, 1), x_loose, used.chunks(groups), strict=True)
     ]
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
         parts = zip(made, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
@@ -172,6 +210,9 @@ def _routed(call: Call, out: Tensor) -> Budget:
     """Every slot through the matrices of its own expert."""
     experts, x = call.inputs["experts"], call.x
     per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
+    loose = None if call.x_loose is None else call.x_loose.reshape(x.shape)
+    if loose is not None and loose.ndim == 2:
+        loose = loose[:, None].expand(per_slot.shape)
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
     made = [exact(output_format(out), "no expert was visited")]
@@ -179,11 +220,14 @@ def _routed(call: Call, out: Tensor) -> Budget:
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         x_own = operand(per_slot[at])
-        weights = [call.weights[name].values(torch.float32) for name in names]
-        made.append(_side_by_side([summed(x_own, w, output_format(out)) for w in weights]))
+        x_loose = None if loose is None else loose[at]
+        weights = [_used(call, call.weights[name]) for name in names]
+        made.append(
+            _side_by_side([_product(x_own, x_loose, w, output_format(out)) for w in weights])
+        )
         if call.ranks > 1 and parts == ("w2",):
             own = per_slot[at]
-            made[-1] = _over_ranks(made[-1], own, weights[0], call.ranks, on_the_way=False)
+            made[-1] = _over_ranks(made[-1], own, weights[0].value, call.ranks, on_the_way=False)
         slack[at] = made[-1].slack
     return replace(made[-1], slack=slack, repeats=_most(made))
 
@@ -193,7 +237,27 @@ def _norm(call: Call, out: Tensor) -> Budget:
     if out is call.outputs.get("residual"):
         return few(out.abs(), 1, output_format(out), "sum of input and residual")
     weight = next((each.values(torch.float32) for each in call.weights.values()), None)
+    numerics = None if call.facts is None else call.facts.numerics
+    if weight is not None and numerics is not None and numerics.norm_stored_before is not None:
+        return _norm_in_steps(call, out, weight)
     return normed(out, out.shape[-1], output_format(out), additions=1, weight=weight)
+
+
+def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
+    """A norm whose rows are stored in front of the weight."""
+    facts = call.known_facts
+    near = exactly(call.inputs["x"])
+    if "residual" in call.inputs:
+        total = near.value + call.inputs["residual"].double()
+        near = Near(total, U * total.abs())
+        if facts.numerics.switches.residual_rounded_before_norm:
+            near = stored(near, facts.numerics.store)
+    (name,) = call.weights
+    near = near_normed(
+        near, weight.double(), facts.norm_epsilon(name), facts.numerics.norm_stored_before
+    )
+    words = (f"RMS norm of {out.shape[-1]}, stored in front of the weight",)
+    return Budget(output_format(out), near.error.reshape(out.shape), words)
 
 
 def _rotated(call: Call, out: Tensor) -> Budget:
@@ -219,6 +283,9 @@ def _rotated(call: Call, out: Tensor) -> Budget:
 
 def _gated(call: Call, out: Tensor) -> Budget:
     """SwiGLU: the exponential's argument is rounded, which errs by |gate| u; its end is cut off."""
+    if call.facts is not None and call.facts.numerics.switches.gate_rounded_before_product:
+        words = ("SiLU, stored in BF16; its product with up",)
+        return Budget(output_format(out), gated(call, shared=True).error, words)
     gate, up = call.inputs["x"].double().chunk(2, -1)
     amplitude = out.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
     made = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")

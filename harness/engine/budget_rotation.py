@@ -76,10 +76,16 @@ def latent_row(call: Call) -> dict[str, Budget]:
     """Norm, stored, and rotation of V4's shared row."""
     facts, out = _v4(call), call.outputs["out"]
     weight = single(call.weights).values(torch.float64)
-    near = normed(exactly(call.inputs["x"]), weight, facts.config.rms_norm_eps)
-    by = turn(facts.rope, call.inputs["positions"], facts.numerics)
-    words = (f"RMS norm of {out.shape[-1]}, stored", *_WORDS)
-    return _budget(turned(stored(near, facts.numerics.store), by), out, words)
+    numerics = facts.numerics
+    near = normed(
+        exactly(call.inputs["x"]), weight, facts.config.rms_norm_eps, numerics.norm_stored_before
+    )
+    by = turn(facts.rope, call.inputs["positions"], numerics)
+    words = (f"RMS norm of {out.shape[-1]}, fused with the rotation", *_WORDS)
+    if numerics.switches.latent_rounded_before_rotation:
+        near = stored(near, numerics.store)
+        words = (f"RMS norm of {out.shape[-1]}, stored", *_WORDS)
+    return _budget(turned(near, by), out, words)
 
 
 def turned_back(call: Call) -> dict[str, Budget]:

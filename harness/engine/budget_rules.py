@@ -190,6 +190,13 @@ def _four_norm(rows: Tensor) -> Tensor:
     return four
 
 
+def ambiguous_bf16(values: Tensor) -> Tensor:
+    """How far the BF16 rounding of a decoded number moves where its float32 product errs by 2 u."""
+    wide = values.double()
+    ends = [(wide * (1 + sign * 2 * U)).to(torch.bfloat16).double() for sign in (1, -1)]
+    return (ends[0] - ends[1]).abs()
+
+
 def few(amplitude: Tensor, roundings: float, output: ElementFormat, what: str) -> Budget:
     """A function of few operations whose intermediate values stay below `amplitude`."""
     return Budget(

@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import V4Config, V32Config
 from degarble.harness.errors import InvalidArgument, UnknownName
-from degarble.references.numerics import HeadNorm, IndexerFormat, KeyValueCache, Switches
+from degarble.references.numerics import (
+    DecodedOperands,
+    HeadNorm,
+    IndexerFormat,
+    KeyValueCache,
+    Switches,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 KEY = "conventions"
+OPERANDS = "decoded_operands"
+GEMM = "gemm"  # the role of any product of a plain model
 DECLARED, LEARNED, CONTRADICTED = "declared", "learned", "contradicted"
 OF_CAPTURE = "of the capture"
 _REMEDY = "docs/checking.md lists the conventions and their values."
@@ -54,6 +62,7 @@ class Convention:
     values: Mapping[Any, str]
     roles: frozenset[str]
     learned: bool = True
+    witnesses: int = 2  # components that have to show it; 1 where no fault looks like it
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
@@ -123,10 +132,28 @@ def _roles(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+_NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
 _ON = "in BF16"
 _OFF = "in float32"
 _POOLS = "attn.compressor.pool attn.indexer.compressor.pool"
+_LINEARS = (
+    "head e_proj h_proj eh_proj attn.wq_a attn.wq_b attn.wkv attn.wkv_a attn.wkv_b attn.wo"
+    " attn.wo_a attn.wo_b attn.indexer.wq_b attn.indexer.wk attn.indexer.weights_proj"
+    " attn.compressor.proj attn.indexer.compressor.proj ffn.gate ffn.w13 ffn.w2"
+    " ffn.shared.w13 ffn.shared.w2 ffn.experts.w13 ffn.experts.w2"
+)
 _RECORDS = (
+    Convention(
+        OPERANDS,
+        "quantised operands of a product",
+        {
+            DecodedOperands.EXACT: "multiplied as they are, scales included",
+            DecodedOperands.WEIGHTS: "weights rounded to BF16 once decoded",
+            DecodedOperands.BOTH: "weights and activations rounded to BF16 once decoded",
+        },
+        _roles(f"{GEMM} {_LINEARS}"),
+        witnesses=1,
+    ),
     Convention(
         "attention_in_storage_dtype",
         "attention's logits and normalised probabilities",
@@ -155,9 +182,15 @@ _RECORDS = (
     ),
     Convention(
         "indexer_in_storage_dtype",
-        "the indexer's head weights, products and sums (V4)",
+        "the indexer's products and sums (V4)",
         {True: "stored in BF16", False: "kept in float32"},
-        _roles("attn.indexer.weights_proj attn.indexer.scores"),
+        _roles("attn.indexer.scores"),
+    ),
+    Convention(
+        "indexer_weights_in_storage_dtype",
+        "the indexer's head weights (V4)",
+        {True: "stored in BF16", False: "kept in float32"},
+        _roles("attn.indexer.weights_proj"),
     ),
     Convention(
         "pooling_in_storage_dtype",
@@ -182,6 +215,55 @@ _RECORDS = (
         "the residual sum in front of a norm (V3.2)",
         {True: "rounded to BF16 before the norm", False: "normed in float32"},
         _roles("norm attn.norm ffn.norm"),
+    ),
+    Convention(
+        "latent_rounded_before_rotation",
+        "V4's latent row between its norm and its rotation",
+        {True: "rounded to BF16", False: "kept in float32, as a fused kernel does"},
+        _roles("attn.kv_norm_rope"),
+    ),
+    Convention(
+        "entry_rounded_in_between",
+        "a compressed entry behind pooling and behind its norm",
+        {True: "rounded to BF16", False: "kept in float32 up to the rotation"},
+        _roles(_POOLS),
+    ),
+    Convention(
+        "indexer_operand_rounded_in_between",
+        "the indexer's operands behind rotation and Hadamard",
+        {True: "rounded to BF16", False: "kept in float32 up to their codes"},
+        _roles("attn.indexer.q attn.indexer.k attn.indexer.compressor.pool"),
+    ),
+    Convention(
+        "indexer_sum_in_storage_dtype",
+        "the sum over the indexer's heads (V4, where products are stored)",
+        {True: "stored in BF16", False: "kept in float32"},
+        _roles("attn.indexer.scores"),
+    ),
+    Convention(
+        "norm_rounded_before_weight",
+        "the rows of a norm in front of its weight",
+        {True: "rounded to BF16, as Llama's norm does", False: "kept in float32"},
+        _roles(f"{_NORMS} attn.kv_norm_rope {_POOLS}"),
+    ),
+    Convention(
+        "gate_rounded_before_product",
+        "SiLU of the gate in front of its product with up",
+        {True: "rounded to BF16", False: "kept in float32"},
+        _roles("ffn.shared.act ffn.act ffn.experts.act_quant"),
+    ),
+    Convention(
+        "activation_rounded_before_codes",
+        "the routed experts' activation in front of its quantisation",
+        {True: "rounded to BF16", False: "quantised out of float32, as a fused kernel does"},
+        _roles("ffn.experts.act_quant"),
+    ),
+    Convention(
+        "latent_norm_epsilon",
+        "the epsilon of q_norm and kv_norm (V3.2), where it is not the config's",
+        {},
+        _roles("attn.q_norm attn.kv_norm"),
+        learned=False,
     ),
     Convention(
         "kv_cache",
@@ -273,6 +355,10 @@ _RECORDS = (
 REGISTRY: Mapping[str, Convention] = MappingProxyType({each.name: each for each in _RECORDS})
 
 
+# One switch was both at first, and older captures state only that one.
+_IMPLIED = {"indexer_weights_in_storage_dtype": "indexer_in_storage_dtype"}
+
+
 def convention_named(name: str, where: str = OF_CAPTURE) -> Convention:
     """Look a convention up; an unknown name is refused."""
     if name not in REGISTRY:
@@ -284,7 +370,11 @@ def read_conventions(stated: Any, where: str = OF_CAPTURE) -> dict[str, Any]:
     """Return stated conventions as switches of the references; unknown names and values raise."""
     if not isinstance(stated, Mapping):
         raise InvalidArgument(f"{KEY} {where}", type(stated).__name__, "values by name", _REMEDY)
-    return {name: convention_named(name, where).read(stated[name], where) for name in stated}
+    found = {name: convention_named(name, where).read(stated[name], where) for name in stated}
+    for name, other in _IMPLIED.items():
+        if other in found:
+            found.setdefault(name, found[other])
+    return found
 
 
 def conventions_in(facts: Mapping[str, Any]) -> dict[str, Any]:

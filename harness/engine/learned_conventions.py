@@ -5,9 +5,9 @@ witnesses: every component that it concerns and that agrees with its twin under 
 agree under this one, and be clearly nearer to its twin: a wider budget alone explains nothing. A
 component that disagrees under every value is sick and no witness; it stays a finding, and sick
 components have to be the minority. A component that agrees under both values leans to the one whose
-twin is clearly nearer: leaning to the assumed value is a veto. Two witnesses are needed: one
-component alone that departs from the rest of its model is a finding, never a convention. What was
-recorded without its tensors cannot testify, so nothing is learned of its role.
+twin is clearly nearer: leaning to the assumed value is a veto. Most conventions need two witnesses:
+one component alone that departs from the rest of its model is a finding, never a convention. What
+was recorded without its tensors cannot testify, so nothing is learned of its role.
 
 The search knows neither twins nor tensors: it is given components, roles, and one question.
 """
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, Any]  # by the convention's name
 
-LEAST_WITNESSES = 2
-_LEANS = 2.0  # times the squared distance to the twin that a component is nearer to
+LEANS = 2.0  # times the squared distance to the twin that a component is nearer to
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
 _ASKED_FIRST = 4  # components that differ; where none of them agrees, the others are not asked
 
@@ -89,7 +88,7 @@ class Evidence:
     def allows(self, component: str, values: Values) -> bool:
         """Whether it agrees under other values, and does not lean to the assumed ones."""
         other, own = self.of(component, values), self.of(component, {})
-        return other.agrees and (own.differs or _LEANS * own.distance >= other.distance)
+        return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
 
     def supports(self, component: str, values: Values) -> bool:
         """Whether it agrees under other values, and is clearly nearer to that twin.
@@ -97,7 +96,7 @@ class Evidence:
         A budget is not enough: where that of another value is wider, it would cover a gain as well.
         """
         other, own = self.of(component, values), self.of(component, {})
-        return other.agrees and _LEANS * other.distance < own.distance
+        return other.agrees and LEANS * other.distance < own.distance
 
     def components(self, role: str) -> list[str]:
         """Return the components of a role, in the order of the run."""
@@ -171,7 +170,7 @@ def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[
 
 def _lonely(convention: Convention, evidence: Evidence) -> bool:
     """Whether too few components are there to show a convention."""
-    return sum(role in convention.roles for role in evidence.roles.values()) < LEAST_WITNESSES
+    return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
 
 
 def _jointly(group: Sequence[Convention], evidence: Evidence) -> Learned | None:
@@ -189,7 +188,8 @@ def _jointly(group: Sequence[Convention], evidence: Evidence) -> Learned | None:
             continue
         witnesses = _witnesses(values, chosen, odd, group, evidence)
         sick = tuple(name for each in chosen for name in each.sick)
-        if witnesses is not None and len(witnesses) >= max(LEAST_WITNESSES, len(sick) + 1):
+        least = max(each.witnesses for each in group if each.name in values)
+        if witnesses is not None and len(witnesses) >= max(least, len(sick) + 1):
             best = Learned(values, witnesses, sick)
     return best
 

@@ -12,12 +12,14 @@ Kept honest by suites/engine/test_single.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.anatomy.config import Config
+from degarble.harness.engine.conventions import OPERANDS, REGISTRY, read_conventions
 from degarble.harness.engine.single_components import judge_component
 from degarble.harness.engine.single_gemm import judge_product, require_output
 from degarble.harness.engine.single_operations import (
@@ -36,6 +38,8 @@ from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from degarble.harness.anatomy.recipes import Recipe
     from degarble.harness.engine.single_told import JudgedKernel
 
@@ -47,7 +51,8 @@ class Setting:
     """Facts that operands do not tell; what an operation has no use for is ignored.
 
     `config` and `recipe` are of a model's component; `activation` is the format of inputs that
-    arrive as codes; `epsilon` of a norm; `limit` the clamp of a SwiGLU.
+    arrive as codes; `epsilon` of a norm; `limit` the clamp of a SwiGLU; `conventions` are what the
+    kernel follows where correct implementations differ (docs/checking.md).
     """
 
     config: Config | None = None
@@ -55,8 +60,11 @@ class Setting:
     activation: str = NVFP4.name
     epsilon: float = 1e-6
     limit: float | None = None
+    conventions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        stated = read_conventions(self.conventions, "of the setting")
+        object.__setattr__(self, "conventions", MappingProxyType(stated))
         if self.config is not None and not isinstance(self.config, Config):
             raise InvalidArgument(
                 "config", type(self.config).__name__, "the config of a model",
@@ -113,7 +121,8 @@ def judge(
         case "quantise_nvfp4":
             return judge_quantised(given, output)
     assert how.config is not None, "refused above"
-    return judge_component(component, given, weights, output, (how.config, how.recipe))
+    model = how.config, how.recipe, how.conventions
+    return judge_component(component, given, weights, output, model)
 
 
 def _by_name(inputs: Any) -> dict[str, Any]:
@@ -135,7 +144,16 @@ def _gemm(
     dtype = output.dtype if isinstance(output, torch.Tensor) else torch.bfloat16
     require_output("output", output, tuple(getattr(output, "shape", ())))
     product = Product.of(x, named.get("w"), dtype, named.get("bias"))
-    return judge_product("gemm", product, output, reference)
+    stated = how.conventions.get(OPERANDS)
+    if stated is not None:
+        return judge_product("gemm", replace(product, operands=stated), output, reference)
+    judged = judge_product("gemm", product, output, reference)
+    if judged.follows is None:
+        return judged
+    # One kernel is all there is, so it cannot contradict itself.
+    learned = judge_product("gemm", replace(product, operands=judged.follows), output, reference)
+    note = f"{REGISTRY[OPERANDS].words(judged.follows)} (learned)"
+    return replace(learned, note=note)
 
 
 def _coded(given: dict[str, Any], activation: str) -> QuantisedTensor:

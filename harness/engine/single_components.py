@@ -47,15 +47,15 @@ def judge_component(
     inputs: Mapping[str, Tensor],
     weights: Any,
     output: Any,
-    model: tuple[Config, Recipe | str | None],
+    model: tuple[Config, Recipe | str | None, Mapping[str, Any]],
 ) -> JudgedKernel:
     """Judge what a kernel put out in place of a component."""
-    config, recipe = model
+    config, recipe, conventions = model
     if recipe is None or isinstance(recipe, str):
         recipe = recipe_named(recipe or "bf16", config)
     component = _component(name, config, recipe)
     given = _weights(component, weights)
-    bound = Bound(config, Numerics.twin(), given, recipe)
+    bound = Bound(config, Numerics.twin().with_switches(**conventions), given, recipe)
     _require_inputs(component, inputs)
     with torch.inference_mode():
         call = Call.of(bound, component.name, dict(inputs))

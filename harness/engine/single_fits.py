@@ -198,7 +198,7 @@ def _other_box(
 
 def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
     """Blocks of K that are not in the sum, or stand there twice, for the rows and columns hit."""
-    x, w = wrong.product.x.values, wrong.product.w.values
+    x, w = wrong.product.x_used.values, wrong.product.w_used.values
     length = x.shape[1]
     if length % _BLOCK:
         return

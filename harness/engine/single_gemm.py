@@ -9,11 +9,14 @@ Kept honest by suites/engine/test_single.py and test_single_ways.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.engine.budget import judge, nearer_than_the_twin
+from degarble.harness.engine.conventions import OPERANDS, REGISTRY
+from degarble.harness.engine.learned_conventions import LEANS
 from degarble.harness.engine.single_fits import fits_of
 from degarble.harness.engine.single_product import OUTPUTS, Operand, Product, require_data
 from degarble.harness.engine.single_seen import Wrong
@@ -29,6 +32,7 @@ from degarble.harness.engine.single_ways import ways_of
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.record.wording import share
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +52,7 @@ def judge_product(
     operands, target = _reference(reference, product)
     candidate = require_output(OUT, output, product.shape)
     if candidate.dtype is not product.dtype:
-        product = Product(product.x, product.w, candidate.dtype, product.bias)
+        product = replace(product, dtype=candidate.dtype)
     rows = candidate.reshape(-1, candidate.shape[-1]).contiguous()
     wrong = Wrong(product, rows, product.exact, product.expected, product.budget)
     found = judge(rows, wrong.twin, wrong.budget)
@@ -67,14 +71,36 @@ def judge_product(
         return JudgedKernel(name, verdict, {OUT: judged}, too_good=too_good)
     named: tuple[Named, ...] = ()
     tried: tuple[str, ...] = ()
-    if explain:
+    note, kind = "", followed_by(product, rows, found) if explain else None
+    if kind is not None:
+        note = f"{REGISTRY[OPERANDS].words(kind)}: a convention ({OPERANDS}={kind}), not declared"
+    elif explain:
         named, tried = explanations(wrong, {key: each.values for key, each in operands.items()})
     census = census_of(candidate)
     return JudgedKernel(
         name, verdict, {OUT: judged}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
         {OUT: census} if census else {}, named, tried,
-        too_good if too_good is not None and too_good.ratio > 1 else None,
+        too_good if too_good is not None and too_good.ratio > 1 else None, note, kind,
     )  # fmt: skip
+
+
+def followed_by(product: Product, rows: Tensor, found: Judgement) -> DecodedOperands | None:
+    """The convention of decoded operands that a product follows that differs; None for neither.
+
+    It has to be clearly nearer as well: a wider budget explains nothing.
+    """
+    if product.operands is not DecodedOperands.EXACT or found.verdict is Verdict.AGREES:
+        return None
+    kinds = [DecodedOperands.WEIGHTS] if product.w.quantised is not None else []
+    if product.x.quantised is not None:
+        kinds.append(DecodedOperands.BOTH)
+    for kind in kinds:
+        other = replace(product, operands=kind)
+        judged = judge(rows, other.expected, other.budget)
+        nearer = LEANS * float(judged.comparison.total.dd) < float(found.comparison.total.dd)
+        if judged.verdict is Verdict.AGREES and nearer:
+            return kind
+    return None
 
 
 def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel | None:

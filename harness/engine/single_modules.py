@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from degarble.harness.engine.conventions import GEMM, LEARNED, OPERANDS
+from degarble.harness.engine.learned_conventions import Evidence, Fit, conventions_used
 from degarble.harness.engine.seen import same_bits
 from degarble.harness.engine.single_gemm import agrees_at_once, judge_product
 from degarble.harness.engine.single_operations import by_callable, judge_defined
@@ -28,12 +31,14 @@ from degarble.harness.engine.single_product import OUTPUTS, Operand, Product, al
 from degarble.harness.errors import InvalidArgument, UnknownName
 from degarble.harness.formats.quantise import has_fast_decoder
 from degarble.harness.record.verdict import SCHEMA, Origin, Verdict
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from degarble.harness.engine.conventions import ConventionUsed
     from degarble.harness.engine.seen import SeenRun
     from degarble.harness.engine.single_told import JudgedKernel
     from degarble.harness.record.capture_types import Call
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
 _REMEMBERED = 4  # calls of a component that agreed and are not judged again
 _WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
+_NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
 
 class Twin:
@@ -71,26 +77,39 @@ class Twin:
         """The components that it knows."""
         return (*self._weights, *self._definitions)
 
-    def judge_call(self, run: SeenRun, call: Call) -> JudgedKernel | None:
+    def judge_call(
+        self, run: SeenRun, call: Call, values: Mapping[str, Any], *, explain: bool
+    ) -> JudgedKernel | None:
         """Judge one call of a run; one that agreed in an earlier run that is still there is known.
 
         Runs of one model share much: with a fault in layer 7, all of layers 0 to 6.
         """
         inputs, outputs = run.inputs(call), run.outputs(call)
-        for known in self._agreed.get(call.component, ()):
+        for known in () if values else self._agreed.get(call.component, ()):
             earlier = known.run()
             if earlier is not None and known.equals(earlier, inputs, outputs):
                 return known.judged
-        found = self.judge(call.component, inputs, outputs)
-        if found is not None and found.verdict is Verdict.AGREES:
+        found = self.judge(call.component, inputs, outputs, values, explain=explain)
+        if found is not None and found.verdict is Verdict.AGREES and not values:
             kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
             kept.append(_Agreed(weakref.ref(run), call, found))
         return found
 
+    def multiplies(self, component: str) -> bool:
+        """Whether a component is a product whose weight is stored otherwise than in BF16."""
+        held = self._weights.get(component, {}).get(_WEIGHT)
+        return held is not None and getattr(held, "dtype", None) not in _NARROW
+
     def judge(
-        self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+        self,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        values: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        explain: bool = True,
     ) -> JudgedKernel | None:
-        """Judge one call; None where nobody said what the component computes."""
+        """Judge one call, by conventions; None where nobody said what the component computes."""
         if component in self._definitions:
             made = by_callable(self._definitions[component], tuple(inputs.values()), None)
             return judge_defined(component, made, dict(outputs))
@@ -101,8 +120,10 @@ class Twin:
             return None
         bias = self._weights[component].get(_BIAS)
         product = Product.of(x, self._operand(component), out.dtype, bias)
+        if values:
+            product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
         at_once = agrees_at_once(component, product, out)
-        return at_once or judge_product(component, product, out)
+        return at_once or judge_product(component, product, out, explain=explain)
 
     def _operand(self, component: str) -> Operand:
         """The weight, whose numbers were looked at once.
@@ -153,6 +174,7 @@ class Checked:
     unjudged: tuple[str, ...] = ()
     inherited: tuple[str, ...] = ()  # given values that are not finite
     first_not_finite: str = ""
+    conventions: tuple[ConventionUsed, ...] = ()  # that are not the exact ones
 
     @property
     def troubles(self) -> tuple[JudgedKernel, ...]:
@@ -178,6 +200,7 @@ class Checked:
     def lines(self) -> list[str]:
         """Everything, line by line."""
         told = [f"{self.verdict}: {self.sentence}"]
+        told += [f"Convention: {each.sentence}" for each in self.conventions]
         if self.first_not_finite:
             told.append(f"The first value that is not finite is put out by {self.first_not_finite}")
         for each in self.troubles:
@@ -205,37 +228,111 @@ class Checked:
             ],
             "unjudged": list(self.unjudged),
             "inherited": list(self.inherited),
+            "conventions": [each.document() for each in self.conventions],
         }
 
 
-def check_modules(run: SeenRun, twin: Twin) -> Checked:
-    """Judge every call of a captured run that the twin knows."""
+def check_modules(
+    run: SeenRun, twin: Twin, declared: Mapping[str, Any] = MappingProxyType({})
+) -> Checked:
+    """Judge every call of a captured run that the twin knows; `declared` are its conventions."""
     seen = {call.component for call in run.calls}
     for name in twin.names:
         if name not in seen:
             raise UnknownName.among("component of the twin", name, seen)
-    worst: dict[str, JudgedKernel] = {}
-    steps: dict[str, int] = {}
-    unjudged, inherited, first = {}, {}, ""
+    work = _Work(run, twin, declared)
     for call in run.calls:
-        inputs, outputs = run.inputs(call), run.outputs(call)
-        if _is_without_rows(inputs) and _is_without_rows(outputs):
-            continue  # as of an expert that no token reached
-        spoilt = not _all_finite(inputs)
-        if not spoilt and not first and not _all_finite(outputs):
-            first = f"{call.component} in step {call.step}"
-        if spoilt:
-            inherited[call.component] = True
-            continue
-        found = twin.judge_call(run, call)
-        if found is None:
-            unjudged[call.component] = True
-        elif call.component not in worst or found.ratio > worst[call.component].ratio:
-            worst[call.component], steps[call.component] = found, call.step
+        work.take(call)
+    used = conventions_used(declared, work.evidence())
+    learned = {each.name: each.value for each in used if each.source == LEARNED}
+    if learned:
+        work = _Work(run, twin, {**declared, **learned})
+        for call in run.calls:
+            work.take(call)
+    worst = {name: work.explained(each) for name, each in work.worst.items()}
     verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
     if any(each.verdict is Verdict.DIFFERS for each in worst.values()):
         verdict = Verdict.DIFFERS
-    return Checked(verdict, worst, steps, tuple(unjudged), tuple(inherited), first)
+    steps = {name: each.call.step for name, each in work.worst.items()}
+    told = tuple(work.unjudged), tuple(work.inherited), work.first
+    return Checked(verdict, worst, steps, *told, used)
+
+
+class _Worst(NamedTuple):
+    """The call of a component that is furthest off."""
+
+    call: Call
+    judged: JudgedKernel
+
+
+class _Work:
+    """A run under judgement, by some conventions."""
+
+    def __init__(self, run: SeenRun, twin: Twin, values: Mapping[str, Any]) -> None:
+        self._run, self._twin, self._values = run, twin, values
+        self.worst: dict[str, _Worst] = {}
+        self.unjudged: dict[str, bool] = {}
+        self.inherited: dict[str, bool] = {}
+        self.first = ""
+        self._lengths: dict[str, float] = defaultdict(float)  # squared, of all differences
+
+    def take(self, call: Call) -> None:
+        """Judge one call; causes are looked for later, of the worst alone."""
+        inputs, outputs = self._run.inputs(call), self._run.outputs(call)
+        if _is_without_rows(inputs) and _is_without_rows(outputs):
+            return  # as of an expert that no token reached
+        name = call.component
+        spoilt = not _all_finite(inputs)
+        if not spoilt and not self.first and not _all_finite(outputs):
+            self.first = f"{name} in step {call.step}"
+        if spoilt:
+            self.inherited[name] = True
+            return
+        found = self._twin.judge_call(self._run, call, self._values, explain=False)
+        if found is None:
+            self.unjudged[name] = True
+            return
+        self._lengths[name] += _length(found)
+        if name not in self.worst or found.ratio > self.worst[name].judged.ratio:
+            self.worst[name] = _Worst(call, found)
+
+    def explained(self, worst: _Worst) -> JudgedKernel:
+        """The judgement of a call with its causes, where it differs."""
+        if worst.judged.verdict is not Verdict.DIFFERS:
+            return worst.judged
+        call = worst.call
+        found = self._twin.judge_call(self._run, call, self._values, explain=True)
+        return worst.judged if found is None else found
+
+    def evidence(self) -> Evidence:
+        """How the products of the run fit under some values."""
+        names = [name for name in self.worst if self._twin.multiplies(name)]
+        calls: dict[str, list[Call]] = {name: [] for name in names}
+        for call in self._run.calls:
+            if call.component in calls:
+                calls[call.component].append(call)
+        assumed = {OPERANDS: DecodedOperands.EXACT, **self._values}
+
+        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+            if not values:
+                return self._fit(name)
+            work = _Work(self._run, self._twin, {**self._values, **values})
+            for call in calls[name]:
+                work.take(call)
+            return work._fit(name)
+
+        return Evidence(dict.fromkeys(names, GEMM), fit, assumed)
+
+    def _fit(self, name: str) -> Fit:
+        worst = self.worst.get(name)
+        verdict = None if worst is None else worst.judged.verdict
+        agrees, differs = verdict is Verdict.AGREES, verdict is Verdict.DIFFERS
+        return Fit(agrees, differs, self._lengths[name])
+
+
+def _length(judged: JudgedKernel) -> float:
+    compared = (each.comparison for each in judged.outputs.values())
+    return math.fsum(float(each.total.dd) for each in compared if each is not None)
 
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.budget_rules import U, summed
+from degarble.harness.engine.budget_rules import U, ambiguous_bf16, summed
 from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.formats.block_formats import NVFP4
@@ -28,6 +28,7 @@ from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.spare_memory import empty_tensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ class Operand:
 
     held: Tensor | QuantisedTensor
     picked: Tensor | None = None
+    loose: Tensor | None = None  # by how much values may be off that were rounded once decoded
 
     @classmethod
     def of(cls, name: str, given: Any) -> Operand:
@@ -115,6 +117,14 @@ class Operand:
         exact = torch.float32 if self.held.tensor_scale is not None else torch.float64
         return self._meant(_rows(dequantise(self.held, exact)))
 
+    def rounded(self) -> Operand:
+        """The values as a BF16 tensor: decoded or cast first, then multiplied."""
+        if isinstance(self.held, torch.Tensor):
+            return replace(self, held=self.held.to(torch.bfloat16))
+        shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
+        rounded = self.values.to(torch.bfloat16).reshape(shape)
+        return Operand(rounded, loose=ambiguous_bf16(self.values))
+
     @property
     def leading(self) -> tuple[int, ...]:
         """Extents in front of K; of [M, 1, K] with a tensor scale a row it is M alone."""
@@ -126,7 +136,8 @@ class Operand:
         """Some rows as an operand of their own."""
         tensor = self.quantised
         if tensor is None:
-            return Operand(self.values[rows])
+            loose = None if self.loose is None else self.loose[rows]
+            return Operand(self.values[rows], loose=loose)
         if self.picked is not None:
             return Operand(tensor, self.picked[rows])
         cut = tensor.layout == LINEAR and tensor.format.block[0] == 1
@@ -149,6 +160,7 @@ class Product:
     w: Operand
     dtype: torch.dtype
     bias: Tensor | None = None
+    operands: DecodedOperands = DecodedOperands.EXACT
 
     @classmethod
     def of(cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
@@ -171,28 +183,38 @@ class Product:
         """Extents of the output."""
         return (*self.x.leading, len(self.w.values))
 
+    @cached_property
+    def x_used(self) -> Operand:
+        """The operand as it is multiplied, by convention."""
+        coded = self.x.quantised is not None
+        return self.x.rounded() if coded and self.operands is DecodedOperands.BOTH else self.x
+
+    @cached_property
+    def w_used(self) -> Operand:
+        """The weight as it is multiplied, by convention."""
+        return self.w if self.operands is DecodedOperands.EXACT else self.w.rounded()
+
     def exchanged(self, **operands: Operand) -> Product:
         """The same product of other operands."""
-        x, w = operands.get("x", self.x), operands.get("w", self.w)
-        return Product(x, w, self.dtype, self.bias)
+        return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
 
     def at(self, rows: Tensor, columns: Tensor) -> Product:
         """Some rows and columns of the output."""
         bias = None if self.bias is None else self.bias[columns]
-        return Product(self.x.at(rows), self.w.at(columns), self.dtype, bias)
+        return replace(self, x=self.x.at(rows), w=self.w.at(columns), bias=bias)
 
     @cached_property
     def exact(self) -> Tensor:
         """The result in float64 [M, N], not rounded."""
-        return self.summed_up(self.x.unit.double() @ self.w.unit.double().T)
+        return self.summed_up(self.x_used.unit.double() @ self.w_used.unit.double().T)
 
     def summed_up(self, total: Tensor) -> Tensor:
         """What follows the sum: tensor scales and bias."""
-        if self.x.factor is not None:
-            total = total * (self.x.factor if self.x.factor.numel() == 1
-                             else self.x.factor[:, None])  # fmt: skip
-        if self.w.factor is not None:
-            total = total * self.w.factor
+        if self.x_used.factor is not None:
+            total = total * (self.x_used.factor if self.x_used.factor.numel() == 1
+                             else self.x_used.factor[:, None])  # fmt: skip
+        if self.w_used.factor is not None:
+            total = total * self.w_used.factor
         return total if self.bias is None else total + self.bias.double()
 
     @property
@@ -202,14 +224,21 @@ class Product:
 
     def plain(self) -> Tensor:
         """The same in float32 from end to end, as this machine's library sums it."""
-        x, w = self.x.values.float(), self.w.values.float()
+        x, w = self.x_used.values.float(), self.w_used.values.float()
         made = torch.mm(x, w.T, out=empty_tensor((len(x), len(w)), torch.float32))
         return (made if self.bias is None else made + self.bias.float()).to(self.dtype)
 
     @cached_property
     def budget(self) -> Budget:
         """What a correct kernel may differ by."""
-        made = summed(self.x.values, self.w.values, FORMAT_OF_DTYPE[self.dtype])
+        x, w = self.x_used, self.w_used
+        made = summed(x.values, w.values, FORMAT_OF_DTYPE[self.dtype])
+        if w.loose is not None:
+            loose = x.values.float().abs() @ w.loose.float().T
+            made = replace(made, slack=made.slack + loose)
+        if x.loose is not None:
+            loose = x.loose.float() @ w.values.float().abs().T
+            made = replace(made, slack=made.slack + loose)
         if self.bias is None:
             return made
         added = U * (self.exact.abs() + self.bias.double().abs()).float()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget import Finding, Judgement
     from degarble.harness.engine.comparison import Comparison
+    from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FINDINGS = 3  # of a level, told beside the worst
@@ -122,6 +123,7 @@ class JudgedKernel:
     tried: tuple[str, ...] = ()
     too_good: Finding | None = None
     note: str = ""
+    follows: DecodedOperands | None = None  # the convention that it fits, where it differs
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.AGREES
@@ -146,6 +148,8 @@ class JudgedKernel:
             why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
             return f"{self.component} is undecided: {why}"
         if self.cause is None:
+            if self.follows is not None:
+                return f"{self.component} differs from its twin: {self.note}."
             count = len(set(self.tried))
             told = f"{count} were tried" if count else "none is known for it"
             return (

@@ -201,7 +201,7 @@ def _rounded(product: Product) -> Iterator[Explanation]:
                 "M40.coarse_output", f"The output was stored in {word} on the way",
                 f"storing the output in {word} first", partial(_stored, product, dtype),
             )  # fmt: skip
-        if product.x.factor is not None or product.w.factor is not None:
+        if product.x_used.factor is not None or product.w_used.factor is not None:
             yield Explanation(
                 "M40.small_accumulator", f"The sum is cast to {word} before its scales are applied",
                 f"casting the sum to {word} in front of the tensor scales",
@@ -223,7 +223,7 @@ def _stored(product: Product, dtype: torch.dtype, part: Part | None) -> Made:
 
 def _cast_first(product: Product, dtype: torch.dtype, part: Part | None) -> Made:
     chosen = product if part is None else product.at(*part)
-    total = (chosen.x.unit.double() @ chosen.w.unit.double().T).to(dtype)
+    total = (chosen.x_used.unit.double() @ chosen.w_used.unit.double().T).to(dtype)
     made = chosen.summed_up(total.double())
     return Made(made.to(product.dtype), _on_the_way(chosen, dtype, 2))
 

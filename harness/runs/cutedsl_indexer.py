@@ -124,7 +124,7 @@ def weights(part: Part) -> Compute:
     outputs, inner = part.shapes[name]
     if part.v4:
         GemmProblem(1, outputs, inner)
-    stored = part.v4 and part.facts.numerics.switches.indexer_in_storage_dtype
+    stored = part.v4 and part.facts.numerics.switches.indexer_weights_in_storage_dtype
     out = "bf16" if stored else "fp32"
 
     def compute(work: Work) -> Outputs:

@@ -273,7 +273,7 @@ class Stepping(Steps):
         stored = self.switches.indexer_in_storage_dtype
         of_heads = self.scaled(
             dense_product(self.kernels, w.weights, x), w.factor,
-            torch.bfloat16 if stored else torch.float32,
+            torch.bfloat16 if self.switches.indexer_weights_in_storage_dtype else torch.float32,
         )  # fmt: skip
         columns, lanes = self.room.columns(ratio), self.room.lanes
         pages = KeyPages("bf16", PAGE, len(memory.keys))

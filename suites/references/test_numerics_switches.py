@@ -22,6 +22,7 @@ from degarble.references.model_v4 import ModelV4
 from degarble.references.model_v32 import ModelV32
 from degarble.references.numerics import (
     SOURCES,
+    DecodedOperands,
     HeadNorm,
     IndexerFormat,
     KeyValueCache,
@@ -75,7 +76,7 @@ SIDES: dict[str, Side] = {
     "indexer_format": Side(V4, {}, {"indexer_format": IndexerFormat.MXFP4}, _KEYS),
     "indexer_hadamard": Side(V4, {}, {"indexer_hadamard": False}, _KEYS, True),
     "indexer_in_storage_dtype": Side(
-        V4, {}, {"indexer_in_storage_dtype": False}, "attn.indexer.weights_proj"
+        V4, {}, {"indexer_in_storage_dtype": False}, "attn.indexer.scores"
     ),
     "head_norm": Side(V4, {}, {"head_norm": HeadNorm.ONCE}, "attn.q_head_norm_rope"),
     "rotation_in_storage_dtype": Side(
@@ -94,6 +95,32 @@ SIDES: dict[str, Side] = {
     "shared_expert_clamped": Side(V4, {}, {"shared_expert_clamped": False}, "ffn.shared.act", True),
     "input_scale_shared": Side(V4, {}, {"input_scale_shared": True}, "ffn.experts.w13.act_quant"),
     "wo_a_follows_recipe": Side(V4, {}, {"wo_a_follows_recipe": False}, "attn.wo_a"),
+    "latent_rounded_before_rotation": Side(
+        V4, {}, {"latent_rounded_before_rotation": False}, "attn.kv_norm_rope"
+    ),
+    "entry_rounded_in_between": Side(
+        V4, {}, {"entry_rounded_in_between": False}, "attn.compressor.pool"
+    ),
+    "indexer_operand_rounded_in_between": Side(
+        V4,
+        {"indexer_format": IndexerFormat.FP8},
+        {"indexer_operand_rounded_in_between": False},
+        "attn.indexer.compressor.pool",
+    ),
+    "indexer_weights_in_storage_dtype": Side(
+        V4, {}, {"indexer_weights_in_storage_dtype": False}, "attn.indexer.weights_proj"
+    ),
+    "indexer_sum_in_storage_dtype": Side(
+        V4, {}, {"indexer_sum_in_storage_dtype": False}, "attn.indexer.scores"
+    ),
+    "norm_rounded_before_weight": Side(V4, {}, {"norm_rounded_before_weight": True}, "attn.norm"),
+    "gate_rounded_before_product": Side(
+        V4, {}, {"gate_rounded_before_product": True}, "ffn.experts.act_quant"
+    ),
+    "activation_rounded_before_codes": Side(
+        V4, {}, {"activation_rounded_before_codes": False}, "ffn.experts.act_quant"
+    ),
+    "decoded_operands": Side(V4, {}, {"decoded_operands": DecodedOperands.BOTH}, "ffn.experts.w13"),
     "residual_rounded_before_norm": Side(
         V32, {}, {"residual_rounded_before_norm": True}, "ffn.norm"
     ),
