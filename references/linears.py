@@ -110,7 +110,7 @@ def activation_values(
     if not holds_codes(inputs):
         return cast(inputs[X], dtype)
     assert format_name is not None, "codes arrive only where the recipe quantises activations"
-    if numerics is None or numerics.switches.decoded_operands is not DecodedOperands.BOTH:
+    if numerics is None or numerics.operands is not DecodedOperands.BOTH:
         return decode_activations(inputs, format_name, dtype)
     decoded = decode_activations(inputs, format_name, torch.float32)
     return cast(cast(decoded, numerics.store), dtype)
@@ -118,8 +118,7 @@ def activation_values(
 
 def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
     """A weight's numbers in `dtype`, as `numerics` multiplies them."""
-    exact = numerics is None or numerics.switches.decoded_operands is DecodedOperands.EXACT
-    if numerics is None or exact or not weight.is_quantised:
+    if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_quantised:
         return weight.values(dtype)
     return cast(cast(weight.values(torch.float32), numerics.store), dtype)
 

@@ -208,6 +208,11 @@ class Numerics:
         return self.mode is Mode.DEFINITION
 
     @property
+    def operands(self) -> DecodedOperands:
+        """What becomes of quantised operands behind their decoding."""
+        return DecodedOperands.EXACT if self.exact else self.switches.decoded_operands
+
+    @property
     def norm_stored_before(self) -> torch.dtype | None:
         """In which format norms keep their rows in front of the weight; None where they do not."""
         rounds = self.switches.norm_rounded_before_weight and not self.exact

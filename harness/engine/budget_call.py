@@ -68,9 +68,7 @@ class Call:
     @property
     def operands(self) -> DecodedOperands:
         """What becomes of quantised operands behind their decoding."""
-        if self.facts is None or self.facts.numerics.exact:
-            return DecodedOperands.EXACT
-        return self.facts.numerics.switches.decoded_operands
+        return DecodedOperands.EXACT if self.facts is None else self.facts.numerics.operands
 
     @property
     def x_loose(self) -> Tensor | None:
