@@ -1,22 +1,19 @@
 """Say what went wrong in a component, by reproduction; or that no known fault explains it.
 
-Owns `diagnose`: every fault that can sit in the scene proposes ways; each is tried on a sample (few
-rows, those that differ most), and those that leave little of the difference are proved on every row
-of every call: the twin with the way must give what the candidate gave, at no more of its budget
-than a healthy component needs. So a way explains every row that differs and breaks none that
-agreed. Where no single way does, two at a time are tried. What explains equally well is ordered by
-simplicity: numbers that had to be fitted count against a way; the others are alternatives.
-
-Refuses nothing: a sight that cannot be tried is unexplained. A wrong cause is worse than none.
-Kept honest by suites/engine/test_diagnose.py: every fault in every place, each family left out
-once, and damage that nobody has named.
+Every fault that can sit in the scene proposes ways; each is tried on a sample (few rows, those that
+differ most), and those that leave little of the difference are proved on every row of every call:
+the twin with the way must give what the candidate gave, at no more of its budget than a healthy
+component needs. So a way explains every row that differs and breaks none that agreed. Where none
+does and some calls or sequences are healthy, the same is asked of the others alone; then two ways
+at a time are tried. What explains equally well is ordered by simplicity: numbers that had to be
+fitted count against a way; the others are alternatives. A wrong cause is worse than none.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +21,7 @@ import torch
 
 from degarble.harness.engine.budget import HEADROOM
 from degarble.harness.engine.diagnose_calls import call_by_call
+from degarble.harness.engine.diagnose_parts import differing_parts
 from degarble.harness.engine.diagnose_sample import calls_in, most_telling, sampled, together
 from degarble.harness.engine.diagnose_trial import (
     Proof,
@@ -111,6 +109,7 @@ class _Trial:
     fault: tuple[ModelFault, ...]
     way: Way
     left: float
+    uncut: bool = False  # tried on a whole call only
 
     @property
     def fitted(self) -> int:
@@ -138,24 +137,51 @@ def diagnose(
         sample = sampled(scene, main)
         # What differs from call to call is asked about where nothing explains all calls alike.
         steady = [each for each in sitting if not each.per_call]
-        trials = list(_trials(scene, main, sample, steady))
-        named = _proved(scene, calls, main, trials)
-        more: list[_Trial] = []
-        if not named and not (sample.whole and len(main.rows) < 2):
-            # What counts rows or tiles is itself only in a whole call.
-            whole = _uncut(scene, main)
-            if whole is not None:
-                more = list(_trials(scene, main, whole, steady, weights=False))
-                named = _proved(scene, calls, main, more)
+        named, trials = _alike_in_all(scene, calls, (main, sample), steady)
         if not named:
             named = _each_by_itself(scene, apart, sitting)
+        if not named and reach is Reach.COMPONENT:
+            named = _in_a_part(scene, apart, steady)
         pairs: list[_Trial] = []
         if not named:
-            pairs = list(_pairs(scene, sample, trials))
+            pairs = list(_pairs(scene, sample, [each for each in trials if not each.uncut]))
             named = _proved(scene, calls, main, pairs)
-    excluded = _excluded([*trials, *more], named)
-    tried = len(trials) + len(pairs)
+    excluded = _excluded(trials, named)
+    tried = sum(not each.uncut for each in trials) + len(pairs)
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
+
+
+def _alike_in_all(
+    scene: Scene, calls: Sequence[Sight], shown: tuple[Sight, Sample], sitting: Sequence[ModelFault]
+) -> tuple[tuple[Named, ...], list[_Trial]]:
+    """Causes that explain all calls alike, and every trial; `shown` is what is looked at first."""
+    main, sample = shown
+    trials = list(_trials(scene, main, sample, sitting))
+    named = _proved(scene, calls, main, trials)
+    if not named and not (sample.whole and len(main.rows) < 2):
+        # What counts rows or tiles is itself only in a whole call.
+        whole = _uncut(scene, main)
+        if whole is not None:
+            more = [
+                replace(each, uncut=True)
+                for each in _trials(scene, main, whole, sitting, weights=False)
+            ]
+            named = _proved(scene, calls, main, more)
+            trials += more
+    return named, trials
+
+
+def _in_a_part(
+    scene: Scene, apart: Sequence[Sight], sitting: Sequence[ModelFault]
+) -> tuple[Named, ...]:
+    """Causes that act in some calls, or on some sequences, while the others are healthy."""
+    for words, part in differing_parts(scene, apart):
+        calls = together(scene, part)
+        main = most_telling(calls)
+        named, _ = _alike_in_all(scene, calls, (main, sampled(scene, main)), sitting)
+        if named:
+            return tuple(replace(n, evidence=f"{n.evidence}, {words}") for n in named)
+    return ()
 
 
 def _each_by_itself(

@@ -24,9 +24,10 @@ from degarble.harness.engine.diagnose_trial import (
 )
 from degarble.harness.engine.faults.regions import cancelled
 from degarble.harness.engine.faults.spots import extents
+from degarble.harness.engine.judgeable_rows import lines_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -127,7 +128,7 @@ def _window(sight: Sight, size: int) -> Sight:
         weight_T += _apart(each, sight.expected.get(name)).reshape(count, -1).sum(1)
     windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
     begin = int(windows.argmax()) * size
-    return _rows_of(sight, slice(begin, min(begin + size, count)))
+    return rows_of(sight, slice(begin, min(begin + size, count)))
 
 
 def _few_experts(sight: Sight) -> Sight:
@@ -167,8 +168,13 @@ def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
         }
 
     rows = tuple(count for each in sights for count in (each.rows or (_height(each),)))
+    owners = tuple(owner for each in sights for owner in each.owners)
     sides = (joined("inputs"), joined("outputs"), joined("expected"))
-    return [replace(first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows)]
+    return [
+        replace(
+            first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows, owners=owners
+        )
+    ]
 
 
 def _likeness(sight: Sight) -> list[tuple[object, ...]]:
@@ -191,17 +197,60 @@ def calls_in(sight: Sight) -> list[Sight]:
         return [sight]
     begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
     return [
-        _rows_of(sight, slice(begin, begin + count))
+        rows_of(sight, slice(begin, begin + count))
         for begin, count in zip(begins, sight.rows, strict=True)
     ]
 
 
-def _rows_of(sight: Sight, rows: slice) -> Sight:
+def sequences_in(scene: Scene, sight: Sight) -> list[Sight]:
+    """The sequences of one call, each as a call of its own; the call where they stay together."""
+    if _is_by_row(scene, sight):
+        return _by_owner(sight)
+    if sight.implied or "token_offsets" not in sight.inputs:
+        return [sight]
+    return list(alone(scene, sight)) or [sight]
+
+
+def _by_owner(sight: Sight) -> list[Sight]:
+    owners = sight.owners
+    if len(owners) != _height(sight):
+        return [sight]
+    begins = [at for at in range(len(owners)) if not at or owners[at] != owners[at - 1]]
+    ends = [*begins[1:], len(owners)]
+    return [rows_of(sight, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
+
+
+def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
+    """Every sequence of a call whose tokens meet; nothing where they cannot be told apart."""
+    lines = lines_of(scene.component, scene.bound.config, sight.inputs)
+    if lines is None:
+        return
+    for number in range(len(lines.spans)):
+        counts = [span.count * (at == number) for at, span in enumerate(lines.spans)]
+        sides = [lines.cut_side(side, counts) for side in _sides(sight)]
+        if any(side is None for side in sides):
+            return
+        inputs, outputs, expected = (side or {} for side in sides)
+        yield replace(
+            sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=()
+        )
+
+
+def _sides(sight: Sight) -> tuple[Tensors, Tensors, Tensors]:
+    return sight.inputs, sight.outputs, sight.expected
+
+
+def rows_of(sight: Sight, rows: slice) -> Sight:
+    """Some rows of a sight whose rows stand for themselves."""
+
     def part(side: Tensors) -> dict[str, Tensor]:
         return {name: each[rows] if each.ndim else each for name, each in side.items()}
 
-    sides = (part(sight.inputs), part(sight.outputs), part(sight.expected))
-    return replace(sight, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=())
+    inputs, outputs, expected = (part(side) for side in _sides(sight))
+    owners = sight.owners[rows]
+    return replace(
+        sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners
+    )
 
 
 def _apart(c: Tensor, e: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.anatomy.components import Component
+    from degarble.harness.anatomy.config import Config
     from degarble.harness.engine.replay import Known
     from degarble.references.facts import Span
 
@@ -39,7 +40,7 @@ _SCORES = "scores"
 _OFFSETS = "token_offsets"
 _BY_SEQUENCE = frozenset({"state_latent", "state_gate"})
 _CODED = frozenset({"codes", "block_scale", "tensor_scale"})
-_COUNTED = "entry_offsets"  # counts entries of the whole call: nothing of a shorter one
+_COUNTED = "entry_offsets"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,6 @@ class Part:
     replay: Replay
     kept: Tensor
     whole: int
-    settled: frozenset[str] = frozenset()  # outputs that only the whole call can be judged by
 
     @property
     def left_out(self) -> int:
@@ -168,14 +168,10 @@ def _cut_batch(
 def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
     """Every sequence of a call up to the first token that can see what is not finite."""
     batch, inputs = replay.batch, replay.inputs
-    component, config = batch.component, known.twin.config
-    reach = config.sliding_window - 1 if isinstance(config, V4Config) else 0
-    try:
-        spans = spans_of(inputs)
-    except (*CANNOT_RUN, AssertionError):
+    lines = lines_of(batch.component, known.twin.config, inputs)
+    if lines is None:
         return None
-    lines = _Lines(component, spans, reach)
-    counts = lines.counts(spoilt)
+    spans, counts = lines.spans, lines.counts(spoilt)
     if counts is None or not any(counts) or sum(counts) == sum(each.count for each in spans):
         return None
     if "chosen" in inputs and not _choices_exist(inputs["chosen"], lines, counts):
@@ -185,21 +181,17 @@ def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
         kept[span.begin : span.begin + count] = True
     if len(kept) != len(batch.step_of):
         return None
-    sides = []
-    for side in (batch.inputs, batch.outputs):
-        made = {name: lines.cut(name, each, counts) for name, each in side.items()}
-        if any(each is None for each in made.values()):
-            return None
-        sides.append({name: each for name, each in made.items() if each is not None})
-    shorter = _cut_batch(batch, (sides[0], sides[1]), kept, [int(kept.sum())])
+    own, made = (lines.cut_side(side, counts) for side in (batch.inputs, batch.outputs))
+    if own is None or made is None:
+        return None
+    shorter = _cut_batch(batch, (own, made), kept, [int(kept.sum())])
     again = replayed(known, shorter)
     if again.undecided:
         return None
-    settled = frozenset({_COUNTED}) & batch.outputs.keys()
-    return Part(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept), settled)
+    return Part(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept))
 
 
-def _settled(replay: Replay, lines: _Lines, counts: Sequence[int]) -> Replay:
+def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
     """What a shorter sequence carries on is another thing: it is the twin's own, on both sides.
 
     Entries that only sequences which are gone have are no columns of the scores that are left.
@@ -210,9 +202,7 @@ def _settled(replay: Replay, lines: _Lines, counts: Sequence[int]) -> Replay:
         own = outputs.get(name)
         if own is None:
             continue
-        if name == _COUNTED:
-            outputs[name] = each.to(own.dtype)
-        elif name in _BY_SEQUENCE and cut_short and own.shape == each.shape:
+        if name in _BY_SEQUENCE and cut_short and own.shape == each.shape:
             outputs[name] = own.clone()
             outputs[name][cut_short] = each[cut_short].to(own.dtype)
         elif name == "out" and own.ndim == each.ndim == 2 and own.shape[1] > each.shape[1]:
@@ -222,7 +212,7 @@ def _settled(replay: Replay, lines: _Lines, counts: Sequence[int]) -> Replay:
     return replace(replay, batch=replace(replay.batch, outputs=outputs))
 
 
-def _choices_exist(chosen_TK: Tensor, lines: _Lines, counts: Sequence[int]) -> bool:
+def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bool:
     """Whether no token that is left was given an entry that only later tokens complete."""
     for span, count in zip(lines.spans, counts, strict=True):
         entries = (span.start + count) // lines.ratio
@@ -233,7 +223,18 @@ def _choices_exist(chosen_TK: Tensor, lines: _Lines, counts: Sequence[int]) -> b
     return True
 
 
-class _Lines:
+def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | None:
+    """The sequences of a call; None where its offsets say nothing."""
+    try:
+        spans = spans_of(inputs)
+    except (*CANNOT_RUN, AssertionError):
+        return None
+    return Lines(
+        component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0
+    )
+
+
+class Lines:
     """Which rows of each tensor of a call belong to which sequence."""
 
     def __init__(self, component: Component, spans: Sequence[Span], reach: int) -> None:
@@ -279,12 +280,23 @@ class _Lines:
                 found[at] = min(found[at], max(0, first))
         return found
 
-    def cut(self, name: str, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """What is left of a tensor; None where its rows cannot be told apart."""
+    def cut_side(self, side: Tensors, counts: Sequence[int]) -> dict[str, Tensor] | None:
+        """What is left of inputs or outputs; None where the rows of one cannot be told apart."""
+        made = {}
+        for name, each in side.items():
+            own = self._cut(name, each, counts)
+            if own is None:
+                return None
+            made[name] = own
+        return made
+
+    def _cut(self, name: str, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
         if name == _OFFSETS:
             left = [n for n in counts if n]
             return torch.tensor([0, *accumulate(left)], dtype=tensor.dtype)
-        if not tensor.ndim or name == _COUNTED:
+        if name == _COUNTED:
+            return self._entries(tensor, counts)
+        if not tensor.ndim:
             return tensor
         extents = self._extents(name, tensor.shape[0])
         if extents is None:
@@ -299,3 +311,15 @@ class _Lines:
                     count = stop // self.ratio - span.start // self.ratio
             parts.append(own[:count])
         return torch.cat(parts)
+
+    def _entries(self, offsets: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """Offsets of entries as they were told, of the sequences that are left."""
+        if offsets.shape != (len(self.spans) + 1,):
+            return None
+        told, left = offsets.diff().tolist(), []
+        for span, count, own in zip(self.spans, counts, told, strict=True):
+            if count == span.count:
+                left.append(own)
+            elif count:
+                left.append((span.start + count) // self.ratio - span.start // self.ratio)
+        return torch.tensor([0, *accumulate(left)], dtype=offsets.dtype)

@@ -191,8 +191,7 @@ class Judge:
         part = self._part(replay, whole)
         judged = dict(whole)
         if part is not None:
-            found = self.judged(part.replay)
-            judged |= {name: each for name, each in found.items() if name not in part.settled}
+            judged |= self.judged(part.replay)
         if self._looked is not None:
             self._looked(replay if part is None else part.replay, judged)
         for name, each in whole.items():

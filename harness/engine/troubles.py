@@ -65,11 +65,11 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
         Scene(known.twin, component, known.recipe),
         site,
         plain or f"{site}: {_told(judged.worst)}{words}",
-        _sight(best),
+        _sight(best, steps),
         judged,
         where,
         tuple(sorted({call.step for piece in pieces for call in piece.replay.batch.calls})),
-        tuple(_sight(piece) for piece in pieces if piece is not best)[:_MORE],
+        tuple(_sight(piece, steps) for piece in pieces if piece is not best)[:_MORE],
     )
 
 
@@ -104,7 +104,7 @@ def _told(worst: object) -> str:
     return str(worst) if worst else "differs"
 
 
-def _sight(piece: Piece) -> Sight:
+def _sight(piece: Piece, steps: Mapping[int, Step]) -> Sight:
     """What was seen. Calls that were replayed together are one sight.
 
     Rows whose choice fell the other way legally are left out: no cause is to explain them.
@@ -114,6 +114,7 @@ def _sight(piece: Piece) -> Sight:
     rows = tuple(span.stop - span.start for span in batch.spans)
     step = batch.calls[0].step
     sides = [inputs, batch.outputs, piece.replay.expected]
+    owners = RowsOf.of(batch, steps).sequence
     kept = _without_flips(piece)
     if kept is not None:
         sides = [
@@ -121,7 +122,9 @@ def _sight(piece: Piece) -> Sight:
             for side in sides
         ]
         rows = tuple(count for span in batch.spans if (count := int(kept[span].sum())))
-    return Sight(sides[0], sides[1], sides[2], step=step, rows=rows)
+        owners = owners[kept]
+    known = tuple(owners.tolist()) if bool((owners >= 0).all()) else ()
+    return Sight(sides[0], sides[1], sides[2], step=step, rows=rows, owners=known)
 
 
 def _without_flips(piece: Piece) -> Tensor | None:

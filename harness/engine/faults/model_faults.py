@@ -98,6 +98,7 @@ class Sight:
     earlier: tuple[Sight, ...] = ()
     rows: tuple[int, ...] = ()
     elsewhere: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    owners: tuple[int, ...] = ()  # the sequence of each row, where rows are tokens
 
 
 @dataclass(frozen=True, eq=False)

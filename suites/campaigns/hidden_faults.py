@@ -1,0 +1,255 @@
+"""Plant museum faults where something hides them, and count what `check` makes of each.
+
+Hidden are faults beside rows of NaN that everybody has to hand on, and faults that act in one
+phase, in one call or on one sequence only. Controls have the NaN and no fault.
+
+    python -m degarble.suites.campaigns.hidden_faults --count 600 --jobs 32 --out DIR
+
+Columns of the table: `missed` (three budgets or more, and no origin), `elsewhere` (a component
+without a fault is blamed), `wrong` (another cause is named), `alarm` (a healthy run differs).
+`unnamed` is no failure, and counted in the kind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.faults.model_faults import Reach, Way
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.localise import localise
+from degarble.harness.errors import CANNOT_RUN
+from degarble.harness.formats.weight import Weight
+from degarble.harness.runs.museum_cases import Case, Changed, Stage, equal
+from degarble.harness.runs.museum_models import MODELS, RECIPES, ModelKey, MuseumModel, prepare
+from degarble.harness.runs.museum_plants import (
+    Cause,
+    Place,
+    Planted,
+    judged,
+    sites,
+    touches,
+    ways_of,
+)
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import ModelFault
+    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.runs.museum_plants import Outcome
+
+    Tensors = Mapping[str, Tensor]
+    When = Callable[[Tensors], bool]
+
+FOLDER = "DEGARBLE_HIDDEN_FAULTS"  # where the processes of a campaign find the checkpoints
+KEYS = tuple(ModelKey(model, recipe) for model in MODELS for recipe in (*RECIPES, "official"))
+HEALTHY, BESIDE = "healthy NaN", "beside NaN"
+PREFILL, DECODE, ONE_CALL, ONE_SEQUENCE = "prefill", "decode", "one call", "one sequence"
+KINDS = (HEALTHY, BESIDE, PREFILL, BESIDE, DECODE, BESIDE, ONE_CALL, ONE_SEQUENCE)
+LENGTHS = ((131, 9, 30, 17), (40, 133, 5, 12), (20, 33, 140, 7))
+CLEAR = 3.0  # budgets from which on a fault has to be found
+_TRIES = 40
+
+
+@dataclass(frozen=True)
+class SpoiltCase(Case):
+    """A case in which one token of one sequence has a row of NaN in the embedding."""
+
+    owner: int = 1
+    at: int = 3
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids, with the spoilt one in its place."""
+        plain = [list(ids) for ids in super().prompts]
+        plain[self.owner][self.at] = self.token
+        return tuple(map(tuple, plain))
+
+    @property
+    def token(self) -> int:
+        """An id that no prompt has otherwise."""
+        held = {token for ids in super().prompts for token in ids}
+        return next(token for token in range(1000) if token not in held)
+
+
+@cache
+def _root() -> Path:
+    return Path(os.environ.get(FOLDER) or mkdtemp(prefix="degarble-hidden-"))
+
+
+@cache
+def _model(key: ModelKey) -> MuseumModel:
+    prepare(_root(), (key,))
+    return MuseumModel.open(key, _root())
+
+
+@cache
+def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
+    lengths, model = LENGTHS[number % len(LENGTHS)], _model(key)
+    if not spoilt:
+        return Stage.of(Case(key, number, lengths), _root(), {key: model})
+    owner = number % len(lengths)
+    case = SpoiltCase(key, number, lengths, owner=owner, at=lengths[owner] * (number % 3) // 3)
+
+    def change(name: str, weight: Weight) -> Weight:
+        if "embed" not in name:
+            return weight
+        table = weight.values(torch.bfloat16).clone()
+        table[case.token] = torch.nan
+        return Weight(value=table)
+
+    changed = replace(model, weights=Changed(model.weights, change))
+    return Stage.of(case, _root(), {key: changed})
+
+
+def _gated(way: Way, when: When) -> Way:
+    """The way in some calls, nothing in the others."""
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        faulty = way.apply(call)
+
+        def gated(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+            return faulty(inputs, weights) if when(inputs) else call(inputs, weights)
+
+        return gated
+
+    return replace(way, apply=apply)
+
+
+def _of_sequence(way: Way, owner: int, lengths: Sequence[int]) -> Way:
+    """The way on the rows of one sequence; nothing on the others."""
+    begin = sum(lengths[:owner])
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        faulty = way.apply(call)
+
+        def gated(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+            wrong, right = faulty(inputs, weights), call(inputs, weights)
+            made = {}
+            for name, out in right.items():
+                known = {
+                    sum(lengths): slice(begin, begin + lengths[owner]),
+                    len(lengths): slice(owner, owner + 1),
+                }
+                rows = known.get(len(out))
+                made[name] = out.clone()
+                if rows is not None and wrong[name].shape == out.shape:
+                    made[name][rows] = wrong[name][rows]
+            return made
+
+        return gated
+
+    return replace(way, apply=apply)
+
+
+def _hidden(kind: str, stage: Stage, name: str, way: Way, chance: random.Random) -> Way | None:
+    """A way that acts in a part of the run only; None where this component has no such part."""
+    calls = [stage.healthy.inputs(call) for call in stage.calls[name]]
+    lengths = stage.case.lengths
+    rows = [max((len(each) for each in inputs.values() if each.ndim), default=0)
+            for inputs in calls]  # fmt: skip
+    if len(calls) < 2 or rows[0] < sum(lengths):
+        return None
+    if kind == ONE_SEQUENCE:
+        return _of_sequence(way, chance.randrange(len(lengths)), lengths)
+    chosen = {PREFILL: 0, ONE_CALL: chance.randrange(len(calls))}.get(kind)
+    if chosen is None:
+        return _gated(way, lambda inputs: not equal(inputs, calls[0]))
+    return _gated(way, lambda inputs: equal(inputs, calls[chosen]))
+
+
+def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[Planted]:
+    faults: list[ModelFault] = list(MODEL_FAULTS.values())
+    chance.shuffle(faults)
+    for fault in faults:
+        if kind != BESIDE and (fault.reach is Reach.EDGE or fault.per_call):
+            continue
+        name = next(sites(stage, fault, chance), None)
+        ways = ways_of(stage, fault, name) if name is not None else []
+        if name is None or not ways:
+            continue
+        way: Way | None = chance.choice(ways)
+        if kind != BESIDE and way is not None:
+            way = None if way.beside else _hidden(kind, stage, name, way, chance)
+        if way is not None:
+            yield Planted(fault, name, way)
+
+
+def case(seed: int) -> CaseResult:
+    """Plant what the seed says, and judge the answer."""
+    kind, key = KINDS[seed % len(KINDS)], KEYS[seed // len(KINDS) % len(KEYS)]
+    chance, number = random.Random(seed), seed // len(KINDS) % 9  # noqa: S311  no secret
+    stage = _stage(key, number, spoilt=kind in {HEALTHY, BESIDE})
+    if kind == HEALTHY:
+        again = stage.run(stage.candidate())
+        found = localise(stage.twin, stage.model.recipe, again)
+        told = "; ".join(f"{each.component}: {each.sentence}" for each in found.origins)
+        left = sum(row.left_out > 0 for row in found.rows)
+        outcome = "alarm" if found.origins else "ok" if left else "all equal"
+        return CaseResult(seed, kind, outcome, f"{key}: {told[:600]}")
+    for planted in islice(_plants(kind, stage, chance), _TRIES):
+        try:
+            if touches(stage, planted):
+                made = judged(stage, planted, leave_out=False)
+                if _has_effect(made):
+                    return _result(seed, kind, made)
+        except CANNOT_RUN as error:
+            return CaseResult(seed, kind, "stopped", f"{planted.fault.id}: {error}"[:600])
+    return CaseResult(seed, f"{kind}: nothing had an effect", "ok", str(key))
+
+
+def _has_effect(made: Outcome) -> bool:
+    if made.place is not Place.NOWHERE or "engine stops" in made.sentence:
+        return True
+    return not math.isnan(made.effect) and made.effect >= CLEAR
+
+
+def _result(seed: int, kind: str, made: Outcome) -> CaseResult:
+    named = made.cause in {Cause.FIRST, Cause.SAME, Cause.BESIDE}
+    outcome = "ok"
+    if "engine stops" in made.sentence:
+        outcome = "stopped"
+    elif made.place is Place.NOWHERE:
+        outcome = "missed"
+    elif made.place is not Place.EXACT:
+        outcome = "elsewhere"
+    elif made.cause is Cause.WRONG:
+        outcome = "wrong"
+    detail = (
+        f"{made.fault} at {made.component} ({made.way}), {made.case}: effect {made.effect:.3g}, "
+        f"blamed {', '.join(made.blamed)}, named {made.named or '-'}: {made.sentence}"
+    )
+    return CaseResult(seed, f"{kind}: {'named' if named else 'unnamed'}", outcome, detail[:1500])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign; 1 where a case failed."""
+    told = arguments("faults that something hides", count=64).parse_args(argv)
+    folder = told.out / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ[FOLDER] = str(folder.absolute())
+    prepare(folder, KEYS)
+    report = run_cases(
+        "hidden_faults", case, range(told.seed, told.seed + told.count), told.jobs
+    )  # fmt: skip
+    report.write(told.out)
+    sys.stdout.write(f"{report.table()}\n")
+    return 1 if report.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
