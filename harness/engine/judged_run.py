@@ -159,6 +159,7 @@ class JudgedComponent:
     rows: dict[str, Row] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)  # those with an output that differs
     non_finite: NonFinite | None = None
+    steps: set[int] = field(default_factory=set)  # in which something of it was judged
 
     @property
     def differs(self) -> list[Row]:
@@ -203,6 +204,9 @@ class Judge:
                 row.leave_out(part, NOT_FINITE)
                 if each.verdict is Verdict.DIFFERS:
                     row.take(each, replayed_at_all=True)
+        if any(each.verdict is not Verdict.UNDECIDED for each in judged.values()):
+            kept = replay.batch if part is None else part.replay.batch
+            made.steps |= {call.step for call in kept.calls}
         _count(made, replay)
         meant = self._compare(made, replay)
         plain = None

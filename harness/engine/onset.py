@@ -21,6 +21,7 @@ import torch
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.engine.budget import HEADROOM, spacing
 from degarble.harness.engine.comparison import TILE
+from degarble.harness.engine.evidence import Evidence
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.record.capture_types import Phase
 
@@ -96,7 +97,8 @@ def onset_of(
     slack: Tensor | None = None,
 ) -> Onset:
     """Say where a candidate, the first of `pair`, differs from its twin."""
-    bad = beyond(*pair, slack)
+    bad, certain = beyond(*pair, slack)
+    evidence = Evidence.of(pair, slack, certain=certain)
     if not bad.ndim or not bool(bad.any()):
         return Onset()
     where: Where = {}
@@ -107,23 +109,30 @@ def onset_of(
         asked = torch.ones(count, dtype=torch.bool)
         told: list[str] = []
         if rows.experts is not None and rows.experts.shape[:1] == (count,):
-            told, asked = _by_expert(bad, rows.experts, where)
-        words += _in_time(config, component, by_row[asked], rows.at(asked), where)
+            told, asked = _by_expert(bad, rows.experts, where, evidence)
+        words += _by_part(by_row & asked, rows, where, evidence)
+        if certain and _is_healthy_before(by_row & asked, asked, rows, evidence):
+            words += _in_time(config, component, by_row[asked], rows.at(asked), where)
         words += told
-    words += _by_axis(component, bad, where)
-    words += _by_column(config, component, bad, where)
-    if count > 1 and int(by_row.sum()) == 1 and "first position" not in where:
+    words += _by_axis(component, bad, where, evidence)
+    words += _by_column(config, component, bad, where, evidence)
+    one = certain and count > 1 and int(by_row.sum()) == 1 and "first position" not in where
+    if one and evidence.only({"in"}, {"in": by_row, "out": ~by_row}):
         where["row"] = int(by_row.nonzero()[0])
     return Onset(where, f" ({', '.join(words)})" if words else "")
 
 
-def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> Tensor:
-    """Which elements are further from the twin than an element may be; all that differ, else."""
+def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tensor, bool]:
+    """Which elements are further from the twin than an element may be, and whether there are any.
+
+    All that differ, where there are none: healthy roundings are among them. Without slack each
+    difference counts.
+    """
     if candidate.dtype.itemsize == 1 and candidate.dtype.is_floating_point:
         candidate, twin = candidate.view(torch.uint8), twin.view(torch.uint8)
     differs = (candidate != twin) & ~(candidate.isnan() & twin.isnan())
     if slack is None or candidate.dtype not in FORMAT_OF_DTYPE:
-        return differs
+        return differs, True
     c, t = candidate.double(), twin.double()
     known = c.isfinite() & t.isfinite()
     room = slack.double()
@@ -131,25 +140,40 @@ def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> Tensor:
         spacing((t.abs().nan_to_num(0, 0, 0) + room).numpy(), FORMAT_OF_DTYPE[candidate.dtype])
     )
     far = torch.where(known, (c - t).abs() > (room + step) / HEADROOM, differs)
-    return far if bool(far.any()) else differs
+    return (far, True) if bool(far.any()) else (differs, False)
+
+
+def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> Iterator[str]:
+    """Phase and sequence."""
+    struck = {"decode" if each else "prefill" for each in rows.decode[by_row].unique().tolist()}
+    phases = {"prefill": ~rows.decode, "decode": rows.decode}
+    if all(bool(each.any()) for each in phases.values()):
+        for phase in evidence.only(struck, phases):
+            where["phase"] = phase
+            yield f"only in {phase}"
+    owners = rows.sequence.unique().tolist()
+    if len(owners) > 1 and min(owners) >= 0:
+        of_bad = set(rows.sequence[by_row].unique().tolist())
+        found = evidence.only(of_bad, {owner: rows.sequence == owner for owner in owners})
+        if found:
+            where["sequence"] = spans(found)
+            yield f"only sequence {where['sequence']} of {len(owners)}"
+
+
+def _is_healthy_before(
+    by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence
+) -> bool:
+    """Whether the rows in front of the first one that differs are healthy together."""
+    if not bool(by_row.any()):
+        return False
+    before = asked & (rows.position < int(rows.position[by_row].min()))
+    return not bool(before.any()) or bool(evidence.only({"on"}, {"on": by_row, "before": before}))
 
 
 def _in_time(
     config: Config, component: Component, by_row: Tensor, rows: RowsOf, where: Where
 ) -> Iterator[str]:
-    """Phase, sequence, first position."""
-    if bool(rows.decode.any()) and not bool(rows.decode.all()):
-        if bool(rows.decode[by_row].all()):
-            where["phase"] = "decode"
-            yield "only in decode"
-        elif not bool(rows.decode[by_row].any()):
-            where["phase"] = "prefill"
-            yield "only in prefill"
-    owners = rows.sequence.unique()
-    of_bad = rows.sequence[by_row].unique()
-    if len(owners) > 1 and len(of_bad) < len(owners) and int(owners.min()) >= 0:
-        where["sequence"] = spans(of_bad.tolist())
-        yield f"only sequence {where['sequence']} of {len(owners)}"
+    """First position."""
     positions = rows.position
     if not len(positions) or int(positions.min()) < 0:
         return
@@ -194,14 +218,17 @@ def min_ratio(config: V4Config) -> int:
     return min((block.ratio for block in config.layers if block.ratio), default=0)
 
 
-def _by_expert(bad: Tensor, experts: Tensor, where: Where) -> tuple[list[str], Tensor]:
+def _by_expert(
+    bad: Tensor, experts: Tensor, where: Where, evidence: Evidence
+) -> tuple[list[str], Tensor]:
     """Which experts, in words; and the rows that visited them, which alone can tell more."""
     everyone = torch.ones(len(bad), dtype=torch.bool)
     if bad.ndim < 3 or bad.shape[:2] != experts.shape:
         return [], everyone
     hit = bad.reshape(*experts.shape, -1).any(-1)
-    visited, struck = experts.unique().tolist(), experts[hit].unique().tolist()
-    if not 1 <= len(struck) < len(visited):
+    visited, hurt = experts.unique().tolist(), experts[hit].unique().tolist()
+    struck = evidence.only(hurt, {number: experts == number for number in visited})
+    if not struck:
         return [], everyone
     where["expert"] = struck[0] if len(struck) == 1 else spans(struck)
     clean = sorted(set(visited) - set(struck))
@@ -211,39 +238,76 @@ def _by_expert(bad: Tensor, experts: Tensor, where: Where) -> tuple[list[str], T
     return [words], torch.isin(experts, torch.tensor(struck)).any(1)
 
 
-def _by_axis(component: Component, bad: Tensor, where: Where) -> Iterator[str]:
+def _by_axis(
+    component: Component, bad: Tensor, where: Where, evidence: Evidence
+) -> Iterator[str]:
     axis = _AXES.get(component.role)
     if axis is None or bad.ndim != 3 or "expert" in where:
         return
     hit = bad.any(2).any(0)
-    struck = hit.nonzero().flatten().tolist()
-    if len(struck) < len(hit):
+    places = torch.eye(len(hit), dtype=torch.bool)[:, None].expand(-1, len(bad), -1)
+    struck = evidence.only(hit.nonzero().flatten().tolist(), dict(enumerate(places)))
+    if struck:
         where[axis] = struck[0] if len(struck) == 1 else spans(struck)
         yield f"only {axis} {where[axis]} of {len(hit)}"
 
 
-def _by_column(config: Config, component: Component, bad: Tensor, where: Where) -> Iterator[str]:
+def _by_column(
+    config: Config, component: Component, bad: Tensor, where: Where, evidence: Evidence
+) -> Iterator[str]:
     """Heads or halves that lie side by side; else a range of columns."""
     width = bad.shape[-1]
     struck = bad.reshape(-1, width).any(0).nonzero().flatten().tolist()
-    if len(struck) == width or bad.ndim < 2:
+    if bad.ndim < 2 or (evidence.certain and len(struck) == width):
         return
+    column = torch.arange(width)
     if component.role.endswith(_HALVES) and width % 2 == 0:
-        halves = {at * 2 // width for at in struck}
-        if len(halves) == 1:
-            where["half"] = ("gate", "up")[halves.pop()]
-            yield f"only the {where['half']} half"
+        places = {"gate": column < width // 2, "up": column >= width // 2}
+        halves = {("gate", "up")[at * 2 // width] for at in struck}
+        for half in evidence.only(halves, places, columns=True):
+            where["half"] = half
+            yield f"only the {half} half"
     heads = getattr(config, "num_attention_heads", 0)
     if component.role == "attn.wq_b" and heads and width % heads == 0:
-        hit = sorted({at * heads // width for at in struck})
-        if len(hit) < heads:
-            where["head"] = hit[0] if len(hit) == 1 else spans(hit)
+        of_head = column * heads // width
+        hit = {at * heads // width for at in struck}
+        found = evidence.only(hit, {n: of_head == n for n in range(heads)}, columns=True)
+        if found:
+            where["head"] = found[0] if len(found) == 1 else spans(found)
             yield f"only head {where['head']} of {heads}"
             return
     whole = struck == list(range(struck[0], struck[-1] + 1))
-    if whole or len(struck) <= _MOST_SPANS:
+    if not evidence.certain or not (whole or len(struck) <= _MOST_SPANS):
+        return
+    inside = torch.isin(column, torch.tensor(struck))
+    if evidence.only({"in"}, {"in": inside, "out": ~inside}, columns=True) == ["in"]:
         where["columns"] = spans(struck)
         yield f"only columns {where['columns']} of {width}"
+
+
+def when(steps: Mapping[int, Step], wrong: set[int], judged: set[int]) -> Onset:
+    """The simplest rule that separates the steps in which something differs from the others."""
+    right = judged - wrong
+    if not right or not wrong:
+        return Onset()
+    phases = [{steps[n].phase for n in side} for side in (wrong, right)]
+    if len(phases[0]) == 1 and not phases[0] & phases[1]:
+        phase = str(next(iter(phases[0])))
+        return Onset({"phase": phase}, f"only in {phase}")
+    if len(wrong) == 1:
+        return Onset({"step": min(wrong)}, f"only in step {min(wrong)}")
+    if min(wrong) > max(right):
+        return Onset({"steps": f"from {min(wrong)}"}, f"from step {min(wrong)} on")
+    if max(wrong) < min(right):
+        return Onset({"steps": f"to {max(wrong)}"}, f"up to step {max(wrong)}")
+    tokens = [[len(steps[n].tokens) for n in side] for side in (wrong, right)]
+    if min(tokens[0]) > max(tokens[1]):
+        return Onset({"tokens": f">= {min(tokens[0])}"}, f"in calls of {min(tokens[0])} tokens on")
+    if max(tokens[0]) < min(tokens[1]):
+        most = max(tokens[0])
+        return Onset({"tokens": f"<= {most}"}, f"in calls of {most} tokens at most")
+    listed = spans(sorted(wrong))
+    return Onset({"steps": listed}, f"only in steps {listed}")
 
 
 def spans(numbers: list[int]) -> str:

@@ -22,7 +22,7 @@ from degarble.harness.engine.budget_roles import budgets_of
 from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.forms import aligned
 from degarble.harness.engine.judging import judge_outputs
-from degarble.harness.engine.onset import Onset, RowsOf, onset_of
+from degarble.harness.engine.onset import Onset, RowsOf, beyond, onset_of, when
 from degarble.harness.errors import DegarbleError
 from degarble.harness.record.capture_types import site_of
 from degarble.harness.record.verdict import Verdict
@@ -51,10 +51,16 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
     form = _level(best, row).startswith(("shape", "dtype"))
     where: dict[str, str | int | float] = {}
     words = ""
+    wrong = {n for piece in pieces for n in _wrong_steps(known, piece, row.output)}
     if not form:
         onset = _onset(known, best, row.output, steps)
-        where |= onset.where
+        time = when(steps, wrong, made.steps)
+        if "phase" in onset.where and "phase" in time.where:
+            time = Onset()
+        where |= {**time.where, **onset.where}
         words = onset.sentence
+        if time.sentence:
+            words = f" ({time.sentence}{', ' if words else ''}{words[2:] or ')'}"
     plain = None if form else _plain_form(known, best, row.output) or _too_good(best, row.output)
     site = site_of(component.name, Port.OUT, row.output)
     if plain:
@@ -68,7 +74,7 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
         _sight(best, steps),
         judged,
         where,
-        tuple(sorted({call.step for piece in pieces for call in piece.replay.batch.calls})),
+        tuple(sorted(wrong)),
         tuple(_sight(piece, steps) for piece in pieces if piece is not best)[:_MORE],
     )
 
@@ -146,14 +152,35 @@ def _without_flips(piece: Piece) -> Tensor | None:
 def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -> Onset:
     batch = piece.replay.batch
     sides = aligned(batch.outputs, piece.replay.expected)[output]
-    slack = None
+    slack = _slack(known, piece, output, sides)
+    return onset_of(known.twin.config, batch.component, sides, RowsOf.of(batch, steps), slack)
+
+
+def _slack(
+    known: Known, piece: Piece, output: str, sides: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """The bound of an output; None where there is none, and every difference counts."""
     try:
         budget = budgets_of(piece.replay.judgeable(known)).get(output)
         if budget is not None and sides[0].is_floating_point():
-            slack = budget.slack.expand(sides[1].shape)
+            return budget.slack.expand(sides[1].shape)
     except (DegarbleError, RuntimeError):
-        slack = None  # no budget, or operands that have none: every difference counts
-    return onset_of(known.twin.config, batch.component, sides, RowsOf.of(batch, steps), slack)
+        pass
+    return None
+
+
+def _wrong_steps(known: Known, piece: Piece, output: str) -> set[int]:
+    """The steps of a piece that differ: all of them, where no single row is beyond its budget."""
+    batch = piece.replay.batch
+    every = {call.step for call in batch.calls}
+    sides = aligned(batch.outputs, piece.replay.expected).get(output)
+    if len(every) == 1 or sides is None or sides[0].shape != sides[1].shape:
+        return every
+    if sides[0].shape[:1] != batch.step_of.shape:
+        return every
+    bad, certain = beyond(*sides, _slack(known, piece, output, sides))
+    by_row = bad.flatten(1).any(1) if bad.ndim > 1 else bad
+    return set(batch.step_of[by_row].tolist()) if certain else every
 
 
 def _plain_form(known: Known, piece: Piece, output: str) -> str:

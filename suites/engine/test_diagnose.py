@@ -301,13 +301,18 @@ def test_two_faults_at_once(role: str, first: str, second: str) -> None:
 
 
 def test_a_way_has_to_explain_every_call() -> None:
-    """One call as planted, the other healthy: no fault of a weight does that."""
+    """One call as planted, the other healthy: the answer says so; damaged otherwise, there is none."""
     model = double("v4", "nvfp4-full")
     place = component(model, "attn.wq_a")
     way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
     damaged, healthy = model.sights(place, way)[0], model.sights(place, None)[1]
     assert diagnose(model.naming(place), [damaged], FAULTS).named
     found = diagnose(model.naming(place), [damaged, healthy], FAULTS)
+    assert found.named[0].id == "M10.nibble_order"
+    assert found.named[0].evidence.endswith("in 1 of 2 calls, the others are healthy")
+    out = healthy.outputs["out"]
+    odd = replace(healthy, outputs={"out": out.roll(1, -1)})
+    found = diagnose(model.naming(place), [damaged, odd], FAULTS)
     assert not found.named, found.sentence
 
 

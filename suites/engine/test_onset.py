@@ -7,7 +7,8 @@ import torch
 
 from degarble.harness.anatomy.components import component_named
 from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.engine.onset import RowsOf, constant_at, onset_of, spans
+from degarble.harness.engine.onset import RowsOf, constant_at, onset_of, spans, when
+from degarble.harness.record.capture_types import Phase, Step
 
 V4 = small_v4(num_hidden_layers=2, compress_ratios=(0, 4, 0))
 T = 20
@@ -88,3 +89,62 @@ def test_constants_have_names() -> None:
     component = component_named(V4, "layers.1.attn.attend")
     assert "sliding window" in constant_at(V4, component, V4.sliding_window)
     assert not constant_at(V4, component, 77)
+
+
+def experts_with(gains: dict[int, float], slack: float) -> tuple[dict[str, object], str]:
+    """Eight experts in BF16, some with a faint gain; roundings went the other way everywhere."""
+    noise = torch.Generator().manual_seed(5)
+    exact = torch.randn(64, 2, 96, generator=noise, dtype=torch.float64)
+    number = torch.arange(128).reshape(64, 2) % 8
+    gain = torch.ones(8, dtype=torch.float64)
+    for expert, own in gains.items():
+        gain[expert] = own
+    off = slack * (2 * torch.rand(exact.shape, generator=noise, dtype=torch.float64) - 1)
+    candidate = (exact * gain[number][..., None] + off).bfloat16()
+    how = RowsOf(
+        torch.full((64,), -1), torch.zeros(64, dtype=torch.bool), torch.full((64,), -1), number
+    )
+    bound = torch.full(exact.shape, 2 * slack, dtype=torch.float64)
+    component = component_named(V4, "layers.1.ffn.experts.w2")
+    found = onset_of(V4, component, (candidate, exact.bfloat16()), how, bound)
+    return dict(found.where), found.sentence
+
+
+@pytest.mark.parametrize("gain", [1.002, 1.004, 1.02, 2.0])
+def test_a_faint_fault_names_no_healthy_expert(gain: float) -> None:
+    where, _ = experts_with(dict.fromkeys((4, 5, 6, 7), gain), 1e-4)
+    assert where.pop("expert") == "4-7"
+    assert not where
+
+
+def test_what_no_place_shows_by_itself_has_none() -> None:
+    assert experts_with({}, 1e-4) == ({}, "")
+    assert experts_with({4: 1.0001, 5: 1.0001}, 1e-4) == ({}, "")
+
+
+PHASES = (Phase.PREFILL, Phase.PREFILL, Phase.DECODE, Phase.DECODE, Phase.DECODE)
+STEPS = {
+    number: Step(number, phase, (1,) * count, tuple(range(count)), (0,) * count)
+    for number, (phase, count) in enumerate(zip(PHASES, (9, 4, 1, 2, 1), strict=True))
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({0, 1}, {"phase": "prefill"}),
+        ({2, 3, 4}, {"phase": "decode"}),
+        ({3}, {"step": 3}),
+        ({3, 4}, {"steps": "from 3"}),
+        ({0, 1, 2}, {"steps": "to 2"}),
+        ({2, 4}, {"tokens": "<= 1"}),
+        ({1, 3}, {"steps": "1, 3"}),
+        ({0, 1, 3}, {"tokens": ">= 2"}),
+        ({0, 1, 2, 3, 4}, {}),
+        (set(), {}),
+    ],
+)
+def test_the_simplest_rule_separates_wrong_steps_from_right_ones(
+    wrong: set[int], where: dict[str, object]
+) -> None:
+    assert dict(when(STEPS, wrong, set(STEPS)).where) == where
