@@ -56,6 +56,10 @@ class Part:
         """How many rows are not judged."""
         return self.whole - len(self.kept)
 
+    def within(self, outer: Part) -> Part:
+        """The same rows by their numbers in the batch that `outer` is a part of."""
+        return Part(self.replay, outer.kept[self.kept], outer.whole)
+
     def rows_of(self, tensor: Tensor) -> Tensor | None:
         """The same rows of a tensor of the whole batch; None of one that has other rows."""
         if not tensor.ndim or tensor.shape[0] != self.whole:
@@ -229,9 +233,7 @@ def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | N
         spans = spans_of(inputs)
     except (*CANNOT_RUN, AssertionError):
         return None
-    return Lines(
-        component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0
-    )
+    return Lines(component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0)
 
 
 class Lines:

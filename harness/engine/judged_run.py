@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.engine.float32_range import OVERFLOW, rows_out_of_range
 from degarble.harness.engine.forms import (
     NOT_FINITE,
     NonFinite,
@@ -25,7 +26,7 @@ from degarble.harness.engine.forms import (
     same_values,
     wrong_forms,
 )
-from degarble.harness.engine.judgeable_rows import finite_part, is_finite
+from degarble.harness.engine.judgeable_rows import finite_part, is_finite, part_without
 from degarble.harness.engine.judging import Judged, judge_outputs
 from degarble.harness.engine.replay import Batch, Replay, maker_of, replayed
 from degarble.harness.errors import CANNOT_RUN, InvalidArgument
@@ -82,6 +83,16 @@ class Sums:
     def relative_l2(self) -> float:
         """Length of the difference over that of the second; NaN where that is zero."""
         return math.sqrt(self.dd / self.bb) if self.bb else math.nan
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """What is judged of a batch: all of it, or the rows that are left."""
+
+    replay: Replay
+    judged: Mapping[str, Judged]
+    part: Part | None = None
+    why: str = ""  # rows were left out
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,42 +200,58 @@ class Judge:
     def _take(self, made: JudgedComponent, replay: Replay) -> None:
         """Judge a batch, and what is left of it where some rows cannot be judged."""
         batch, whole = replay.batch, self.judged(replay)
-        part = self._part(replay, whole)
-        judged = dict(whole)
-        if part is not None:
-            judged |= self.judged(part.replay)
+        view = self._view(replay, whole)
+        poisoned_ones = [n for n, each in whole.items() if _differs(each) and is_poisoned(each)]
         if self._looked is not None:
-            self._looked(replay if part is None else part.replay, judged)
+            self._looked(view.replay, view.judged)
         for name, each in whole.items():
             row = made.rows.setdefault(name, Row(made.component, name))
             row.calls += len(batch.calls)
-            own = judged.get(name, each)
-            row.take(own, replayed_at_all=not replay.undecided)
-            if part is not None and own is not each:
-                row.leave_out(part, NOT_FINITE)
-                if each.verdict is Verdict.DIFFERS:
-                    row.take(each, replayed_at_all=True)
-        if any(each.verdict is not Verdict.UNDECIDED for each in judged.values()):
-            kept = replay.batch if part is None else part.replay.batch
-            made.steps |= {call.step for call in kept.calls}
+            row.take(view.judged.get(name, each), replayed_at_all=not replay.undecided)
+            if view.part is not None:
+                row.leave_out(view.part, view.why)
+            if name in poisoned_ones:
+                row.take(each, replayed_at_all=True)
+        if any(each.verdict is not Verdict.UNDECIDED for each in view.judged.values()):
+            made.steps |= {call.step for call in view.replay.batch.calls}
         _count(made, replay)
         meant = self._compare(made, replay)
-        plain = None
-        if _any_differs(judged) or _any_differs(whole):
+        if any(map(_differs, view.judged.values())):
+            made.pieces.append(self._piece(view, meant, self._quantised(made.component, batch)))
+        elif poisoned_ones:
             plain = self._quantised(made.component, batch)
-        if part is not None and _any_differs(judged):
-            cut = {n: rows for n, t in meant.items() if (rows := part.rows_of(t)) is not None}
-            some = None if plain is None else part.rows_of(plain)
-            made.pieces.append(Piece(part.replay, judged, some, cut))
-        elif _any_differs(whole):
             made.pieces.append(Piece(replay, whole, plain, meant))
         made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
 
-    def _part(self, replay: Replay, whole: Mapping[str, Judged]) -> Part | None:
-        """The rows that can be judged, where nobody could say anything of all of them."""
-        if not replay.undecided and not any(map(is_poisoned, whole.values())):
-            return None
-        return finite_part(self._known, replay)
+    def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> Piece:
+        part = view.part
+        if part is None:
+            return Piece(view.replay, view.judged, plain, meant)
+        cut = {name: rows for name, t in meant.items() if (rows := part.rows_of(t)) is not None}
+        some = None if plain is None else part.rows_of(plain)
+        return Piece(view.replay, view.judged, some, cut)
+
+    def _view(self, replay: Replay, whole: Mapping[str, Judged]) -> _View:
+        """What can be judged of a batch: without rows that NaN reaches, or that overflow."""
+        view = _View(replay, whole)
+        if replay.undecided or any(map(is_poisoned, whole.values())):
+            part = finite_part(self._known, replay)
+            if part is not None:
+                view = _View(part.replay, {**whole, **self.judged(part.replay)}, part, NOT_FINITE)
+        if all(
+            each.verdict is Verdict.AGREES or is_poisoned(each) for each in view.judged.values()
+        ):
+            return view
+        rows = rows_out_of_range(self._known, view.replay)
+        if rows is None:
+            return view
+        part = part_without(self._known, view.replay, rows)
+        if part is None:
+            why = f"all rows were left out: {OVERFLOW}"
+            none = {name: Judged(name, Verdict.UNDECIDED, undecided=why) for name in whole}
+            return _View(view.replay, none)
+        kept = part if view.part is None else part.within(view.part)
+        return _View(part.replay, {**view.judged, **self.judged(part.replay)}, kept, OVERFLOW)
 
     def judged(self, replay: Replay) -> dict[str, Judged]:
         """Say of every output of a replay how far it is from the twin's."""
@@ -346,8 +373,8 @@ class Judge:
         return torch.cat(parts)
 
 
-def _any_differs(judged: Mapping[str, Judged]) -> bool:
-    return any(each.verdict is Verdict.DIFFERS for each in judged.values())
+def _differs(judged: Judged) -> bool:
+    return judged.verdict is Verdict.DIFFERS
 
 
 def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:

@@ -192,7 +192,7 @@ def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[Planted]
 def case(seed: int) -> CaseResult:
     """Plant what the seed says, and judge the answer."""
     kind, key = KINDS[seed % len(KINDS)], KEYS[seed // len(KINDS) % len(KEYS)]
-    chance, number = random.Random(seed), seed // len(KINDS) % 9  # noqa: S311  no secret
+    chance, number = random.Random(seed), seed // len(KINDS) % 9
     stage = _stage(key, number, spoilt=kind in {HEALTHY, BESIDE})
     if kind == HEALTHY:
         again = stage.run(stage.candidate())

@@ -301,7 +301,7 @@ def test_two_faults_at_once(role: str, first: str, second: str) -> None:
 
 
 def test_a_way_has_to_explain_every_call() -> None:
-    """One call as planted, the other healthy: the answer says so; damaged otherwise, there is none."""
+    """The other call healthy: the answer says so. Damaged in another way: there is no answer."""
     model = double("v4", "nvfp4-full")
     place = component(model, "attn.wq_a")
     way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
