@@ -231,9 +231,7 @@ def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
         if any(side is None for side in sides):
             return
         inputs, outputs, expected = (side or {} for side in sides)
-        yield replace(
-            sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=()
-        )
+        yield replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
 
 
 def _sides(sight: Sight) -> tuple[Tensors, Tensors, Tensors]:
@@ -248,9 +246,7 @@ def rows_of(sight: Sight, rows: slice) -> Sight:
 
     inputs, outputs, expected = (part(side) for side in _sides(sight))
     owners = sight.owners[rows]
-    return replace(
-        sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners
-    )
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners)
 
 
 def _apart(c: Tensor, e: Tensor | None) -> Tensor:

@@ -160,9 +160,7 @@ def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> 
             yield f"only sequence {where['sequence']} of {len(owners)}"
 
 
-def _is_healthy_before(
-    by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence
-) -> bool:
+def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence) -> bool:
     """Whether the rows in front of the first one that differs are healthy together."""
     if not bool(by_row.any()):
         return False
@@ -238,9 +236,7 @@ def _by_expert(
     return [words], torch.isin(experts, torch.tensor(struck)).any(1)
 
 
-def _by_axis(
-    component: Component, bad: Tensor, where: Where, evidence: Evidence
-) -> Iterator[str]:
+def _by_axis(component: Component, bad: Tensor, where: Where, evidence: Evidence) -> Iterator[str]:
     axis = _AXES.get(component.role)
     if axis is None or bad.ndim != 3 or "expert" in where:
         return

@@ -21,10 +21,12 @@ import torch
 from degarble.harness.engine.faults.registry import FAULTS
 from degarble.harness.engine.single_product import Operand, Product
 from degarble.harness.engine.single_seen import Explanation, Made
+from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, decode_array, encode_array
 from degarble.harness.formats.element_formats import E2M1
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.types import NibbleOrder, Rounding
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ if TYPE_CHECKING:
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 _STEPS = (16, 32, 64, 128, 256)  # of K that are summed before a narrow accumulator is written
 _MINUS_HALF = 0x9
+_ENCODERS = (
+    ("truncated", "toward zero", Rounding.TOWARD_ZERO),
+    ("ties_away", "half away from zero", Rounding.NEAREST_AWAY),
+    ("upward", "toward plus infinity", Rounding.UP),
+)
 
 
 def ways_of(wrong: Wrong, reference: Mapping[str, Tensor] | None) -> Iterator[Explanation]:
@@ -59,6 +66,7 @@ def ways_of(wrong: Wrong, reference: Mapping[str, Tensor] | None) -> Iterator[Ex
     yield from _rounded(product)
     if reference:
         yield from _unquantised(product, reference)
+        yield from _encoded_otherwise(product, reference)
     if _is_near(wrong):
         yield from _narrow_sums(product)
 
@@ -278,6 +286,46 @@ def _unquantised(product: Product, reference: Mapping[str, Tensor]) -> Iterator[
             "M19.unquantised", f"A silent fallback: {names} went in unquantised",
             f"the product of unquantised {names}", partial(_of, product.exchanged(**chosen)),
         )  # fmt: skip
+
+
+def _encoded_otherwise(product: Product, reference: Mapping[str, Tensor]) -> Iterator[Explanation]:
+    """One operand whose elements were rounded by another rule when it was quantised."""
+    for name in ("x", "w"):
+        tensor = getattr(product, name).quantised
+        if tensor is None or name not in reference:
+            continue
+        for variant, how, rounding in _ENCODERS:
+            for other in _requantised(tensor, reference[name], rounding):
+                yield Explanation(
+                    f"M09.{variant}", f"{name} is rounded {how} when it is quantised",
+                    f"rounding the elements of {name} {how}",
+                    partial(_of, product.exchanged(**{name: Operand(other)})),
+                )  # fmt: skip
+
+
+def _requantised(
+    tensor: QuantisedTensor, values: Tensor, rounding: Rounding
+) -> Iterator[QuantisedTensor]:
+    """The same values with elements rounded by another rule: quotients as rounded, and exact.
+
+    The largest of a block is 6 in one arithmetic and 5.9999 in another, which truncates to 4.
+    """
+    rules = tuple(replace(rule, element_rounding=rounding) for rule in tensor.dialect.rules)
+    dialect = replace(tensor.dialect, rules=rules, name=f"{tensor.dialect.name}, {rounding}")
+    scale = None if tensor.tensor_scale is None else tensor.decode_scale
+    rows = values.reshape(tensor.shape).float().contiguous()
+    try:
+        yield quantise(rows, tensor.format, dialect, decode_scale=scale)
+    except CANNOT_RUN:
+        return  # a scale of another kind than this rule has
+    if tensor.format.block[0] != 1 or not tensor.format.packed:
+        return
+    steps = tensor.scale_values().double() * (1.0 if scale is None else scale.double())
+    blocks = rows.double().unflatten(-1, (-1, tensor.format.block[1]))
+    exact = (blocks / steps.unsqueeze(-1).where(steps.unsqueeze(-1) > 0, torch.inf)).flatten(-2)
+    codes = encode_array(exact.float(), tensor.format.element, rounding)
+    order = tensor.nibble_order or NibbleOrder.LOW_EVEN
+    yield replace(tensor, codes=pack_nibbles(codes, order))
 
 
 def _is_near(wrong: Wrong) -> bool:

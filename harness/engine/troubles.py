@@ -156,9 +156,7 @@ def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -
     return onset_of(known.twin.config, batch.component, sides, RowsOf.of(batch, steps), slack)
 
 
-def _slack(
-    known: Known, piece: Piece, output: str, sides: tuple[Tensor, Tensor]
-) -> Tensor | None:
+def _slack(known: Known, piece: Piece, output: str, sides: tuple[Tensor, Tensor]) -> Tensor | None:
     """The bound of an output; None where there is none, and every difference counts."""
     try:
         budget = budgets_of(piece.replay.judgeable(known)).get(output)

@@ -11,6 +11,10 @@ import torch
 
 from degarble.harness.engine import single_gemm
 from degarble.harness.engine.single import judge
+from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.types import NibbleOrder, Rounding
 from degarble.harness.record.verdict import Verdict
 from degarble.references.tensor_core import block_scaled_gemm
 from degarble.suites.engine.gemm_faults import (
@@ -58,6 +62,22 @@ def test_a_fault_is_found_and_its_cause_is_named_first(kind: str, fault: str) ->
     assert found.verdict is Verdict.DIFFERS
     assert found.cause is not None, str(found)
     assert found.cause.fault == FAULTS[fault].named, str(found)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_an_operand_that_was_truncated_when_it_was_quantised_is_named(kind: str, name: str) -> None:
+    """The codes are made here: quotients by the stored scales, rounded toward zero."""
+    g = made(kind)
+    plain, tensor = (g.x, g.xq) if name == "x" else (g.w, g.wq)
+    scales = decode_array(tensor.block_scale, E4M3).double() * tensor.decode_scale.double()
+    quotients = plain.double().unflatten(-1, (-1, 16)) / scales[..., None]
+    codes = encode_array(quotients.flatten(-2).float(), E2M1, Rounding.TOWARD_ZERO)
+    other = replace(tensor, codes=pack_nibbles(codes, NibbleOrder.LOW_EVEN))
+    found = judged(g, product(other, g.wq) if name == "x" else product(g.xq, other))
+    assert found.cause is not None, str(found)
+    assert found.cause.fault == "M09.truncated"
+    assert f"elements of {name} toward zero" in found.cause.evidence
 
 
 def test_the_list_is_the_measured_one() -> None:
