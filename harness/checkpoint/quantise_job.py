@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 GENERATION = "2"  # of the bytes below: raise it when the same job gives other ones
 _NVFP4 = "NVFP4"
+_NO_DRAFTER = "the recipe nvfp4-full says nothing of the drafter"
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ def weight_only(recipe: Recipe) -> Recipe:
 
 
 def target_layout(config: Config, recipe: Recipe) -> Layout:
-    """Choose the names that a recipe's checkpoints have.
+    """Choose the names that a recipe's checkpoints have: those of the release, which engines read.
 
-    V4 with NVFP4 throughout is spelled as transformers exports it; all else keeps released names.
+    transformers' own words for V4 would be read by nobody: it stacks experts in its memory and has
+    no names for single ones. V4 with NVFP4 throughout has no format for the drafter.
     """
+    layout = layout_named("official", config).with_recipe(recipe)
     full = recipe.name == "nvfp4-full" and isinstance(config, V4Config)
-    return layout_named("nvfp4-full" if full else "official", config).with_recipe(recipe)
+    return replace(layout, no_drafter=_NO_DRAFTER) if full else layout
 
 
 def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:

@@ -60,7 +60,7 @@ class Converted:
             f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
         )
         if self.proof is None:
-            return [first, "The values were not compared; --prove does so."]
+            return [first, "Values and names were not compared; --prove does so."]
         found = list(islice(self.proof.lines(), _SHOWN + 1))
         if len(found) > _SHOWN:
             found[_SHOWN:] = ["and more; --json lists all of them."]
@@ -112,6 +112,7 @@ def _told(proof: Proof) -> dict[str, Any]:
         "holds": proof.holds,
         "compared": len(proof.tensors),
         "exact": proof.exact,
+        "names": proof.names and proof.names._asdict(),
         "faults": list(proof.faults),
         "broken": [
             {

@@ -25,6 +25,7 @@ from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint.convert.endings import SOURCE
 from degarble.harness.checkpoint.convert.fused_compressor import FUSED
 from degarble.harness.checkpoint.convert.job import job_of
+from degarble.harness.checkpoint.convert.names import TargetNames
 from degarble.harness.checkpoint.convert.restacking import restacked
 from degarble.harness.checkpoint.fingerprint import fingerprints
 from degarble.harness.checkpoint.logical import logical_names
@@ -112,6 +113,12 @@ class Back:
             )
         return names
 
+    @cached_property
+    def target(self) -> TargetNames:
+        """What the source's tensors are called in the converted checkpoint."""
+        whole = self.forward.conversion.whole
+        return TargetNames(None if whole else self.names, self.forward.to)
+
     def planned(self) -> tuple[PlannedTensor, ...]:
         """List the source's tensors."""
         return tuple(PlannedTensor(e.name, e.dtype, e.shape) for e in self.entries.values())
@@ -131,11 +138,11 @@ class Back:
         }
         found: dict[str, Maker] = dict(special[self.forward.to](self))
         for name, entry in self.entries.items():
-            here = self.checkpoint.entries.get(name)
+            here = self.checkpoint.entries.get(self.target.tensor(name))
             if name in found or here is None:
                 continue
             if (here.dtype, here.shape) == (entry.dtype, entry.shape):
-                found[name] = partial(self.checkpoint.chunks, name)
+                found[name] = partial(self.checkpoint.chunks, here.name)
         lost = [name for name in self.entries if name not in found]
         if lost:
             raise LayoutMismatch(
@@ -172,7 +179,7 @@ def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifes
 def _cut_compressors(back: Back) -> Iterator[tuple[str, Maker]]:
     for parameter in back.names.present.values():
         module = back.names.module_of(parameter)
-        fused = f"{module.rpartition('.')[0]}.{FUSED}.weight"
+        fused = f"{back.target.beside(module, FUSED)}.weight"
         half = {"wkv": 0, "wgate": 1}.get(parameter.name.rpartition(".")[2])
         own = back.entries.get(f"{module}.weight")
         if half is None or own is None or fused not in back.checkpoint.entries:
@@ -194,9 +201,10 @@ def _flattened(back: Back) -> Iterator[tuple[str, Maker]]:
         if not parameter.name.endswith(".wo_a") or codes.dtype != "F8_E4M3" or scale is None:
             continue
         rounded = options.per == "tensor" or (scale.dtype == "F32" and options.gpu == "sm100")
-        if len(back.checkpoint.entry(codes.name).shape) == 3 and not rounded:
-            yield codes.name, partial(back.checkpoint.chunks, codes.name)
-            yield scale.name, partial(_block_scale, back, module, scale)
+        stored = f"{back.target.module(module)}.weight"
+        if len(back.checkpoint.entry(stored).shape) == 3 and not rounded:
+            yield codes.name, partial(back.checkpoint.chunks, stored)
+            yield scale.name, partial(_block_scale, back, back.target.module(module), scale)
 
 
 def _block_scale(back: Back, module: str, scale: TensorEntry) -> Iterator[Tensor]:
@@ -211,13 +219,15 @@ def _block_scale(back: Back, module: str, scale: TensorEntry) -> Iterator[Tensor
 
 
 def _unscaled(back: Back) -> Iterator[tuple[str, Maker]]:
-    for module in back.checkpoint.table.suffixes:
-        made = f"{module}.weight_scale_2"
-        if made not in back.checkpoint.entries or made in back.entries:
-            continue  # not NVFP4, or NVFP4 in the source already
+    for module in back.names.table.suffixes:
+        stored = back.target.module(module)
+        if f"{stored}.weight_scale_2" not in back.checkpoint.entries:
+            continue  # not NVFP4
         parts = back.names.table.parts(module)
-        yield parts[Part.CODES].name, partial(back.checkpoint.chunks, f"{module}.weight")
-        yield parts[Part.BLOCK_SCALE].name, partial(_exponents, back, module)
+        if Part.TENSOR_SCALE in parts:
+            continue  # NVFP4 in the source already
+        yield parts[Part.CODES].name, partial(back.checkpoint.chunks, f"{stored}.weight")
+        yield parts[Part.BLOCK_SCALE].name, partial(_exponents, back, stored)
 
 
 def _exponents(back: Back, module: str) -> Iterator[Tensor]:

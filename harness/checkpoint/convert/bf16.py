@@ -16,12 +16,13 @@ from degarble.harness.checkpoint.convert.source import chosen, linears
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.units import Options, Unit
     from degarble.harness.checkpoint.view import Checkpoint
 
 
-def to_bf16(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_bf16(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
     """List one unit a quantised linear."""
     for linear in chosen(linears(checkpoint), options.only):
         if linear.weight.format is not None:
-            yield recoding(checkpoint, linear.module, [linear], None)
+            yield recoding(names, names.module(linear.module), [linear], None)

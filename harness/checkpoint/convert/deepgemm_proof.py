@@ -8,7 +8,7 @@ Kept honest by the planted faults of suites/checkpoint/convert/test_deepgemm_wo_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,12 +29,21 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view import Checkpoint
 
 
+class Output(NamedTuple):
+    """Where a written wo_a lies, and of how many groups it is."""
+
+    target: Checkpoint
+    module: str
+    groups: int
+
+
 def check_wo_a(
-    target: Checkpoint, linear: Linear, groups: int, options: Options, *, kept: bool
+    output: Output, linear: Linear, options: Options, *, kept: bool
 ) -> Iterator[TensorProof]:
     """Compare a written wo_a with its source."""
+    target, module, groups = output
     rows, columns = linear.weight.shape
-    weight, scale = (target.entry(linear.module + end) for end in (".weight", ".weight_scale_inv"))
+    weight, scale = (target.entry(module + end) for end in (".weight", ".weight_scale_inv"))
     high, wide = rows // groups // 128, -(-columns // 128)
     expected = {
         weight: ("F8_E4M3", (groups, rows // groups, columns)),

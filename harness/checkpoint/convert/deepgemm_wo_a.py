@@ -21,7 +21,7 @@ import torch
 
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.checkpoint.convert.checks import E4M3_LARGEST, FP8_FLOOR
-from degarble.harness.checkpoint.convert.deepgemm_proof import check_wo_a
+from degarble.harness.checkpoint.convert.deepgemm_proof import Output, check_wo_a
 from degarble.harness.checkpoint.convert.recode import keeps_codes, kept_fp8
 from degarble.harness.checkpoint.convert.source import (
     BLOCK_ROWS,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.source import Linear
     from degarble.harness.checkpoint.convert.units import Options, TensorProof
     from degarble.harness.checkpoint.view import Checkpoint
@@ -64,7 +65,9 @@ class Extents(NamedTuple):
     columns: int
 
 
-def to_deepgemm_wo_a(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_deepgemm_wo_a(
+    checkpoint: Checkpoint, options: Options, names: TargetNames
+) -> Iterator[Unit]:
     """List one unit a layer."""
     model, _ = require_model(checkpoint, "deepgemm-wo-a")
     if not isinstance(model, V4Config):
@@ -78,11 +81,11 @@ def to_deepgemm_wo_a(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]
     if not found:
         raise LayoutMismatch("wo_a", "none", "at least one layer with it", "Look for lost shards.")
     for linear in chosen(found, options.only):
-        yield unit_of(linear, model.o_groups, options)
+        yield unit_of(linear, names.module(linear.module), model.o_groups, options)
 
 
-def unit_of(linear: Linear, groups: int, options: Options) -> Unit:
-    """Make the unit of one layer."""
+def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
+    """Make the unit of one layer; `module`: what it is called in the target."""
     rows, columns = linear.weight.shape
     if rows % (groups * BLOCK_ROWS):
         raise ShapeMismatch(
@@ -92,13 +95,14 @@ def unit_of(linear: Linear, groups: int, options: Options) -> Unit:
             "Leave wo_a as it is: this kernel cannot read the model. `--to fp8-block` has no such"
             " limit.",
         )
-    made = _WoA(linear, Extents(groups, rows // groups, columns), options)
+    made = _WoA(linear, module, Extents(groups, rows // groups, columns), options)
 
     def check(target: Checkpoint) -> Iterator[TensorProof]:
-        return check_wo_a(target, linear, groups, options, kept=made.is_kept)
+        output = Output(target, module, groups)
+        return check_wo_a(output, linear, options, kept=made.is_kept)
 
     return Unit(
-        key=linear.module,
+        key=module,
         tensors=made.planned(),
         sources=linear.tensors,
         make=made.chunks,
@@ -111,8 +115,9 @@ def unit_of(linear: Linear, groups: int, options: Options) -> Unit:
 class _WoA:
     """One layer's weight on its way."""
 
-    def __init__(self, linear: Linear, extents: Extents, options: Options) -> None:
+    def __init__(self, linear: Linear, module: str, extents: Extents, options: Options) -> None:
         self._linear = linear
+        self._module = module
         self._extents = extents
         self._options = options
         self._scales: Tensor | None = None
@@ -130,7 +135,7 @@ class _WoA:
         scale = ("I32", (groups, ceil_div(blocks, 4), rows))
         if not self.as_power:
             scale = ("F32", (groups, rows // BLOCK_ROWS, blocks))
-        key = self._linear.module
+        key = self._module
         return (
             PlannedTensor(key + WEIGHT, "F8_E4M3", tuple(self._extents), key),
             PlannedTensor(key + SCALE, *scale, key),

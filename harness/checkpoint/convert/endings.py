@@ -19,7 +19,8 @@ from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.anatomy.recipes import BF16, recipe_named
 from degarble.harness.checkpoint.configs_out import companions, declared
-from degarble.harness.checkpoint.convert.recipes_after import Stored, recipe_of, stored_formats
+from degarble.harness.checkpoint.consumers import consumer_of
+from degarble.harness.checkpoint.convert.recipes_after import formats_after, recipe_of
 from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
 from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from degarble.harness.anatomy.layouts import Layout
+    from degarble.harness.checkpoint.convert.recipes_after import Stored
     from degarble.harness.checkpoint.convert.units import Work
     from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.view import Checkpoint
@@ -61,10 +63,9 @@ def _configs(job: Work) -> dict[str, bytes]:
     if model is None or names is None:
         kept = job.checkpoint.quantisation.get(CONFIG)
         return {CONFIG: _json(raw | ({"quantization_config": kept} if kept and job.copied else {}))}
-    layout = layout_named("vllm", model) if job.conversion.whole else names.layout
-    formats = stored_formats(names)
-    for unit in job.units:
-        formats |= {name: Stored(word, scaled=False) for name, word in unit.formats.items()}
+    layout = layout_named("vllm", model) if job.conversion.whole else job.names.layout
+    assert layout is not None, "a known model has a layout"
+    formats = formats_after(job)
     _require_one_way(job, formats)
     recipe = recipe_of(formats, names)
     if isinstance(model, V4Config) and _has_fp8_experts(formats):
@@ -135,10 +136,16 @@ def _record(job: Work) -> dict[str, Any]:
         "promise": job.conversion.promise,
         "options": job.options.told(job.conversion.options),
         "source_layout": str(job.checkpoint.layout),
+        "written_for": _written_for(job),
         "converted": len(job.units),
         "copied": len(job.copied),
         "left_out": dict(Counter(job.left_out.values())),
     }
+
+
+def _written_for(job: Work) -> str:
+    model = job.checkpoint.model
+    return "" if model is None else consumer_of(job.to, model.family).what
 
 
 def _source(checkpoint: Checkpoint) -> bytes:

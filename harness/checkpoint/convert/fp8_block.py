@@ -23,13 +23,14 @@ from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.units import Options, Unit
     from degarble.harness.checkpoint.view import Checkpoint
 
 BY_SCALE = {"fp32": FP8_128X128_F32, "ue8m0": FP8_128X128_UE8M0}
 
 
-def to_fp8_block(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_fp8_block(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
     """List one unit a linear that is not in this format yet."""
     model = checkpoint.model
     released = recipe_named("official", model) if model else None
@@ -41,6 +42,6 @@ def to_fp8_block(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
         if not options.only and released is not None and linear.parameter is not None:
             wanted = released.format_of(linear.parameter).weight != BF16
             if not wanted and linear.weight.format is not None:
-                yield recoding(checkpoint, linear.module, [linear], None)
+                yield recoding(names, names.module(linear.module), [linear], None)
         if wanted and linear.weight.format != fmt:
-            yield recoding(checkpoint, linear.module, [linear], fmt)
+            yield recoding(names, names.module(linear.module), [linear], fmt)

@@ -21,6 +21,7 @@ from degarble.harness.errors import LayoutMismatch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.units import Options, Unit
     from degarble.harness.checkpoint.view import Checkpoint
 
@@ -28,7 +29,9 @@ FUSED = "fused_wkv_wgate"
 _FIRST, _SECOND = ".compressor.wkv", ".compressor.wgate"
 
 
-def to_fused_compressor(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_fused_compressor(
+    checkpoint: Checkpoint, options: Options, names: TargetNames
+) -> Iterator[Unit]:
     """List one unit a compressor."""
     require_model(checkpoint, "fused-compressor")
     found = {each.name: each for each in linears(checkpoint)}
@@ -51,5 +54,4 @@ def to_fused_compressor(checkpoint: Checkpoint, options: Options) -> Iterator[Un
         )
     for first in chosen(starts, options.only):
         second = found[first.name.removesuffix(_FIRST) + _SECOND]
-        stem = first.module.rpartition(".")[0]
-        yield recoding(checkpoint, f"{stem}.{FUSED}", [first, second], None)
+        yield recoding(names, names.beside(first.module, FUSED), [first, second], None)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.apart import require_apart
 from degarble.harness.checkpoint.convert.endings import CONVERSION, ending_of
+from degarble.harness.checkpoint.convert.names import TargetNames
 from degarble.harness.checkpoint.convert.registry import conversion_named
 from degarble.harness.checkpoint.convert.units import Options
 from degarble.harness.checkpoint.fingerprint import fingerprints
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.writer import Ending
 
 _FEW, _PARTS = 256, 64  # units that are not worth a process; parts that many are asked in
-GENERATION = "2"  # raise it when the same source and options give other bytes
+GENERATION = "3"  # raise it when the same source and options give other bytes
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,15 @@ class Job:
         return Checkpoint.open(self.source)
 
     @cached_property
+    def names(self) -> TargetNames:
+        """What the target's tensors are called; a whole layout has names of its own."""
+        return TargetNames(None if self.conversion.whole else self.checkpoint.names, self.to)
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         """What is converted, in the source's order."""
         position = {name: place for place, name in enumerate(self.checkpoint.entries)}
-        found = list(self.conversion.units(self.checkpoint, self.options))
+        found = list(self.conversion.units(self.checkpoint, self.options, self.names))
         if not found:
             raise InvalidArgument(
                 f"what {self.to} would convert in {shown(str(self.source))}",
@@ -106,7 +112,7 @@ class Job:
             if name in first:
                 found.extend(first[name].tensors)
             elif name in kept:
-                found.append(PlannedTensor(name, entry.dtype, entry.shape))
+                found.append(PlannedTensor(self.names.tensor(name), entry.dtype, entry.shape))
         return tuple(found)
 
     def plan(self, shard_bytes: int = SHARD_BYTES) -> WritePlan:
@@ -120,8 +126,13 @@ class Job:
         """Yield the bytes of one planned tensor."""
         unit = self._makers.get(tensor.name)
         if unit is None:
-            return self.checkpoint.chunks(tensor.name)
+            return self.checkpoint.chunks(self._origins.get(tensor.name, tensor.name))
         return unit.make(tensor)
+
+    @cached_property
+    def _origins(self) -> Mapping[str, str]:
+        """What each copied tensor is called in the source."""
+        return {self.names.tensor(name): name for name in self.copied}
 
     @cached_property
     def _makers(self) -> Mapping[str, Unit]:

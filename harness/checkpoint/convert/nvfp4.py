@@ -20,13 +20,14 @@ from degarble.harness.formats.block_formats import NVFP4
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.units import Options, Unit
     from degarble.harness.checkpoint.view import Checkpoint
 
 RECIPE = "nvfp4-full"
 
 
-def to_nvfp4(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_nvfp4(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
     """List one unit a linear that is not NVFP4 yet."""
     model, _ = require_model(checkpoint, "nvfp4")
     recipe = recipe_named(RECIPE, model)
@@ -40,4 +41,4 @@ def to_nvfp4(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
     for group in partner_groups(checkpoint, taken):
         partners = Partners([each.weight for each in group])
         for linear in group:
-            yield recoding(checkpoint, linear.module, [linear], NVFP4, partners)
+            yield recoding(names, names.module(linear.module), [linear], NVFP4, partners)

@@ -24,7 +24,6 @@ from degarble.harness.checkpoint.convert.compare import (
     stacked_rows,
 )
 from degarble.harness.checkpoint.convert.groups import partner_groups
-from degarble.harness.checkpoint.convert.names import part_names
 from degarble.harness.checkpoint.convert.source import chosen, linears, rows_of
 from degarble.harness.checkpoint.convert.units import Unit
 from degarble.harness.checkpoint.lossless import (
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.source import Linear
     from degarble.harness.checkpoint.convert.units import Options, TensorProof
     from degarble.harness.checkpoint.view import Checkpoint
@@ -55,7 +55,9 @@ _BIAS = UE8M0.bias
 _NAN = 0xFF
 
 
-def to_nvfp4_lossless(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_nvfp4_lossless(
+    checkpoint: Checkpoint, options: Options, names: TargetNames
+) -> Iterator[Unit]:
     """List one unit a linear in MXFP4."""
     found = [each for each in linears(checkpoint) if each.weight.format == MXFP4]
     if not found:
@@ -69,7 +71,7 @@ def to_nvfp4_lossless(checkpoint: Checkpoint, options: Options) -> Iterator[Unit
     for group in partner_groups(checkpoint, taken):
         shared = Shared(group)
         for linear in group:
-            yield _unit(checkpoint, linear, shared)
+            yield _unit(names, linear, shared)
 
 
 class Shared:
@@ -112,11 +114,11 @@ class Shared:
         return found
 
 
-def _unit(checkpoint: Checkpoint, linear: Linear, shared: Shared) -> Unit:
-    names = part_names(checkpoint, linear.module, NVFP4)
+def _unit(target_names: TargetNames, linear: Linear, shared: Shared) -> Unit:
+    key = target_names.module(linear.module)
+    names = target_names.parts(key, NVFP4)
     part_of = {name: part for part, name in names.items()}
     rows, columns = linear.weight.shape
-    key = linear.module
 
     def make(tensor: PlannedTensor) -> Iterator[Tensor]:
         part, found = part_of[tensor.name], shared.exponents
@@ -130,12 +132,12 @@ def _unit(checkpoint: Checkpoint, linear: Linear, shared: Shared) -> Unit:
             yield codes if part is Part.CODES else block_scales_of(scale, found)
 
     def check(target: Checkpoint) -> Iterator[TensorProof]:
-        output = target.stored(linear.module)
+        output = target.stored(key)
         rows_out = ((values, step) for _, values, step in rows_exactly(output))
         comparison, faults = compare_rows(stacked_rows([linear.weight]), rows_out, NO_BOUND)
         if output.format != NVFP4:
             faults.append("not stored as NVFP4")
-        yield comparison.proof(linear.module, linear.tensors, EXACT, faults)
+        yield comparison.proof(key, linear.tensors, EXACT, faults)
 
     return Unit(
         key=key,

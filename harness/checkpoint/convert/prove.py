@@ -1,13 +1,12 @@
 """The proof of a conversion: read its output from disk again, and compare every value.
 
-Owns the walk over a finished target. Each unit compares what it made (exactly where nothing is
-lost, within one rounding to the format elsewhere); each copied tensor is compared byte by byte;
-and the books are balanced: a source tensor that reached nothing, a target tensor that nobody
-planned, a dtype or shape other than planned are faults of their own. Nothing of what the writing
-run remembered is believed. Parts may be proven by several processes or machines.
+Each unit compares what it made (exactly where nothing is lost, within one rounding to the format
+elsewhere); each copied tensor is compared byte by byte; a source tensor that reached nothing, a
+target tensor that nobody planned, a dtype or shape other than planned are faults of their own; and
+the names are compared with those that the consumer reads (name_proof.py). What the writing run
+remembered does not count. Parts may be proven by several processes or machines.
 
-Refuses a target without conversion.json. Kept honest by the planted faults of
-suites/checkpoint/convert/.
+A target without conversion.json is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.checkpoint.convert.job import job_of
+from degarble.harness.checkpoint.convert.name_proof import UNKNOWN_NAMES, prove_names
 from degarble.harness.checkpoint.convert.units import TensorProof
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.checkpoint.worker_pool import run_each
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.convert.job import Job
+    from degarble.harness.checkpoint.convert.name_proof import NameProof
     from degarble.harness.checkpoint.worker_pool import Workers
 
 _CHUNK = 16 << 20
@@ -44,11 +45,13 @@ class Proof:
     copied: int
     faults: tuple[str, ...]  # of the whole: tensors lost, or made by nobody
     left_out: Mapping[str, str]
+    names: NameProof | None = None  # None: of a model whose loaders are not known
 
     @property
     def holds(self) -> bool:
         """Whether the target is what the conversion promises."""
-        return not self.faults and all(each.holds for each in self.tensors)
+        named = self.names is None or self.names.holds
+        return named and not self.faults and all(each.holds for each in self.tensors)
 
     @property
     def broken(self) -> tuple[TensorProof, ...]:
@@ -67,6 +70,7 @@ class Proof:
             f"The promise of {self.to} {verdict}: {len(self.tensors)} converted"
             f" ({self.exact} exact), {self.copied} copied, {len(self.left_out)} left out."
         )
+        yield from self.names.lines() if self.names else (UNKNOWN_NAMES,)
         yield from self.faults
         for each in self.broken:
             yield f"{each.tensor}: {each.beyond} of {each.elements} beyond {each.bound}"
@@ -125,7 +129,8 @@ def prove(
         finally:
             _forget()
         tensors = tuple(each for part in parts for each in proofs[part])
-        return Proof(job.to, tensors, len(job.copied), faults, job.left_out)
+        named = prove_names(job, output)
+        return Proof(job.to, tensors, len(job.copied), faults, job.left_out, named)
 
 
 def parts_of(job: Job) -> list[Part]:
@@ -184,14 +189,15 @@ def _unbalanced(job: Job, output: Checkpoint) -> Iterator[str]:
             yield f"{name} belongs to no conversion"
 
 
-def _copy(job: Job, output: Checkpoint, name: str) -> TensorProof | None:
+def _copy(job: Job, output: Checkpoint, source: str) -> TensorProof | None:
     """Compare a copied tensor byte by byte; None where it is the same."""
-    entry = job.checkpoint.entry(name)
+    entry, name = job.checkpoint.entry(source), job.names.tensor(source)
     if name not in output.entries or output.entry(name).nbytes != entry.nbytes:
-        return TensorProof(name, (name,), entry.nbytes, 0, 0, "equal bytes", None, ("not copied",))
-    chunks = (job.checkpoint.chunks(name, _CHUNK), output.chunks(name, _CHUNK))
+        fault = ("not copied",)
+        return TensorProof(name, (source,), entry.nbytes, 0, 0, "equal bytes", None, fault)
+    chunks = (job.checkpoint.chunks(source, _CHUNK), output.chunks(name, _CHUNK))
     wrong = sum(ours != theirs for ours, theirs in zip(*chunks, strict=True))
     if not wrong:
         return None
     fault = (f"bytes differ from the source in {wrong} pieces of {_CHUNK} bytes",)
-    return TensorProof(name, (name,), entry.nbytes, wrong, wrong, "equal bytes", None, fault)
+    return TensorProof(name, (source,), entry.nbytes, wrong, wrong, "equal bytes", None, fault)

@@ -16,6 +16,7 @@ from degarble.harness.anatomy.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from degarble.harness.checkpoint.convert.units import Work
     from degarble.harness.checkpoint.logical import LogicalNames
 
 
@@ -35,6 +36,16 @@ def stored_formats(names: LogicalNames) -> dict[str, Stored]:
             scaled = Part.INPUT_SCALE in form.parts
             found[name] = Stored(form.format.name if form.format else BF16, scaled)
     return found
+
+
+def formats_after(job: Work) -> dict[str, Stored]:
+    """Return what each linear is stored as when a conversion is done; of a known model."""
+    names = job.checkpoint.names
+    assert names is not None, "a known model"
+    formats = stored_formats(names)
+    for unit in job.units:
+        formats |= {name: Stored(word, scaled=False) for name, word in unit.formats.items()}
+    return formats
 
 
 def recipe_of(formats: Mapping[str, Stored], names: LogicalNames) -> Recipe:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.convert.checks import check_recoded
-from degarble.harness.checkpoint.convert.names import part_names
 from degarble.harness.checkpoint.convert.recode import Recoded
 from degarble.harness.checkpoint.convert.units import Unit
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.recode import Partners
     from degarble.harness.checkpoint.convert.source import Linear
     from degarble.harness.checkpoint.convert.units import TensorProof
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 def recoding(
-    checkpoint: Checkpoint,
+    names: TargetNames,
     module: str,
     members: Sequence[Linear],
     fmt: BlockFormat | None,
     partners: Partners | None = None,
 ) -> Unit:
-    """Make one module of the target from linears stacked along rows."""
+    """Make one module of the target, called `module` in it, from linears stacked along rows."""
     recoded = Recoded([each.weight for each in members], fmt, partners)
-    names = part_names(checkpoint, module, fmt)
-    part_of = {name: part for part, name in names.items()}
+    parts = names.parts(module, fmt)
+    part_of = {name: part for part, name in parts.items()}
 
     def make(tensor: PlannedTensor) -> Iterator[Tensor]:
         return recoded.chunks(part_of[tensor.name])
@@ -47,7 +47,7 @@ def recoding(
     word = "BF16" if fmt is None else fmt.name
     return Unit(
         key=module,
-        tensors=recoded.planned(names, module),
+        tensors=recoded.planned(parts, module),
         sources=tuple(name for each in members for name in each.tensors),
         make=make,
         check=check,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.logical import LogicalNames
     from degarble.harness.checkpoint.plan import PlannedTensor
     from degarble.harness.checkpoint.view import Checkpoint
@@ -161,6 +162,11 @@ class Work(Protocol):
         """Source tensors that end here, with the reason."""
         ...
 
+    @property
+    def names(self) -> TargetNames:
+        """What the target's tensors are called."""
+        ...
+
 
 class Return(Protocol):
     """A way back, as those see it who take a layout apart."""
@@ -188,6 +194,6 @@ class Conversion:
     name: str
     promise: str
     options: tuple[str, ...]
-    units: Callable[[Checkpoint, Options], Iterator[Unit]]
+    units: Callable[[Checkpoint, Options, TargetNames], Iterator[Unit]]
     returns: bool = False  # `back` can undo it where nothing was lost
     whole: bool = False  # the output is an engine's layout, with names of its own

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.layouts import Layout
     from degarble.harness.anatomy.parameters import Parameter
     from degarble.harness.anatomy.tensors import Slot
+    from degarble.harness.checkpoint.convert.names import TargetNames
     from degarble.harness.checkpoint.convert.units import Options
     from degarble.harness.checkpoint.view import Checkpoint
 
 NVFP4, FP8 = "NVFP4", "FP8_128X128_UE8M0"
 
 
-def to_vllm(checkpoint: Checkpoint, options: Options) -> Iterator[Unit]:
+def to_vllm(checkpoint: Checkpoint, options: Options, _: TargetNames) -> Iterator[Unit]:
     """List one unit for each of vLLM's parameters, with all its parts."""
     model, names = require_model(checkpoint, "vllm")
     sources = {each.name: each for each in linears(checkpoint)}

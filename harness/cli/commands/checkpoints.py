@@ -61,7 +61,7 @@ class ConvertOptions:
     destination: Destination
     to: Annotated[str, typer.Option("--to", metavar="FORM", help=f"One of {', '.join(TARGETS)}.")]
     prove: Annotated[
-        bool, typer.Option("--prove", help="Read the output again and compare its values.")
+        bool, typer.Option("--prove", help="Read the output again; compare values and names.")
     ] = False
 
 

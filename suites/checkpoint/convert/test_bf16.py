@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.stored import StoredWeight
 
-MODULE = "model.layers.0.self_attn.q_a_proj"
+MODULE = "layers.0.attn.wq_a"  # renamed: transformers reads released names
+HF = "model.layers.0.self_attn.q_a_proj"
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,13 @@ def test_some_modules_alone(tmp_path: Path) -> None:
         }
         assert [fmt and fmt.name for fmt in formats.values()] == [None, "NVFP4", "NVFP4"]
         ignored = after.quantisation["config.json"]["ignore"]
-    assert "model.layers.0.self_attn.o_b_proj" in ignored
-    assert "model.layers.0.self_attn.q_b_proj" not in ignored
+    assert "layers.0.attn.wo_b" in ignored
+    assert "layers.0.attn.wq_b" not in ignored
 
 
 def test_input_scales_end_here_and_are_told(tmp_path: Path) -> None:
     proof = converted("nvfp4-full", tmp_path / "out", "bf16")
-    assert f"{MODULE}.input_scale" in proof.left_out
+    assert f"{HF}.input_scale" in proof.left_out
     told = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert sum(told["left_out"].values()) == len(proof.left_out)
     with Checkpoint.open(tmp_path / "out") as after:
@@ -131,8 +132,8 @@ def test_one_wrong_element_is_seen_and_placed(tmp_path: Path) -> None:
 
 def test_a_damaged_copy_is_seen(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "bf16")
-    damage(tmp_path / "out", "model.norm.weight", lambda values: values * 2)
-    assert broken("nvfp4-full", tmp_path / "out") == ["model.norm.weight"]
+    damage(tmp_path / "out", "norm.weight", lambda values: values * 2)
+    assert broken("nvfp4-full", tmp_path / "out") == ["norm.weight"]
 
 
 def test_nothing_to_do_and_unreached_patterns_are_refused(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def test_several_workers_find_what_one_finds(
     assert sum(end - begin for (begin, end), _, _ in parts) == len(job.units)
     assert sum(end - begin for _, (begin, end), _ in parts) == len(job.copied)
     job.checkpoint.close()
-    damage(tmp_path / "new", "model.norm.weight", lambda values: -values)
-    damage(tmp_path / "new", "model.layers.1.self_attn.q_a_proj.weight", lambda v: v * 2)
+    damage(tmp_path / "new", "norm.weight", lambda values: -values)
+    damage(tmp_path / "new", "layers.1.attn.wq_a.weight", lambda v: v * 2)
     heard: list[int] = []
     found = [
         prove(

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GPUS = ("sm90", "sm100")
-HF = "model.layers.0.self_attn.o_a_proj"
 OWN = "layers.0.attn.wo_a"
 GROUPS, ROWS = V4.o_groups, V4.o_lora_rank
 COLUMNS = V4.num_attention_heads * V4.head_dim // V4.o_groups
@@ -50,10 +49,9 @@ def test_every_form_holds_its_promise(
     options = {"gpu": gpu, "per": per, "direction": direction}
     proof = converted(kind, tmp_path / "out", "deepgemm-wo-a", **options)
     assert proof.holds, list(proof.lines())
-    module = HF if kind == "nvfp4-full" else OWN
     with Checkpoint.open(tmp_path / "out") as after, Checkpoint.open(source(kind)) as before:
-        weight, scale = after.entry(f"{module}.weight"), after.entry(f"{module}.weight_scale_inv")
-        values = before.stored(module).values().reshape(GROUPS, ROWS, COLUMNS)
+        weight, scale = after.entry(f"{OWN}.weight"), after.entry(f"{OWN}.weight_scale_inv")
+        values = before.stored(OWN).values().reshape(GROUPS, ROWS, COLUMNS)
         codes = after.tensor(weight.name).float()
         stored = after.tensor(scale.name)
     assert (weight.dtype, weight.shape) == ("F8_E4M3", (GROUPS, ROWS, COLUMNS))
@@ -102,14 +100,14 @@ def _mixed_up(words: Tensor) -> Tensor:
 def test_wrong_scales_are_seen(gpu: str, fault: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """Origin, faults 1, 2 and 5: what is wrong about DeepGEMM's block scales."""
     converted("nvfp4-full", tmp_path / "out", "deepgemm-wo-a", gpu=gpu)
-    damage(tmp_path / "out", f"{HF}.weight_scale_inv", fault)
-    assert broken("nvfp4-full", tmp_path / "out") == [f"{HF}.weight"]
+    damage(tmp_path / "out", f"{OWN}.weight_scale_inv", fault)
+    assert broken("nvfp4-full", tmp_path / "out") == [f"{OWN}.weight"]
 
 
 def test_groups_in_another_order_are_seen(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "deepgemm-wo-a")
-    damage(tmp_path / "out", f"{HF}.weight", lambda codes: codes.view(torch.uint8).roll(1, 0))
-    assert broken("nvfp4-full", tmp_path / "out") == [f"{HF}.weight"]
+    damage(tmp_path / "out", f"{OWN}.weight", lambda codes: codes.view(torch.uint8).roll(1, 0))
+    assert broken("nvfp4-full", tmp_path / "out") == [f"{OWN}.weight"]
 
 
 def test_scales_of_another_rank_or_dtype_are_named(tmp_path: Path) -> None:

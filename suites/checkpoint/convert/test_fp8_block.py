@@ -17,7 +17,7 @@ from degarble.suites.checkpoint.convert.converting_cases import broken, converte
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODULE = "model.layers.0.self_attn.o_a_proj"
+MODULE = "layers.0.attn.wo_a"
 
 
 @pytest.mark.parametrize("scale", ["fp32", "ue8m0"])
@@ -72,7 +72,7 @@ def test_all_ones_scales_are_seen_even_where_codes_fit_them(tmp_path: Path) -> N
         values = before.stored(MODULE).values()
     ones = values.to(torch.float8_e4m3fn)
     damage(tmp_path / "out", f"{MODULE}.weight", lambda _: ones)
-    damage(tmp_path / "out", f"{MODULE}.weight_scale_inv", torch.ones_like)
+    damage(tmp_path / "out", f"{MODULE}.scale", torch.ones_like)
     (found,) = prove(source("nvfp4-full"), tmp_path / "out").broken
     assert found.beyond == 0
     assert "scales are not the largest magnitude over 448" in found.faults[0]
@@ -82,7 +82,7 @@ def test_all_ones_scales_are_seen_even_where_codes_fit_them(tmp_path: Path) -> N
 def test_scales_of_ones_alone_are_seen(scale: str, tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "fp8-block", scale=scale, only=(MODULE,))
     ones = {"fp32": torch.ones_like, "ue8m0": lambda t: torch.full_like(t.view(torch.uint8), 127)}
-    damage(tmp_path / "out", f"{MODULE}.weight_scale_inv", ones[scale])
+    damage(tmp_path / "out", f"{MODULE}.scale", ones[scale])
     assert broken("nvfp4-full", tmp_path / "out") == [MODULE]
 
 

@@ -14,8 +14,8 @@ from degarble.suites.checkpoint.convert.converting_cases import broken, converte
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAIN = "model.layers.0.self_attn.compressor"
-INDEXER = "model.layers.0.self_attn.compressor.indexer"
+MAIN = "layers.0.attn.compressor"
+INDEXER = "layers.0.attn.indexer.compressor"
 
 
 @pytest.mark.parametrize("kind", ["nvfp4-full", "official", "bf16", "compressed-tensors"])
@@ -26,7 +26,7 @@ def test_both_compressors_are_fused_from_their_own_prefixes(kind: str, tmp_path:
         assert before.names is not None
         for stem in ("layers.0.attn.compressor", "layers.0.attn.indexer.compressor"):
             parts = [before.stored(f"{stem}.{part}") for part in ("wkv", "wgate")]
-            fused = parts[0].form.module.rpartition(".")[0] + ".fused_wkv_wgate"
+            fused = f"{stem}.fused_wkv_wgate"
             expected = torch.cat([each.weight().values(torch.bfloat16) for each in parts])
             assert torch.equal(after.tensor(f"{fused}.weight"), expected)
             gone = [entry.name for each in parts for entry in each.form.parts.values()]

@@ -1,0 +1,83 @@
+"""The table of consumers: each target and recipe has one, and the page says what the table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.anatomy.layouts import LAYOUTS, layout_named
+from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.anatomy.tensors import tensors_of
+from degarble.harness.checkpoint.consumers import (
+    LOADERS,
+    TRANSFORMERS,
+    V4,
+    V32,
+    VLLM,
+    consumer_of,
+    consumer_of_recipe,
+    reading,
+    table,
+)
+from degarble.harness.checkpoint.convert.registry import CONVERSIONS
+from degarble.harness.errors import UnknownName
+from degarble.suites.anatomy.configs import TINY_V4, TINY_V32
+
+if TYPE_CHECKING:
+    from degarble.harness.anatomy.config import Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "consumers.md"
+READ_BY_NONE = {(V4, "nvfp4-full"), (V4, "compressed-tensors")}
+
+
+def test_every_target_and_recipe_has_a_consumer_and_the_page_names_it() -> None:
+    for family in (V4, V32):
+        assert all(consumer_of(to, family).what for to in CONVERSIONS)
+        assert all(consumer_of_recipe(each, family).what for each in RECIPE_NAMES)
+    assert "\n".join(table()) in PAGE.read_text("utf-8"), "bring docs/consumers.md up to date"
+    with pytest.raises(UnknownName):
+        consumer_of("bf17", V4)
+    with pytest.raises(UnknownName):
+        consumer_of_recipe("nvfp4-ful", V4)
+
+
+def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
+    for config in (TINY_V4, TINY_V32):
+        for family, name in LAYOUTS:
+            if family == config.family:
+                layout = layout_named(name, config)
+                read = any(each.knows(layout, config) for each in LOADERS)
+                assert read == ((family, name) not in READ_BY_NONE), (family, name)
+
+
+@pytest.mark.parametrize("config", [TINY_V4, TINY_V32])
+def test_names_of_a_layout_are_complete_or_told(config: Config) -> None:
+    recipe = recipe_named("bf16", config)
+    names = [each.name for each in tensors_of(config, layout_named("bf16", config))]
+    drafted = sum(".2." in name or name.startswith("mtp.") for name in names)
+    for consumer in (TRANSFORMERS, VLLM):
+        found = reading(consumer, config, recipe, names, packed=False)
+        assert found is not None
+        assert (found.missing, found.unexpected) == ((), ())
+        assert (found.passed_over > 0) == (consumer is TRANSFORMERS and drafted > 0)
+    found = reading(VLLM, config, recipe, [*names[1:], "layers.0.attn.wq_c.weight"], packed=False)
+    assert found is not None
+    assert found.missing == (names[0],)
+    assert found.unexpected == ("layers.0.attn.wq_c.weight",)
+
+
+def test_a_half_drafter_is_missing_where_it_is_read_and_absent_as_a_whole() -> None:
+    recipe = recipe_named("bf16", TINY_V4)
+    names = [each.name for each in tensors_of(TINY_V4, layout_named("bf16", TINY_V4))]
+    drafter = [name for name in names if name.startswith("mtp.")]
+    main = [name for name in names if not name.startswith("mtp.")]
+    assert len(drafter) > 1
+    for stored, missing in ((main, 0), ([*main, drafter[0]], len(drafter) - 1)):
+        found = reading(VLLM, TINY_V4, recipe, stored, packed=False)
+        assert found is not None
+        assert len(found.missing) == missing
+        passed = reading(TRANSFORMERS, TINY_V4, recipe, stored, packed=False)
+        assert passed is not None
+        assert not passed.missing
