@@ -80,7 +80,14 @@ def strong(family: str) -> Iterator[Outcome]:
                     yield made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Every third here; suites/engine/test_diagnose_behaviour.py names one fault of each family.
+THIRD = [
+    pytest.param(family, marks=[pytest.mark.slow] * (number % 3 > 0))
+    for number, family in enumerate(FAMILIES)
+]
+
+
+@pytest.mark.parametrize("family", THIRD)
 def test_a_family_is_found_and_named(family: str) -> None:
     made = []
     for each in islice(strong(family), TRIED):

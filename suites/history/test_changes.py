@@ -31,7 +31,14 @@ def noise(kind: str, seed: int, nights: int = NIGHTS, series: int = SERIES) -> n
     return values
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy", "carried", "coarse", "gaps"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "normal",
+        "carried",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("heavy", "coarse", "gaps")),
+    ],
+)
 def test_healthy_years_bring_at_most_one_alarm_each(kind: str, seed: int) -> None:
     found = changes_of(noise(kind, seed))
     assert len(found) <= YEARS, [(each.series, each.first, each.deviate) for each in found]

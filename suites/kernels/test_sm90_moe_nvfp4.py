@@ -84,6 +84,7 @@ def require_sound(kernels: ModuleType, form: facts.MoeForm) -> None:
     assert "cvt.rn.bf16x2.e2m1" not in kernel.ptx
 
 
+@pytest.mark.slow
 def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
     for rows in (16, 256):
         first, second = facts.forms_of(SMALL, checks.TARGET, facts.TILES[checks.TARGET][rows])

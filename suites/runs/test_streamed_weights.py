@@ -154,6 +154,7 @@ with open_model(Path(sys.argv[1]), "bf16", held_values=0) as model:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_model_many_times_its_window_runs_in_bounded_memory(tmp_path: Path) -> None:
     """The scaled-down form of the bench with 15 GB: of 45 MB of weights half are resident."""
