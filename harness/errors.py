@@ -45,8 +45,13 @@ def _shown(value: object) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001  a hostile __repr__ must not hide the error being told
         text = f"<unprintable {type(value).__name__}: {type(error).__name__}>"
-    text = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in masked(text[:_MASKED]))
-    return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
+    return printable(masked(text[:_MASKED]), _VALUE_LIMIT)
+
+
+def printable(text: str, longest: int) -> str:
+    """Return text from outside as one line of at most `longest`; control characters are escaped."""
+    shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text[: longest + 1])
+    return shown if len(shown) <= longest else shown[: longest - 3] + "..."
 
 
 class DegarbleError(Exception):

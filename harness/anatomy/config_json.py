@@ -22,6 +22,7 @@ from degarble.harness.anatomy.config_checks import require
 from degarble.harness.anatomy.config_reader import REQUIRED, Reader
 from degarble.harness.anatomy.types import LayerType, MlpType
 from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.input_files import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -103,10 +104,9 @@ ARCHITECTURES = {
 def config_from_file(path: Path) -> Config:
     """Read one config.json. Refuses what is no JSON object, or states one key twice."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UnreadableFile("config", str(path), "at most 16 MiB", "Point to a config.json.")
-        raw = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique)
-    except (OSError, ValueError, RecursionError) as error:
+        text = read_small_text(path, _LARGEST_FILE)
+        raw = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise UnreadableFile(
             "config", f"{path}: {error}", "a JSON file in UTF-8", "Point to a config.json."
         ) from error

@@ -27,6 +27,7 @@ from degarble.harness.anatomy.config import Config, V4Config
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.types import Kind
 from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.input_files import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -198,15 +199,7 @@ def _expert_rule(config: Config) -> Rule:
 
 def recipe_from_file(path: Path, config: Config) -> Recipe:
     """Read a custom recipe from a YAML file."""
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UnreadableFile("recipe", str(path), "at most 1 MiB", "A recipe is a short table.")
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise UnreadableFile(
-            "recipe", f"{path}: {error}", "a YAML file in UTF-8", "Point to a recipe."
-        ) from error
-    return recipe_from_yaml(text, config)
+    return recipe_from_yaml(read_small_text(path, _LARGEST_FILE), config)
 
 
 def recipe_from_yaml(text: str, config: Config) -> Recipe:

@@ -29,9 +29,9 @@ from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.types import Kind
 from degarble.harness.checkpoint.json_scan import ObjectScanner
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

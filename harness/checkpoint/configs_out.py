@@ -30,9 +30,9 @@ from degarble.harness.checkpoint.quantisation_configs import (
     HF_QUANT_CONFIG,
     quantisation,
 )
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import Refused
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -88,17 +88,28 @@ class ShardFacts:
         return json.dumps(raw, sort_keys=True).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Read them again."""
-        raw = json.loads(data)
-        return cls(raw["weights"], Counter(raw["counts"]), raw["rounded"])
+    def from_bytes(cls, data: bytes) -> Self | None:
+        """Read them again; None where they are not what a shard leaves."""
+        try:
+            raw = json.loads(data)
+            parts = [raw[name] for name in ("weights", "counts", "rounded")]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        sound = all(isinstance(each, dict) for each in (*parts, *_values(parts[0])))
+        counts = all(type(n) is int for part in parts[1:] for n in _values(part))
+        return cls(parts[0], Counter(parts[1]), parts[2]) if sound and counts else None
+
+
+def _values(raw: Any) -> Iterable[Any]:
+    return raw.values() if isinstance(raw, dict) else ()
 
 
 def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
     """Spell the report."""
     whole = ShardFacts()
     for each in facts:
-        whole.weights.update(each.weights)
+        for name, told_of in each.weights.items():  # a weight and its input scale may lie apart
+            whole.weights.setdefault(name, {}).update(told_of)
         whole.counts.update(each.counts)
         whole.rounded.update(each.rounded)
     raw = {

@@ -16,7 +16,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.safetensors_file import regular_file
+from degarble.harness.input_files import regular_file
 
 if TYPE_CHECKING:
     from pathlib import Path

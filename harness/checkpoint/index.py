@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.json_scan import ObjectScanner
-from degarble.harness.checkpoint.safetensors_file import read_header, read_small_file
+from degarble.harness.checkpoint.safetensors_file import read_header
 from degarble.harness.checkpoint.types import (
     LARGEST_INDEX,
     LARGEST_METADATA,
@@ -29,6 +29,7 @@ from degarble.harness.checkpoint.types import (
     shown,
 )
 from degarble.harness.errors import Refused, UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

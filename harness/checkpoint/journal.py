@@ -31,7 +31,7 @@ from degarble.harness.errors import Refused, UnreadableFile, UnwritablePath
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from degarble.harness.checkpoint.disk import Disk
@@ -119,6 +119,29 @@ class Journal:
         """Remember a shard; its file is durable already."""
         path = self._path(record.file)
         write_file(path, _spelled({"plan": self._plan, **record.as_dict()}), self._disk)
+
+    def forget(self, files: Iterable[str]) -> None:
+        """Take shards for unfinished again: what they were made of cannot be told."""
+        for file in files:
+            with refusing(self._path(file)):
+                self._disk.remove(self._path(file))
+
+    def abandon(self, *, keep: bool) -> None:
+        """Remove the mark of a target in which no shard was finished, or else leave all as it is.
+
+        `keep`: the folder was there before, and stays.
+        """
+        folder = self.target / UNFINISHED
+        with refusing(folder):
+            for each in (self.target, folder):
+                remove_abandoned(each, self._disk)
+            names = {path.name for path in self.target.iterdir()}
+            if names == {UNFINISHED} and not any(folder.glob("*.json.json")):
+                for path in sorted(folder.iterdir(), key=lambda each: each.name == PLAN):
+                    self._disk.remove(path)
+                self._disk.remove_folder(folder)
+                if not keep:
+                    self._disk.remove_folder(self.target)
 
     def close(self) -> None:
         """Take the mark away, and what workers left there. The manifest is durable already."""

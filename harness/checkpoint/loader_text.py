@@ -36,9 +36,9 @@ from degarble.harness.checkpoint.loader_maps import (
     Stack,
     unknown_parameters,
 )
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,9 +19,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.checkpoint.json_scan import ObjectScanner
-from degarble.harness.checkpoint.safetensors_file import read_small_file, regular_file
 from degarble.harness.checkpoint.types import LARGEST_INDEX, shown
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import read_small_file, regular_file
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:

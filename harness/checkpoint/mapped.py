@@ -14,9 +14,9 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.safetensors_file import regular_file
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.input_files import regular_file
 
 if TYPE_CHECKING:
     import os

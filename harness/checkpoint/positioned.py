@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from degarble.harness.checkpoint.safetensors_file import regular_file
 from degarble.harness.checkpoint.stored import keep_pages
 from degarble.harness.checkpoint.tensors import tensor_over
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

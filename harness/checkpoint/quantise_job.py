@@ -39,14 +39,14 @@ from degarble.harness.checkpoint.fingerprint import TOLD, fingerprint
 from degarble.harness.checkpoint.manifest import UNFINISHED, Manifest
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan
 from degarble.harness.checkpoint.quantise_producer import QuantisingProducer
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.scale_search import ScaleRule
 from degarble.harness.checkpoint.shard_writer import write_shard
+from degarble.harness.checkpoint.source_state import SourceState
 from degarble.harness.checkpoint.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.checkpoint.worker_pool import run_each
-from degarble.harness.checkpoint.writer import Ending, begin, finish
+from degarble.harness.checkpoint.writer import Ending, beginning, finish, make_shards
 from degarble.harness.errors import InvalidArgument, LayoutMismatch
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -86,13 +86,14 @@ class Planned(NamedTuple):
     plan: WritePlan
     left_out: tuple[tuple[str, str], ...]
     unclaimed: tuple[str, ...] = ()
+    state: SourceState | None = None  # of the source, before it was opened
 
 
 @dataclass(frozen=True)
 class _Kept:
     """The producer of the job that this process works at."""
 
-    by_key: dict[str, QuantisingProducer] = field(default_factory=dict)
+    by_key: dict[tuple[Path, str], QuantisingProducer] = field(default_factory=dict)
 
 
 _KEPT = _Kept()
@@ -127,6 +128,7 @@ def target_layout(config: Config, recipe: Recipe) -> Layout:
 
 def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
     """Plan the target; refuse a source that cannot give what the recipe asks for."""
+    state = SourceState.of(job.source)
     with Checkpoint.open(job.source) as source:
         config, names = source.model, source.names
         if config is None or names is None:
@@ -145,7 +147,7 @@ def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
         ]
         plan = WritePlan.of(tensors, shard_bytes=shard_bytes, sources=_sources(job, source))
         QuantisingProducer(source, job).check(chosen)
-        return Planned(plan, left_out, _unclaimed(source, names))
+        return Planned(plan, left_out, _unclaimed(source, names), state)
 
 
 def _unclaimed(source: Checkpoint, names: LogicalNames) -> tuple[str, ...]:
@@ -190,12 +192,17 @@ def make_shard(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardRecord:
         if tensor.name == last:  # durable before the shard appears, so a shard is never without
             write_file(_facts_file(target, shard), producer.facts.to_bytes(), DISK)
 
-    return write_shard(target, shard, produce)
+    try:
+        return write_shard(target, shard, produce)
+    except BaseException:
+        _forget()  # the next run in this process opens the source anew: it may have been mended
+        raise
 
 
 def finish_job(job: QuantiseJob, target: Path, planned: Planned) -> Manifest:
     """Write report, configs and companions, and declare the checkpoint complete."""
     path = target / REPORT
+    _require_unchanged(planned)
     with Checkpoint.open(job.source) as source:
         assert source.model is not None, "plan_job has asked"
         files = config_files(source.model, job.layout, source.config)
@@ -206,12 +213,18 @@ def finish_job(job: QuantiseJob, target: Path, planned: Planned) -> Manifest:
             told = _told(job, planned) | {"files_not_copied": passed_over}
             facts = [_facts_of(job, target, shard) for shard in planned.plan.shards]
             files[REPORT] = report_bytes(told, facts)
+    _require_unchanged(planned)  # configs and companions were read just now
     if not path.exists():
         write_file(path, files[REPORT], DISK)
     for shard in planned.plan.shards:
         _facts_file(target, shard).unlink(missing_ok=True)
     _forget()
     return finish(target, planned.plan, Ending({**copied, **files}))
+
+
+def _require_unchanged(planned: Planned) -> None:
+    if planned.state is not None:
+        planned.state.require_unchanged()
 
 
 def run_job(
@@ -226,20 +239,19 @@ def run_job(
     """Do all of it; the same call resumes what was interrupted."""
     require_apart(job.source, target)
     planned = planned or plan_job(job, shard_bytes=shard_bytes)
-    begin(target, planned.plan)
     work = partial(make_shard, job, target)
-    for shard, record in run_each(work, planned.plan.shards, workers, "shard {0.file}".format):
-        if progress:
-            progress(shard, record)
+    with beginning(target, planned.plan):
+        make_shards(target, planned.plan, work, workers, source=planned.state, progress=progress)
     return finish_job(job, target, planned)
 
 
 def _producer_of(job: QuantiseJob, key: str) -> QuantisingProducer:
     """Open the source once a process, not once a shard."""
-    if key not in _KEPT.by_key:
+    kept = job.source, key  # equal sources in two folders have one plan
+    if kept not in _KEPT.by_key:
         _forget()
-        _KEPT.by_key[key] = QuantisingProducer(Checkpoint.open(job.source), job)
-    return _KEPT.by_key[key]
+        _KEPT.by_key[kept] = QuantisingProducer(Checkpoint.open(job.source), job)
+    return _KEPT.by_key[kept]
 
 
 def _forget() -> None:
@@ -253,10 +265,12 @@ def _facts_file(target: Path, shard: ShardPlan) -> Path:
 
 
 def _facts_of(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardFacts:
-    """Read what make_shard left; where somebody removed it, work it out again."""
+    """Read what make_shard left; where somebody removed or changed it, work it out again."""
     path = _facts_file(target, shard)
     if path.exists():
-        return ShardFacts.from_bytes(read_small_file(path, LARGEST_INDEX))
+        known = ShardFacts.from_bytes(read_small_file(path, LARGEST_INDEX))
+        if known is not None:
+            return known
     producer = _producer_of(job, shard.plan)
     producer.facts = ShardFacts()
     for tensor in shard.tensors:

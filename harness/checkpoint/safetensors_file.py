@@ -16,11 +16,8 @@ Source: huggingface/safetensors README (format) and tensor.rs (its own checks), 
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from degarble.harness.checkpoint.json_scan import ObjectScanner
@@ -36,9 +33,9 @@ from degarble.harness.checkpoint.types import (
     shown,
 )
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import read_span, regular_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 _LENGTH_BYTES = 8
@@ -54,28 +51,11 @@ _PLAIN_VALUE = re.compile(
 )
 
 
-@contextmanager
-def regular_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a regular file for reading; yield its descriptor and status."""
-    try:
-        # Trap: opening a pipe would wait for its writer, so ask first and open without waiting.
-        _require_regular(path, path.stat().st_mode)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise _unopened(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        _require_regular(path, status.st_mode)
-        yield descriptor, status
-    finally:
-        os.close(descriptor)
-
-
 def read_header(path: Path) -> Header:
     """Read and check the head of one file; its data are not touched."""
     with regular_file(path) as (descriptor, status):
         length = _header_length(path, descriptor, status.st_size)
-        text = _read(path, descriptor, length, _LENGTH_BYTES)
+        text = read_span(path, descriptor, length, _LENGTH_BYTES)
     data_begin = _LENGTH_BYTES + length
     parser = _HeaderParser(path, text, data_begin, status.st_size)
     header = Header(path, *parser.parse(), data_begin, status.st_size)
@@ -83,58 +63,11 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def read_small_file(path: Path, largest: int) -> bytes:
-    """Read a whole regular file of at most `largest` bytes."""
-    with regular_file(path) as (descriptor, status):
-        if status.st_size > largest:
-            raise UnreadableFile(
-                str(path), status.st_size, f"at most {largest} bytes", "Point to the right file."
-            )
-        return _read(path, descriptor, status.st_size, 0)
-
-
-def _require_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise UnreadableFile(
-            shown(str(path)),
-            stat.filemode(mode),
-            "a regular file, or a link to one",
-            "Put the file itself there.",
-        )
-
-
-def _unopened(path: Path, error: Exception) -> UnreadableFile:
-    reason = getattr(error, "strerror", None) or str(error)
-    return UnreadableFile(
-        shown(str(path)), reason, "a file that can be read", "Check the path and its permissions."
-    )
-
-
-def _read(path: Path, descriptor: int, length: int, position: int) -> bytes:
-    parts = []
-    while length:
-        try:
-            part = os.pread(descriptor, min(length, 1 << 24), position)
-        except OSError as error:
-            raise _unopened(path, error) from error
-        if not part:
-            raise UnreadableFile(
-                f"{shown(str(path))} at byte {position}",
-                "end of file",
-                f"{length} more bytes",
-                "The file shrank while it was read; wait until it is written, then try again.",
-            )
-        parts.append(part)
-        position += len(part)
-        length -= len(part)
-    return b"".join(parts)
-
-
 def _header_length(path: Path, descriptor: int, size: int) -> int:
     name = f"{shown(str(path))}: length of the header at byte 0"
     if size < _LENGTH_BYTES:
         raise UnreadableFile(name, f"{size} bytes in all", "8 bytes", "Download the file again.")
-    length = int.from_bytes(_read(path, descriptor, _LENGTH_BYTES, 0), "little")
+    length = int.from_bytes(read_span(path, descriptor, _LENGTH_BYTES, 0), "little")
     if length > LARGEST_HEADER:
         raise UnreadableFile(
             name, length, f"at most {LARGEST_HEADER}", "This is no safetensors file."

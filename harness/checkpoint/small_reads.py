@@ -11,9 +11,9 @@ import os
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.safetensors_file import regular_file
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

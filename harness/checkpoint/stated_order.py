@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.convert.backends import BACKENDS
 from degarble.harness.checkpoint.convert.endings import CONVERSION
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
 from degarble.harness.errors import Refused
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.convert.backends import Backend

@@ -15,7 +15,7 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.errors import UnknownName, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,9 +66,7 @@ _MOST_COMPARED = 1000
 
 def shown(text: str) -> str:
     """Return a name out of a file as one bounded, printable line, for use inside a message."""
-    if len(text) > _LONGEST_SHOWN:
-        text = text[: _LONGEST_SHOWN - 3] + "..."
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    return printable(text, _LONGEST_SHOWN)
 
 
 def unknown_name(kind: str, value: object, known: Iterable[str]) -> UnknownName:

@@ -33,7 +33,6 @@ from degarble.harness.checkpoint.logical import LogicalNames, logical_names
 from degarble.harness.checkpoint.manifest import UNFINISHED, require_finished
 from degarble.harness.checkpoint.mapped import MappedFiles
 from degarble.harness.checkpoint.modules import ModuleTable, StoredForm
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import (
     LARGEST_CONFIG,
     MOST_TENSORS,
@@ -45,6 +44,7 @@ from degarble.harness.checkpoint.types import (
     unknown_name,
 )
 from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -37,12 +37,12 @@ from degarble.harness.checkpoint.manifest import (
     Manifest,
     is_inside,
 )
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.shard_writer import ShardSink, write_hollow_shard, write_shard
 from degarble.harness.checkpoint.space import require_space
 from degarble.harness.checkpoint.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.worker_pool import run_each
-from degarble.harness.errors import InvalidArgument, UnwritablePath
+from degarble.harness.errors import InvalidArgument, Refused, UnwritablePath, WorkerLost
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.manifest import ShardRecord
     from degarble.harness.checkpoint.plan import PlannedTensor, ShardPlan, WritePlan
     from degarble.harness.checkpoint.shard_writer import Chunk, Producer
+    from degarble.harness.checkpoint.source_state import SourceState
     from degarble.harness.checkpoint.worker_pool import Workers
 
 CONFIG = "config.json"
@@ -91,12 +92,55 @@ def write(
 
     With several workers the producer is sent to other processes, so it must be importable there.
     """
-    begin(target, plan, hollow=produce is None)
     work = partial(_write_one, target, produce)
-    for shard, record in run_each(work, plan.shards, workers, "shard {0.file}".format):
-        if progress:
-            progress(shard, record)
+    with beginning(target, plan, hollow=produce is None):
+        make_shards(target, plan, work, workers, progress=progress)
     return finish(target, plan, ending)
+
+
+@contextmanager
+def beginning(target: Path, plan: WritePlan, *, hollow: bool = False) -> Iterator[None]:
+    """Begin a target; leave nothing of it where its source is refused before the first shard.
+
+    A full disk or a lost worker is no refusal of the source: the same call goes on from there.
+    """
+    keep = target.exists()
+    journal = begin(target, plan, hollow=hollow)
+    try:
+        yield
+    except (UnwritablePath, WorkerLost):
+        raise
+    except Refused:
+        if not journal.is_finished:
+            journal.abandon(keep=keep)
+        raise
+
+
+def make_shards(
+    target: Path,
+    plan: WritePlan,
+    work: Callable[[ShardPlan], ShardRecord],
+    workers: Workers,
+    *,
+    source: SourceState | None = None,
+    progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+) -> None:
+    """Make every shard of a target that was begun, from a source that stays as it was.
+
+    Shards that may hold bytes of two sources are forgotten, so that the next run makes them anew.
+    """
+    unproven = {shard.file for shard in plan.shards}
+    try:
+        for shard, record in run_each(work, plan.shards, workers, "shard {0.file}".format):
+            if source is not None:
+                source.require_unchanged()
+            unproven.discard(shard.file)
+            if progress:
+                progress(shard, record)
+    except Refused:
+        if source is not None and not source.is_unchanged:
+            Journal.join(target, plan.hash, DISK).forget(unproven)
+        raise
 
 
 def begin(

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import BUDGETS, DISTANCE
+from degarble.harness.input_files import read_small_text
 from degarble.harness.record.verdict import SCHEMA, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+_LARGEST = 64 << 20
+
 
 def read_check(path: Path) -> dict[str, Any]:
     """Read what `degarble check --json` wrote."""
     remedy = "Give a file that `degarble check --json FILE` wrote."
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
-    except (OSError, ValueError, RecursionError) as error:
+        document = json.loads(read_small_text(path, _LARGEST), parse_constant=_refused)
+    except (ValueError, RecursionError) as error:
         raise UnreadableFile(path.name, str(error), "a JSON document", remedy) from error
     lines = document.get("cosines") if isinstance(document, dict) else None
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):

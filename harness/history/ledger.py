@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.input_files import read_small_text
 from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_DAYS = 90  # that an entry may look ahead: longer, and nobody looks at it again
+_LARGEST = 4 << 20
 _FAILING = (Verdict.DIFFERS, Verdict.UNSTABLE, Verdict.UNDECIDED)
 
 
@@ -135,8 +137,8 @@ def read_ledger(path: Path, today: date) -> Ledger:
     import yaml  # noqa: PLC0415  only where there is a ledger
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = yaml.safe_load(read_small_text(path, _LARGEST))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
         raise UnreadableFile(
             f"ledger {path.name}", line, "a YAML list of known failures", "Mend the file."

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.errors import UnreadableFile, UnwritablePath
+from degarble.harness.errors import UnwritablePath
+from degarble.harness.input_files import read_span, regular_file
 from degarble.harness.record.capture_types import (
-    AGAIN,
     DTYPE_BYTES,
     FORMAT,
     VERSION,
@@ -68,16 +68,19 @@ class Part:
 
     def read(self, name: str) -> bytearray:
         """The bytes of one tensor."""
-        stored, data = self.tensors[name], bytearray()
-        try:
-            with self.path.open("rb") as file:
+        stored = self.tensors[name]
+        with regular_file(self.path) as (descriptor, status):
+            if status.st_size != self.size:  # before room is made for what is not there
+                told = f"{self.path.name}: size"
+                raise malformed(told, f"{status.st_size} bytes", f"{self.size}, as when opened")
+            with open(descriptor, "rb", 0, closefd=False) as file:
                 file.seek(stored.begin)
                 data = bytearray(stored.end - stored.begin)
-                count = file.readinto(data)
-        except OSError as error:
-            raise _unread(self.path, error) from error
-        if count != len(data):
-            raise malformed(f"{self.path.name}: tensor {name}", f"{count} bytes", f"{len(data)}")
+                left = memoryview(data)
+                while left and (count := file.readinto(left)):
+                    left = left[count:]
+        if left:
+            raise malformed(f"{self.path.name}: tensor {name}", "end of file", f"{len(data)} bytes")
         return data
 
 
@@ -151,15 +154,14 @@ def sync(folder: Path, files: Iterable[str]) -> None:
 
 def read_part(path: Path) -> Part:
     """Read and check the head of a part; the data are not touched."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 0 < length <= min(_LARGEST_HEAD, size - _LENGTH_BYTES):
-                raise malformed(f"{path.name}: length of the head", length, f"inside {size} bytes")
-            text = file.read(length)
-    except OSError as error:
-        raise _unread(path, error) from error
+    with regular_file(path) as (descriptor, status):
+        size = status.st_size
+        if size < _LENGTH_BYTES:
+            raise malformed(f"{path.name}: size", f"{size} bytes", "a head and its data")
+        length = int.from_bytes(read_span(path, descriptor, _LENGTH_BYTES, 0), "little")
+        if not 0 < length <= min(_LARGEST_HEAD, size - _LENGTH_BYTES):
+            raise malformed(f"{path.name}: length of the head", length, f"inside {size} bytes")
+        text = read_span(path, descriptor, length, _LENGTH_BYTES)
     head_sha256 = hashlib.sha256(length.to_bytes(_LENGTH_BYTES, "little") + text).hexdigest()
     head = object_of(text, f"{path.name}: head")
     metadata = Fields(head.pop("__metadata__", None), f"{path.name}: __metadata__")
@@ -174,7 +176,7 @@ def _index(path: Path, metadata: Fields) -> tuple[int, tuple[Step, ...], tuple[C
     expected = [FORMAT, str(VERSION), str(int(name[1])) if name else ""]
     if found != expected:
         raise malformed(f"{path.name}: format, version and part", found, str(expected))
-    index = metadata.text("index").encode()
+    index = metadata.text("index").encode()  # object_of refused lone surrogates
     if hashlib.sha256(index).hexdigest() != metadata.text("index_sha256"):
         raise malformed(f"{path.name}: index", "other bytes", "the bytes that were hashed")
     raw = object_of(index, f"{path.name}: index")
@@ -212,9 +214,3 @@ def _tensors(path: Path, head: dict[str, Any], begin: int, size: int) -> dict[st
 
 def _spelled(raw: object) -> bytes:
     return json.dumps(raw, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _unread(path: Path, error: OSError) -> UnreadableFile:
-    return UnreadableFile(
-        path.name, error.strerror or str(error), "a part of the capture that can be read", AGAIN
-    )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.input_files import read_small_file
+from degarble.harness.record.capture_facts import require_known_types
 from degarble.harness.record.capture_parts import NAME, file_of, read_part
 from degarble.harness.record.capture_types import (
     AGAIN,
@@ -32,7 +34,7 @@ from degarble.harness.record.capture_types import (
 from degarble.harness.record.wording import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from degarble.harness.record.capture_parts import Part
     from degarble.harness.record.capture_types import Call, Kept, Step
 
-LARGEST_MANIFEST = 256 << 20
+LARGEST_MANIFEST = 64 << 20
 # safetensors' word to numpy's; what numpy lacks is read as codes of the same width
 _NUMPY = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "F16": "float16",
@@ -88,6 +90,7 @@ class Capture:
         tool = Fields(manifest.record("tool"), f"{MANIFEST}: tool").text("version")
         digest = hashlib.sha256(text).hexdigest()
         facts = manifest.record("facts")
+        require_known_types(facts)
         made = cls(path, facts, complete, tool, digest, parts, steps, calls, places)
         made._require_consistent()
         return made
@@ -136,14 +139,21 @@ class Capture:
 
     def damage(self) -> Iterator[str]:
         """Read every stored tensor; tell of each whose bytes are not those that were hashed."""
-        hashes = {
-            kept.at: kept for call in self.calls for _, kept in call.sites() if kept.at is not None
-        }
-        for kept in hashes.values():
+        for kept in self._stored():
             try:
                 self.read(kept)
             except UnreadableFile as error:
                 yield str(error)
+
+    def require_undamaged(self) -> None:
+        """Read every stored tensor; refuse the first whose bytes are not those that were hashed."""
+        for kept in self._stored():
+            self.read(kept)
+
+    def _stored(self) -> Iterable[Kept]:
+        """Return a record of each stored tensor; several for one with several hashes."""
+        kept = (kept for call in self.calls for _, kept in call.sites() if kept.at is not None)
+        return {(each.at, each.sha256): each for each in kept}.values()
 
     def _require_consistent(self) -> None:
         numbers = {step.number for step in self.steps}
@@ -175,14 +185,11 @@ def _places(parts: tuple[Part, ...]) -> dict[str, Part]:
 
 
 def _manifest_text(path: Path) -> bytes:
-    file = path / MANIFEST
     try:
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise malformed(str(file), f"{file.stat().st_size} bytes", "a manifest")
-        return file.read_bytes()
-    except OSError as error:
+        return read_small_file(path / MANIFEST, LARGEST_MANIFEST)
+    except UnreadableFile as error:
         raise UnreadableFile(
-            str(file), error.strerror or str(error), f"a capture: a folder with {MANIFEST}",
+            error.name, error.value, f"a capture: a folder with {MANIFEST}, {error.expectation}",
             "Record one with degarble capture.",
         ) from error  # fmt: skip
 

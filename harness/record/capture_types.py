@@ -39,6 +39,9 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_DIMENSIONS = 16
 _LARGEST = 1 << 62
+_LARGEST_INDEX = 1 << 31  # of a token, position or sequence
+_LARGEST_TENSOR = 1 << 44  # bytes; extents are counted as if none were 0
+_MOST_VALUES = 8_000_000  # of one JSON text: Python takes up to 70 bytes for each
 
 
 class Phase(StrEnum):
@@ -77,7 +80,9 @@ class Kept(NamedTuple):
         if dtype not in DTYPE_BYTES:
             raise malformed(f"{name}: dtype", dtype, "a dtype of safetensors")
         shape, sha256 = taken.counts("shape"), taken.text("sha256")
-        if len(shape) > _MOST_DIMENSIONS or math.prod(shape) > _LARGEST:
+        # Trap: [2**61, 0] has no elements, and no library can make a tensor of it.
+        extents = math.prod(max(1, each) for each in shape) * DTYPE_BYTES[dtype]
+        if len(shape) > _MOST_DIMENSIONS or extents > _LARGEST_TENSOR:
             raise malformed(f"{name}: shape", list(shape), "the shape of a tensor")
         if not _SHA256.fullmatch(sha256):
             raise malformed(f"{name}: sha256", sha256, "64 hexadecimal digits")
@@ -111,6 +116,9 @@ class Step:
         if phase not in set(Phase):
             raise malformed(f"{name}: phase", phase, " or ".join(Phase))
         lists = [taken.counts(each) for each in ("tokens", "positions", "sequences")]
+        largest = max((max(each, default=0) for each in lists), default=0)
+        if largest >= _LARGEST_INDEX:
+            raise malformed(name, largest, f"ids, positions and sequences below {_LARGEST_INDEX}")
         if len({len(each) for each in lists}) != 1:
             raise malformed(name, [len(each) for each in lists], "lists of one length")
         return cls(taken.count("number"), Phase(phase), *lists)
@@ -234,8 +242,13 @@ def object_of(text: bytes, name: str) -> dict[str, Any]:
     def no_constant(word: str) -> Any:
         raise ValueError(f"{word} is no number of JSON")
 
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if values > _MOST_VALUES:
+        raise malformed(name, f"{values} commas and brackets", f"at most {_MOST_VALUES}")
     try:
         raw = json.loads(text.decode(), object_pairs_hook=once, parse_constant=no_constant)
+        if b"\\ud" in text.lower():  # half of a pair is no text: nothing could write it again
+            json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise malformed(name, str(error), "JSON in UTF-8") from error
     return Fields(raw, name).raw

@@ -1,8 +1,8 @@
-"""A capture of code that is not ours: what fails is refused by name, and nothing half-written.
+"""The boundary around a captured run: what is refused leaves nothing half-written.
 
-Owns the boundary around a run with a backend or a patch. A kernel may return tensors that the
-components behind it cannot take; torch then raises anything. Without foreign code such an error is
-ours, and stays what it is. Refuses nothing else. Kept honest by suites/runs/test_patching.py.
+A checkpoint may be refused at its last weight, when parts were written already. A kernel or a patch
+that is not ours may return tensors that the next components cannot take; torch then raises
+anything, which is refused by name. Without foreign code such an error is ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import DegarbleError, InvalidArgument
+from degarble.harness.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.record.capture_types import MANIFEST
 
 if TYPE_CHECKING:
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def foreign_code(folder: Path, whose: Sequence[str]) -> Iterator[None]:
-    """Run foreign code, by its options; what was written goes away when it is refused."""
+    """Run a capture, with foreign code by its options; what a refusal leaves is removed.
+
+    Where the disk takes no more, the parts stay: they are whole, and the run cannot be repeated.
+    """
     there = folder.exists()
     try:
         yield
-    except DegarbleError:
+    except UnwritablePath:
         if whose:
             _remove(folder, keep=there)
+        raise
+    except DegarbleError:
+        _remove(folder, keep=there)
         raise
     except Exception as error:
         if not whose:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from degarble.harness.anatomy.components import components
 from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.anatomy.recipes import recipe_named
@@ -27,6 +28,7 @@ from degarble.harness.engine.localise import Localised, localise
 from degarble.harness.engine.shrink import shrunk
 from degarble.harness.errors import InvalidArgument, UnreadableFile
 from degarble.harness.record.capture_reader import Capture
+from degarble.harness.runs.captured_inputs import require_usable_inputs
 from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 
@@ -121,6 +123,8 @@ class CheckRun:
         )
         self.model: OpenModel = self._open.enter_context(model)
         require_captured(self.capture, self.model, self.source)
+        config, recipe = self.model.config, self.model.recipe
+        require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
         self.twin: Bound = self.model.speaker.bound
         put_on(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"

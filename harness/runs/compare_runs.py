@@ -118,6 +118,8 @@ def compare_runs(first: Path, second: Path) -> Compared:
     """Open and compare two captures."""
     captures = (Capture.open(first), Capture.open(second))
     _require_one_model(*captures)
+    for capture in captures:  # equal hashes say nothing of bytes that changed since
+        capture.require_undamaged()
     notes = [
         f"The {name} capture is incomplete: its run ended before its time."
         for name, each in zip(("first", "second"), captures, strict=True)

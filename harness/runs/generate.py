@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import InvalidArgument, Refused, UnreadableFile
+from degarble.harness.input_files import read_small_file
 from degarble.harness.runs.backends import (
     kernels_of,
     require_backend,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.history.panel import history_panel
 from degarble.harness.history.store import Store
+from degarble.harness.input_files import read_small_text
 from degarble.harness.record.blocks import Column, ColumnKind, Sentence, Table
 from degarble.harness.record.files import write_text
 from degarble.harness.record.page import Page, Panel, PanelKind, Subject
@@ -27,7 +28,7 @@ from degarble.harness.runs.machine import machine, provenance
 from degarble.harness.runs.night_closing import history_in, run_of
 from degarble.harness.runs.night_record import to_plain
 from degarble.harness.runs.night_steps import RAN, where_of
-from degarble.harness.runs.report_folder import write_page
+from degarble.harness.runs.report_folder import LARGEST_RECORD, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,7 +72,7 @@ def page_of(night: Night) -> Page:
     subject = Subject(night.asked.checkpoint.resolve().name, "Checkpoint", _identity(night))
     record = night.asked.folder / f"{subject.key}.json"
     if record.exists():
-        page = page_from_json(record.read_text(encoding="utf-8"), str(record))
+        page = page_from_json(read_small_text(record, LARGEST_RECORD), str(record))
     else:
         page = Page(subject, provenance(COMMAND), Verdict.AGREES, "")
     for panel in (_kernels(night), _history(night), _texts(night, page)):

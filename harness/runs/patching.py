@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.weight import Weight
+from degarble.harness.input_files import read_small_file
 from degarble.harness.pairings import failed, replace_call
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from degarble.harness.checkpoint.quantise_job import (
     run_job,
     target_layout,
 )
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.scale_search import ScaleRule
 from degarble.harness.checkpoint.types import LARGEST_INDEX
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.input_files import read_small_file
 from degarble.harness.record.wording import visible
 from degarble.harness.runs.workers import counting
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import read_small_text
 from degarble.harness.record.files import usable_folder, write_text
 from degarble.harness.record.page_json import page_from_json, page_to_json
 from degarble.harness.record.verdict import SEVERITY
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.record.page import Page, Panel
+
+LARGEST_RECORD = 256 << 20  # of a page as JSON
 
 
 def write_page(folder: Path, page: Page) -> Path:
@@ -38,12 +41,7 @@ def with_earlier_panels(page: Page, record: Path) -> Page:
     """Add the panels of `record` that `page` does not have; the worst verdict stays on top."""
     if not record.exists():
         return page
-    try:
-        earlier = page_from_json(record.read_text(encoding="utf-8"), str(record))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableFile(
-            str(record), str(error), "the record of an earlier page", "Move it away and run again."
-        ) from error
+    earlier = page_from_json(read_small_text(record, LARGEST_RECORD), str(record))
     if earlier.subject.manifest_hash != page.subject.manifest_hash:
         raise UnreadableFile(
             str(record),

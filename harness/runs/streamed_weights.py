@@ -117,7 +117,7 @@ class StreamedWeights(Mapping[str, Weight]):
         if not hasattr(os, "posix_fadvise"):
             return
         if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.posix_fadvise(self._files[path], begin, size, os.POSIX_FADV_WILLNEED)
 
 

@@ -27,6 +27,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from degarble.harness.errors import DegarbleError, InvalidArgument, UnreadableFile
+from degarble.harness.input_files import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ _STRANGE = 0.02  # characters that are no text
 _ONE_WORD = 0.6  # of all words
 _SQUEEZED = 0.08  # bytes left by zlib: a loop
 _SECONDS = 120.0
+_LARGEST = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _chat(server: Server, model: str) -> Said:
 def read_answers(path: Path) -> dict[str, Any]:
     """Read known answers; a file that holds none is refused."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_small_text(path, _LARGEST))
         answers = found["answers"]
         sound = bool(answers) and all(
             isinstance(each["prompt"], str)
@@ -190,7 +192,7 @@ def read_answers(path: Path) -> dict[str, Any]:
             and isinstance(each["mean"], (int, float))
             for each in answers
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _no_answers(path, str(error)) from error
     if not sound:
         raise _no_answers(path, "prompt, answer and mean of each")
@@ -248,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         if asked.make is not None and asked.prompts is not None:
-            lines = asked.prompts.read_text(encoding="utf-8").splitlines()
+            lines = read_small_text(asked.prompts, _LARGEST).splitlines()
             made = make_answers(asked.make, [each for each in lines if each.strip()])
             asked.answers.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
             return 0

@@ -15,8 +15,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import InvalidArgument, MissingDependency, UnreadableFile
+from degarble.harness.input_files import read_small_file
 from degarble.harness.talk import marks
 
 if TYPE_CHECKING:

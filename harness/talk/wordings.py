@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.errors import UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

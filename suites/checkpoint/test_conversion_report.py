@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from degarble.harness.checkpoint.calibration import InputScale, Origin
 from degarble.harness.checkpoint.conversion_report import GroupScale, ShardFacts, report_bytes
 from degarble.harness.checkpoint.lossless import Exponents
@@ -52,4 +54,24 @@ def test_the_report_says_what_happened() -> None:
 def test_order_and_travel_change_nothing() -> None:
     one, two = facts()
     travelled = [ShardFacts.from_bytes(each.to_bytes()) for each in (two, one)]
-    assert report_bytes({}, travelled) == report_bytes({}, facts())
+    assert None not in travelled
+    assert report_bytes({}, filter(None, travelled)) == report_bytes({}, facts())
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_weight_and_its_input_scale_may_lie_in_two_shards(swapped: bool) -> None:
+    one, two = ShardFacts(), ShardFacts()
+    plain = GroupScale(0.25, 3.0, False, None, "")
+    one.add_nvfp4("a", "BF16", 100, plain, Errors(100.0, 1.0, 1.0, 0.25))
+    two.add_input("a", InputScale(0.1, 268.8, 7, Origin.UNREACHED))
+    raw = json.loads(report_bytes({}, (two, one) if swapped else (one, two)))
+    assert raw["weights"]["a"]["action"] == "quantised"
+    assert raw["weights"]["a"]["input_amax"] == 268.8
+    assert raw["flagged"]["unreached_experts"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"weights": {}}', '{"weights": {"a": 1}, "counts": {}, "rounded": {}}']
+)
+def test_facts_that_no_shard_left_are_none(text: str) -> None:
+    assert ShardFacts.from_bytes(text.encode()) is None

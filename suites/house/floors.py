@@ -30,7 +30,7 @@ def _row(floor: int, below: str) -> Unit:
     return Unit(floor, frozenset(below.split()))
 
 
-_GROUND = "masking errors protocols version formats anatomy"
+_GROUND = "masking errors input_files protocols version formats anatomy"
 _KNOWING = "references record checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
 _BINDING = "pairings talk runs"
@@ -40,10 +40,11 @@ UNITS: Mapping[str, Unit] = {
     # F0 ground: beyond doubt, because every floor above rests on it
     "masking": _row(0, ""),
     "errors": _row(0, "masking"),
+    "input_files": _row(0, "errors"),
     "protocols": _row(0, ""),
     "version": _row(0, ""),
     "formats": _row(0, "errors"),
-    "anatomy": _row(0, "errors formats"),
+    "anatomy": _row(0, "errors formats input_files"),
     # F1 knowing: never each other
     "references": _row(1, _GROUND),
     "record": _row(1, _GROUND),
@@ -52,7 +53,7 @@ UNITS: Mapping[str, Unit] = {
     "kernels": _row(2, "errors formats anatomy"),
     # F3 judging and telling: reports and history read an old run without torch or a checkpoint
     "engine": _row(3, f"{_GROUND} {_KNOWING}"),
-    "history": _row(3, "masking errors record"),
+    "history": _row(3, "masking errors input_files record"),
     "reports": _row(3, "errors record"),
     # F4 binding
     "pairings": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING}"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,30 @@ def test_what_is_refused_leaves_nothing(
         assert (done.status, done.out) == (2, ""), wrong
         assert told in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_refused_behind_the_first_parts_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another shape of as many elements is met when the weight is used, not before."""
+    model = write_speaker(tmp_path / "model", "v4")
+    (shard,) = model.glob("*.safetensors")
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    head = json.loads(raw[8 : 8 + length])
+    head["head.weight"]["shape"].reverse()
+    head["head.weight"]["shape"] = [1, math.prod(head["head.weight"]["shape"])]
+    text = json.dumps(head).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    out = tmp_path / "deep" / "capture"
+    for there in (False, True):
+        if there:
+            out.mkdir(parents=True)
+        done = call(capsys, "capture", model, "--prompt", PROMPTS[0], "--out", out)
+        assert done.status == 2, done.err
+        assert "head" in done.err
+        assert out.exists() == there
+        assert not there or list(out.iterdir()) == []
 
 
 def test_a_disk_without_room_is_refused_before_the_run(

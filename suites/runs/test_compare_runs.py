@@ -109,7 +109,7 @@ def test_runs_of_other_models_are_refused(
         assert (done.status, done.out) == (2, "")
         assert "REFUSED" in done.err
         assert told in done.err
-    manifest.write_text(json.dumps(whole | {"facts": facts | {"config": [], "family": None}}))
+    manifest.write_text(json.dumps(whole | {"facts": facts | {"config": None, "family": None}}))
     assert call(capsys, "compare", one, two).status == 0, (
         "what is not stated is not held against it"
     )

@@ -7,8 +7,8 @@ import json
 import torch
 
 from degarble.harness.checkpoint.conversion_report import REPORT
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.input_files import read_small_file
 from degarble.harness.runs.museum_models import MuseumModel, prepare, prompt_ids
 from degarble.references.tiny.configs import TINY_V32
 from degarble.suites.runs.museum_stages import KEY, root

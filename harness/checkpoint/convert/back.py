@@ -31,14 +31,16 @@ from degarble.harness.checkpoint.fingerprint import fingerprints
 from degarble.harness.checkpoint.logical import logical_names
 from degarble.harness.checkpoint.modules import ModuleTable
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.safetensors_file import read_small_file
+from degarble.harness.checkpoint.shard_writer import write_shard
+from degarble.harness.checkpoint.source_state import SourceState
 from degarble.harness.checkpoint.types import LARGEST_INDEX, TensorEntry, shown
 from degarble.harness.checkpoint.view import Checkpoint, model_of
-from degarble.harness.checkpoint.writer import Ending, write
+from degarble.harness.checkpoint.writer import Ending, beginning, finish, make_shards
 from degarble.harness.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.element_formats import E4M3
 from degarble.harness.formats.packed_scales import exact_ue8m0, unpack_scales
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,8 +67,14 @@ class Back:
         return {"source": self.source}
 
     @cached_property
+    def state(self) -> SourceState:
+        """The files of the converted checkpoint as they were before they were opened."""
+        return SourceState.of(self.source)
+
+    @cached_property
     def checkpoint(self) -> Checkpoint:
         """The converted checkpoint."""
+        _ = self.state  # older than anything that is read
         return Checkpoint.open(self.source)
 
     @cached_property
@@ -161,7 +169,10 @@ class Back:
         sources = {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
         plan = WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)
         files = {name: text.encode() for name, text in self.told["files"].items()}
-        return write(target, plan, self, Ending(files), workers=workers)
+        work = partial(write_shard, target, produce=self)
+        with beginning(target, plan):
+            make_shards(target, plan, work, workers, source=self.state)
+        return finish(target, plan, Ending(files))
 
 
 def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:

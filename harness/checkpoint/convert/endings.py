@@ -22,11 +22,11 @@ from degarble.harness.checkpoint.configs_out import companions, declared
 from degarble.harness.checkpoint.consumers import consumer_of
 from degarble.harness.checkpoint.convert.recipes_after import formats_after, recipe_of
 from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
-from degarble.harness.checkpoint.safetensors_file import read_small_file
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
 from degarble.harness.checkpoint.writer import Ending
 from degarble.harness.errors import LayoutMismatch
 from degarble.harness.formats.block_formats import FP8_128X128_F32
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.apart import require_apart
@@ -24,12 +24,14 @@ from degarble.harness.checkpoint.convert.units import Options
 from degarble.harness.checkpoint.fingerprint import fingerprints
 from degarble.harness.checkpoint.manifest import MANIFEST
 from degarble.harness.checkpoint.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.safetensors_file import read_small_file
+from degarble.harness.checkpoint.shard_writer import write_shard
+from degarble.harness.checkpoint.source_state import SourceState
 from degarble.harness.checkpoint.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.checkpoint.worker_pool import run_each
-from degarble.harness.checkpoint.writer import write
+from degarble.harness.checkpoint.writer import beginning, finish, make_shards
 from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.input_files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +65,14 @@ class Job:
         return conversion_named(self.to)
 
     @cached_property
+    def state(self) -> SourceState:
+        """The source's files as they were before they were opened."""
+        return SourceState.of(self.source)
+
+    @cached_property
     def checkpoint(self) -> Checkpoint:
         """The source, opened where the job runs."""
+        _ = self.state  # older than anything that is read
         return Checkpoint.open(self.source)
 
     @cached_property
@@ -172,7 +180,11 @@ class Job:
         plan = self.plan(shard_bytes)
         if not (target / MANIFEST).exists():
             self.require(workers)
-        return write(target, plan, self, self.ending(), workers=workers, progress=progress)
+        ending = self.ending()
+        work = partial(write_shard, target, produce=self)
+        with beginning(target, plan):
+            make_shards(target, plan, work, workers, source=self.state, progress=progress)
+        return finish(target, plan, ending)
 
 
 def _already(only: tuple[str, ...]) -> str:

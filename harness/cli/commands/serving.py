@@ -18,8 +18,8 @@ from degarble.harness.errors import (
     EXIT_AGREES,
     InvalidArgument,
     MissingDependency,
-    UnreadableFile,
 )
+from degarble.harness.input_files import regular_file
 from degarble.harness.record.files import require_folder
 
 TOKEN_VARIABLE = "DEGARBLE_SERVE_TOKEN"  # noqa: S105  the name of a variable
@@ -180,13 +180,8 @@ def _token(options: ServeOptions, variable: str | None) -> str | None:
 
 
 def _from_file(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(_LONGEST_TOKEN + 3).decode("ascii", "replace").strip()
-    except OSError as error:
-        raise UnreadableFile(
-            "--token-file", str(path), f"a file with a token ({error.strerror})", "Check the path."
-        ) from error
+    with regular_file(path) as (descriptor, _):
+        return os.read(descriptor, _LONGEST_TOKEN + 3).decode("ascii", "replace").strip()
 
 
 def _is_loopback(host: str) -> bool:
