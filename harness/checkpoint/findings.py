@@ -22,6 +22,7 @@ from degarble.harness.checkpoint import (
     rules_against,
     rules_files,
     rules_loader,
+    rules_names,
     rules_numbers,
     rules_structure,
 )
@@ -44,6 +45,7 @@ def _table(*tables: tuple[Rule, ...]) -> Mapping[str, Rule]:
 RULES: Mapping[str, Rule] = _table(
     rules_files.RULES,
     rules_structure.RULES,
+    rules_names.RULES,
     rules_loader.RULES,
     rules_numbers.RULES,
     rules_against.RULES,

@@ -36,6 +36,7 @@ from degarble.harness.checkpoint.structure_counts import report_counts
 from degarble.harness.checkpoint.structure_formats import report_formats
 from degarble.harness.checkpoint.structure_indexer import report_indexer_bytes
 from degarble.harness.checkpoint.structure_lost import Lost, lost_modules, without_lost
+from degarble.harness.checkpoint.structure_names import report_unread_names
 from degarble.harness.checkpoint.structure_scalars import report_scalars
 from degarble.harness.checkpoint.types import ProblemKind, shown
 from degarble.harness.errors import Refused
@@ -78,6 +79,7 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
         _report_issues(checkpoint.table, inventory, findings)
         _report_unexpected(checkpoint.table, whole, findings)
         _report_engine_form(inventory, findings)
+        report_unread_names(inventory, findings)
         report_indexer_bytes(checkpoint, inventory, findings)
         report_formats(checkpoint, inventory, findings)
         report_scalars(checkpoint, inventory, findings)

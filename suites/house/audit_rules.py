@@ -31,6 +31,7 @@ _AREAS = {
     "scales": "scales that belong to codes",
     "partners": "what engines fuse",
     "config": "what the quantisation config promises",
+    "names": "what the parameters are called",
     "numbers": "stored numbers, by themselves and beside their siblings",
     "against": "stored numbers beside a reference, with `--against`",
     "loader": "where bytes go, with `--loader`",
