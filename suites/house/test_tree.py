@@ -20,6 +20,7 @@ ACROSS = {
     "suites/cli/test_messages.py": "help and refusals of every command, as snapshots",
     "suites/kernels/test_memory_checker.py": "every kernel, watched by a memory checker",
     "suites/nights/test_night.py": "a whole night, which pytest runs on a user's checkpoint",
+    "suites/references/test_random_models_against_transformers.py": "both models, one oracle",
     "suites/references/test_v32_against_transformers.py": "a whole model against one oracle",
     "suites/references/test_v4_against_transformers.py": "a whole model against one oracle",
     "suites/references/test_models.py": "both models, composed of all components",
