@@ -51,7 +51,7 @@ class Budget:
     """What one output of a component may differ by, and why; `slack` broadcasts to the output.
 
     `repeats` says how many rows, and how many columns, may be equal: these round alike. `free`
-    marks elements that nobody reads: they may hold anything.
+    marks elements that nobody reads: they may hold anything. `laws` add findings of their own.
     """
 
     output: ElementFormat
@@ -59,6 +59,15 @@ class Budget:
     derivation: tuple[str, ...]
     repeats: tuple[int, int] = (1, 1)
     free: Tensor | None = None
+    laws: Laws | None = None
+
+
+class Laws(Protocol):
+    """What the whole of an output obeys, found from its operands."""
+
+    def findings(self, candidate: Tensor, twin: Tensor) -> Sequence[Finding]:
+        """Judge a candidate by each law."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,9 @@ class Finding:
         at = ", ".join(map(str, self.place))
         if self.level == KIND:
             return f"NaN or infinite on one side only: {self.measured:,.0f} elements, first {at}"
+        level = f"{self.level} {at}".rstrip()
         return (
-            f"{self.level} {at}: {number(self.measured)}, budget {number(self.allowed)} "
+            f"{level}: {number(self.measured)}, budget {number(self.allowed)} "
             f"({number(self.ratio)} of it)"
         )
 
@@ -140,6 +150,8 @@ def judge(
         )
         levels.append((name, found.by(name).stack, allowances.repeated(high * wide)))
     findings = [element, *(f for level in levels for f in _worst_of(*level))]
+    if budget.laws is not None:
+        findings.extend(budget.laws.findings(candidate, twin))
     if found.census.mismatched:
         at = found.census.first or (0, 0)
         findings.append(Finding(KIND, at, float(found.census.mismatched), 0.0))

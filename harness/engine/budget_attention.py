@@ -16,14 +16,16 @@ C latent width, n nope width, v value width, L row width of V4.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from degarble.harness.engine.budget import Budget, spacing
-from degarble.harness.engine.budget_near import FUNCTION, Near, memories, stored
-from degarble.harness.engine.budget_rules import UNDERFLOW, U, output_format
+from degarble.harness.engine.budget_near import FUNCTION, Near, exactly, memories, stored
+from degarble.harness.engine.budget_rules import ALIGNED_TERMS, UNDERFLOW, U, output_format
+from degarble.harness.engine.budget_shares import ShareStatistics, Weighed
 from degarble.harness.formats.element_formats import BF16
 from degarble.harness.record.wording import number
 from degarble.references import attention, indexer, latent_attention
@@ -41,28 +43,33 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 22  # shares [T, H, R] of one step
 _BESIDE_PEAKS = "each share is rounded beside a peak of the kernel's choice: 2^-8 on both sides"
 _IN_STEPS = "logits and normalised shares are stored: steps at rounding boundaries only"
+_CHECKPOINTS = 4  # partial sums of a logit that are looked at
+_CUT_TOGETHER = 16  # products of BF16 in one step of a tensor core
+_LOG2E = 1.0 / math.log(2.0)
 _HALF = 2.0 ** -(BF16.mantissa_bits + 1)  # half a spacing, of the number that is stored
 
 
 def attended(call: Call) -> dict[str, Budget]:
     """Of the attention's output."""
     facts, out = call.known_facts, call.outputs["out"]
+    laws = ShareStatistics(*call.inputs["q"].shape[:2])
     if isinstance(facts, V4Facts):
-        slack, beside_peaks = _attended_v4(call, facts)
+        slack, beside_peaks = _attended_v4(call, facts, laws)
     else:
         assert isinstance(facts, V32Facts), "there are two families"
-        slack, beside_peaks = _attended_v32(call, facts)
+        slack, beside_peaks = _attended_v32(call, facts, laws)
     average = float(slack.mean()) if slack.numel() else 0.0
     words = [
         "logits: half their length in u of |q| |k|, 2 u of themselves",
         "shares: their logit's error, that of the sum, the exponential (2 u of its argument, 4 u)",
         _BESIDE_PEAKS if beside_peaks else _IN_STEPS,
         f"sum over rows of error times row: {number(average)} on average",
+        *laws.words,
     ]
     if "expanded" not in call.inputs and isinstance(facts, V32Facts):
         words.append("the query and the mixed latents are stored in between: one spacing each")
     slack = slack.reshape(out.shape) + UNDERFLOW
-    return {"out": Budget(output_format(out), slack, tuple(words))}
+    return {"out": Budget(output_format(out), slack, tuple(words), laws=laws)}
 
 
 def _steps(span: Span, work: int) -> Iterator[slice]:
@@ -72,7 +79,7 @@ def _steps(span: Span, work: int) -> Iterator[slice]:
         yield slice(begin, min(begin + step, span.end))
 
 
-def _attended_v4(call: Call, facts: V4Facts) -> tuple[Tensor, bool]:
+def _attended_v4(call: Call, facts: V4Facts, laws: ShareStatistics) -> tuple[Tensor, bool]:
     inputs, ratio = call.inputs, facts.decoder_block.ratio
     spans, reach = spans_of(inputs), facts.config.sliding_window - 1
     sink = single(call.weights).values(torch.float64)
@@ -81,6 +88,7 @@ def _attended_v4(call: Call, facts: V4Facts) -> tuple[Tensor, bool]:
         entries = memories(spans, inputs.get("state_compressed"), inputs["compressed"], ratio)
     slack, old = torch.zeros(q.shape, dtype=torch.float64), 0
     in_steps = bool(facts.numerics.switches.attention_in_storage_dtype)
+    sample = laws.sample(q.shape[-1], max(map(len, entries), default=0) + reach + 1)
     for span, own in zip(spans, entries, strict=True):
         kept = min(span.start, reach)
         parts = [inputs["state_window"][old : old + kept]] if kept else []
@@ -95,10 +103,46 @@ def _attended_v4(call: Call, facts: V4Facts) -> tuple[Tensor, bool]:
             logit, rest = _logit(q[tokens].double(), rows, 1.0 if in_steps else scale), sink
             if in_steps:
                 logit, rest = _below_peak(logit, seen, (scale, sink), facts.numerics.store)
-            share = _shares(logit, seen, (rest, False, not in_steps), facts.numerics.store)
+            how = rest, False, not in_steps
+            share = _shares(logit, seen, how, facts.numerics.store)
             added = U * (rows.shape[0] + FUNCTION) * share.value
             slack[tokens] = torch.matmul(share.error + added, rows.abs())
+            some = sample[tokens]
+            if not bool(some.any()):
+                continue
+            of_some, chance = _few(share, some), torch.zeros((), dtype=torch.float64)
+            if not in_steps:
+                part, chance = _logit_in_part(q[tokens][some].double(), rows, scale)
+                of_some = _exact_shares(part, seen[some], sink)
+            octaves = logit.value[some].masked_fill(~seen[some, None], -torch.inf) * _LOG2E
+            where = torch.arange(tokens.start, tokens.stop)[some]
+            octave_sink = sink * _LOG2E
+            laws.add(where, Weighed(of_some, chance, octaves, octave_sink, rows, not in_steps))
     return slack, not in_steps
+
+
+def _few(near: Near, kept: Tensor) -> Near:
+    return Near(near.value[kept], near.error.expand(near.value.shape)[kept])
+
+
+def _logit_in_part(q: Tensor, rows: Tensor, scale: float) -> tuple[Near, Tensor]:
+    """Logits [T, H, R]; what errors of sums of many keys have in common; and their chance.
+
+    In a bound of each logit by itself every addition errs one way. Additions that round err
+    independently, key by key; steps of a tensor core cut, which is toward 0 for all keys, and there
+    are fewer of them. Both err by their partial sums, as `budget_rules` has them.
+    """
+    value, width = torch.matmul(q, rows.T) * scale, q.shape[-1]
+    partial = torch.zeros_like(value)
+    size = value.abs()
+    for part in range(_CHECKPOINTS - 1):
+        at = slice(width * part // _CHECKPOINTS, width * (part + 1) // _CHECKPOINTS)
+        partial += torch.matmul(q[..., at], rows[:, at].T) * scale
+        size = torch.maximum(size, partial.abs())
+    four = [side.square().square().sum(-1).sqrt().sqrt() for side in (q, rows)]
+    size = size + four[0][..., None] * four[1] * scale
+    common = U * ((width / _CUT_TOGETHER + ALIGNED_TERMS) * size + 2 * value.abs())
+    return Near(value, common), U * math.sqrt(width / 3) * size
 
 
 def _seen_v4(
@@ -157,6 +201,14 @@ def _shares(
     sink, logits_stored, beside_peaks = how
     if logits_stored:
         logit = stored(logit, store)
+    share = _exact_shares(logit, seen, sink)
+    if beside_peaks:
+        return Near(share.value, share.error + share.value * 2 * _HALF)
+    return stored(share, store)
+
+
+def _exact_shares(logit: Near, seen: Tensor, sink: Tensor | None) -> Near:
+    """Shares that nothing rounds, and what float32 may do to them."""
     hidden = ~seen[:, None]
     value = logit.value.masked_fill(hidden, -torch.inf)
     if sink is not None:
@@ -168,13 +220,10 @@ def _shares(
         share, below = share[..., :-1], below[..., :-1]
     relative = torch.where(hidden, 0.0, logit.error) + U * (2 * below + FUNCTION)
     relative = relative + (share * relative).sum(-1, keepdim=True) + U * share.shape[-1]
-    floor = torch.where(hidden, 0.0, UNDERFLOW)
-    if beside_peaks:
-        return Near(share, share * (relative + 2 * _HALF) + floor)
-    return stored(Near(share, share * relative + floor), store)
+    return Near(share, share * relative + torch.where(hidden, 0.0, UNDERFLOW))
 
 
-def _attended_v32(call: Call, facts: V32Facts) -> tuple[Tensor, bool]:
+def _attended_v32(call: Call, facts: V32Facts, laws: ShareStatistics) -> tuple[Tensor, bool]:
     inputs, c = call.inputs, facts.config
     logits_stored = facts.numerics.switches.attention_in_storage_dtype is not False
     form = latent_attention.Form(
@@ -186,6 +235,8 @@ def _attended_v32(call: Call, facts: V32Facts) -> tuple[Tensor, bool]:
     if naive:
         wide = memories(spans, inputs.get("state_expanded"), inputs["expanded"], 1)
     slack = torch.zeros(len(q), q.shape[1], c.v_head_dim, dtype=torch.float64)
+    length = max(map(len, rows), default=0)
+    sample = laws.sample(c.v_head_dim if naive else c.kv_lora_rank, length)
     for span, own, other in zip(spans, rows, wide, strict=True):
         for tokens in _steps(span, q.shape[1] * len(own)):
             seen = _listed(inputs["chosen"][tokens], len(own))
@@ -193,12 +244,67 @@ def _attended_v32(call: Call, facts: V32Facts) -> tuple[Tensor, bool]:
             some, seen = own[used].double(), seen[:, used]
             if naive:
                 key = some[:, c.kv_lora_rank :]
-                made = _naive((part, key, other[used].double()), seen, form, facts)
+                operands = part, key, other[used].double()
+                slack[tokens] = _naive(operands, seen, form, facts)
             else:
-                weight = single(call.weights).values(torch.float64)
-                made = _absorbed((part, some, weight), seen, form, facts)
-            slack[tokens] = made
+                operands = part, some, single(call.weights).values(torch.float64)
+                slack[tokens] = _absorbed(operands, seen, form, facts)
+            kept = sample[tokens]
+            if bool(kept.any()):
+                few, how = (operands[0][kept], *operands[1:]), (form, naive)
+                where = torch.arange(tokens.start, tokens.stop)[kept]
+                laws.add(where, _weighed_v32(few, seen[kept], how, facts))
     return slack, not logits_stored
+
+
+def _weighed_v32(
+    operands: tuple[Tensor, Tensor, Tensor], seen: Tensor, how: tuple[Form, bool], facts: V32Facts
+) -> Weighed:
+    """Shares of some tokens, head by head."""
+    (form, naive), q_THd = how, operands[0]
+    heads, store, expand = q_THd.shape[1], facts.numerics.store, None
+    if naive:
+        both = operands[2].unflatten(1, (heads, -1)).transpose(0, 1)
+        key = operands[1].expand(heads, -1, -1)
+        keys, values = torch.cat((both[..., : form.nope], key), -1), both[..., form.nope :]
+        query = exactly(q_THd)
+    else:
+        query, expand = _through_keys(q_THd, operands[2], form, store)
+        keys = operands[1].expand(heads, -1, -1)
+        values = operands[1][:, : operands[2].shape[1]]
+    made = []
+    for head in range(heads):
+        own = query.value[:, head : head + 1]
+        logit, chance = _logit_in_part(own, keys[head], form.scale)
+        moved = torch.zeros(())
+        if query.error.ndim:  # few of its numbers lie at a boundary, and step either way
+            steps = query.error[:, head : head + 1].square()
+            moved = torch.matmul(steps, keys[head][:, : steps.shape[-1]].square().T).sqrt()
+            moved = moved * form.scale
+        if form.logits_stored:
+            exact = Near(logit.value, _logit(own, keys[head], form.scale).error + moved)
+            share = _shares(exact, seen, (None, True, False), store)
+        else:
+            chance = (chance.square() + moved.square()).sqrt()
+            share = _exact_shares(logit, seen, None)
+        octaves = logit.value.masked_fill(~seen[:, None], -torch.inf) * _LOG2E
+        made.append((share.value, share.error, chance, octaves))
+    value, error, chance, octaves = (torch.cat(parts, 1) for parts in zip(*made, strict=True))
+    near = Near(value, error)
+    return Weighed(near, chance, octaves, None, values, not form.logits_stored, expand)
+
+
+def _through_keys(
+    q_THd: Tensor, wkv_b: Tensor, form: Form, store: torch.dtype
+) -> tuple[Near, Tensor]:
+    """The absorbed query [T, H, C + P], stored, and the value rows [H, v, C] of the weight."""
+    per_head = wkv_b.reshape(q_THd.shape[1], form.nope + form.value, -1)
+    key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
+    nope, rope = q_THd[..., : form.nope], q_THd[..., form.nope :]
+    made = torch.einsum("thn,hnc->thc", nope, key_HnC)
+    size = torch.einsum("thn,hnc->thc", nope.abs(), key_HnC.abs())
+    query = stored(Near(made, U * (form.nope / 2 + 2) * size), store)
+    return Near(torch.cat((query.value, rope), dim=-1), query.error), value_HvC
 
 
 def _naive(
@@ -221,14 +327,9 @@ def _absorbed(
     operands: tuple[Tensor, Tensor, Tensor], seen: Tensor, form: Form, facts: V32Facts
 ) -> Tensor:
     q_THd, row_RX, wkv_b = operands
-    heads, width, store = q_THd.shape[1], wkv_b.shape[1], facts.numerics.store
-    per_head = wkv_b.reshape(heads, form.nope + form.value, -1)
-    key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
-    nope, rope = q_THd[..., : form.nope], q_THd[..., form.nope :]
-    made = torch.einsum("thn,hnc->thc", nope, key_HnC)
-    size = torch.einsum("thn,hnc->thc", nope.abs(), key_HnC.abs())
-    query = stored(Near(made, U * (form.nope / 2 + 2) * size), store)
-    logit = _logit(torch.cat((query.value, rope), dim=-1), row_RX, form.scale)
+    width, store = wkv_b.shape[1], facts.numerics.store
+    query, value_HvC = _through_keys(q_THd, wkv_b, form, store)
+    logit = _logit(query.value, row_RX, form.scale)
     moved = torch.matmul(query.error, row_RX[:, :width].abs().T) * form.scale
     how = None, form.logits_stored, not form.logits_stored
     share = _shares(Near(logit.value, logit.error + moved), seen, how, store)
