@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 CODES, X, BLOCK_SCALE, TENSOR_SCALE = "codes", "x", "block_scale", "tensor_scale"
+_DECODED = torch.bfloat16  # what emulated quantisation multiplies, whatever a model stores
 _CHUNK = 1 << 24  # elements of a weight that are converted at once
 
 
@@ -113,14 +114,14 @@ def activation_values(
     if numerics is None or numerics.operands is not DecodedOperands.BOTH:
         return decode_activations(inputs, format_name, dtype)
     decoded = decode_activations(inputs, format_name, torch.float32)
-    return cast(cast(decoded, numerics.store), dtype)
+    return cast(cast(decoded, _DECODED), dtype)
 
 
 def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
     """A weight's numbers in `dtype`, as `numerics` multiplies them."""
     if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_quantised:
         return weight.values(dtype)
-    return cast(cast(weight.values(torch.float32), numerics.store), dtype)
+    return cast(cast(weight.values(torch.float32), _DECODED), dtype)
 
 
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:

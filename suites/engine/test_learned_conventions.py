@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import small_v4, small_v32
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.conventions import CONTRADICTED, DECLARED, LEARNED, REGISTRY
 from degarble.harness.engine.learned_conventions import Evidence, Fit, learn
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.record.verdict import Verdict
-from degarble.references.binding import Bound
-from degarble.references.numerics import Mode, Numerics, switches_of
-from degarble.suites.engine.localise_cases import PROMPTS, family_of, scaled, weights_of
+from degarble.suites.campaigns.healthy_runs import healthy, planted
+from degarble.suites.engine.convention_cases import V4, V32, choices, model
+from degarble.suites.engine.localise_cases import PROMPTS, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,24 +24,13 @@ if TYPE_CHECKING:
     from degarble.harness.engine.conventions import Convention
     from degarble.harness.engine.localise import Localised
 
-V4 = small_v4(num_hidden_layers=4, compress_ratios=(0, 4, 4, 0, 0))
-V32 = small_v32(num_hidden_layers=3)
-RECIPE = "nvfp4-full"
-
-
-def model(config: Config, inside: torch.dtype, **switches: Any) -> Bound:
-    recipe = recipe_named(RECIPE, config)
-    official = switches_of(f"official-{family_of(config)}")
-    numerics = Numerics(Mode.TWIN, inside, torch.bfloat16, inside, replace(official, **switches))
-    return Bound(config, numerics, weights_of(config, recipe), recipe)
-
 
 def judged(
     config: Config, run: InMemoryRun, declared: Mapping[str, Any] | None = None
 ) -> Localised:
-    twin = model(config, torch.float64, **(declared or {}))
+    twin = model(config, torch.float64, declared or {})
     twin.declared = declared or {}
-    return localise(twin, recipe_named(RECIPE, config), run)
+    return localise(twin, recipe_named("nvfp4-full", config), run)
 
 
 def run_by(
@@ -52,35 +38,21 @@ def run_by(
     switches: Mapping[str, Any],
     faults: Mapping[str, Callable[..., Any]] | None = None,
 ) -> InMemoryRun:
-    candidate = model(config, torch.float32, **switches)
+    candidate = model(config, torch.float32, switches)
     for name, way in (faults or {}).items():
         candidate.calls[name] = way(candidate.calls[name])
     return InMemoryRun.of(candidate, PROMPTS, 3)
 
 
-@cache
-def concerned(config: Config) -> tuple[tuple[Convention, Any], ...]:
-    """Every convention that is learned, with each value that is not the official one."""
-    twin = model(config, torch.float64)
-    roles = {twin.bound_to(name)[0].role for name in twin.calls}
-    return tuple(
-        (each, value)
-        for each in REGISTRY.values()
-        for value in each.values
-        if each.learned
-        and each.roles & roles
-        and value != each.assumed(twin.numerics, config.family)
-    )
-
-
-QUICK = {"attention_in_storage_dtype", "indexer_in_storage_dtype", "residual_rounded_before_norm"}
+QUICK = {"attention_in_storage_dtype", "residual_rounded_before_norm"}
 CASES = [
     pytest.param(
         config, each, value, id=f"{config.family}-{each.name}-{value}",
         marks=() if config is V32 and each.name in QUICK else pytest.mark.slow,
     )
     for config in (V4, V32)
-    for each, value in concerned(config)
+    for each, value in choices(config)
+    if each.learned
 ]  # fmt: skip
 
 
@@ -94,6 +66,14 @@ def test_a_healthy_run_of_another_convention_agrees_and_says_so(
     assert {each.source for each in found.conventions} <= {LEARNED}
     assert {each.name: each.value for each in found.conventions} in ({}, {convention.name: value})
     assert max(row.ratio for row in found.rows) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(60))
+def test_healthy_runs_of_pairs_agree(number: int) -> None:
+    at = 12 * number + 65  # beyond the single ones, and of either family in turn
+    for result in (healthy(at), planted(at)):
+        assert result.outcome == "ok", result.detail
 
 
 def test_a_learned_convention_is_told_with_its_words_and_its_witnesses() -> None:
@@ -141,7 +121,7 @@ def test_a_gain_everywhere_is_no_convention() -> None:
 
 
 def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
-    other = model(V32, torch.float32, attention_in_storage_dtype=False)
+    other = model(V32, torch.float32, {"attention_in_storage_dtype": False})
     name = "layers.1.attn.attend"
     found = judged(V32, run_by(V32, {}, {name: lambda _call: other.calls[name]}))
     assert [each.component for each in found.origins] == [name]

@@ -251,3 +251,23 @@ def test_a_reference_output_is_enough_to_see_a_fallback() -> None:
     assert "nearer to the reference than the twin" in str(found)
     assert judge("gemm", g.xq, g.wq, product(g.xq, g.wq).bfloat16(), reference=exact)
     assert len(FAULTS) == 16
+
+
+def test_a_kernel_on_weights_that_were_rounded_once_decoded_agrees_and_says_so() -> None:
+    wq = quantise(random(N, K, seed=1), NVFP4)
+    decoded = dequantise(wq, torch.float32).bfloat16().float()
+    out = (X.float() @ decoded.T).bfloat16()
+    found = judge("gemm", X, wq, out).require()
+    assert "weights rounded to BF16 once decoded" in found.note
+    stated = Setting(conventions={"decoded_operands": "weights_bf16"})
+    judge("gemm", X, wq, out, setting=stated).require()
+    exact = judge("gemm", X, wq, out, setting=Setting(conventions={"decoded_operands": "exact"}))
+    assert exact.verdict is Verdict.DIFFERS
+    assert exact.cause is None
+    swapped = replace(wq, codes=(wq.codes >> 4) | (wq.codes << 4))
+    wrong = (X.float() @ dequantise(swapped, torch.float32).bfloat16().float().T).bfloat16()
+    found = judge("gemm", X, wq, wrong, setting=stated)
+    assert found.cause is not None
+    assert found.cause.fault == "M10.nibble_order"
+    with pytest.raises(UnknownName, match="of the setting"):
+        Setting(conventions={"decoded_operand": "exact"})

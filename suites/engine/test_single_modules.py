@@ -160,3 +160,38 @@ def test_a_lone_module_is_a_component_and_a_call_without_rows_is_passed_over() -
     assert api.check(none, {"linear": weight}).verdict is api.Verdict.UNDECIDED
     with pytest.raises(InvalidArgument, match="what capture\\(\\) gave"):
         api.check(None, {"linear": weight})  # type: ignore[arg-type]
+
+
+def test_a_bfloat16_model_on_decoded_weights_agrees_and_its_convention_is_told() -> None:
+    made = toy(layers=2, width=128, wide=256, tokens=48)
+    run = api.capture(made.model.to(torch.bfloat16), made.tokens)
+    found = api.check(run, made.weights)
+    assert found.verdict is api.Verdict.AGREES, str(found)
+    (used,) = found.conventions
+    assert (used.value, used.source, used.components) == ("weights_bf16", "learned", 14)
+    assert "weights rounded to BF16 once decoded" in str(found)
+    assert found.document()["conventions"][0]["source"] == "learned"
+    stated = api.check(run, made.weights, conventions={"decoded_operands": "weights_bf16"})
+    assert stated.verdict is api.Verdict.AGREES
+    assert [each.source for each in stated.conventions] == ["declared"]
+    exact = api.check(run, made.weights, conventions={"decoded_operands": "exact"})
+    assert exact.verdict is api.Verdict.DIFFERS
+    assert [each.source for each in exact.conventions] == ["contradicted"]
+    assert {each.cause for each in exact.troubles} == {None}, "M40.short_sums is not the cause"
+    with pytest.raises(UnknownName, match=r"of check\(\)"):
+        api.check(run, made.weights, conventions={"decoded_operands": "fp16"})
+
+
+def test_one_linear_on_rounded_weights_among_exact_ones_is_told_as_what_it_is() -> None:
+    made = toy(layers=1, width=128, wide=256, tokens=48)
+    place = "layers.0.mlp.down_proj"
+    linear = made.model.get_submodule(place)
+    assert isinstance(linear, nn.Linear)
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.to(torch.bfloat16).float())
+    found = api.check(api.capture(made.model, made.tokens), made.weights)
+    (trouble,) = found.troubles
+    assert trouble.component == place
+    assert trouble.cause is None
+    assert "weights rounded to BF16 once decoded" in trouble.sentence
+    assert not found.conventions

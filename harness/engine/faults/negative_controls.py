@@ -34,6 +34,7 @@ from degarble.harness.engine.faults.rebinding import (
 )
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
+from degarble.references.linears import weight_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.references.numerics import Numerics
 
     Tensors = Mapping[str, Tensor]
 
@@ -68,6 +70,7 @@ def _on_float32(facts: Any) -> Any:
 def _reordered(scene: Scene, order: str, parts: int) -> Any:
     """Sums over K in another order, in float32, and one rounding at the end."""
     fine = with_facts(scene, lambda facts: unrounded(_on_float32(facts)))
+    numerics = scene.bound.bound_to(scene.name)[1].numerics
 
     def apply(call: Any) -> Any:
         exact = fine(call)
@@ -81,7 +84,7 @@ def _reordered(scene: Scene, order: str, parts: int) -> Any:
                 begins.reverse()
             sums = []
             for begin in begins:
-                some = ChangedWeights(weights, partial(_alone, begin, begin + size))
+                some = ChangedWeights(weights, partial(_alone, numerics, begin, begin + size))
                 sums.append(exact(inputs, some)["out"].float())
             total = sums[0]
             for part in sums[1:]:
@@ -93,9 +96,10 @@ def _reordered(scene: Scene, order: str, parts: int) -> Any:
     return apply
 
 
-def _alone(begin: int, end: int, _name: str, weight: Weight) -> Weight:
-    values = torch.zeros_like(weight.values(torch.float32))
-    values[:, begin:end] = weight.values(torch.float32)[:, begin:end]
+def _alone(numerics: Numerics, begin: int, end: int, _name: str, weight: Weight) -> Weight:
+    used = weight_values(weight, torch.float32, numerics)
+    values = torch.zeros_like(used)
+    values[:, begin:end] = used[:, begin:end]
     return Weight(value=values, input_scale=weight.input_scale)
 
 
