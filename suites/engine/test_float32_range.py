@@ -36,9 +36,9 @@ FIRST = "layers.0.attn."
     [
         (V4, f"{ATTN}wkv", 1e20),
         (V4, f"{ATTN}wo_b", 1e37),
-        (V4, f"{ATTN}indexer.wq_b", 1e37),
         (V4, f"{ATTN}kv_write", 1e37),
-        (V32, f"{FIRST}wkv_a", 1e20),
+        pytest.param(V4, f"{ATTN}indexer.wq_b", 1e37, marks=pytest.mark.slow),
+        pytest.param(V32, f"{FIRST}wkv_a", 1e20, marks=pytest.mark.slow),
         (V32, f"{FIRST}indexer.wk", 1e20),
     ],
 )
@@ -81,7 +81,7 @@ def test_rows_that_do_not_overflow_are_judged() -> None:
     assert [each.component for each in sick.origins] == [f"{ATTN}wq_a", f"{ATTN}q_norm"]
 
 
-@pytest.mark.parametrize("name", [f"{ATTN}q_norm", f"{ATTN}attend", f"{FFN}hc_pre", "head"])
+@pytest.mark.parametrize("name", [f"{ATTN}attend", f"{FFN}hc_pre"])
 def test_ordinary_numbers_are_in_range(name: str) -> None:
     run = run_of(recipe="bf16")
     known = Known.of(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
