@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.types import Rope
 
 _FEWEST = 1024  # positions of a table
-_RAMP = 1e-3  # the least width of YaRN's ramp, as the official code has it
+_RAMP = 1e-3  # the width of YaRN's ramp where it has none, as the official code has it
 
 
 class Turns:
@@ -56,7 +56,9 @@ def frequencies(rope: Rope) -> Tensor:
         / math.log(rope.theta)
         for turns in (yarn.beta_fast, yarn.beta_slow)
     ]  # fmt: skip
-    low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), rope.dims - 1)
-    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, _RAMP)
+    if yarn.truncate:
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], rope.dims - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / (high - low or _RAMP)
     slowed = ramp.clamp(0.0, 1.0)
     return base * (1.0 - slowed + slowed / yarn.factor)

@@ -62,3 +62,13 @@ def test_unrounded_outputs_round_to_the_stored_ones() -> None:
     stored = scene.call(seen.inputs, scene.weights)["out"]
     assert torch.equal(exact.to(stored.dtype), stored)
     assert not torch.equal(exact, stored.double())
+
+
+def test_another_epsilon_reaches_norms_that_have_their_own() -> None:
+    scene = run("v32").scene("layers.1.attn.q_norm", twin=True)
+    for own in (None, 1e-6):
+        facts = rebinding.with_switches(rebinding.facts_at(scene), latent_norm_epsilon=own)
+        changed = rebinding.with_epsilon(0.25, facts)
+        roles = ("attn.q_norm", "attn.kv_norm", "attn.norm")
+        assert {changed.norm_epsilon(role) for role in roles} == {0.25}
+        assert changed.norm_epsilon("attn.indexer.k_norm") == 1e-6

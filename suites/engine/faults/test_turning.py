@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from degarble.harness.engine.faults.rebinding import facts_at, function_at, with_switches
+from degarble.harness.engine.faults.rebinding import (
+    facts_at,
+    function_at,
+    with_config,
+    with_switches,
+)
 from degarble.harness.engine.faults.turning import (
     ROTATING,
     changed,
@@ -19,18 +27,23 @@ from degarble.suites.engine.faults.planting import run, same
 
 
 @pytest.mark.parametrize("family", ["v4", "v32"])
-def test_the_healthy_rotation_is_the_components_own(family: str) -> None:
+@pytest.mark.parametrize("factor", [None, 1.3])
+def test_the_healthy_rotation_is_the_components_own(family: str, factor: float | None) -> None:
     made, roles = run(family), set()
     for name, calls in made.calls.items():
         scene = made.scene(name, twin=True)
         if scene.role not in ROTATING:
             continue
         roles.add(scene.role)
-        facts = facts_at(scene)
+        facts, call = facts_at(scene), scene.call
+        if factor is not None:  # YaRN that scales what it turns
+            yarn = replace(facts.config.yarn, attention_factor=factor)
+            facts = with_config(facts, yarn=yarn)
+            call = partial(function_at(scene), facts)
         turn = turn_of(facts, scene.role)
         for seen in (calls[0], calls[-1]):
             with torch.inference_mode():
-                own = scene.call(seen.inputs, scene.weights)
+                own = call(seen.inputs, scene.weights)
                 ours = turned(
                     facts, scene.role, seen.inputs, scene.weights,
                     lambda x, at: rotate(x, at, turn, facts.numerics),  # noqa: B023  used here
