@@ -138,12 +138,14 @@ def check(
     definitions: Mapping[str, Any] | None = None,
     *,
     conventions: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> Checked:
     """Judge every captured call whose component the twin knows, on the inputs that it was given.
 
     `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as
     they are stored, never as the model holds them; `definitions`: callables by component;
-    `conventions` of the run go before those that it states itself.
+    `conventions` of the run go before those that it states itself;
+    `partial`: judge also what there is of a capture whose run was killed.
     """
     if isinstance(run, (str, Path)):
         run = Capture.open(Path(run))
@@ -152,6 +154,8 @@ def check(
             "run", type(run).__name__, "what capture() gave, or its folder", "Capture a run."
         )
     declared = conventions_in(run.facts) | read_conventions(conventions or {}, "of check()")
+    if isinstance(run, Capture) and not partial:
+        run.require_complete()
     if isinstance(twin, Twin):
         if definitions is not None:
             raise InvalidArgument(

@@ -15,16 +15,16 @@ import os
 import signal
 import sys
 import traceback
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from degarble.harness.checkpoint.worker_process import WorkerProcess
 from degarble.harness.errors import InvalidArgument, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerProcess
 
 _IMPORTED = "degarble.harness.checkpoint.worker_imports"
 
@@ -55,7 +55,7 @@ Workers = int | Cluster  # processes of this machine, or whoever else does the w
 
 
 class _Worker(NamedTuple):
-    process: ForkServerProcess
+    process: WorkerProcess
     connection: Connection[Any, Any]
 
 
@@ -75,7 +75,8 @@ def run_each(
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
     listed = list(tasks)
-    if workers == 1 or len(listed) < 2:
+    # A daemonic process, such as one of multiprocessing.Pool, may not have children of its own.
+    if workers == 1 or len(listed) < 2 or current_process().daemon:
         for task in listed:
             yield task, work(task)
         return
@@ -97,7 +98,7 @@ def _start(work: Callable[[Task], Result]) -> _Worker:
     context = get_context("forkserver")
     context.set_forkserver_preload([_IMPORTED])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
+    process = WorkerProcess(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
     process.start()
     theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
     return _Worker(process, ours)

@@ -18,6 +18,10 @@ Backend = Annotated[
     str,
     typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),
 ]
+Partial = Annotated[
+    bool,
+    typer.Option("--partial", help="Judge what there is of a capture whose run was killed."),
+]
 Strict = Annotated[
     bool,
     typer.Option("--strict", help="Refuse where any component would fall to torch."),

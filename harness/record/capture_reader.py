@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.errors import InvalidArgument, Undecided, UnreadableFile
 from degarble.harness.input_files import read_small_file
 from degarble.harness.record.capture_facts import require_known_types
 from degarble.harness.record.capture_parts import NAME, file_of, read_part
@@ -94,6 +94,14 @@ class Capture:
         made = cls(path, facts, complete, tool, digest, parts, steps, calls, places)
         made._require_consistent()
         return made
+
+    def require_complete(self) -> None:
+        """Refuse to judge a part of a run as if it were the whole."""
+        if not self.complete:
+            raise Undecided(
+                f"capture {self.path.name}", "incomplete", "a capture whose run came to its end",
+                "Capture the run again, or add --partial to judge the calls that are there.",
+            )  # fmt: skip
 
     def read(self, kept: Kept) -> bytearray:
         """The bytes of a tensor, checked against their hash."""

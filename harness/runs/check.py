@@ -57,6 +57,7 @@ class Wanted:
     checkpoint: Path | None = None
     held_values: int = HELD_VALUES
     device: str = CPU  # where twin and reference are computed
+    partial: bool = False  # judge what there is of a capture whose run was killed
     conventions: Mapping[str, Any] = field(default_factory=dict)  # go before the capture's own
 
 
@@ -113,6 +114,8 @@ class CheckRun:
         wanted = self._wanted
         require_device("--device", wanted.device)
         self.capture = Capture.open(wanted.capture)
+        if not wanted.partial:
+            self.capture.require_complete()
         _require_tensors(self.capture)
         self.source = source_of(self.capture, wanted.checkpoint)
         stated = self.capture.facts.get("arithmetic")

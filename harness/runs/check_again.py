@@ -44,6 +44,8 @@ def ran_again(
     require_device("--device", wanted.device)
     require_backend(asked.name)
     seen = Capture.open(wanted.capture)
+    if not wanted.partial:
+        seen.require_complete()
     source = source_of(seen, wanted.checkpoint)
     prompts, new_tokens = prompts_of(seen)
     with open_model(source, held_values=wanted.held_values) as model:

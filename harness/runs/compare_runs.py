@@ -114,9 +114,11 @@ class Compared:
         return f"{who}: {first.component} puts out something else on equal inputs."
 
 
-def compare_runs(first: Path, second: Path) -> Compared:
-    """Open and compare two captures."""
+def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compared:
+    """Open and compare two captures; with `partial` also what a killed run left."""
     captures = (Capture.open(first), Capture.open(second))
+    for each in captures if not partial else ():
+        each.require_complete()
     _require_one_model(*captures)
     for capture in captures:  # equal hashes say nothing of bytes that changed since
         capture.require_undamaged()

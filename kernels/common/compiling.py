@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import platform
 import shutil
 import sys
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.errors import InvalidArgument, MissingDependency
+from degarble.kernels.common.private_folder import make_private, opened_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +159,9 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
     files = _whole(folder)
     if files is None:
         return None
-    with tempfile.TemporaryDirectory() as own:  # what was verified, whoever replaces the entry
+    # What was verified, whoever replaces the entry: in the cache, where nobody else can write.
+    place = folder.parent if os.access(folder.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place, prefix=".loading-") as own:
         (Path(own) / _OBJECT).write_bytes(files[_OBJECT])
         module = _dsl("cutlass.cute.runtime").load_module(str(Path(own) / _OBJECT))
     return CompiledKernel(
@@ -174,16 +178,18 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
 def _whole(folder: Path) -> dict[str, bytes] | None:
     """Return an entry's files if every one is there and has the bytes that were written."""
     try:
-        recorded = json.loads((folder / _MANIFEST).read_text())
-        files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _CUBIN)}
-    except (OSError, ValueError):
+        files = read_private(folder.parent, folder.name, (_MANIFEST, _OBJECT, _PTX, _CUBIN))
+        recorded = json.loads(files.pop(_MANIFEST)) if files else None
+    except ValueError:
         return None
-    return files if recorded == {file: _digest(text) for file, text in files.items()} else None
+    return files if files and recorded == {f: _digest(text) for f, text in files.items()} else None
 
 
 def _store(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a cache entry so that a reader sees all of it or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
+    with opened_private(folder.parent):
+        pass  # refused, and not filled, where others can write
     staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
     for file, text in files.items():
         (staged / file).write_bytes(text)

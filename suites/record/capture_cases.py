@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from math import inf
@@ -85,3 +86,11 @@ def write_without_end(folder: Path) -> None:
 
 if __name__ == "__main__":
     write_without_end(Path(sys.argv[1]))
+
+
+def marked_incomplete(folder: Path) -> Path:
+    """Leave the manifest as a killed run leaves it."""
+    path = folder / "manifest.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(raw | {"complete": False, "parts": [], "calls": None}))
+    return folder

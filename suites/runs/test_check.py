@@ -25,6 +25,7 @@ from degarble.harness.runs.check import Wanted as WantedCheck
 from degarble.harness.runs.check_document import junit
 from degarble.harness.runs.model import open_model
 from degarble.suites.cli.calls import call
+from degarble.suites.record.capture_cases import marked_incomplete
 from degarble.suites.runs.talking_cases import write_speaker
 
 if TYPE_CHECKING:
@@ -175,6 +176,14 @@ def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     done = check(capsys, capture, v32, "--checkpoint", tmp_path / "elsewhere")
     assert done.status == 2
     assert "family of v32" in done.err
+    left = marked_incomplete(capture)
+    done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere")
+    assert done.status == 2
+    assert "incomplete" in done.err
+    assert "--partial" in done.err
+    done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere", "--partial")
+    assert done.status == 0
+    assert "The capture is incomplete" in done.out
     told = run.How(Wanted.of("0", "attn.w*"), 1, statistics_only=True)
     counted = captured(tmp_path / "elsewhere", tmp_path / "statistics", "", told)
     done = check(capsys, counted, v4)

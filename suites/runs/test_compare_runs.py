@@ -15,6 +15,7 @@ from degarble.harness.runs import capture as run
 from degarble.harness.runs.capture_filter import Wanted
 from degarble.harness.runs.model import open_model
 from degarble.suites.cli.calls import call
+from degarble.suites.record.capture_cases import marked_incomplete
 from degarble.suites.runs.talking_cases import write_speaker
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def test_equal_runs_agree_and_unequal_runs_of_one_candidate_are_unstable(
     assert done.status == 0, done.err
     assert done.document["verdict"] == "AGREES"
     assert {each["cosine"] for each in done.document["cosines"]} == {1.0}
+    marked_incomplete(two)
+    assert call(capsys, "compare", one, two).status == 2
+    done = call(capsys, "--json", "compare", one, two, "--partial")
+    assert (done.status, done.document["verdict"]) == (0, "AGREES")
+    assert "second capture is incomplete" in done.document["notes"][0]
     odd = captured(model, tmp_path / "odd", 1.5)
     file = tmp_path / "found.json"
     done = call(capsys, "compare", one, odd, "--json", file, "--report", tmp_path / "report")

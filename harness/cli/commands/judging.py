@@ -18,6 +18,7 @@ from degarble.harness.cli.options import (
     CapturePath,
     CheckpointPath,
     Convention,
+    Partial,
     Prompt,
     Prompts,
     ReportFolder,
@@ -95,6 +96,7 @@ class CheckOptions:
             metavar="|".join(DEVICES), help="Where twin, reference and backend are computed."
         ),
     ] = "cpu"
+    partial: Partial = False
     report: ReportFolder = None
 
 
@@ -104,6 +106,7 @@ class CompareOptions:
 
     first: CapturePath
     second: CapturePath
+    partial: Partial = False
     report: ReportFolder = None
 
 
@@ -219,6 +222,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         options.reference,
         options.checkpoint,
         device=options.device,
+        partial=options.partial,
         conventions=read_options(options.convention or ()),
     )
     with ExitStack() as stack:
@@ -279,6 +283,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     words = "degarble check {} --reference {}".format(*(each.resolve().name for each in names))
     words += f" --backend {options.backend}" if options.backend != "torch" else ""
     words += f" --device {options.device}" if options.device != "cpu" else ""
+    words += " --partial" if options.partial else ""
     subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
     told = as_page(checked, subject, provenance(words), looker)
     told = replace(told, texts=texts_of(opened.capture, opened.model))
@@ -296,7 +301,7 @@ def compare(options: CompareOptions, terminal: Terminal) -> int:
     # Imports torch, which --help and --version do without.
     from degarble.harness.runs import compare_runs as run  # noqa: PLC0415
 
-    found = run.compare_runs(options.first, options.second)
+    found = run.compare_runs(options.first, options.second, partial=options.partial)
     terminal.say(*run.compared_lines(found))
     document = run.compared_document(found)
     if options.report is not None:
