@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from degarble.harness.anatomy.config import Config
 from degarble.harness.engine.conventions import OPERANDS, REGISTRY, read_conventions
+from degarble.harness.engine.learned_conventions import LEANS
 from degarble.harness.engine.single_components import judge_component
 from degarble.harness.engine.single_gemm import judge_product, require_output
 from degarble.harness.engine.single_operations import (
@@ -36,11 +38,13 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.record.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.engine.single_operations import Defined
     from degarble.harness.engine.single_told import JudgedKernel
 
 OPERATIONS = ("gemm", "rmsnorm", "swiglu", "quantise_nvfp4")
@@ -115,14 +119,32 @@ def judge(
         case "gemm":
             return _gemm(given, weights, output, reference, how)
         case "rmsnorm":
-            return judge_defined(component, rms_norm(given, weights, how.epsilon), output)
+            norm = partial(rms_norm, given, weights, how.epsilon)
+            return _in_steps_or_not(component, norm, output, how, "norm_rounded_before_weight")
         case "swiglu":
-            return judge_defined(component, swiglu(given, how.limit), output)
+            gated = partial(swiglu, given, how.limit)
+            return _in_steps_or_not(component, gated, output, how, "gate_rounded_before_product")
         case "quantise_nvfp4":
             return judge_quantised(given, output)
     assert how.config is not None, "refused above"
     model = how.config, how.recipe, how.conventions
     return judge_component(component, given, weights, output, model)
+
+
+def _in_steps_or_not(
+    name: str, make: Callable[..., Defined], output: Any, how: Setting, convention: str
+) -> JudgedKernel:
+    """Judge by what was declared; else in one step, and in two where only that fits."""
+    stated = how.conventions.get(convention)
+    if stated is not None:
+        return judge_defined(name, make(in_steps=stated), output)
+    judged = judge_defined(name, make(), output)
+    if judged.verdict is not Verdict.DIFFERS:
+        return judged
+    other = judge_defined(name, make(in_steps=True), output)
+    if other.verdict is Verdict.AGREES and LEANS * other.distance < judged.distance:
+        return replace(other, note=f"{REGISTRY[convention].words(value=True)} (learned)")
+    return judged
 
 
 def _by_name(inputs: Any) -> dict[str, Any]:

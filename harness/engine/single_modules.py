@@ -292,7 +292,7 @@ class _Work:
         if found is None:
             self.unjudged[name] = True
             return
-        self._lengths[name] += _length(found)
+        self._lengths[name] += found.distance
         if name not in self.worst or found.ratio > self.worst[name].judged.ratio:
             self.worst[name] = _Worst(call, found)
 
@@ -328,11 +328,6 @@ class _Work:
         verdict = None if worst is None else worst.judged.verdict
         agrees, differs = verdict is Verdict.AGREES, verdict is Verdict.DIFFERS
         return Fit(agrees, differs, self._lengths[name])
-
-
-def _length(judged: JudgedKernel) -> float:
-    compared = (each.comparison for each in judged.outputs.values())
-    return math.fsum(float(each.total.dd) for each in compared if each is not None)
 
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.engine import budget_near
 from degarble.harness.engine.budget import Budget, judge
 from degarble.harness.engine.budget_rules import UNDERFLOW, U, cut_off, few, normed
 from degarble.harness.engine.packing_diagnosis import diagnose
@@ -97,9 +98,15 @@ def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
     return tuple(sorted(found, key=lambda each: each.ratio))
 
 
-def rms_norm(inputs: Mapping[str, Any], weights: Any, epsilon: float) -> Defined:
-    """`w * x / sqrt(mean(x^2) + epsilon)`; without a weight it is 1."""
-    x = _plain("x", _taken(inputs, "x")).double()
+def rms_norm(
+    inputs: Mapping[str, Any], weights: Any, epsilon: float, *, in_steps: bool = False
+) -> Defined:
+    """`w * x / sqrt(mean(x^2) + epsilon)`; without a weight it is 1.
+
+    `in_steps` rounds rows to the format of x in front of the weight, as Llama's norm does.
+    """
+    given = _plain("x", _taken(inputs, "x"))
+    x, stored_in = given.double(), given.dtype if in_steps else None
     weight = torch.ones(x.shape[-1]) if weights is None else _lone("weight", weights)
     if tuple(weight.shape) != x.shape[-1:]:
         raise ShapeMismatch("weight", tuple(weight.shape), f"({x.shape[-1]},)", "One a feature.")
@@ -122,27 +129,38 @@ def rms_norm(inputs: Mapping[str, Any], weights: Any, epsilon: float) -> Defined
     ]  # fmt: skip
 
     def budget(_name: str, twin: Tensor) -> Budget:
-        return normed(twin, width, FORMAT_OF_DTYPE[twin.dtype], weight=w)
+        fmt = FORMAT_OF_DTYPE[twin.dtype]
+        if stored_in is None:
+            return normed(twin, width, fmt, weight=w)
+        near = budget_near.normed(budget_near.exactly(x), w, epsilon, stored_in)
+        return Budget(fmt, near.error, (f"RMS norm of {width}, stored in front of the weight",))
 
-    return Defined({"out": normal * w}, budget, tuple(wrong))
+    kept = normal if stored_in is None else normal.to(stored_in).double()
+    return Defined({"out": kept * w}, budget, tuple(wrong))
 
 
-def swiglu(inputs: Mapping[str, Any], limit: float | None) -> Defined:
-    """SiLU(gate) * up; both in `x`, gate first, or apart; clamped first where a limit is given."""
+def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = False) -> Defined:
+    """SiLU(gate) * up; both in `x`, gate first, or apart; clamped first where a limit is given.
+
+    `in_steps` rounds SiLU to the format of x in front of the product.
+    """
     if set(inputs) == {"x"}:
         x = _plain("x", inputs["x"])
         if x.shape[-1] % 2:
             raise ShapeMismatch("x", tuple(x.shape), "[..., 2 F]: gate and up", "Pass both apart.")
-        gate, up = x.double().chunk(2, -1)
+        gate, up = x.chunk(2, -1)
     else:
-        gate, up = (_plain(n, each).double() for n, each in _both(inputs).items())
+        gate, up = (_plain(n, each) for n, each in _both(inputs).items())
+    kept = gate.dtype if in_steps else None
+    gate, up = gate.double(), up.double()
     if gate.shape != up.shape:
         raise ShapeMismatch("up", tuple(up.shape), str(tuple(gate.shape)), "One up a gate.")
     silu = torch.nn.functional.silu
     raw = gate, up
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    out = silu(gate) * up
+    passed = silu(gate) if kept is None else silu(gate).to(kept).double()
+    out = passed * up
     wrong = [
         ("M14.swapped", "Gate and up are exchanged", "silu(up) * gate", silu(up) * gate),
         ("M25.function", "The gate goes through GELU", "gelu(gate) * up",
@@ -161,6 +179,10 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None) -> Defined:
         grown = twin.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
         made = few(grown, _SILU_ROUNDINGS, FORMAT_OF_DTYPE[twin.dtype], "SwiGLU")
         end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
+        if kept is not None:
+            error = silu(gate).abs() * (1 + 2 * gate.abs()) * (_SILU_ROUNDINGS * U)
+            near = budget_near.stored(budget_near.Near(silu(gate), error), kept)
+            end = end + near.error * up.abs()
         return replace(made, slack=made.slack + end)
 
     return Defined({"out": out}, budget, tuple(wrong))

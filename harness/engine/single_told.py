@@ -135,6 +135,12 @@ class JudgedKernel:
         return max(known, default=float("nan"))
 
     @property
+    def distance(self) -> float:
+        """The squared length of the difference over all outputs."""
+        compared = (each.comparison for each in self.outputs.values())
+        return math.fsum(float(each.total.dd) for each in compared if each is not None)
+
+    @property
     def cause(self) -> Named | None:
         """The likeliest cause; None where no known fault reproduces the candidate."""
         return self.named[0] if self.named else None

@@ -271,3 +271,21 @@ def test_a_kernel_on_weights_that_were_rounded_once_decoded_agrees_and_says_so()
     assert found.cause.fault == "M10.nibble_order"
     with pytest.raises(UnknownName, match="of the setting"):
         Setting(conventions={"decoded_operand": "exact"})
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "swiglu"])
+def test_an_operation_that_rounds_in_two_steps_agrees_and_says_so(name: str) -> None:
+    weight = 1 + 0.1 * random(K, seed=3)
+    if name == "rmsnorm":
+        normal = X.float() * torch.rsqrt(X.float().square().mean(-1, keepdim=True) + 1e-6)
+        out = (weight * normal.bfloat16().float()).bfloat16()
+        given, convention = weight, "norm_rounded_before_weight"
+    else:
+        gate, up = X.float().chunk(2, -1)
+        out = (torch.nn.functional.silu(gate).bfloat16().float() * up).bfloat16()
+        given, convention = None, "gate_rounded_before_product"
+    found = judge(name, X, given, out).require()
+    assert "rounded to BF16" in found.note
+    judge(name, X, given, out, setting=Setting(conventions={convention: True})).require()
+    assert not judge(name, X, given, out, setting=Setting(conventions={convention: False}))
+    assert not judge(name, X, given, (out.float() * 1.01).bfloat16())
