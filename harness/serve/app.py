@@ -28,6 +28,7 @@ from degarble.harness.serve.asked_chat import chat_asked
 from degarble.harness.serve.capturing import PATH
 from degarble.harness.serve.fields import read_object
 from degarble.harness.serve.hearing import Gone, Hearing, Quiet
+from degarble.harness.serve.memory import PARSED, MemoryBound, bytes_of
 from degarble.harness.serve.refusals import ApiError, of_model, stopping
 from degarble.harness.serve.replies import Reply
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.serve.desk import Desk
     from degarble.harness.serve.engine import Engine
     from degarble.harness.serve.gate import Gate
+    from degarble.harness.serve.memory import Share
     from degarble.harness.serve.metrics import Metrics
 
     Reader = Callable[[dict[str, Any], Desk], Asked]
@@ -71,6 +73,7 @@ class Service:
     ) -> None:
         self._desk, self._engine, self._gate, self._metrics = desk, engine, gate, metrics
         self._switch = switch
+        self._memory = MemoryBound(desk.bounds.memory_bytes)
         self.stopping = False
 
     @property
@@ -117,6 +120,7 @@ class Service:
         gauges: metering.Gauges = {
             "running_sequences": [({}, float(running))],
             "waiting_sequences": [({}, float(waiting))],
+            "memory_bytes": [({}, float(self._memory.taken))],
             "ready": [({}, float(self.ready))],
             "info": [(self._desk.info(), 1.0)],
             "component_info": [(row, 1.0) for row in self._desk.computed],
@@ -130,8 +134,9 @@ class Service:
             return _answer(switch.state())
         if request.method == "DELETE":
             return _answer(await run_in_threadpool(switch.stop))
-        body = await _body(request, self._desk)
-        return _answer(await run_in_threadpool(lambda: switch.start(read_object(body))))
+        with self._memory.share() as share:
+            body = await _body(request, self._desk, share)
+            return _answer(await run_in_threadpool(lambda: switch.start(read_object(body))))
 
     async def _completions(self, request: Request) -> Response:
         return await self._speak(request, completion_asked)
@@ -140,18 +145,23 @@ class Service:
         return await self._speak(request, chat_asked)
 
     async def _speak(self, request: Request, reader: Reader) -> Response:
-        body = await _body(request, self._desk)
+        with self._memory.share() as share:
+            return await self._answered(request, reader, share)
+
+    async def _answered(self, request: Request, reader: Reader, share: Share) -> Response:
+        body = await _body(request, self._desk, share)
         if self.stopping:
             raise stopping()
         if not self._engine.ready:
             told = "the model is starting; try again"
             raise ApiError(503, told, None, "starting", retry_after=1)
         asked = await run_in_threadpool(lambda: reader(read_object(body), self._desk))
+        share.become(bytes_of(asked.asks, self._desk.model.config))
         name = _request_id(request)
         reply = Reply(asked, self._desk, name)
         hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds, name)
         if asked.stream:
-            return _Stream(hearing, reply)
+            return _Stream(hearing, reply, share.handed_on())
         reply.begin()  # what a stream begins with stands in the whole as well
         async with hearing:
             async for piece in hearing.pieces():
@@ -166,7 +176,7 @@ def _request_id(request: Request) -> str:
     return said if REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
 
 
-async def _body(request: Request, desk: Desk) -> bytes:
+async def _body(request: Request, desk: Desk, share: Share) -> bytes:
     """Read the body, within its size and its time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
@@ -185,6 +195,7 @@ async def _body(request: Request, desk: Desk) -> bytes:
                 size += len(part)
                 if size > most:
                     raise too_large
+                share.grow(PARSED * len(part))
                 parts.append(part)
     except TimeoutError as error:
         told = f"body: not complete within {desk.bounds.body_seconds:g} s"
@@ -195,13 +206,17 @@ async def _body(request: Request, desk: Desk) -> bytes:
 class _Stream(Response):
     """An answer that is sent while it grows."""
 
-    def __init__(self, hearing: Hearing, reply: Reply) -> None:
+    def __init__(self, hearing: Hearing, reply: Reply, share: Share) -> None:
         super().__init__(headers=_STREAM_HEAD)
         del self.headers["content-length"]
-        self._hearing, self._reply = hearing, reply
+        self._hearing, self._reply, self._share = hearing, reply, share
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send it; an error on the way is the stream's last event."""
+        with self._share:
+            await self._send_all(send)
+
+    async def _send_all(self, send: Send) -> None:
         async with self._hearing:
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)

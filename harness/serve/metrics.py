@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "step_failures_total": ("counter", "Steps that failed, with all sequences in them.", ()),
     "running_sequences": ("gauge", "Sequences that take part in steps.", ()),
     "waiting_sequences": ("gauge", "Sequences that wait for room.", ()),
+    "memory_bytes": ("gauge", "What all requests together may take now, estimated.", ()),
     "ready": ("gauge", "1 where requests are taken.", ()),
     "info": ("gauge", "What is served, as labels.", ()),
     "component_info": ("gauge", "What computes each component, as labels.", ()),

@@ -24,6 +24,7 @@ class Bounds:
     prompt_tokens: int = 8192
     new_tokens: int = 1024
     sequences: int = 256  # that run or wait, all requests together
+    memory_bytes: int = 4 << 30  # of all requests together, estimated before they are taken
     connections: int = 1024
     seconds: float = 600.0  # of one request, waiting included
     head_seconds: float = 10.0  # until a request's head is complete

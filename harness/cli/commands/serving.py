@@ -60,6 +60,9 @@ class ServeOptions:
     max_sequences: Annotated[
         int, typer.Option(metavar="N", help="Choices that run or wait; then status 429.")
     ] = 256
+    max_memory: Annotated[
+        float, typer.Option(metavar="GIB", help="Of all requests together; then status 429.")
+    ] = 4.0
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of one request, waiting included.")
     ] = 600.0
@@ -100,6 +103,7 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
         prompt_tokens=options.max_prompt_tokens,
         new_tokens=options.max_new_tokens,
         sequences=options.max_sequences,
+        memory_bytes=int(options.max_memory * (1 << 30)),
         seconds=options.time_limit,
     )
     how = Serving(
@@ -134,6 +138,7 @@ def _require(options: ServeOptions) -> None:
     values.within("--max-prompt-tokens", options.max_prompt_tokens, 1, 1 << 20)
     values.within("--max-new-tokens", options.max_new_tokens, 1, 1 << 20)
     values.within("--max-sequences", options.max_sequences, 1, 1 << 16)
+    values.within("--max-memory", options.max_memory, 1 / 16, 1 << 20)
     values.within("--time-limit", options.time_limit, 1, 1 << 20)
     values.one_of("--numerics", options.numerics, ARITHMETICS)
     if options.captures is not None:
@@ -151,7 +156,7 @@ def _token(options: ServeOptions, variable: str | None) -> str | None:
     """Find the token that requests have to bring; it is never shown, not even when it is wrong."""
     said = {
         "--token-file": options.token_file is not None,
-        TOKEN_VARIABLE: bool(variable),
+        TOKEN_VARIABLE: variable is not None,
         "--without-token": options.without_token,
     }
     given = [name for name, wanted in said.items() if wanted]
@@ -159,7 +164,7 @@ def _token(options: ServeOptions, variable: str | None) -> str | None:
         raise InvalidArgument(
             " and ".join(given), "given together", "one of them", "Leave the others out."
         )
-    token = variable or None
+    token = variable  # an empty one is refused below: it would let anybody in without a word
     if options.token_file is not None:
         token = _from_file(options.token_file)
     if token is None:

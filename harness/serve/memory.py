@@ -1,0 +1,138 @@
+"""How many bytes the requests in flight may take together, estimated before they are taken.
+
+A bound on the number of requests bounds nothing: 64 prompts whose tokens are all told with their 20
+likeliest take 10 KB for each token. So each request holds a share of one bound from its first byte
+to its answer's last; where none is left it is refused, and may come again.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self
+
+from degarble.harness.anatomy.config import V4Config
+from degarble.harness.serve.refusals import ApiError
+from degarble.harness.talk.generation import PIECE, SIDE_BY_SIDE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from degarble.harness.anatomy.config import Config
+    from degarble.harness.serve.words import Ask
+
+# Bytes, measured with tracemalloc on 64-bit CPython and rounded up.
+PARSED = 24  # of a byte of JSON: `{},` is an object of 64 bytes and its place in a list
+_ID = 48  # of a prompt's token: the number, and its places in a tuple, a list and a text
+_NEW = 1_000  # of a new token: its piece, its change, its place in the answer
+_SCORED = 2_000  # of a token that is told with its probability
+_LIKELY = 650  # of each likely token told with it
+_STATE = 16  # of a value that a layer remembers: float32, in buffers that grow to twice their rows
+
+
+class MemoryBound:
+    """The bytes of all requests together. Safe for any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> int:
+        """What the requests in flight hold now."""
+        return self._taken
+
+    def share(self) -> Share:
+        """Begin a request; it holds nothing yet."""
+        return Share(self)
+
+    def take(self, nbytes: int, held: int) -> None:
+        """Add `nbytes` to a request that holds `held`, or refuse it."""
+        if held + nbytes > self._most:
+            told = (
+                f"this request would take about {_mib(held + nbytes)};"
+                f" all requests together may take {_mib(self._most)} (--max-memory)"
+            )
+            raise ApiError(400, told, None, "request_too_large")
+        with self._lock:
+            if self._taken + nbytes > self._most:
+                told = (
+                    f"the requests in flight take {_mib(self._taken)} of {_mib(self._most)}, and"
+                    f" this one needs about {_mib(nbytes)} more; try again"
+                )
+                raise ApiError(429, told, None, "memory_full", retry_after=5)
+            self._taken += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Take `nbytes` off again."""
+        with self._lock:
+            self._taken -= nbytes
+
+
+class Share:
+    """What one request holds. Use it as a context that ends with the answer."""
+
+    def __init__(self, bound: MemoryBound) -> None:
+        self._bound = bound
+        self._held = 0
+
+    def grow(self, nbytes: int) -> None:
+        """Hold more, or refuse the request."""
+        self._bound.take(nbytes, self._held)
+        self._held += nbytes
+
+    def become(self, nbytes: int) -> None:
+        """Hold this in the place of what was held."""
+        if nbytes > self._held:
+            self.grow(nbytes - self._held)
+        else:
+            self._bound.give_back(self._held - nbytes)
+            self._held = nbytes
+
+    def handed_on(self) -> Share:
+        """Give all to a share that outlives this one."""
+        made = Share(self._bound)
+        made._held, self._held = self._held, 0
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Hold nothing any more."""
+        held, self._held = self._held, 0
+        self._bound.give_back(held)
+
+
+def bytes_of(asks: Iterable[Ask], config: Config) -> int:
+    """Estimate what the sequences of a request take until their answer is told."""
+    listed = list(asks)
+    states = sorted((_state_bytes(ask, config) for ask in listed), reverse=True)
+    return sum(map(_told_bytes, listed)) + sum(states[:SIDE_BY_SIDE])  # the others wait
+
+
+def _told_bytes(ask: Ask) -> int:
+    new, prompt = ask.limits.new_tokens, len(ask.prompt)
+    told = prompt * _ID + new * _NEW
+    if ask.top is None:
+        return told
+    scored = new + (prompt if ask.scores_prompt else 0)
+    return told + scored * (_SCORED + ask.top * _LIKELY)
+
+
+def _state_bytes(ask: Ask, config: Config) -> int:
+    """Estimate what the layers remember of one sequence when it is complete."""
+    tokens = len(ask.prompt) + ask.limits.new_tokens
+    if not isinstance(config, V4Config):
+        width = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim
+        return tokens * config.num_hidden_layers * width * _STATE
+    values = 0
+    for ratio in config.compress_ratios[: config.num_hidden_layers]:
+        values += min(tokens, config.sliding_window + PIECE) * config.head_dim
+        if ratio:
+            values += (tokens // ratio + 1) * (config.head_dim + config.index_head_dim)
+    return values * _STATE
+
+
+def _mib(nbytes: int) -> str:
+    return f"{-(-nbytes >> 20)} MiB"
