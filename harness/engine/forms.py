@@ -55,11 +55,11 @@ class NonFinite:
 
 
 def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both sides of every output in one shape, and in the narrower of their dtypes."""
+    """Both sides of every output of one size: in one shape, and the narrower of their dtypes."""
     found = {}
     for name, twin in expected.items():
-        if name not in outputs:
-            continue
+        if name not in outputs or outputs[name].numel() != twin.numel():
+            continue  # of another size: its form is wrong, and no element has a partner
         candidate = outputs[name].reshape(twin.shape)
         if candidate.dtype is twin.dtype is torch.float64:
             # Nobody's kernel puts out float64; both sums are rounded as float32 holds them.

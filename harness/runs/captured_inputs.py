@@ -68,6 +68,9 @@ def _require_rows(call: Call, component: Component) -> None:
             continue
         if not kept.shape or not kept.shape[0]:
             raise malformed(_named(call, each.name), list(kept.shape), "a row for each token")
+        values = not each.via and kept.dtype not in _INTEGERS
+        if values and (len(kept.shape) == 1 or (each.name == "x" and kept.shape[-1] == 1)):
+            raise malformed(_named(call, each.name), list(kept.shape), "several values a row")
         rows[each.name] = kept.shape[0]
     if len(set(rows.values())) > 1:
         raise malformed(f"call {call.number} ({call.component})", rows, "inputs of as many rows")

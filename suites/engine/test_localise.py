@@ -192,6 +192,19 @@ def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_tol
     assert "float16 in place of" in origin.sentence
 
 
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_an_output_of_another_size_is_an_origin_and_no_fault_is_tried(size: int) -> None:
+    run, name = run_of(), f"{ATTN}wq_a"
+    for at, call in enumerate(run.calls):
+        if call.component == name and call.step == 1:
+            inputs, outputs = run._tensors[at]
+            run._tensors[at] = (inputs, {"out": outputs["out"].flatten()[:size]})
+    origins = localised(run).origins
+    (form,) = [each for each in origins if each.kind is Kind.FORM]
+    assert form.component == name
+    assert form.sight is None or not diagnose(form.scene, [form.sight, *form.more]).named
+
+
 def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> None:
     run = run_of()
     name = f"{ATTN}hc_pre"

@@ -60,6 +60,8 @@ def test_a_healthy_run_is_taken(healthy: Capture) -> None:
         (ATTEND, "token_offsets", torch.tensor([11]), "from 0 up to 11"),
         (ATTEND, "q", torch.zeros(0, 4, 128), "a row for each token"),
         (ATTEND, "q", torch.zeros(()), "a row for each token"),
+        (ATTEND, "q", torch.zeros(11), "several values a row"),
+        ("layers.1.attn.wq_a", "x", torch.zeros(11, 128, 1), "several values a row"),
         ("embed", "tokens", torch.full((11,), TINY_V4.vocab_size), "below 64"),
         ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2), "one of I64"),
     ],

@@ -67,6 +67,7 @@ def test_a_port_in_use_is_refused_with_status_2(
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens = 0"),
         (["--max-sequences", "0"], "--max-sequences = 0"),
         (["--time-limit", "nan"], "--time-limit = nan"),
+        (["--max-memory", "0"], "--max-memory = 0"),
         (["--numerics", "fp8"], "--numerics = 'fp8'"),
         (["--name", ""], "--name = ''"),
         (["--token-file", "nowhere"], "--token-file = 'nowhere'"),
@@ -103,6 +104,19 @@ def test_a_token_comes_from_one_place(
         done = call(capsys, "serve", tmp_path, *more)
         assert (done.status, TOKEN in done.err) == (2, False)
         assert "given together" in done.err
+
+
+def test_an_empty_token_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret that was not filled in must not start a server that asks for none."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    done = call(capsys, "serve", tmp_path)
+    assert done.status == 2
+    assert f"{TOKEN_VARIABLE} = '0 characters'" in done.err
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    (tmp_path / "token").write_text("\n")
+    assert "0 characters" in call(capsys, "serve", tmp_path, "--token-file", tmp_path / "token").err
 
 
 def test_a_model_whose_first_token_cannot_be_chosen_is_refused(

@@ -1,0 +1,43 @@
+"""Damaged checkpoints, captures, configs and tokenizers through the command line.
+
+The cases are those of the campaign `mutated_files`, each named by its seed. The kept ones are of
+every class and kind, and those that once ended with status 70 or left something behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.suites.campaigns.mutated_files import make_bases, run_case
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Status 70: facts, indices and shapes of captures that no run had, outputs of another size.
+CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224)
+HALF_WRITTEN = (3122, 3176, 3203)
+ACCEPTED = (3047, 3202)  # data bytes of a capture, through `compare`
+USUAL = (36, 37, 40, 45, 49, 54, 58, 63, 67, 71)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mutated") / "bases"
+    folder.mkdir()
+    make_bases(folder)
+    return folder
+
+
+@pytest.mark.parametrize("seed", [*CRASHED, *HALF_WRITTEN, *ACCEPTED, *USUAL])
+def test_a_damaged_file_is_refused_or_judged(bases: Path, seed: int) -> None:
+    result = run_case(bases, seed)
+    assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100_000, 100_900, 90))
+def test_many_damaged_files_are_refused_or_judged(bases: Path, first: int) -> None:
+    found = [run_case(bases, seed) for seed in range(first, first + 90)]
+    assert [each for each in found if each.outcome != "ok"] == []
