@@ -96,7 +96,8 @@ class Evidence:
         A budget is not enough: where that of another value is wider, it would cover a gain as well.
         """
         other, own = self.of(component, values), self.of(component, {})
-        return other.agrees and LEANS * other.distance < own.distance
+        leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
+        return other.agrees and leans * other.distance < own.distance
 
     def components(self, role: str) -> list[str]:
         """Return the components of a role, in the order of the run."""

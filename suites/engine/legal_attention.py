@@ -8,6 +8,7 @@ through the absorbed or the naive form. Shape letters: T tokens, H heads, R rows
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from degarble.references.latent_attention import softmax_scale
 from degarble.references.numerics import Numerics, switches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -92,6 +93,7 @@ def attended(
             logit.tensor_split(kernel.splits, -1), values.tensor_split(kernel.splits, -2),
             strict=True,
         )
+        if part.shape[-1] or not logit.shape[-1]
     ]  # fmt: skip
     peak = torch.stack([part[0] for part in parts]).amax(0)
     fades = [torch.where(part[0].isinf(), 0.0, exp2(part[0] - peak)) for part in parts]
@@ -117,9 +119,11 @@ def _split(
         peak = whole
     divisor = torch.ones_like(whole)
     if kernel.first_divided:
-        divisor = exp2(logit - whole).sum(-1, keepdim=True)
+        known = torch.where(whole.isinf(), 0.0, whole)
+        divisor = exp2(logit - known).sum(-1, keepdim=True)
         if tail is not None:
-            divisor = divisor + exp2(tail - whole)
+            divisor = divisor + exp2((tail - known).clamp(max=120.0))
+        divisor = torch.where(divisor > 0, divisor, 1.0)
     for part, rows in zip(logit.split(kernel.tile, -1), values.split(kernel.tile, -2), strict=True):
         top = part.amax(-1, keepdim=True)
         if kernel.peak == "power":
@@ -341,3 +345,29 @@ def coarse(how: str, size: float = 2.0**-8) -> Exponential:
         return made * (1 + size * off)
 
     return exp2
+
+
+def run_packed_v32(
+    twin: Bound, name: str, kernel: Kernel
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Weight]], dict[str, Tensor]]:
+    """Return a component's call by a kernel, over sequences that lie in one call."""
+    what, facts = twin.bound_to(name)
+    config: Any = facts.config
+
+    def run(inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> dict[str, Tensor]:
+        offsets, old, made = inputs["token_offsets"].tolist(), 0, []
+        for begin, end in pairwise(offsets):
+            start = int(inputs["positions"][begin])
+            own = {name: x[begin:end] for name, x in inputs.items() if len(x) == offsets[-1]}
+            for state, new in (("state_rows", "rows"), ("state_expanded", "expanded")):
+                if new in inputs:
+                    before = inputs.get(state, inputs[new][:0])
+                    own[state] = before[old : old + start]
+            old += start
+            width = config.num_attention_heads * config.v_head_dim
+            shape = {"out": torch.empty(end - begin, width)}
+            part = Call(what.role, own, shape, weights, facts=facts)
+            made.append(ran(part, kernel).bfloat16())
+        return {"out": torch.cat(made)}
+
+    return run

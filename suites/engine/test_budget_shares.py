@@ -6,7 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from degarble.harness.engine import budget_attention
 from degarble.harness.engine.budget import HEADROOM, judge
 from degarble.harness.engine.budget_roles import budgets_of
 from degarble.suites.engine import legal_attention as legal
@@ -98,6 +100,18 @@ def test_where_all_shares_round_alike_the_bound_is_wide() -> None:
         )
     assert widths["gauss"] < 0.0015
     assert widths["equal logits"] > 0.004, "a constant in place of a peak rounds all shares alike"
+
+
+def test_a_budget_is_the_same_in_few_and_in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in FAMILIES:
+        call, whole = case(family, "gauss")
+        monkeypatch.setattr(budget_attention, "_CHUNK", 1)
+        in_steps = budgets_of(call)["out"]
+        monkeypatch.undo()
+        assert torch.allclose(in_steps.slack, whole.slack, rtol=0.02)
+        out = legal.ran(call, IN_TILES).bfloat16() * 1.003
+        ratios = [judge(out, call.outputs["out"], each).worst.ratio for each in (whole, in_steps)]
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.05)
 
 
 def test_laws_leave_out_rows_that_are_not_finite() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.record.verdict import Verdict
 from degarble.suites.campaigns.healthy_runs import healthy, planted
+from degarble.suites.engine import legal_attention
 from degarble.suites.engine.convention_cases import V4, V32, choices, model
 from degarble.suites.engine.localise_cases import PROMPTS, scaled
 
@@ -114,10 +116,31 @@ def test_a_fault_under_another_convention_is_the_only_origin() -> None:
 
 def test_a_gain_everywhere_is_no_convention() -> None:
     names = [f"layers.{number}.attn.attend" for number in range(3)]
-    for gain in (1.02, 1.1):
+    for gain in (1.003, 1.02, 1.1):
         found = judged(V32, run_by(V32, {}, dict.fromkeys(names, scaled("out", gain))))
         assert not found.conventions
         assert {each.component for each in found.origins} == set(names)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(each, id=each.name, marks=() if number == 1 else pytest.mark.slow)
+        for number, each in enumerate(legal_attention.KERNELS)
+    ],
+)
+def test_every_fused_kernel_of_attention_keeps_logits_in_float32(
+    kernel: legal_attention.Kernel,
+) -> None:
+    twin = model(V32, torch.float32, {})
+    names = [f"layers.{number}.attn.attend" for number in range(3)]
+    made = {name: legal_attention.run_packed_v32(twin, name, kernel) for name in names}
+    run = run_by(V32, {}, {name: (lambda _call, own=call: own) for name, call in made.items()})
+    found = judged(V32, run)
+    assert found.verdict is Verdict.AGREES
+    (used,) = found.conventions
+    assert (used.name, used.value) == ("attention_in_storage_dtype", False)
+    assert used.source == LEARNED
 
 
 def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
@@ -128,7 +151,8 @@ def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
     assert not found.conventions
 
 
-A = REGISTRY["attention_in_storage_dtype"]
+# Any convention of two values that asks to be clearly nearer, which attention's does not.
+A = replace(REGISTRY["pooling_in_storage_dtype"], roles=frozenset({"attn.attend"}))
 ROLES = {f"layers.{number}.attn.attend": "attn.attend" for number in range(4)}
 
 
