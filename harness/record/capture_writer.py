@@ -335,5 +335,8 @@ def require_free(folder: Path, name: str = "--out") -> None:
         taken = taken or any(parts.NAME.fullmatch(each.name) for each in folder.iterdir())
     if taken:
         raise UnwritablePath(
-            name, str(folder), "a folder without a capture", "Choose another folder."
+            name,
+            str(folder),
+            "a folder without a capture",
+            f"Choose another folder, or remove what a killed run left: rm -r '{folder}'",
         )

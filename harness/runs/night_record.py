@@ -125,8 +125,9 @@ class Journal:
         if self._finished.exists():
             for path in self._folder.glob("*.json"):
                 path.unlink()
-            self._finished.unlink()
+            # Killed in between, the next one begins anew, with a time of its own.
             self._begun.unlink(missing_ok=True)
+            self._finished.unlink()
         self.continues = self._begun.exists()
         if not self.continues:
             write_text(self._begun, datetime.now(UTC).isoformat(timespec="seconds"))
