@@ -1,8 +1,8 @@
 """Worker processes that never import the caller's main module.
 
 multiprocessing imports it into every worker, to find functions that were defined there. A script
-without `if __name__ == "__main__"` would be run again by each of them, and one that was read from a
-pipe cannot be imported at all. What a worker does here lies in modules, so it needs no main.
+without `if __name__ == "__main__"` would be run again by each of them. What a worker does here lies
+in modules, so it needs no main.
 """
 
 from __future__ import annotations

@@ -47,15 +47,3 @@ def test_a_script_without_a_guard_has_workers(tmp_path: Path) -> None:
         [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout) == (0, _SAID), done.stderr
-
-
-def test_a_script_from_a_pipe_has_workers() -> None:
-    done = subprocess.run(
-        [sys.executable, "/dev/stdin"],
-        input=_SCRIPT.partition("child =")[0],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "main True\n"), done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from degarble.harness.history.ledger import Failure
 from degarble.harness.record.verdict import Verdict
@@ -15,9 +17,6 @@ from degarble.harness.runs.night_record import (
     from_plain,
     to_plain,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RESULT = StepResult(
     Verdict.UNSTABLE,
@@ -67,3 +66,27 @@ def test_a_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
         asked = Asked(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
         assert asked.work.parent == tmp_path / "work"
         assert asked.work.name not in ("", ".", "..")
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2])
+def test_a_journal_that_is_killed_while_it_is_cleared_begins_anew(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.write("one", "key", StepResult(Verdict.AGREES, "Well."))
+    journal.finish()
+    removed: list[Path] = []
+    unlink = Path.unlink
+
+    def until_killed(path: Path, **named: bool) -> None:
+        if path.parent == tmp_path and not path.name.startswith("."):
+            if len(removed) == killed_at:
+                raise KeyboardInterrupt
+            removed.append(path)
+        unlink(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            Journal(tmp_path)
+    assert not Journal(tmp_path).continues
