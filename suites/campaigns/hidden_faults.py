@@ -1,7 +1,8 @@
 """Plant museum faults where something hides them, and count what `check` makes of each.
 
 Hidden are faults beside rows of NaN that everybody has to hand on, and faults that act in one
-phase, in one call or on one sequence only. Controls have the NaN and no fault.
+phase, in one call or on one sequence only. Controls have the NaN and no fault. In others one
+component puts out numbers near the end of float32, and no other may be blamed.
 
     python -m degarble.suites.campaigns.hidden_faults --count 600 --jobs 32 --out DIR
 
@@ -42,6 +43,7 @@ from degarble.harness.runs.museum_plants import (
     ways_of,
 )
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.engine.localise_cases import V4, V32, bound, localised, run_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +61,8 @@ FOLDER = "DEGARBLE_HIDDEN_FAULTS"  # where the processes of a campaign find the 
 KEYS = tuple(ModelKey(model, recipe) for model in MODELS for recipe in (*RECIPES, "official"))
 HEALTHY, BESIDE = "healthy NaN", "beside NaN"
 PREFILL, DECODE, ONE_CALL, ONE_SEQUENCE = "prefill", "decode", "one call", "one sequence"
-KINDS = (HEALTHY, BESIDE, PREFILL, BESIDE, DECODE, BESIDE, ONE_CALL, ONE_SEQUENCE)
+LARGE = "near the end of float32"
+KINDS = (HEALTHY, BESIDE, PREFILL, BESIDE, DECODE, BESIDE, ONE_CALL, ONE_SEQUENCE, LARGE)
 LENGTHS = ((131, 9, 30, 17), (40, 133, 5, 12), (20, 33, 140, 7))
 CLEAR = 3.0  # budgets from which on a fault has to be found
 _TRIES = 40
@@ -195,6 +198,8 @@ def case(seed: int) -> CaseResult:
     """Plant what the seed says, and judge the answer."""
     kind, key = KINDS[seed % len(KINDS)], KEYS[seed // len(KINDS) % len(KEYS)]
     chance, number = random.Random(seed), seed // len(KINDS) % 9
+    if kind == LARGE:
+        return _large(seed, chance)
     stage = _stage(key, number, spoilt=kind in {HEALTHY, BESIDE})
     if kind == HEALTHY:
         again = stage.run(stage.candidate())
@@ -223,6 +228,30 @@ def _is_same(stage: Stage, planted: Planted, plain: Way, named: str) -> bool:
     """
     made = judged(stage, Planted(planted.fault, planted.component, plain), leave_out=False)
     return made.named == named and made.cause in {Cause.SAME, Cause.BESIDE}
+
+
+def _large(seed: int, chance: random.Random) -> CaseResult:
+    """Outputs of one component times 10^12 to 10^37: the twin is float64 inside, others float32."""
+    config, factor = chance.choice((V4, V32)), 10.0 ** chance.uniform(12, 37)
+    candidate = bound(config, "bf16", torch.float32)
+    name = chance.choice([n for n in candidate.calls if "mtp" not in n and "topk" not in n])
+
+    def change(call: ComponentCall) -> ComponentCall:
+        def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+            made = call(inputs, weights)
+            return {
+                key: (each.double() * factor).to(each.dtype) if each.is_floating_point() else each
+                for key, each in made.items()
+            }
+
+        return faulty
+
+    run = run_of(name, change, config=config, inside=torch.float32, recipe="bf16")
+    found = localised(run, config, "bf16")
+    blamed = {each.component for each in found.origins}
+    outcome = "elsewhere" if blamed - {name} else "ok" if blamed else "missed"
+    told = "; ".join(f"{each.component}: {each.sentence}" for each in found.origins)
+    return CaseResult(seed, LARGE, outcome, f"{name} times {factor:.3g}: {told}"[:1500])
 
 
 def _has_effect(made: Outcome) -> bool:
