@@ -437,7 +437,7 @@ def _twice(world: World) -> list[str]:
     return []
 
 
-def _with_manifest(name: str, edit: Callable[[Path], None]) -> None:
+def _with_manifest(name: str, edit: Callable[[Path], object]) -> None:
     @tamper(f"manifest: {name}", "files.manifest")
     def plant(world: World) -> list[str]:
         world.keeps_manifest = True

@@ -7,7 +7,7 @@ its cause, decided from what it does: never from what an audit says about it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -82,7 +82,7 @@ def _half_live(world: World, module: str) -> tuple[tuple[int, int], int]:
 # Plain values
 
 
-def _plain(name: str, change: Callable[[World, str], None], *rules: str) -> None:
+def _plain(name: str, change: Callable[[World, str], object], *rules: str) -> None:
     def plant(world: World) -> list[str]:
         chosen = world.pick(world.linears)
         change(world, chosen)
@@ -91,7 +91,7 @@ def _plain(name: str, change: Callable[[World, str], None], *rules: str) -> None
     tamper(name, *rules)(plant)
 
 
-def _flip(bit: int) -> Callable[[World, str], None]:
+def _flip(bit: int) -> Callable[[World, str], object]:
     def change(world: World, name: str) -> None:
         world[name][_live(world, name)] ^= np.uint16(1 << bit)
 
@@ -290,7 +290,7 @@ def _hyper(world: World) -> list[str]:
 
 
 def _packed(
-    name: str, change: Callable[[World, str], None], *rules: str, kind: str = "nvfp4"
+    name: str, change: Callable[[World, str], object], *rules: str, kind: str = "nvfp4"
 ) -> None:
     def plant(world: World) -> list[str]:
         module = world.pick(getattr(world, kind))
@@ -300,7 +300,7 @@ def _packed(
     tamper(f"{kind}: {name}", *rules)(plant)
 
 
-def _code(change: Callable[[int], int]) -> Callable[[World, str], None]:
+def _code(change: Callable[[int], int]) -> Callable[[World, str], object]:
     def apply(world: World, module: str) -> None:
         place, shift = _half_live(world, module)
         codes = world[f"{module}.weight"].view(np.uint8)
@@ -310,7 +310,7 @@ def _code(change: Callable[[int], int]) -> Callable[[World, str], None]:
     return apply
 
 
-def _codes(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], None]:
+def _codes(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], object]:
     def apply(world: World, module: str) -> None:
         codes = world[f"{module}.weight"].view(np.uint8)
         codes[...] = change(codes.copy())
@@ -318,7 +318,7 @@ def _codes(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str],
     return apply
 
 
-def _row_codes(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], None]:
+def _row_codes(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], object]:
     def apply(world: World, module: str) -> None:
         codes = world[f"{module}.weight"].view(np.uint8)
         row = int(world.rng.integers(len(codes)))
@@ -382,7 +382,7 @@ def _codes_shifted(world: World) -> list[str]:
     return [name]
 
 
-def _scale(name: str, change: Callable[[World, np.ndarray], None], *rules: str) -> None:
+def _scale(name: str, change: Callable[[World, np.ndarray], object], *rules: str) -> None:
     @tamper(f"nvfp4: {name}", *rules)
     def plant(world: World) -> list[str]:
         module = world.pick(world.nvfp4)
@@ -393,7 +393,7 @@ def _scale(name: str, change: Callable[[World, np.ndarray], None], *rules: str) 
         return [f"{module}.weight_scale"]
 
 
-def _at(step: int) -> Callable[[World, np.ndarray], None]:
+def _at(step: int) -> Callable[[World, np.ndarray], object]:
     def change(world: World, scale: np.ndarray) -> None:
         large = np.argwhere((scale > 16) & (scale < 100))
         row, column = large[int(world.rng.integers(len(large)))]
@@ -402,7 +402,7 @@ def _at(step: int) -> Callable[[World, np.ndarray], None]:
     return change
 
 
-def _to(value: int) -> Callable[[World, np.ndarray], None]:
+def _to(value: int) -> Callable[[World, np.ndarray], object]:
     def change(world: World, scale: np.ndarray) -> None:
         scale[int(world.rng.integers(len(scale))), 0] = value
 
@@ -520,11 +520,11 @@ _input_scale("reciprocal", lambda s: 1 / s, "numbers.input_scale_direction")
 # FP8 and MXFP4 scales
 
 
-def _fp8(name: str, change: Callable[[World, str], None], *rules: str) -> None:
+def _fp8(name: str, change: Callable[[World, str], object], *rules: str) -> None:
     _packed(name, change, *rules, kind="fp8")
 
 
-def _fp8_code(change: Callable[[int], int]) -> Callable[[World, str], None]:
+def _fp8_code(change: Callable[[int], int]) -> Callable[[World, str], object]:
     def apply(world: World, module: str) -> None:
         codes = world[f"{module}.weight"]
         large = np.argwhere((codes & 0x7F) > 24)
@@ -534,7 +534,7 @@ def _fp8_code(change: Callable[[int], int]) -> Callable[[World, str], None]:
     return apply
 
 
-def _fp8_scales(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], None]:
+def _fp8_scales(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, str], object]:
     def apply(world: World, module: str) -> None:
         stored = world.scale_of(module)
         array, before = stored.array, stored.array.copy()
@@ -545,7 +545,7 @@ def _fp8_scales(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[World, 
     return apply
 
 
-def _halved(scale: np.ndarray, where: object) -> np.ndarray:
+def _halved(scale: np.ndarray, where: Any) -> np.ndarray:
     scale[where] = scale[where] / 2 if scale.dtype == np.float32 else scale[where] - 1
     return scale
 

@@ -55,7 +55,7 @@ class World:
     beside: dict[str, Any]  # hf_quant_config.json, empty where there is none
     rng: np.random.Generator
     keeps_manifest: bool = False
-    edits: list[Callable[[Path], None]] = field(default_factory=list)
+    edits: list[Callable[[Path], object]] = field(default_factory=list)
     index_edits: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
     @classmethod
