@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint import rules_against as rules
+from degarble.harness.checkpoint.against_misfits import Reason
 from degarble.harness.checkpoint.against_reasons import Reasons
 from degarble.harness.checkpoint.findings import NOWHERE, Findings, Place
 from degarble.harness.checkpoint.judging import indices, percent
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 # format may itself be off from what both were made of.
 OWN_ERROR: Mapping[str, float] = {"NVFP4": 0.11, "MXFP4": 0.14, "MXFP8": 0.04}
 _FP8_ERROR = 0.04
-GAIN_OFF = 0.05
+GAIN_OFF, GAIN_SHARP = 0.05, 0.01
+SHARP = 1.1  # times the floor: nothing else was on the way
 UNEXPLAINED = 0.2
 FAR = 1.5  # times what is explained, where that is more than UNEXPLAINED
 ABOVE, SLIGHTLY = 1.25, 1.02
@@ -181,44 +183,71 @@ class _Judging:
             self._far(index, float(explained[index]))
         for index in indices(numbers & ~far & (table["bad_rows"] > 0)):
             self._rows(index)
+        told = np.zeros(len(numbers), bool)
+        for index in indices(numbers & ~far & (table["bad_rows"] == 0) & (table["misfits"] > 0)):
+            reason = self._reasons.of_elements(index, last=True)
+            if reason is not None:
+                told[index] = True
+                self._reason(index, reason)
         exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
-        slightly = numbers & ~far & exact & (table["bad_rows"] == 0)
+        slightly = numbers & ~far & ~told & exact & (table["bad_rows"] == 0)
         slightly &= table["over_floor"] > SLIGHTLY
         self._slightly(indices(slightly & (error > NEXT_TO_NOTHING)))
+
+    def _reason(self, index: int, reason: Reason) -> None:
+        """Report what elements have in common; a factor by its name, if it has one."""
+        if reason.rule is rules.GAIN:
+            gain = float(self.table["gain"][index]) / float(_ideal_gains(self.table)[index])
+            named = self._reasons.of_gain(index, gain)
+            reason = reason._replace(message=f"{reason.message[:-1]}{named}.")
+        self.report(reason.rule, index, reason.message, _AGAIN)
 
     def _far(self, index: int, explained: float) -> None:
         table = self.table
         error, residual = float(table["error"][index]), float(table["residual"][index])
         wrong = not residual <= max(UNEXPLAINED, FAR * explained) or table["gain"][index] < 0
         if wrong:
-            rule, message = self._reasons.of_values(index) or (rules.VALUES, "")
+            reason = self._reasons.of_values(index)
+            if reason is None and table["bad_rows"][index] > 0:
+                reason = self._reasons.of_rows(index)
             told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
-            self.report(rule, index, message or f"{told}.", _AGAIN)
+            self._reason(index, reason or Reason(rules.VALUES, f"{told}."))
             return
-        if self._gain_is_off[index]:
+        reason = self._reasons.of_rows(index) if table["bad_rows"][index] > 0 else None
+        reason = reason or self._reasons.of_elements(index)
+        if reason is not None:
+            self._reason(index, reason)
+        elif self._gain_is_off[index]:
             gain = float(table["gain"][index]) / float(_ideal_gains(table)[index])
             told = self._reasons.of_gain(index, gain)
             self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{told}.", _AGAIN)
-            return
-        if table["bad_rows"][index] > 0:
+        elif table["bad_rows"][index] > 0:
             self._rows(index)
-            return
+        else:
+            self._above(index, error / explained)
+
+    def _above(self, index: int, times: float) -> None:
+        """Tell a coarser format on the way, bytes of another rounding, or nothing known."""
         coarser = self._reasons.coarser(index)
+        reason = None if coarser else self._reasons.of_elements(index, last=True)
         if coarser is not None:
             self._coarser(index, coarser)
-            return
-        self.report(
-            rules.ABOVE_FORMAT,
-            index,
-            f"is off by {_share(error)}, {error / explained:.3g} times what its format explains.",
-            "See which rule made it, and whether it was converted more than once.",
-            times=_rounded(error / explained),
-        )
+        elif reason is not None:
+            self._reason(index, reason)
+        else:
+            self.report(
+                rules.ABOVE_FORMAT,
+                index,
+                f"is off by {_share(float(self.table['error'][index]))}, {times:.3g} times what its"
+                " format explains.",
+                "See which rule made it, and whether it was converted more than once.",
+                times=_rounded(times),
+            )
 
     def _rows(self, index: int) -> None:
         reason = self._reasons.of_rows(index)
         if reason is not None:
-            self.report(reason.rule, index, reason.message, _AGAIN)
+            self._reason(index, reason)
             return
         count, first = (int(self.table[name][index]) for name in ("bad_rows", "first_bad_row"))
         self.report(
@@ -261,11 +290,20 @@ def _ideal_gains(table: AgainstTable) -> NDArray[np.float64]:
 
 
 def _gain_is_off(table: AgainstTable) -> NDArray[np.bool_]:
-    """Tell which gains no rounding explains: between a least-squares optimal one's and 1."""
+    """Tell which gains no rounding explains: between a least-squares optimal one's and 1.
+
+    Where nothing but the stored format explains the rest, a gain is measured sharply; where another
+    format was on the way, or in the reference, its own gain may be off by a few parts in a hundred.
+    """
     ideal = _ideal_gains(table)
+    floor = np.nan_to_num(table["floor"], nan=0.0)
+    exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
+    sharp = exact & (table["residual"] <= SHARP * np.hypot(floor, NEXT_TO_NOTHING))
+    noise = 4 * np.nan_to_num(table["residual"]) / np.sqrt(np.maximum(table["elements"], 1))
+    slack = np.where(sharp, np.minimum(GAIN_SHARP + noise, GAIN_OFF), GAIN_OFF)
     least = np.minimum(np.minimum(ideal, 1.0), np.nan_to_num(table["cosine"], nan=1.0) ** 2)
-    inside = table["gain"] <= (1 + GAIN_OFF) * np.maximum(ideal, 1.0)
-    inside &= table["gain"] >= (1 - GAIN_OFF) * least
+    inside = table["gain"] <= (1 + slack) * np.maximum(ideal, 1.0)
+    inside &= table["gain"] >= (1 - slack) * least
     off: NDArray[np.bool_] = ~inside & (table["reference_energy"] > 0)
     return off
 

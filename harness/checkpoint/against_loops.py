@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.checkpoint.statistics_loops import _compiled_sums
+from degarble.harness.checkpoint.statistics_loops import _compiled, _compiled_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,3 +48,30 @@ def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
             odd_there += np.int64(not y_known)
         sums[r, 0], sums[r, 1], sums[r, 2], sums[r, 3] = yy, xx, xy, error
         sums[r, 4], sums[r, 5], sums[r, 6] = equal, odd_here, odd_there
+
+
+@_compiled
+def count_misfits(
+    codes: Any, scales: Any, how: Any, bounds: Any, there: Floats, counts: Any
+) -> None:
+    """Count, for each row, codes that are not the nearest: by a small slack, and by a large one.
+
+    `how`: height and width of blocks, both slacks, and what may be under a scale of zero.
+    """
+    height, width, near, beyond, flushed = how
+    for r in range(codes.shape[0]):
+        first, second = np.int64(0), np.int64(0)
+        for i in range(codes.shape[1]):
+            scale = scales[r // height, i // width]
+            y = np.float64(there[r, i])
+            size = abs(y)
+            lower = bounds[0, codes[r, i]] * scale
+            upper = bounds[1, codes[r, i]] * scale
+            gap = max(lower - y, y - upper)
+            if scale == 0.0 and size <= flushed:
+                gap = 0.0
+            if gap > near * size:
+                first += 1
+            if gap > beyond * size:
+                second += 1
+        counts[r, 0], counts[r, 1] = first, second

@@ -14,17 +14,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from degarble.harness.anatomy.storage import Part
 from degarble.harness.checkpoint import rules_against as rules
+from degarble.harness.checkpoint.against_codes import SLACK
 from degarble.harness.checkpoint.against_floor import CHAINS, fits, ideal_in
+from degarble.harness.checkpoint.against_misfits import (
+    MOSTLY,
+    Reason,
+    codes_told,
+    lines_told,
+    values_told,
+)
 from degarble.harness.checkpoint.against_pairs import stored_there
 from degarble.harness.checkpoint.against_signs import ALIKE, cosine, signs_told, turned_lines
 from degarble.harness.checkpoint.inference_order import BLOCK, ORDERS
 from degarble.harness.checkpoint.source_values import row_values
+from degarble.harness.checkpoint.tensors import TORCH_DTYPES
 from degarble.harness.checkpoint.types import shown
 from degarble.harness.checkpoint.weight_units import stored_of
 from degarble.harness.formats.row_orders import ROW_ORDERS
@@ -33,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.against_table import AgainstTable
-    from degarble.harness.checkpoint.rules import Rule
     from degarble.harness.checkpoint.stored import StoredWeight
     from degarble.harness.checkpoint.view import Checkpoint
 
@@ -44,14 +53,11 @@ LOOKED_AT = 3  # weights of one role in one block; others like them have the sam
 GAIN_SPREAD = 0.1  # of blocks under scales that are not theirs
 _PROBES = 16  # rows that are looked for among all rows
 _MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
+_MOST_LOOKED_AT = 1 << 22  # elements that are looked at one by one for a cause
+_ROW_OFF = 0.25  # of a row's squares
+MOSTLY_VALUES = 0.25  # of plain values that another rounding on the way leaves otherwise
+SORTED_ALIKE = 1 - 2.0**-16  # cosine of sorted values: the same ones
 _FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
-
-
-class Reason(NamedTuple):
-    """The rule that is broken, and what to say behind the weight's name."""
-
-    rule: Rule
-    message: str
 
 
 class Reasons:
@@ -61,11 +67,12 @@ class Reasons:
         self._checkpoint, self._reference, self._table = checkpoint, reference, table
         self._seen: Counter[tuple[str, str]] = Counter()
         self._last: dict[tuple[str, str], Reason | None] = {}
+        self._dense: Counter[tuple[str, str]] = Counter()
         self._coarser: dict[tuple[str, str], list[str | None]] = {}
 
     def of_values(self, index: int) -> Reason | None:
         """Return why the values of a weight are wrong, if any cause undoes it."""
-        if not self._table["energy"][index]:
+        if not self._table["energy"][index] and not self._table["odd_here"][index]:
             return Reason(rules.VALUES, "is zero throughout; the reference is not.")
         unit = self._table.pairs[index].unit
         key = unit.role, unit.place
@@ -87,10 +94,109 @@ class Reasons:
         ours = row_values(here.rows(begin, end)).float()
         theirs = row_values(there.rows(first + begin, first + end)).float()
         turned = turned_lines(ours, theirs, begin)
-        if turned is None:
+        if turned is not None:
+            return Reason(
+                rules.SIGN, f"has the reference's magnitudes, and every sign turned in {turned}."
+            )
+        return self._zero_lines(index) or self._moved_lines(index) or self.of_elements(index)
+
+    def of_elements(self, index: int, *, last: bool = False) -> Reason | None:
+        """Return what elements that do not fit have in common; None where they prove nothing.
+
+        `last`: nothing else explains them.
+        """
+        table = self._table
+        height, rows = int(table["height"][index]), int(table["misfit_rows"][index])
+        if not table["misfits"][index]:
+            return None
+        here, there, _ = self._both(index)
+        if here.format is None:
+            return self._values_told(index, last=last)
+        unit = table.pairs[index].unit
+        if last and rows > MOSTLY * height:
+            self._dense[unit.role, unit.place] += 1
+            if self._dense[unit.role, unit.place] > LOOKED_AT:
+                return None  # weights of a role are made in one way, here by another rounding
+        return self._codes_told(index, here, there)
+
+    def _codes_told(self, index: int, here: StoredWeight, there: StoredWeight) -> Reason | None:
+        if len(here.shape) != 2:
+            return None
+        begin, end, first = self._window(index)
+        ours = here.rows(begin, end)
+        theirs = row_values(there.rows(first + begin, first + end)).float()
+        return codes_told(ours, theirs, begin)
+
+    def _window(self, index: int) -> tuple[int, int, int]:
+        """Return the rows that are looked at: all of a small matrix, else from the first misfit."""
+        here, _, first = self._both(index)
+        height, width = here.shape
+        begin = 0
+        if height * width > _MOST_LOOKED_AT:
+            begin = int(self._table["first_misfit"][index]) // PANEL * PANEL
+        step = max(PANEL, _MOST_LOOKED_AT // width // PANEL * PANEL)
+        return begin, min(begin + step, height), first
+
+    def _values_told(self, index: int, *, last: bool) -> Reason | None:
+        """Tell plain values that differ: a few of them, or any number if nothing else explains it.
+
+        Another rounding on the way leaves many in another dtype, and none in the reference's own.
+        """
+        here, there, _ = self._both(index)
+        stored = here.form.parts[Part.VALUE].dtype
+        alike = there.format is None and there.form.parts[Part.VALUE].dtype == stored
+        share = self._table["misfits"][index] / self._table["judged_elements"][index]
+        if share > MOSTLY_VALUES and not (last and alike):
+            return None
+        begin, x, y = 0, _flat(here), _flat(there)
+        if len(here.shape) == 2:
+            begin, end, first = self._window(index)
+            x = row_values(here.rows(begin, end)).float()
+            y = row_values(there.rows(first + begin, first + end)).float()
+        if there.format is not None:
+            wrong = (x - y).abs() > SLACK * y.abs()
+        else:
+            wrong = (x != y.to(TORCH_DTYPES[stored]).float()) & ~(x.isnan() & y.isnan())
+        # Nothing differs where signs of zero do, or bits of NaN.
+        return values_told(x, y, wrong, begin) if bool(wrong.any()) else None
+
+    def _zero_lines(self, index: int) -> Reason | None:
+        """Tell rows, or columns, of zeros that are none in the reference."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        ours = row_values(here.rows(0, here.shape[0])).float()
+        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        for what, axis in (("row", 1), ("column", 0)):
+            lines = ~(ours != 0).any(axis) & (theirs != 0).any(axis)
+            if bool(lines.any()) and not bool(lines.all()):
+                told = lines_told(what, [int(i) for i in lines.nonzero()])
+                return Reason(rules.ROWS, f"is zero in {told}, where the reference is not.")
+        return None
+
+    def _moved_lines(self, index: int) -> Reason | None:
+        """Tell some rows that are other rows of the reference, or packed in another order."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        ours = row_values(here.rows(0, here.shape[0])).float()
+        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        off = (ours - theirs).square().sum(1) > _ROW_OFF * theirs.square().sum(1)
+        rows = off.nonzero().flatten()
+        if not len(rows) or not bool(ours.isfinite().all()):
+            return None
+        told = lines_told("row", [int(i) for i in rows])
+        packed = _packing(ours[rows], theirs[rows])
+        if packed is not None:
+            return Reason(rules.ORDER, f"{packed.message[:-1]} in {told}.")
+        rows = rows[:_PROBES]
+        cosines, found = (_unit_rows(ours[rows]) @ _unit_rows(theirs).T).max(1)
+        if float(cosines.median()) < ALIKE or bool((found == rows).any()):
             return None
         return Reason(
-            rules.SIGN, f"has the reference's magnitudes, and every sign turned in {turned}."
+            rules.ORDER,
+            f"has the reference's rows in other places in {told}: row {int(rows[0])} is its row"
+            f" {int(found[0])}.",
         )
 
     def of_gain(self, index: int, gain: float) -> str:
@@ -152,8 +258,41 @@ class Reasons:
         return (
             (Reason(rules.SIGN, signs) if signs else None)
             or _packing(ours, theirs)
+            or self._zero_lines(index)
+            or self.of_elements(index)
             or self._block_scales(index, ours, theirs)
             or self._row_order(index, ours)
+            or self._other_order(index)
+        )
+
+    def _other_order(self, index: int) -> Reason | None:
+        """Look for columns in other places, a transposed matrix, and a vector in another order."""
+        here, there, first = self._both(index)
+        if math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        if len(here.shape) != 2:
+            x, y = (_flat(each).flatten() for each in (here, there))
+            if len(x) > 1 and cosine(x.sort().values, y.sort().values) > SORTED_ALIKE:
+                return Reason(rules.ORDER, "has the reference's values in another order.")
+            return None
+        height, width = here.shape
+        ours = row_values(here.rows(0, height)).float()
+        theirs = row_values(there.rows(first, first + height)).float()
+        if cosine(ours, theirs.T.reshape(height, width)) >= ALIKE:
+            return Reason(rules.ORDER, "is the reference's transposed, in its shape.")
+        step = max(1, width // _PROBES)
+        probes = torch.arange(0, width, step)
+        cosines, found = (_unit_rows(ours.T[probes]) @ _unit_rows(theirs.T).T).max(1)
+        if float(cosines.median()) < ALIKE:
+            return None
+        moved = (found != probes).nonzero()
+        if not len(moved):
+            return None
+        place = int(moved[0])
+        return Reason(
+            rules.ORDER,
+            f"has the reference's columns in other places: column {int(probes[place])} is its"
+            f" column {int(found[place])}.",
         )
 
     def _panels(self, index: int) -> tuple[Tensor, Tensor]:
@@ -215,11 +354,13 @@ class Reasons:
             return None
         cosines = products[known] / (xx[known] * yy[known]).sqrt()
         gains = (products[known] / yy[known]).abs().clamp(min=1e-300)
+        if bool(((xx == 0) & (yy > 0)).any()):
+            return None  # zeros have no scale that would make values of them
         if float(cosines.median()) < ALIKE or bool((gains.max() / gains.min()) < 1 + GAIN_SPREAD):
             return None
         low, high = float(gains.quantile(0.01)), float(gains.quantile(0.99))
         return Reason(
-            rules.ORDER,
+            rules.BLOCK_SCALE,
             f"has the reference's codes under other block scales: blocks are {low:.3g} to"
             f" {high:.3g} times the reference's.",
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from degarble.harness.checkpoint.against_codes import Misfits, misfits_of
 from degarble.harness.checkpoint.against_floor import ideal_like
 from degarble.harness.checkpoint.number_table import FORMATS
 from degarble.harness.checkpoint.source_values import row_values
@@ -57,6 +58,7 @@ class Compared:
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((2, SKETCH)))
     bad_rows: tuple[int, int] = (0, -1)  # how many, the first
     scales: tuple[float, float] = (math.nan, math.nan)  # of inputs, of codes
+    misfits: Misfits = field(default_factory=Misfits)
 
     def facts(self) -> dict[str, float]:
         """Return the columns of a table."""
@@ -87,6 +89,11 @@ class Compared:
             "reference_energy": there,
             "input_scale": self.scales[0],
             "decode_scale": self.scales[1],
+            "judged_elements": self.misfits.judged,
+            "misfits": self.misfits.near,
+            "misfits_beyond": self.misfits.beyond,
+            "misfit_rows": self.misfits.rows,
+            "first_misfit": self.misfits.first,
         }
 
     def _worst(self) -> tuple[int, float]:
@@ -158,6 +165,7 @@ def _take(found: Compared, begin: int, ours: Weight, theirs: Weight) -> None:
     loops.compare_rows(x_MK.numpy(), y_MK.numpy(), sums)
     found.sums += sums.sum(0)
     found.rows.append(sums[:, [loops.REFERENCE, loops.ERROR]].copy())
+    found.misfits = found.misfits.and_then(misfits_of(ours, theirs, y_MK, begin))
     _take_sketch(found, begin, x_MK, y_MK)
     _take_floor(found, begin, ours, y_MK, sums)
 

@@ -50,6 +50,11 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reference_energy", "f8", "sum of squares in the reference"),
     ("input_scale", "f8", "decode scale of the activations, NaN where there is none"),
     ("decode_scale", "f8", "what codes are multiplied by; NaN where there is no tensor scale"),
+    ("judged_elements", "i8", "numbers that were judged one by one"),
+    ("misfits", "i8", "of them, not what the reference's value rounds to under the stored scale"),
+    ("misfits_beyond", "i8", "of them, not if the value was FP8 before either"),
+    ("misfit_rows", "i8", "rows with a misfit"),
+    ("first_misfit", "i8", "the first of them, -1 without any"),
 )
 NAMES = tuple(name for name, _, _ in _COLUMNS)
 DESCRIPTIONS: Mapping[str, str] = {name: text for name, _, text in _COLUMNS}

@@ -41,7 +41,7 @@ SIGN = _rule(
 GAIN = _rule(
     "gain",
     Level.ERROR,
-    "the least-squares gain over the reference is within 5 % of what the format gives",
+    "no factor lies on the whole: one scale explains every code, and the least-squares gain is 1",
     "faults B001, B011, B012: a scale in the wrong direction, twice, dropped, or a sibling's",
 )
 ROWS = _rule(
@@ -58,6 +58,24 @@ VALUES = _rule(
 )
 NOT_FINITE = _rule(
     "not_finite", Level.ERROR, "what is finite in the reference is finite", "faults B007, B008"
+)
+BYTES = _rule(
+    "bytes",
+    Level.ERROR,
+    "what is not quantised holds the reference's values, to the byte where both store one dtype",
+    "a flipped bit, a rounding too many, a part of another revision",
+)
+CODES = _rule(
+    "codes",
+    Level.ERROR,
+    "each code stands for the nearest value to the reference's under its own scale",
+    "any scale rule: half a step of the format at most; docs/design-notes/audit_statistics.md",
+)
+BLOCK_SCALE = _rule(
+    "block_scale",
+    Level.ERROR,
+    "block scales are those that their codes were made with",
+    "fault families M11, M12: scales of a neighbour, of another row, or scaled by themselves",
 )
 INTEGERS = _rule(
     "integers", Level.ERROR, "integers are those of the reference, each of them", "fault M26"

@@ -178,6 +178,16 @@ def _truncated(files: Bytes) -> None:
     codes[::4] -= (((high > 1) & (high < 4)).astype(np.uint8) << 4)[::4]
 
 
+def _steps(share: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Move some codes, wherever they are, as another way of rounding does."""
+
+    def change(codes: np.ndarray) -> np.ndarray:
+        chosen = np.random.default_rng(5).random(codes.shape) < share
+        return codes - (chosen & ((codes & 7) > 1)).astype(np.uint8)
+
+    return change
+
+
 class Fault(NamedTuple):
     plant: Callable[[Bytes], None]
     rule: Rule
@@ -219,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         _all(f"{W1}.weight", lambda c: (c >> 4) | (c << 4)), rules.ORDER, "`high_even`"
     ),
     "swizzled scales": Fault(
-        _all(f"{W1}.weight_scale", _swizzled), rules.ORDER, "under other block scales"
+        _all(f"{W1}.weight_scale", _swizzled), rules.ORDER, "in the 128x4 layout"
     ),
     "rows interleaved": Fault(_rows_moved, rules.ORDER, "`interleave_1`"),
     "signs lost": Fault(_all(f"{W1}.weight", lambda c: c & 0x77), rules.SIGN, "no negative value"),
@@ -244,7 +254,7 @@ FAULTS: dict[str, Fault] = {
         "is off by",
     ),
     "one row never written": Fault(
-        lambda files: files[f"{W1}.weight"].__setitem__(17, 0), rules.ROWS, "1 rows"
+        lambda files: files[f"{W1}.weight"].__setitem__(17, 0), rules.ROWS, "zero in row 17,"
     ),
     "NaN": Fault(
         lambda files: files[f"{W1}.weight_scale"].__setitem__((3, 5), 0x7F),
@@ -259,14 +269,48 @@ FAULTS: dict[str, Fault] = {
     ),
     "FP8 scales all ones": Fault(
         _all(f"{DENSE}.scale", lambda s: np.full_like(s, 127)),
-        rules.ORDER,
+        rules.BLOCK_SCALE,
         "other block scales",
         DENSE,
     ),
     "bfloat16 with noise": Fault(
-        _all("embed.weight", _noisy), rules.ABOVE_FORMAT, "is off by 1.5", "embed"
+        _all("embed.weight", _noisy), rules.BYTES, "differs from the reference in", "embed"
     ),
-    "truncated": Fault(_truncated, rules.SLIGHTLY_ABOVE, "times the error of an ideal"),
+    "one value's bit": Fault(
+        lambda files: files["embed.weight"].__setitem__((7, 9), files["embed.weight"][7, 9] ^ 1),
+        rules.BYTES,
+        "in 1 values of row 7",
+        "embed",
+    ),
+    "one code": Fault(
+        lambda files: files[f"{W1}.weight"].__setitem__((9, 4), files[f"{W1}.weight"][9, 4] ^ 2),
+        rules.CODES,
+        "1 blocks of row 9",
+    ),
+    "two in a hundred": Fault(
+        _all(f"{W1}.weight_scale_2", lambda s: s * 1.02), rules.GAIN, "1.02 times the reference."
+    ),
+    "a block scale halved": Fault(
+        lambda files: files[f"{W1}.weight_scale"].__setitem__(
+            (11, 2), files[f"{W1}.weight_scale"][11, 2] - 8
+        ),
+        rules.BLOCK_SCALE,
+        "row 11",
+    ),
+    "scales of the next block": Fault(
+        lambda files: files[f"{W1}.weight_scale"].__setitem__(
+            slice(16, 80), np.roll(files[f"{W1}.weight_scale"][16:80], -1, 1)
+        ),
+        rules.BLOCK_SCALE,
+        "64 rows (rows 16-79), as wrong scale arithmetic (M12)",
+    ),
+    "a few codes of every row": Fault(
+        _all(f"{W1}.weight", _steps(0.15)), rules.SLIGHTLY_ABOVE, "times the error of an ideal"
+    ),
+    "many codes of every row": Fault(
+        _all(f"{DENSE}.weight", _steps(0.5)), rules.ABOVE_FORMAT, "is off by", DENSE
+    ),
+    "rows truncated": Fault(_truncated, rules.CODES, "rows 0, 4, 8"),
 }
 
 
