@@ -395,9 +395,9 @@ def _scale(name: str, change: Callable[[World, np.ndarray], object], *rules: str
 
 def _at(step: int) -> Callable[[World, np.ndarray], object]:
     def change(world: World, scale: np.ndarray) -> None:
-        large = np.argwhere((scale > 16) & (scale < 100))
+        large = np.argwhere((scale > 16) & (scale < 118))
         row, column = large[int(world.rng.integers(len(large)))]
-        scale[row, column] += step
+        scale[row, column] = int(scale[row, column]) + step
 
     return change
 
