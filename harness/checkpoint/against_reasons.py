@@ -55,6 +55,7 @@ _PROBES = 16  # rows that are looked for among all rows
 _MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
 _MOST_LOOKED_AT = 1 << 22  # elements that are looked at one by one for a cause
 _ROW_OFF = 0.25  # of a row's squares
+_STRONG = 2.0**-4  # of the squares of most rows, or columns
 MOSTLY_VALUES = 0.25  # of plain values that another rounding on the way leaves otherwise
 SORTED_ALIKE = 1 - 2.0**-16  # cosine of sorted values: the same ones
 _FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
@@ -79,6 +80,10 @@ class Reasons:
         other = self._other_tensor(index)
         if other is not None:
             return other
+        if 0 < 2 * int(self._table["bad_rows"][index]) <= int(self._table["height"][index]):
+            reason = self.of_rows(index)
+            if reason is not None:
+                return reason
         self._seen[key] += 1
         if self._seen[key] <= LOOKED_AT:
             self._last[key] = self._tried(index)
@@ -168,7 +173,9 @@ class Reasons:
         ours = row_values(here.rows(0, here.shape[0])).float()
         theirs = row_values(there.rows(first, first + here.shape[0])).float()
         for what, axis in (("row", 1), ("column", 0)):
-            lines = ~(ours != 0).any(axis) & (theirs != 0).any(axis)
+            energy = theirs.double().square().sum(axis)
+            # Weak lines become zeros in a healthy conversion as well.
+            lines = ~(ours != 0).any(axis) & (energy > _STRONG * energy.median())
             if bool(lines.any()) and not bool(lines.all()):
                 told = lines_told(what, [int(i) for i in lines.nonzero()])
                 return Reason(rules.ROWS, f"is zero in {told}, where the reference is not.")
@@ -332,6 +339,8 @@ class Reasons:
         if cosines.max() < SKETCHES_ALIKE or len(pairs[best].unit.name) == 0:
             return None
         ours, theirs = self._panels(index)[0], self._panels(best)[1]
+        if bool((ours == ours.flatten()[0]).all()):
+            return None  # one number throughout is nobody's
         if ours.shape != theirs.shape or cosine(ours, theirs) < ALIKE:
             return None
         name = shown(pairs[best].there)

@@ -25,6 +25,7 @@ from degarble.harness.checkpoint.modules import (
     PLAIN_DTYPES,
     SCALE_OF_DTYPE,
     misnamed,
+    suffix_of,
 )
 from degarble.harness.errors import Refused
 from degarble.harness.formats.block_formats import (
@@ -98,7 +99,9 @@ class ModuleChecks:
                 error.remedy,
             )
             return check
-        seen = tuple((part, each.dtype, each.shape) for part, each in parts.items())
+        seen = tuple(
+            (part, suffix_of(each), each.dtype, each.shape) for part, each in parts.items()
+        )
         key = (parameter.shape, parameter.kind, parameter.row.dtype, parameter.row.name, seen)
         found = self._known.get(key)
         if found is None:

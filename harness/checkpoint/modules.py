@@ -287,6 +287,15 @@ def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
     return None
 
 
+def has_coarse_scales(parts: Mapping[Part, TensorEntry]) -> bool:
+    """Tell FP8 with one scale a tensor or a row: a known form, whose values are not read here."""
+    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
+        return False
+    rows = codes.shape[:1]
+    return scales.shape in ((), (1,), rows, (*rows, 1))
+
+
 def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
     value = parts.pop(Part.CODES)
     scales = sorted(entry.name for part, entry in parts.items() if part is not Part.INPUT_SCALE)

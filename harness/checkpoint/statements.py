@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 FP8_BLOCKS = "FP8 blocks"  # 128x128, whatever the type of its scales
 _SOURCE = "fp8"
+# Methods whose codes are none of the formats that are read here.
+OTHER_METHODS = frozenset(
+    {"bitsandbytes", "awq", "gptq", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
+)
 _MIXED = "MIXED_PRECISION"
 _MOST_PATTERNS = 1000  # with an asterisk or a regular expression; names are looked up
 _LONGEST_PATTERN = 500

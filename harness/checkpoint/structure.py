@@ -31,7 +31,8 @@ from degarble.harness.checkpoint import rules_files
 from degarble.harness.checkpoint import rules_structure as rules
 from degarble.harness.checkpoint.findings import NOWHERE, Finding, Findings, Place
 from degarble.harness.checkpoint.inventory import Inventory, take_inventory
-from degarble.harness.checkpoint.modules import suffix_of
+from degarble.harness.checkpoint.modules import has_coarse_scales, suffix_of
+from degarble.harness.checkpoint.statements import OTHER_METHODS
 from degarble.harness.checkpoint.structure_counts import report_counts
 from degarble.harness.checkpoint.structure_formats import report_formats
 from degarble.harness.checkpoint.structure_indexer import report_indexer_bytes
@@ -66,7 +67,8 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     _report_problems(checkpoint, lost, findings)
     names = checkpoint.names
     report_counts(checkpoint, findings)
-    _report_scale_names(checkpoint.table, findings)
+    formats = _report_scale_names(checkpoint.table, findings)
+    _report_method(checkpoint, formats, findings)
     if checkpoint.model is None:
         _report_no_model(checkpoint, findings)
         _report_forms(checkpoint.table, checkpoint.table.suffixes, findings)
@@ -149,6 +151,14 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
         try:
             table.form(module)
         except Refused as error:
+            if _is_coarse(table, module):
+                findings.add(
+                    rules.COARSE_SCALES,
+                    Place(None, module),
+                    f"{shown(module)} is FP8 with one scale a tensor, or a row: not judged.",
+                    "Nothing, if the engine reads this form.",
+                )
+                continue
             findings.add(
                 rules.UNREADABLE_MODULE,
                 Place(None, module),
@@ -157,8 +167,27 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
             )
 
 
-def _report_scale_names(table: ModuleTable, findings: Findings) -> None:
-    """Report modules whose block scales are named otherwise than most of their format."""
+def _report_method(checkpoint: Checkpoint, formats: Iterable[str], findings: Findings) -> None:
+    """Report a quantisation method whose codes are none of those that are stored."""
+    method = str(checkpoint.quantisation.get("config.json", {}).get("quant_method"))
+    stored = sorted(formats)
+    if method in OTHER_METHODS and stored:
+        findings.add(
+            rules.CONTRADICTS,
+            NOWHERE,
+            f"config.json states quant_method {method}, whose codes are others; modules are"
+            f" {', '.join(stored)}.",
+            "State the method of the tool that wrote them.",
+            stated=method,
+            found=stored,
+        )
+
+
+def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]:
+    """Report modules whose block scales are named otherwise than most of their format.
+
+    Returns the formats that there are.
+    """
     named: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, bits in table.suffixes.items():
         if not bits:
@@ -182,6 +211,14 @@ def _report_scale_names(table: ModuleTable, findings: Findings) -> None:
                     f"Rename it to {shown(module)}{usual}.",
                     wanted=usual,
                 )
+    return named.keys()
+
+
+def _is_coarse(table: ModuleTable, module: str) -> bool:
+    try:
+        return has_coarse_scales(table.parts(module))
+    except Refused:
+        return False
 
 
 def _report_missing(inventory: Inventory, findings: Findings) -> None:

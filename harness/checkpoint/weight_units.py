@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.types import TensorEntry
     from degarble.harness.checkpoint.view import Checkpoint
 
-_NUMBERS = re.compile(r"\d+")
+_NUMBERS = re.compile(r"(?<![^.\[])\d+(?![^.\]])")  # of a layer or an expert; not the digit of `w1`
 _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\b")
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
 _NO_NUMBERS = frozenset({"F4", "C64"})  # codes in pairs, and pairs of numbers

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from degarble.harness.formats.layouts import SWIZZLE_128X4, offset_table
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -411,11 +413,11 @@ def _to(value: int) -> Callable[[World, np.ndarray], object]:
 
 def _swizzled(_world: World, scale: np.ndarray) -> None:
     rows, columns = scale.shape
-    if rows % 32 or columns % 4:
+    if rows % 128 or columns % 4:
         raise LookupError
-    scale[...] = (
-        scale.reshape(rows // 32, 32, columns // 4, 4).transpose(2, 1, 0, 3).reshape(rows, columns)
-    )
+    places = offset_table(SWIZZLE_128X4, rows, columns).numpy()
+    linear = scale.copy()
+    scale.reshape(-1)[places] = linear
 
 
 def _of_rows(
