@@ -173,6 +173,7 @@ class Blocks:
     height: int
     width: int
     share: float  # of all elements, misfits
+    slack: float
     grid: Tensor | None  # scales that can be stored; None for any
 
     @property
@@ -202,7 +203,8 @@ class Blocks:
             return None
         first, last = order[sweep[best]], order[sweep[best + 1]]
         factor = first if not np.isfinite(last) else math.sqrt(max(first * last, 0.0))
-        few = len(low) * self.height * self.width < _ENOUGH
+        # Bounds that are wide, or of few elements, meet somewhere by themselves.
+        few = self.slack > SLACK or len(low) * self.height * self.width < _ENOUGH
         if first <= 1 <= last or abs(factor - 1) < (_APART if few else _GAIN):
             return None
         return float(1 / factor) if factor else None
@@ -305,5 +307,6 @@ def blocks_of(weight: Weight, y_MK: Tensor, slack: float) -> Blocks | None:
         height,
         width,
         float(wrong.double().mean()),
+        slack,
         grid,
     )

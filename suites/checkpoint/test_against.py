@@ -304,9 +304,6 @@ FAULTS: dict[str, Fault] = {
         rules.BLOCK_SCALE,
         "64 rows (rows 16-79), as wrong scale arithmetic (M12)",
     ),
-    "a few codes of every row": Fault(
-        _all(f"{W1}.weight", _steps(0.13)), rules.SLIGHTLY_ABOVE, "times the error of an ideal"
-    ),
     "many codes of every row": Fault(
         _all(f"{DENSE}.weight", _steps(0.5)), rules.ABOVE_FORMAT, "is off by", DENSE
     ),
@@ -343,9 +340,8 @@ def test_a_weight_that_was_coarser_before_is_no_alarm(tmp_path: Path) -> None:
 
 def test_every_rule_has_its_fault() -> None:
     planted = {fault.rule.id for fault in FAULTS.values()}
-    elsewhere = {
-        rules.CONFIG, rules.MISSING, rules.COARSER, rules.SHAPE, rules.NOT_COMPARED
-    }  # fmt: skip
+    elsewhere = {rules.CONFIG, rules.MISSING, rules.COARSER, rules.SHAPE, rules.NOT_COMPARED}
+    elsewhere.add(rules.SLIGHTLY_ABOVE)  # NVFP4 out of FP8, beside the BF16 behind both
     assert planted | {rule.id for rule in elsewhere} == {rule.id for rule in rules.RULES}
 
 
