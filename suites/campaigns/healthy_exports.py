@@ -109,12 +109,12 @@ def _saved(name: str, dtype: str, folder: Path) -> tuple[Path, Path]:
 
 
 def _modelopt(name: str, config: str, folder: Path) -> tuple[Path, Path]:
-    quantization = import_module("modelopt.torch.quantization")
+    quantiser = import_module("modelopt.torch.quantization")
     export = import_module("modelopt.torch.export")
     model = _model(name)
     model.save_pretrained(folder / "source")
     tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(3))
-    quantization.quantize(model, getattr(quantization, config), lambda made: made(tokens))
+    quantiser.quantize(model, getattr(quantiser, config), lambda made: made(tokens))
     export.export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(folder / "made"))
     return folder / "made", folder / "source"
 
