@@ -120,7 +120,8 @@ def _split(
     divisor = torch.ones_like(whole)
     if kernel.first_divided:
         known = torch.where(whole.isinf(), 0.0, whole)
-        divisor = exp2(logit - known).sum(-1, keepdim=True)
+        # Trap: an inexact 2^x of -inf may be NaN.
+        divisor = torch.where(logit.isinf(), 0.0, exp2(logit - known)).sum(-1, keepdim=True)
         if tail is not None:
             divisor = divisor + exp2((tail - known).clamp(max=120.0))
         divisor = torch.where(divisor > 0, divisor, 1.0)
