@@ -113,8 +113,9 @@ class ConventionUsed:
     def sentence(self) -> str:
         """Say it in one sentence."""
         if self.source == LEARNED:
-            count = f"{self.components} components fit it and not the official value"
-            return f"{self.words} ({self.name}: {_spelt(self.value)}, learned: {count})"
+            count = self.components
+            shown = "1 component shows it" if count == 1 else f"{count} components show it"
+            return f"{self.words} ({self.name}: {_spelt(self.value)}, learned: {shown})"
         if self.source == CONTRADICTED:
             return (
                 f"{self.words} ({self.name}: {_spelt(self.value)}) was declared, but the numbers "

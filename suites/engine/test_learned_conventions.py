@@ -84,8 +84,7 @@ def test_a_learned_convention_is_told_with_its_words_and_its_witnesses() -> None
     assert (used.source, used.value, used.components) == (LEARNED, False, 3)
     assert used.sentence == (
         "attention's logits and normalised probabilities: kept in float32 "
-        "(attention_in_storage_dtype: false, learned: 3 components fit it and not the official "
-        "value)"
+        "(attention_in_storage_dtype: false, learned: 3 components show it)"
     )
     assert used.document()["source"] == "learned"
 
@@ -114,6 +113,7 @@ def test_a_fault_under_another_convention_is_the_only_origin() -> None:
     assert [each.source for each in found.conventions] == [LEARNED]
 
 
+@pytest.mark.slow
 def test_a_gain_everywhere_is_no_convention() -> None:
     names = [f"layers.{number}.attn.attend" for number in range(3)]
     for gain in (1.003, 1.02, 1.1):
