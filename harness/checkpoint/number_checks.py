@@ -36,6 +36,7 @@ SUBNORMAL_SHARE = 0.01
 FEW_BLOCKS = 256  # fewer may well agree in what many never agree in
 PILE_UP = 4  # times as many scales at the largest number as at the one below it
 CLIPPED_SHARE = 0.005
+FEWEST_CLIPPED = 16  # blocks: an mse rule may bring a handful to the largest scale
 UNUSED_FACTOR = 16
 NOISE_BITS = 7.985  # bits a byte; uniform noise has 8, normally distributed weights 7.93
 NOISE_SAMPLE = 1 << 19  # bytes of codes: with one row in eight counted, 65,536 bytes
@@ -128,6 +129,7 @@ def _check_range(judging: Judging) -> None:
     subnormal = table["scale_subnormal"] / with_codes
     largest, below = table["scale_at_largest"], np.maximum(table["scale_below_largest"], 1)
     clipped = (largest > CLIPPED_SHARE * with_codes) & (largest > PILE_UP * below)
+    clipped &= largest >= FEWEST_CLIPPED
     in_range = table.of_format("NVFP4") & (blocks >= FEW_BLOCKS)
     checks: tuple[tuple[Rule, NDArray[np.bool_], NDArray[np.float64], str], ...] = (
         (
