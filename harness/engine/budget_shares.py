@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class _Rows:
     proxy: Tensor  # the same, for its tail
     covariance: Tensor  # of the tail [B, B, n, H]
 
-    @property
+    @cached_property
     def signal(self) -> Tensor:
         """Squared lengths of directions."""
         return self.directions.double().square().sum(-1)
