@@ -134,6 +134,9 @@ DEEPSEEK = Consumer(
     {V4: ("official",), V32: ("inference", "official")},
     _PLAIN | _FP8 | {"MXFP4"},
 )
+MIXED = replace(
+    OWN, what="degarble alone; vLLM 0.33 does not read V3.2 with experts in another format"
+)
 LOADERS = (TRANSFORMERS, VLLM, COMPRESSORS, PARAMETERS, DEEPSEEK)
 
 _BOTH = (V4, V32)
@@ -152,7 +155,7 @@ _RECIPES_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
     {
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "official": dict.fromkeys(_BOTH, VLLM),
-        "nvfp4-experts": dict.fromkeys(_BOTH, VLLM),
+        "nvfp4-experts": {V4: VLLM, V32: MIXED},  # V3.2's class knows no moe_quant_algo
         "nvfp4-full": {V4: OWN, V32: VLLM},
     }
 )

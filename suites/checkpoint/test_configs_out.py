@@ -12,7 +12,12 @@ from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint import configs_out
-from degarble.harness.checkpoint.configs_out import companions, config_files, is_weight_only
+from degarble.harness.checkpoint.configs_out import (
+    companions,
+    config_files,
+    declared,
+    is_weight_only,
+)
 from degarble.harness.checkpoint.quantise_job import target_layout, weight_only
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 
@@ -123,3 +128,17 @@ def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setattr(configs_out, "MOST_COMPANIONS", 8)
     assert "vocab.json" in companions(source, taken=())[1]
+
+
+def test_v32_in_nvfp4_tells_vllm_what_it_fuses_and_leaves_alone() -> None:
+    """vLLM passes hf_quant_config.json of another producer over, and asks for fused names."""
+    layout = target_layout(TINY_V32, recipe_named("nvfp4-full", TINY_V32))
+    stated, beside = declared(TINY_V32, layout)
+    assert stated is not None
+    assert beside is not None
+    assert (stated["quant_method"], stated["quant_algo"]) == ("modelopt", "NVFP4")
+    added = set(stated["ignore"]) - set(beside["quantization"]["exclude_modules"])
+    assert {name.partition(".self_attn.")[2] for name in added} == {
+        "fused_qkv_a_proj",
+        "indexer.wk_weights_proj",
+    }

@@ -1,0 +1,71 @@
+"""vLLM's own loaders take what `convert` and `quantise` write for them: each name, each parameter.
+
+Real extents matter here (blocks of 128), so the sources are synthetic; the trained small models are
+loaded by the campaign suites/campaigns/consumers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from degarble.harness.checkpoint.convert.job import convert
+from degarble.harness.checkpoint.convert.prove import prove
+from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.suites.checkpoint.structure_cases import V4, V32
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.vllm
+
+CONFIGS: dict[str, Any] = {
+    "v4": replace(V4, head_dim=512, index_head_dim=128, num_nextn_predict_layers=0),
+    "v32": replace(V32, num_nextn_predict_layers=0),
+}
+# (family, layout of the source): what it is converted to; an empty word: as it is.
+READ = {
+    ("v4", "bf16"): ("", "fp8-block", "fused-compressor"),
+    ("v4", "official"): ("", "bf16", "fp8-block", "fused-compressor"),
+    ("v4", "nvfp4-experts"): ("", "bf16", "fp8-block", "fused-compressor"),
+    ("v4", "nvfp4-full"): ("bf16", "fp8-block"),
+    ("v32", "bf16"): ("", "fp8-block"),
+    ("v32", "official"): ("", "bf16", "fp8-block"),
+    ("v32", "nvfp4-experts"): ("bf16", "fp8-block"),
+    ("v32", "nvfp4-full"): ("bf16", "fp8-block"),
+}
+
+
+def test_vllm_reads_what_is_written_for_it(tmp_path: Path) -> None:
+    folders = []
+    for (family, layout), targets in READ.items():
+        source = tmp_path / f"{family}-{layout}"
+        write_checkpoint(source, Synthetic(CONFIGS[family], layout, seed=5))
+        for to in targets:
+            folders.append(tmp_path / f"{family}-{layout}-{to}" if to else source)
+            if to:
+                convert(source, folders[-1], to)
+                assert prove(source, folders[-1]).holds
+    told = loaded(tmp_path / "out", folders)
+    assert {each["checkpoint"] for each in told} == {folder.name for folder in folders}
+    assert [each for each in told if "error" in each or each["missing"] or each["unexpected"]] == []
+    assert all(each["parameters"] > 30 for each in told)
+
+
+def test_names_of_nobody_are_refused_by_vllm(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(CONFIGS["v4"], "nvfp4-full", seed=5))
+    (told,) = loaded(tmp_path / "out", [tmp_path / "c"])
+    assert "error" in told
+
+
+def loaded(out: Path, folders: list[Path]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
+    done = subprocess.run(
+        [*command, *map(str, folders)], capture_output=True, text=True, check=True, timeout=900
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check')]
