@@ -36,6 +36,9 @@ class RandomModel:
     calls: tuple[int, ...]  # tokens of each call; the whole sequence is computed in one as well
     refused: str | None = None  # the field that our reader names, if it refuses
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", tuple(self.calls))  # JSON has lists
+
     @property
     def length(self) -> int:
         """Tokens of the sequence."""

@@ -3,7 +3,7 @@
 Its code asks for float32 by name inside norms, rotations, softmax and routing, which would hide
 errors below 1e-6 and turn near-ties of a top-k the other way. While a model is built and run those
 names mean float64. Equal scores are taken in order, as ours are: theirs leaves that open.
-Run as a process of its own, it reads and writes pickles of our own making.
+Run as a process of its own, it reads asked.json of a folder and leaves its answers there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
+
+from degarble.suites.references.random_models import RandomModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
-
-    from degarble.suites.references.random_models import RandomModel
 
 warnings.filterwarnings("ignore")
 
@@ -136,15 +137,18 @@ def _fill(model: Any, generator: torch.Generator) -> None:
 
 
 def main() -> None:
-    """Answer every case of one file in another; checkpoints go where the cases say."""
-    source, target = map(Path, sys.argv[1:])
+    """Answer every case of one folder there: checkpoints, tensors, and ropes."""
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    asked = torch.load(source, weights_only=False)
-    made = {
-        "models": [answer(model, Path(folder)) for model, folder in asked["models"]],
-        "ropes": [rope_of(stated) for stated in asked["ropes"]],
-    }
-    torch.save(made, target)
+    asked = json.loads((folder / "asked.json").read_text("utf-8"))
+    for name, fields in asked["models"].items():
+        made = answer(RandomModel(**fields), folder / name)
+        save_file(
+            {key: tensor.contiguous().clone() for key, tensor in made.items()},
+            folder / f"{name}.safetensors",
+        )
+    ropes = [rope_of(stated) for stated in asked["ropes"]]
+    (folder / "ropes.json").write_text(json.dumps(ropes), "utf-8")
 
 
 if __name__ == "__main__":

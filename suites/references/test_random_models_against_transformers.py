@@ -6,16 +6,18 @@ windows of a compressor; a sequence is computed whole, in chunks and by single t
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from degarble.harness.anatomy.config import V32Config
 from degarble.harness.anatomy.config_json import config_from_dict, config_to_dict
@@ -52,12 +54,11 @@ class Answers:
 
 def ask(models: dict[str, RandomModel], folder: Path, ropes: list[Any]) -> Answers:
     """Let transformers build, save and run models in a process of its own."""
-    asked, answered = folder / "asked.pt", folder / "answers.pt"
-    paired = [(model, str(folder / name)) for name, model in models.items()]
-    torch.save({"models": paired, "ropes": ropes}, asked)
+    asked = {"models": {name: asdict(model) for name, model in models.items()}, "ropes": ropes}
+    (folder / "asked.json").write_text(json.dumps(asked), "utf-8")
     module = "degarble.suites.references.random_oracle"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, str(asked), str(answered)],
+        [sys.executable, "-W", "ignore", "-m", module, str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -65,8 +66,8 @@ def ask(models: dict[str, RandomModel], folder: Path, ropes: list[Any]) -> Answe
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(answered, weights_only=False)
-    return Answers(models, folder, dict(zip(models, found["models"], strict=True)), found["ropes"])
+    tensors = {name: load_file(folder / f"{name}.safetensors") for name in models}
+    return Answers(models, folder, tensors, json.loads((folder / "ropes.json").read_text("utf-8")))
 
 
 @pytest.fixture(scope="module")
