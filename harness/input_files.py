@@ -42,8 +42,11 @@ def read_small_file(path: Path, largest: int) -> bytes:
     """Read a whole regular file of at most `largest` bytes."""
     with regular_file(path) as (descriptor, status):
         if status.st_size > largest:
+            most = (
+                f"at most {largest >> 20} MiB" if largest >= 1 << 20 else f"at most {largest} bytes"
+            )
             raise UnreadableFile(
-                _named(path), status.st_size, f"at most {largest} bytes", "Point to the right file."
+                _named(path), f"{status.st_size:,} bytes", most, "Point to the right file."
             )
         return read_span(path, descriptor, status.st_size, 0)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _INTEGERS = ("I64", "I32", "I16", "I8", "U32", "U16", "U8")
 _FROM_OUTSIDE = ("tokens", "positions", "offsets")
 _CHOSEN = ("experts", "chosen")
+_SCALES = ("block_scale", "tensor_scale")  # of codes: in tiles, or one for all rows
 _MOST = 1 << 31
 
 
@@ -64,7 +65,7 @@ def _require_rows(call: Call, component: Component) -> None:
     rows: dict[str, int] = {}
     for each in component.inputs:
         kept = call.inputs.get(each.name)
-        if kept is None or each.name in apart:
+        if kept is None or each.name in apart or each.name in _SCALES:
             continue
         if not kept.shape or not kept.shape[0]:
             raise malformed(_named(call, each.name), list(kept.shape), "a row for each token")

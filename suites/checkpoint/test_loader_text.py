@@ -298,7 +298,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path, official: Checkpoint
         read_loader_map(str(_folder(tmp_path / "folder.yaml")), official)
     with path.open("wb") as file:
         file.truncate((16 << 20) + 1)
-    with pytest.raises(UnreadableFile, match="at most 16777216 bytes"):
+    with pytest.raises(UnreadableFile, match="at most 16 MiB"):
         read_loader_map(str(path), official)
 
 

@@ -20,6 +20,7 @@ import pytest
 import safetensors
 import torch
 
+from degarble.harness import input_files
 from degarble.harness.anatomy.layouts import layout_named
 from degarble.harness.checkpoint import json_scan, safetensors_file
 from degarble.harness.checkpoint.view import Checkpoint
@@ -247,7 +248,7 @@ def test_a_parser_that_crashes_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_parser_that_writes_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = safetensors_file.read_small_file
+    honest = input_files.read_small_file
     written = folder.parent / "written"
 
     def write(path: Path, largest: int) -> bytes:

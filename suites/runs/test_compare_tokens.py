@@ -60,7 +60,7 @@ def captured(folder: Path, cuts: Sequence[int], odd: str = "", ids: Sequence[int
             return {**outputs, "out": out}
 
         bound.calls[odd] = spoilt
-    write(InMemoryRun.again(bound, steps(cuts, ids)), folder, {"source": "one"})
+    write(InMemoryRun.again(bound, steps(cuts, ids)), folder, {"weights": "one"})
     return folder
 
 
