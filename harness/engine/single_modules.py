@@ -100,6 +100,11 @@ class Twin:
         held = self._weights.get(component, {}).get(_WEIGHT)
         return held is not None and getattr(held, "dtype", None) not in _NARROW
 
+    def judges_rows(self, component: str, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a component computes each row by itself, and some rows are finite."""
+        known = component in self._weights and component not in self._definitions
+        return known and set(inputs) == {_IN} and bool(_finite_rows(inputs[_IN]).any())
+
     def judge(
         self,
         component: str,
@@ -118,6 +123,9 @@ class Twin:
         x, out = inputs[_IN], outputs[_OUT]
         if out.dtype not in OUTPUTS:
             return None
+        sound = _finite_rows(x)
+        if not bool(sound.all()) and x.shape[:-1] == out.shape[:-1]:
+            x, out = x[sound], out[sound]  # a product gives each row by itself
         bias = self._weights[component].get(_BIAS)
         product = Product.of(x, self._operand(component), out.dtype, bias)
         if values:
@@ -206,9 +214,8 @@ class Checked:
         for each in self.troubles:
             told += each.lines()
         if self.inherited:
-            told.append(
-                f"Not judged, given values that are not finite: {', '.join(self.inherited)}"
-            )
+            names = ", ".join(self.inherited)
+            told.append(f"Rows that were given values that are not finite were not judged: {names}")
         if self.unjudged:
             told.append(f"Not judged, nobody said what they compute: {', '.join(self.unjudged)}")
         return told
@@ -287,7 +294,8 @@ class _Work:
             self.first = f"{name} in step {call.step}"
         if spoilt:
             self.inherited[name] = True
-            return
+            if not self._twin.judges_rows(name, inputs):
+                return
         found = self._twin.judge_call(self._run, call, self._values, explain=False)
         if found is None:
             self.unjudged[name] = True
@@ -332,6 +340,10 @@ class _Work:
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:
     return any(each.ndim and not each.shape[0] for each in tensors.values())
+
+
+def _finite_rows(x: Tensor) -> Tensor:
+    return x.isfinite().all(-1) if x.dtype.is_floating_point else torch.ones(x.shape[:-1]).bool()
 
 
 def _all_finite(tensors: Mapping[str, Tensor]) -> bool:

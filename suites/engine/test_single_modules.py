@@ -113,6 +113,22 @@ def test_definitions_and_values_that_are_not_finite() -> None:
     assert found.first_not_finite == "m0 in step 0"
 
 
+def test_a_row_that_is_not_finite_hides_no_fault_of_the_others() -> None:
+    torch.manual_seed(5)
+    linear = nn.Linear(64, 32, bias=False)
+    stored = {"linear": linear.weight.detach().clone()}
+    x = torch.randn(20, 64)
+    x[7] = math.nan
+    healthy = api.check(api.capture(linear, x), stored)
+    assert (healthy.troubles, healthy.inherited) == ((), ("linear",)), str(healthy)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    found = api.check(api.capture(linear, x), stored)
+    assert [each.cause and each.cause.fault for each in found.troubles] == ["M43.whole"]
+    x[:] = math.nan
+    assert api.check(api.capture(linear, x), stored).verdict is api.Verdict.UNDECIDED
+
+
 def test_what_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     run = api.capture(model, torch.randn(5, 8))
