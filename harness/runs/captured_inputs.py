@@ -49,10 +49,8 @@ def require_usable_inputs(
             if each.via in _FROM_OUTSIDE:
                 most = vocabulary if each.via == "tokens" else _MOST
                 _require_indices(capture, call, each.name, kept, most)
-            elif each.name in _CHOSEN and kept.dtype not in _INTEGERS:
-                raise malformed(
-                    _named(call, each.name), kept.dtype, f"one of {', '.join(_INTEGERS)}"
-                )
+            elif each.name in _CHOSEN:
+                _require_choices(call, each.name, kept)
         if not filtered:
             _require_offsets(capture, call)
 
@@ -65,7 +63,11 @@ def _require_rows(call: Call, component: Component) -> None:
     rows: dict[str, int] = {}
     for each in component.inputs:
         kept = call.inputs.get(each.name)
-        if kept is None or each.name in apart or each.name in _SCALES:
+        if kept is None or each.name in _SCALES:
+            continue
+        if each.name in apart:
+            if kept.dtype not in _INTEGERS and len(kept.shape) < 2:
+                raise malformed(_named(call, each.name), list(kept.shape), "several values a row")
             continue
         if not kept.shape or not kept.shape[0]:
             raise malformed(_named(call, each.name), list(kept.shape), "a row for each token")
@@ -75,6 +77,12 @@ def _require_rows(call: Call, component: Component) -> None:
         rows[each.name] = kept.shape[0]
     if len(set(rows.values())) > 1:
         raise malformed(f"call {call.number} ({call.component})", rows, "inputs of as many rows")
+
+
+def _require_choices(call: Call, name: str, kept: Kept) -> None:
+    if kept.dtype not in _INTEGERS or len(kept.shape) != 2:
+        found = f"{kept.dtype} {list(kept.shape)}"
+        raise malformed(_named(call, name), found, "integers, several a row")
 
 
 def _require_indices(capture: Capture, call: Call, name: str, kept: Kept, most: int) -> None:

@@ -63,7 +63,9 @@ def test_a_healthy_run_is_taken(healthy: Capture) -> None:
         (ATTEND, "q", torch.zeros(11), "several values a row"),
         ("layers.1.attn.wq_a", "x", torch.zeros(11, 128, 1), "several values a row"),
         ("embed", "tokens", torch.full((11,), TINY_V4.vocab_size), "below 64"),
-        ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2), "one of I64"),
+        ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2), "integers, several a row"),
+        ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2, 1).long(), "several a row"),
+        ("layers.1.attn.attend", "state_window", torch.zeros(4), "several values a row"),
     ],
 )
 def test_an_input_that_no_run_had_is_refused(
