@@ -32,7 +32,7 @@ class Changed:
     """A capture in which one input of one call is another tensor."""
 
     def __init__(self, capture: Capture, component: str, name: str, value: Tensor) -> None:
-        (call, *_) = capture.by_component()[component]
+        call = next(each for each in capture.by_component()[component] if name in each.inputs)
         kept: Kept = call.inputs[name]._replace(
             dtype={torch.int64: "I64", torch.float32: "F32"}[value.dtype], shape=tuple(value.shape)
         )
@@ -65,7 +65,7 @@ def test_a_healthy_run_is_taken(healthy: Capture) -> None:
         ("embed", "tokens", torch.full((11,), TINY_V4.vocab_size), "below 64"),
         ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2), "integers, several a row"),
         ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2, 1).long(), "several a row"),
-        ("layers.1.attn.attend", "state_window", torch.zeros(4), "several values a row"),
+        (ATTEND, "state_window", torch.zeros(4), "several values a row"),
     ],
 )
 def test_an_input_that_no_run_had_is_refused(
