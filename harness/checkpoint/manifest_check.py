@@ -2,27 +2,31 @@
 
 Every byte is read once more and hashed, at about 1 GB/s a thread. A shard whose hash differs is
 hashed tensor by tensor, so that the finding names what was changed. Other tools' manifests, and
-shards of holes without a hash, have nothing to verify.
+shards of holes without a hash, have nothing to verify. Of a checkpoint that is audited a difference
+is a finding; a reference with one is refused, since it would put its own damage down to others.
 """
 
 from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint import rules_files as rules
 from degarble.harness.checkpoint.findings import Findings, Place
 from degarble.harness.checkpoint.manifest import MANIFEST, Manifest, hash_of_file, read_object
+from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
 from degarble.harness.checkpoint.types import shown
-from degarble.harness.errors import Refused
+from degarble.harness.errors import Refused, UnreadableFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from degarble.harness.checkpoint.findings import Finding
     from degarble.harness.checkpoint.view import Checkpoint
 
+_COMPARED = frozenset({CONFIG, HF_QUANT_CONFIG})  # of the files beside the shards
 _REMEDY = "Write or copy the checkpoint again; remove manifest.json where the change was meant."
 
 
@@ -59,10 +63,64 @@ def judge_manifest(
         return findings.sorted()
     if manifest is None:
         return None
-    stated: dict[str, tuple[int, str | None]] = {
-        name: (each.nbytes, each.sha256) for name, each in manifest.files.items()
-    }
-    stated |= {name: (each.nbytes, each.sha256) for name, each in manifest.shards.items()}
+    for name, why in _changed_files(checkpoint, manifest, _stated(manifest), threads, progress):
+        _report(checkpoint, manifest, name, why, findings)
+    return findings.sorted()
+
+
+def require_as_written(
+    reference: Checkpoint, threads: int, progress: Callable[[int], None]
+) -> bool:
+    """Refuse a reference whose shards or configs are not those of its manifest.
+
+    Return whether there was something to verify. Files that no comparison reads are left out.
+    """
+    try:
+        manifest = manifest_of(reference)
+    except Refused as error:
+        name = f"{MANIFEST} of the reference {shown(str(reference.root))}"
+        raise UnreadableFile(name, error.value, error.expectation, error.remedy) from error
+    if manifest is None:
+        return False
+    read = manifest.shards.keys() | _COMPARED
+    stated = {name: each for name, each in _stated(manifest).items() if name in read}
+    changed = list(_changed_files(reference, manifest, stated, threads, progress))
+    if not changed:
+        return True
+    name, why = changed[0]
+    differ = _differ(_changed_tensors(reference, manifest, name))
+    raise UnreadableFile(
+        f"the reference's file {shown(str(reference.root / name))}"
+        + (f", of {len(changed)} that were changed," if len(changed) > 1 else ""),
+        f"{differ}; {why}" if differ else why,
+        f"the content that the reference's {MANIFEST} states",
+        f"Run `degarble audit {quote(str(reference.root))}`, which tells every change, and write or"
+        f" copy the reference again; remove its {MANIFEST} where the change was meant.",
+    )
+
+
+def _differ(tensors: list[str]) -> str:
+    """Count tensors that were changed; nothing of none."""
+    if not tensors:
+        return ""
+    many = f"{len(tensors)} tensors differ" if len(tensors) > 1 else "1 tensor differs"
+    return f"{many}, {shown(tensors[0])} first"
+
+
+def _stated(manifest: Manifest) -> dict[str, tuple[int, str | None]]:
+    """Return size and hash of every file."""
+    files = {name: (each.nbytes, each.sha256) for name, each in manifest.files.items()}
+    return files | {name: (each.nbytes, each.sha256) for name, each in manifest.shards.items()}
+
+
+def _changed_files(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    stated: Mapping[str, tuple[int, str | None]],
+    threads: int,
+    progress: Callable[[int], None],
+) -> Iterator[tuple[str, str]]:
+    """Hash files again; yield the name of each that differs, and how."""
 
     def verify(name: str) -> str | None:
         path, (nbytes, sha256) = checkpoint.root / name, stated[name]
@@ -81,15 +139,14 @@ def judge_manifest(
     with ThreadPoolExecutor(threads) as pool:
         for name, why in zip(stated, pool.map(verify, stated), strict=True):
             if why is not None:
-                _report(checkpoint, manifest, name, why, findings)
-    return findings.sorted()
+                yield name, why
 
 
 def _report(
     checkpoint: Checkpoint, manifest: Manifest, name: str, why: str, findings: Findings
 ) -> None:
     changed = _changed_tensors(checkpoint, manifest, name)
-    where = f": {len(changed)} tensors differ, {shown(changed[0])} first" if changed else ""
+    where = f": {_differ(changed)}" if changed else ""
     findings.add(
         rules.MANIFEST,
         Place(changed[0] if changed else None),

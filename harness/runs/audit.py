@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.findings import in_order, ranges_told
-from degarble.harness.checkpoint.manifest_check import bytes_hashed, judge_manifest
+from degarble.harness.checkpoint.manifest_check import (
+    bytes_hashed,
+    judge_manifest,
+    require_as_written,
+)
 from degarble.harness.checkpoint.rules import Level
 from degarble.harness.checkpoint.structure import audit_structure
 from degarble.harness.checkpoint.types import ProblemKind
@@ -225,7 +229,7 @@ class _Steps:
         self._loader: LoaderProof | None = None
         self._beside: Beside | None = None
         self._subject = _subject(checkpoint, wanted.path)
-        self._hashes = ""
+        self._hashes = self._reference_hashes = ""
 
     def look_at_structure(self) -> None:
         """Judge files, names, shapes, dtypes, partners, and what the config promises."""
@@ -269,9 +273,13 @@ class _Steps:
         total = self._subject.nbytes + bytes_hashed(self._checkpoint)
         if self._reference is not None:
             total += bytes_against(self._checkpoint, self._reference)  # refuses another model
+            total += bytes_hashed(self._reference)
         progress.expect(total)
         progress.step("hashes")
         threads = workers if isinstance(workers, int) else 1
+        if self._reference is not None:
+            verified = require_as_written(self._reference, threads, progress.advance)
+            self._reference_hashes = " The reference's hashes were verified." if verified else ""
         changed = judge_manifest(self._checkpoint, threads, progress.advance)
         self._findings += changed or []
         self._hashes = "" if changed is None else " The hashes of manifest.json were verified."
@@ -309,6 +317,7 @@ class _Steps:
         self._beside = Beside(name, identity_of(reference), table)
         alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
         rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
+        rest += self._reference_hashes
         self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
 
     def audit(self) -> Audit:

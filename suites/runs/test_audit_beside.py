@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from degarble.harness.runs.audit import Wanted, audit
 from degarble.harness.runs.audit_beside import beside_document, beside_roles, cosines, farthest
 from degarble.harness.runs.audit_spread import compared
 from degarble.harness.runs.audit_weights import weight_blocks
+from degarble.suites.checkpoint.planted_numbers import Bytes
 from degarble.suites.cli.calls import call
 from degarble.suites.runs.audit_cases import healthy_checkpoint, sick_checkpoint
 from degarble.suites.runs.cluster_cases import PlayedCluster
@@ -41,7 +43,7 @@ def test_a_checkpoint_beside_itself_agrees(
     done = call(capsys, "--json", "audit", healthy, "--against", healthy)
     document = done.document
     assert done.status == 0
-    assert document["judged"]["against"].endswith("/s).")
+    assert document["judged"]["against"].endswith("/s). The reference's hashes were verified.")
     assert document["against"]["weights"] == document["numbers"]["weights"]
     assert all(role["error"] == [0, 0, 0] for role in document["against"]["roles"])
     assert document["against"]["farthest"] == []
@@ -133,3 +135,25 @@ def test_what_is_no_reference_is_refused_before_the_walk(
     assert done.status == 2, done.err
     assert "expected" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_damaged_reference_is_refused_before_the_walk(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("numbers were read")
+
+    _, healthy = folders
+    damaged = tmp_path / "damaged"
+    shutil.copytree(healthy, damaged)
+    Bytes(damaged)["layers.1.attn.wkv.weight"][0, 0] ^= 1
+    monkeypatch.setattr("degarble.harness.runs.audit_spread.measured", never)
+    done = call(capsys, "--json", "audit", healthy, "--against", damaged)
+    assert done.status == 2, done.err
+    assert done.document["verdict"] == "REFUSED"
+    assert "the reference's file" in done.err
+    assert "layers.1.attn.wkv.weight" in done.err
+    assert f"degarble audit {damaged}" in done.err
