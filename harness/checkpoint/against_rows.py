@@ -225,7 +225,8 @@ def _take_sketch(found: Compared, begin: int, x_MK: Tensor, y_MK: Tensor) -> Non
         places = (np.arange(columns) * 7919 + number * 104729) % x_MK.shape[1]
         kept = slice(number * columns, (number + 1) * columns)
         for side, values in enumerate((x_MK, y_MK)):
-            found.sketches[side, kept] = values[row][torch.from_numpy(places)].numpy()
+            # Trap: numpy warns where it widens a signalling NaN, which torch does silently.
+            found.sketches[side, kept] = values[row][torch.from_numpy(places)].double().numpy()
 
 
 def _scales(weight: Weight) -> tuple[float, float]:

@@ -390,3 +390,15 @@ def test_workers_and_parts_make_the_same_table() -> None:
     assert json.loads(json.dumps(rows)) == rows
     assert set(DESCRIPTIONS) < set(rows[W1])
     assert math.isclose(rows[W1]["over_floor"], 1.0, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [0x7F81, 0x7FC1, 0xFF81])
+def test_nan_of_every_kind_is_told_without_a_warning(tmp_path: Path, bits: int) -> None:
+    """A signalling NaN (the top bit of its fraction is 0) raises a flag where it is widened."""
+    shutil.copytree(source("bf16"), tmp_path / "c")
+    Bytes(tmp_path / "c").set(f"{DENSE}.weight", bits)
+    findings, table = compared(tmp_path / "c", source("bf16"))
+    assert np.isnan(table.sketches).any()
+    assert DENSE in {each.module for each in findings if each.rule == rules.NOT_FINITE.id}
+    _, turned = compared(source("bf16"), tmp_path / "c")
+    assert np.isnan(turned.sketches).any()
