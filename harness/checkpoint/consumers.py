@@ -7,7 +7,8 @@ it knows `mlp.shared_experts.gate_proj` and `mlp.experts.gate_up_proj`.
 
 Sources: transformers 5.20 conversion_mapping.py and _keys_to_ignore_on_load_unexpected; vLLM 0.33
 models/deepseek_v4/nvidia/model.py and models/deepseek_v32; DeepSeek-V4-Pro inference/model.py and
-DeepSeek-V3.2-Exp inference/convert.py. The suites load every target in transformers and in vLLM.
+DeepSeek-V3.2-Exp inference/convert.py. An entry names transformers or vLLM only where a suite loads
+what is written in it; an entry whose names alone are known says so.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _way(layout: Layout) -> tuple[object, ...]:
     return layout.spelling, layout.fusions
 
 
+_NAMES_ONLY = " (names only: none was seen to load it)"
 _IGNORED = "transformers does not load drafters"
 TRANSFORMERS = Consumer(
     "transformers",
@@ -98,16 +100,13 @@ VLLM = Consumer(
     {V4: ("official",), V32: ("official",)},
     _PLAIN | _FP8 | {"MXFP4", "NVFP4"},
 )
-PLUGIN = replace(
-    VLLM,
-    name="vLLM with degarble's plugin",
-    what="vLLM 0.33 with `--quantization degarble`, whose kernels take W4A16",
-)
-# vLLM builds V4's compressors unquantised, and the plugin refuses quantised ones by name.
+# Named as vLLM reads them, and yet vLLM 0.33 loads none: it builds V4's compressors unquantised and
+# has no moe_quant_algo for V3.2; V3.2's nvfp4-full stops at layers.0.mlp.down_proj.input_scale,
+# its weight-only NVFP4 leaves input scales unwritten, V4's nvfp4-lossless has other shapes.
 OWN = replace(
     VLLM,
     name="degarble",
-    what="degarble alone (generate, serve, check); no engine builds V4's compressors in NVFP4",
+    what="degarble (generate, serve, check; no other loader was seen to load it)",
 )
 COMPRESSORS = replace(
     VLLM,
@@ -118,13 +117,14 @@ COMPRESSORS = replace(
 PARAMETERS = replace(
     VLLM,
     name="vLLM's parameters",
-    what="a loader that copies vLLM 0.33's parameters by their own names",
+    what="a loader that copies vLLM 0.33's parameters by their own names" + _NAMES_ONLY,
     reads={V4: ("vllm",), V32: ("vllm",)},
 )
 DEEPGEMM = replace(
     VLLM,
     name="DeepGEMM's operand",
-    what="an engine of your own that hands wo_a to DeepGEMM as stored; the rest as vLLM reads it",
+    what="an engine of your own that hands wo_a to DeepGEMM as stored; the rest as vLLM reads it"
+    + _NAMES_ONLY,
     reads={V4: ("official",)},
     deepgemm_wo_a=True,
 )
@@ -134,9 +134,6 @@ DEEPSEEK = Consumer(
     {V4: ("official",), V32: ("inference", "official")},
     _PLAIN | _FP8 | {"MXFP4"},
 )
-MIXED = replace(
-    OWN, what="degarble alone; vLLM 0.33 does not read V3.2 with experts in another format"
-)
 LOADERS = (TRANSFORMERS, VLLM, COMPRESSORS, PARAMETERS, DEEPSEEK)
 
 _BOTH = (V4, V32)
@@ -144,8 +141,8 @@ _WRITTEN_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
     {
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "fp8-block": dict.fromkeys(_BOTH, VLLM),
-        "nvfp4": {V4: OWN, V32: VLLM},
-        "nvfp4-lossless": {V4: PLUGIN, V32: VLLM},
+        "nvfp4": dict.fromkeys(_BOTH, OWN),
+        "nvfp4-lossless": dict.fromkeys(_BOTH, OWN),
         "deepgemm-wo-a": dict.fromkeys(_BOTH, DEEPGEMM),
         "fused-compressor": dict.fromkeys(_BOTH, COMPRESSORS),
         "vllm": dict.fromkeys(_BOTH, PARAMETERS),
@@ -155,8 +152,8 @@ _RECIPES_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
     {
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "official": dict.fromkeys(_BOTH, VLLM),
-        "nvfp4-experts": {V4: VLLM, V32: MIXED},  # V3.2's class knows no moe_quant_algo
-        "nvfp4-full": {V4: OWN, V32: VLLM},
+        "nvfp4-experts": {V4: VLLM, V32: OWN},
+        "nvfp4-full": dict.fromkeys(_BOTH, OWN),
     }
 )
 

@@ -83,7 +83,7 @@ def load(seed: int) -> CaseResult:
             return CaseResult(seed, kind, "refused", str(error).partition(": expected")[0])
         if row.consumer == TRANSFORMERS.name:
             return _in_transformers(seed, kind, target)
-        if "vLLM" not in row.consumer or row.to == "vllm" or "plugin" in row.consumer:
+        if "vLLM" not in row.consumer or row.to == "vllm":
             return CaseResult(seed, kind, "no loader", "names proven, loaded by nobody")
         if row.to in _FP8 or row.recipe in _FP8:
             return CaseResult(seed, kind, "other suite", "FP8: loaded from synthetic models")

@@ -11,6 +11,7 @@ from degarble.harness.anatomy.layouts import LAYOUTS, layout_named
 from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.anatomy.tensors import tensors_of
 from degarble.harness.checkpoint.consumers import (
+    COMPRESSORS,
     LOADERS,
     TRANSFORMERS,
     V4,
@@ -24,9 +25,11 @@ from degarble.harness.checkpoint.consumers import (
 from degarble.harness.checkpoint.convert.registry import CONVERSIONS
 from degarble.harness.errors import UnknownName
 from degarble.suites.anatomy.configs import TINY_V4, TINY_V32
+from degarble.suites.plugins.vllm.test_installed_loaders import READ
 
 if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
+    from degarble.harness.checkpoint.consumers import Consumer
 
 PAGE = Path(__file__).parents[2] / "docs" / "consumers.md"
 READ_BY_NONE = {(V4, "nvfp4-full"), (V4, "compressed-tensors")}
@@ -41,6 +44,23 @@ def test_every_target_and_recipe_has_a_consumer_and_the_page_names_it() -> None:
         consumer_of("bf17", V4)
     with pytest.raises(UnknownName):
         consumer_of_recipe("nvfp4-ful", V4)
+
+
+def test_what_is_declared_to_vllm_was_loaded_in_it() -> None:
+    """V3.2's NVFP4 and V4's nvfp4-lossless were declared to vLLM, which loads neither."""
+    for short, family in (("v4", V4), ("v32", V32)):
+        loaded = {(layout, to) for (each, layout), known in READ.items() if each == short
+                  for to in known}  # fmt: skip
+        declared = {to for to in CONVERSIONS if _is_vllms(consumer_of(to, family), family)}
+        recipes = {
+            each for each in RECIPE_NAMES if _is_vllms(consumer_of_recipe(each, family), family)
+        }
+        assert declared <= {to for _, to in loaded}
+        assert recipes <= {layout for layout, to in loaded if not to}
+
+
+def _is_vllms(consumer: Consumer, family: str) -> bool:
+    return consumer in (VLLM, COMPRESSORS) and family in consumer.reads
 
 
 def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
