@@ -3,8 +3,9 @@
     python -m degarble.suites.campaigns.consumers --jobs 2 --out DIR [--vllm .venv-vllm/bin/python]
 
 One case is a trained small model, a recipe and a target. transformers loads it as a user would and
-computes; vLLM's own loader fills its parameters, and the references compute with these. Without
-`--vllm` its cases are left out and said so. About 20 s a case on one core.
+computes; vLLM's own loader fills its parameters, and the references compute with these. A row that
+was not loaded is printed as "not shown" with the reason. `--consumer transformers` runs the rows
+of one consumer and lists the others as not run. About 20 s a case on one core.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
@@ -37,6 +38,11 @@ from degarble.suites.checkpoint.convert.loading_cases import (
     perplexity,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
 TRAINED = Path(tiny.__file__).parent / "v1"
 FAMILIES = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
 TOKENS = 256
@@ -45,6 +51,8 @@ VLLM = "DEGARBLE_VLLM_PYTHON"
 # Blocks of 128 rows: vLLM's fused parameters cut through those of models as narrow as these, so
 # FP8 is loaded from synthetic models by suites/plugins/vllm/test_installed_loaders.py.
 _FP8 = frozenset({"official", "nvfp4-experts", "fp8-block"})
+NOT_SHOWN = frozenset({"refused", "no loader", "other suite", "no vLLM", "not read back", "died"})
+HEAD = "| family | recipe | --to | consumer | missing | unexpected | ours | its own | result |"
 
 
 class Asked(NamedTuple):
@@ -61,6 +69,11 @@ class Asked(NamedTuple):
         found = consumer_of(self.to, family) if self.to else consumer_of_recipe(self.recipe, family)
         return found.name
 
+    @property
+    def cells(self) -> str:
+        """What is known of a row before it runs."""
+        return f"{self.family} | {self.recipe} | {self.to or '-'} | {self.consumer}"
+
 
 def asked() -> list[Asked]:
     """List every row."""
@@ -74,13 +87,16 @@ def asked() -> list[Asked]:
 
 def load(seed: int) -> CaseResult:
     """Write one row's checkpoint, and load it in its consumer."""
-    row = asked()[seed % len(asked())]
+    row = asked()[seed]
     kind = f"{row.family} {row.recipe} {row.to or 'as quantised'} ({row.consumer})"
     with tempfile.TemporaryDirectory() as folder:
         try:
             target = _written(row, Path(folder))
         except Refused as error:
-            return CaseResult(seed, kind, "refused", str(error).partition(": expected")[0])
+            told = str(error).partition(": expected")[0].replace(f"{folder}/", "")
+            return CaseResult(seed, kind, "refused", told)
+        except AssertionError as error:
+            return CaseResult(seed, kind, "error", str(error))
         if row.consumer == TRANSFORMERS.name:
             return _in_transformers(seed, kind, target)
         if "vLLM" not in row.consumer or row.to == "vllm":
@@ -116,8 +132,13 @@ def _written(row: Asked, folder: Path) -> Path:
 def _in_transformers(seed: int, kind: str, target: Path) -> CaseResult:
     tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
     (theirs,) = loaded_by_transformers([target], tokens)
-    if not theirs.is_clean or theirs.logits is None:
-        return CaseResult(seed, kind, "names", json.dumps(theirs.told)[:400])
+    told = theirs.told
+    if theirs.logits is None:
+        return CaseResult(seed, kind, "error", str(told["error"])[:400])
+    if not theirs.is_clean:
+        return _other_names(
+            seed, kind, [*told["missing_keys"], *told["mismatched_keys"]], told["unexpected_keys"]
+        )
     return _compared(seed, kind, our_logits(target, tokens), theirs.logits)
 
 
@@ -128,8 +149,10 @@ def _in_vllm(seed: int, kind: str, target: Path) -> CaseResult:
     done = subprocess.run([*command, str(target)], capture_output=True, text=True, check=False)
     told = next((each for each in done.stdout.splitlines() if each.startswith('{"check')), "{}")
     found = json.loads(told)
-    if not found or "error" in found or found["missing"] or found["unexpected"]:
-        return CaseResult(seed, kind, "names", told[:400] or done.stderr[-400:])
+    if not found or "error" in found:
+        return CaseResult(seed, kind, "error", found.get("error", done.stderr[-400:]))
+    if found["missing"] or found["unexpected"]:
+        return _other_names(seed, kind, found["missing"], found["unexpected"])
     try:
         theirs = our_logits(out / target.name, tokens)
     except Refused as error:
@@ -137,32 +160,61 @@ def _in_vllm(seed: int, kind: str, target: Path) -> CaseResult:
     return _compared(seed, kind, our_logits(target, tokens), theirs)
 
 
-def _compared(seed: int, kind: str, ours: object, theirs: object) -> CaseResult:
+def _other_names(seed: int, kind: str, missing: list[str], unexpected: list[str]) -> CaseResult:
+    told = f"{len(missing)} | {len(unexpected)} | - | - | names: "
+    return CaseResult(seed, kind, "names", told + ", ".join([*missing, *unexpected])[:300])
+
+
+def _compared(seed: int, kind: str, ours: Tensor, theirs: Tensor) -> CaseResult:
     tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
-    figures_ = [perplexity(each, tokens) for each in (ours, theirs)]  # type: ignore[arg-type]
-    same = math.isclose(*figures_, rel_tol=CLOSE)
-    told = f"{figures_[0]:.7f} / {figures_[1]:.7f}"
+    mine, their = perplexity(ours, tokens), perplexity(theirs, tokens)
+    same = math.isclose(mine, their, rel_tol=CLOSE)  # False beside NaN
+    told = f"0 | 0 | {mine:.7f} | {their:.7f} | {'same' if same else 'perplexity apart'}"
     return CaseResult(seed, kind, "ok" if same else "perplexity", told)
+
+
+def line(result: CaseResult) -> str:
+    """Return one row of the printed table."""
+    cells = asked()[result.seed].cells
+    if result.outcome in ("ok", "perplexity", "names"):
+        return f"| {cells} | {result.detail} |"
+    word = "not shown: " if result.outcome in NOT_SHOWN else ""
+    reason = " ".join(result.detail.split()).replace("|", "/")
+    told = f"{word}{result.outcome}" + (f", {reason}" if reason else "")
+    return f"| {cells} | - | - | - | - | {told} |"
+
+
+def failures(results: Iterable[CaseResult]) -> list[CaseResult]:
+    """Return what was loaded otherwise than declared; what was not shown is no failure."""
+    return [each for each in results if each.outcome != "ok" and each.outcome not in NOT_SHOWN]
 
 
 def main() -> None:
     """Run every row once, print the table, and end with 1 where a consumer does not load."""
     parser = arguments(__doc__ or "", count=len(asked()))
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM 0.33")
+    consumers = sorted({each.consumer for each in asked()})
+    parser.add_argument("--consumer", choices=consumers, help="run the rows of this one alone")
     given = parser.parse_args()
     if given.vllm:
         os.environ[VLLM] = str(given.vllm.absolute())
-    seeds = range(given.seed, given.seed + given.count)
-    report = run_cases("consumers", load, seeds, given.jobs)
+    rows = asked()
+    chosen = [
+        seed
+        for seed in range(given.seed, min(given.seed + given.count, len(rows)))
+        if given.consumer in (None, rows[seed].consumer)
+    ]
+    report = run_cases("consumers", load, chosen, given.jobs)
     report.write(given.out)
-    lines = ["| checkpoint (consumer) | loaded | perplexity ours / consumer's |", "|---|---|---|"]
-    shown = [each for each in report.results if each.outcome != "refused"]
-    lines += [f"| {each.kind} | {each.outcome} | {each.detail} |" for each in shown]
+    results = {each.seed: each for each in report.results}
+    lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
+    lines += [
+        line(results.get(seed) or CaseResult(seed, "", "not run")) for seed in range(len(rows))
+    ]
     table = "\n".join(lines)
     (given.out / "consumers-table.md").write_text(table + "\n", encoding="utf-8")
     print(table)  # noqa: T201
-    failed = [each for each in shown if each.outcome in ("names", "perplexity", "died")]
-    sys.exit(1 if failed else 0)
+    sys.exit(1 if failures(report.results) else 0)
 
 
 if __name__ == "__main__":

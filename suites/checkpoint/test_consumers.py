@@ -25,6 +25,8 @@ from degarble.harness.checkpoint.consumers import (
 from degarble.harness.checkpoint.convert.registry import CONVERSIONS
 from degarble.harness.errors import UnknownName
 from degarble.suites.anatomy.configs import TINY_V4, TINY_V32
+from degarble.suites.campaigns.consumers import HEAD, failures, line
+from degarble.suites.campaigns.runner import CaseResult
 from degarble.suites.plugins.vllm.test_installed_loaders import READ
 
 if TYPE_CHECKING:
@@ -61,6 +63,19 @@ def test_what_is_declared_to_vllm_was_loaded_in_it() -> None:
 
 def _is_vllms(consumer: Consumer, family: str) -> bool:
     return consumer in (VLLM, COMPRESSORS) and family in consumer.reads
+
+
+def test_the_campaign_lists_what_it_did_not_show_and_fails_on_mismatches_alone() -> None:
+    for outcome in ("refused", "no loader", "other suite", "no vLLM", "not read back"):
+        result = CaseResult(0, "", outcome, "a | b\nc")
+        assert line(result).endswith(f"| not shown: {outcome}, a / b c |")
+        assert line(result).count(" | ") == HEAD.count(" | ")
+        assert failures([result]) == []
+    for outcome in ("names", "perplexity", "error"):
+        assert failures([CaseResult(0, "", outcome, "")])
+    shown = CaseResult(0, "", "ok", "0 | 0 | 8.5 | 8.5 | same")
+    assert line(shown).count(" | ") == HEAD.count(" | ")
+    assert failures([shown]) == []
 
 
 def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
