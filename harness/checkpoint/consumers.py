@@ -108,6 +108,7 @@ OWN = replace(
     name="degarble",
     what="degarble (generate, serve, check; no other loader was seen to load it)",
 )
+LOSSLESS_V32 = replace(OWN, what="degarble (names only: no built-in recipe writes MXFP4 for V3.2)")
 COMPRESSORS = replace(
     VLLM,
     name="vLLM, compressors fused",
@@ -142,7 +143,7 @@ _WRITTEN_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "fp8-block": dict.fromkeys(_BOTH, VLLM),
         "nvfp4": dict.fromkeys(_BOTH, OWN),
-        "nvfp4-lossless": dict.fromkeys(_BOTH, OWN),
+        "nvfp4-lossless": {V4: OWN, V32: LOSSLESS_V32},
         "deepgemm-wo-a": dict.fromkeys(_BOTH, DEEPGEMM),
         "fused-compressor": dict.fromkeys(_BOTH, COMPRESSORS),
         "vllm": dict.fromkeys(_BOTH, PARAMETERS),

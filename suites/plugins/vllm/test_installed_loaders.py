@@ -63,6 +63,22 @@ def test_names_of_nobody_are_refused_by_vllm(tmp_path: Path) -> None:
     assert "error" in told
 
 
+def test_nvfp4_that_is_not_declared_to_vllm_does_not_load_in_it(tmp_path: Path) -> None:
+    """Where one of these loads, harness/checkpoint/consumers.py may name vLLM for it."""
+    full, lossless = tmp_path / "v32-full", tmp_path / "v4-lossless"
+    weights_alone = tmp_path / "v32-nvfp4"
+    write_checkpoint(full, Synthetic(CONFIGS["v32"], "nvfp4-full", seed=5))
+    write_checkpoint(tmp_path / "bf16", Synthetic(CONFIGS["v32"], "bf16", seed=5))
+    write_checkpoint(tmp_path / "mxfp4", Synthetic(CONFIGS["v4"], "official", seed=5))
+    convert(tmp_path / "bf16", weights_alone, "nvfp4")
+    convert(tmp_path / "mxfp4", lossless, "nvfp4-lossless")
+    told = loaded(tmp_path / "out", [full, weights_alone, lossless])
+    assert "layers.0.mlp.down_proj.input_scale" in told[0]["error"]
+    assert all("input_scale" in name for name in told[1]["missing"])
+    assert len(told[1]["missing"]) == 8
+    assert "size of tensor" in told[2]["error"]
+
+
 def loaded(out: Path, folders: list[Path]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
     done = subprocess.run(
