@@ -213,6 +213,8 @@ def _exact_shares(logit: Near, seen: Tensor, sink: Tensor | None) -> Near:
     value = logit.value.masked_fill(hidden, -torch.inf)
     if sink is not None:
         value = torch.cat((value, sink.expand(value.shape[:2]).unsqueeze(-1)), dim=-1)
+    elif not value.shape[-1]:  # a hostile capture may choose no row for any token
+        return Near(value, value)
     share = torch.softmax(value.masked_fill(value.amax(-1, keepdim=True).isneginf(), 0.0), dim=-1)
     share = torch.where(value.isneginf(), 0.0, share)
     below = torch.where(share > 0, value.amax(-1, keepdim=True) - value, 0.0)

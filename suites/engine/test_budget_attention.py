@@ -177,3 +177,17 @@ def test_float32_is_healthy_and_another_row_is_caught(naive: bool, source: str) 
     other[TOKENS // 2, 0] = (other[TOKENS // 2, 0] + 1) % 20
     made = dict(single(dict(call.inputs) | {"chosen": other}, call.weights))
     assert judge_outputs(call, made)["out"].ratio > 1
+
+
+@pytest.mark.parametrize("naive", [True, False])
+def test_tokens_that_chose_no_row_are_judged(naive: bool) -> None:
+    call = call_v32(naive, "vllm")
+    nobody = torch.full_like(call.inputs["chosen"], -1)
+    blank = replace(
+        call,
+        inputs=dict(call.inputs) | {"chosen": nobody},
+        outputs={"out": torch.zeros_like(call.outputs["out"])},
+    )
+    zeros = torch.zeros_like(call.outputs["out"])
+    assert judge_outputs(blank, {"out": zeros})["out"].ratio <= 1
+    assert judge_outputs(blank, {"out": zeros + 1})["out"].ratio > 1
