@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -84,35 +85,52 @@ def arguments(description: str, *, count: int) -> argparse.ArgumentParser:
 
 
 def run_cases(
-    name: str, case: Callable[[int], CaseResult], seeds: Sequence[int], jobs: int
+    name: str,
+    case: Callable[[int], CaseResult],
+    seeds: Sequence[int],
+    jobs: int,
+    out: Path | None = None,
 ) -> CampaignReport:
     """Run `case` for each seed in `jobs` spawned processes of one thread each.
 
     `case` is a module-level function, because a spawned process imports it by name. A process that
-    dies is itself a result: its cases are run again, each in a process of its own.
+    dies is itself a result: its cases are run again, each in a process of its own. Below `out`
+    each result is a line of NAME.jsonl as soon as it is known, for campaigns that are cut off.
     """
     for variable in THREADS:
         os.environ.setdefault(variable, "1")
     report = CampaignReport(name)
-    for seed, result in _pooled(case, seeds, jobs):
-        report.results.append(result or _alone(case, seed))
+    with _lines(out, name) as lines:
+        for seed, pooled in _pooled(case, seeds, jobs):
+            result = pooled or _alone(case, seed)
+            report.results.append(result)
+            if lines is not None:
+                lines.write(json.dumps(asdict(result)) + "\n")
     report.results.sort(key=lambda result: result.seed)
     return report
 
 
+@contextmanager
+def _lines(out: Path | None, name: str) -> Iterator[TextIO | None]:
+    if out is None:
+        yield None
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{name}.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
+        yield lines
+
+
 def _pooled(
     case: Callable[[int], CaseResult], seeds: Sequence[int], jobs: int
-) -> list[tuple[int, CaseResult | None]]:
+) -> Iterator[tuple[int, CaseResult | None]]:
     context = multiprocessing.get_context("spawn")
-    done: list[tuple[int, CaseResult | None]] = []
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         waiting = {pool.submit(_timed, case, seed): seed for seed in seeds}
         for future in as_completed(waiting):
             try:
-                done.append((waiting[future], future.result()))
+                yield waiting[future], future.result()
             except BrokenProcessPool:
-                done.append((waiting[future], None))
-    return done
+                yield waiting[future], None
 
 
 def _alone(case: Callable[[int], CaseResult], seed: int) -> CaseResult:
