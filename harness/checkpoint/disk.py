@@ -1,16 +1,10 @@
-"""How bytes become durable: temporary name, fsync, rename, fsync of the folder.
+"""Write shards durably: temporary name, fsync, rename, fsync of the folder.
 
-Owns every operation of the writer that changes a disk. They go through one `Disk`, so that suites
-can log them, cut the power between any two of them, or let them fail. A file under its final name
-is complete and durable; whatever is being written carries a temporary name that no other writer
-uses and no reader takes for a shard. The writer holds a lock on it: what nobody holds was left
-behind by a killed run and may be removed.
-
-Refuses, as UnwritablePath, what the system refuses: a full disk, a read-only place, a quota.
-Kept honest by suites/checkpoint/test_disk.py and test_writer_crash.py.
-
-Sources: POSIX rename(2), fsync(2) on Linux ("calling fsync() does not necessarily ensure that the
-entry in the directory containing the file has also reached disk"); flock(2) ends with its owner.
+Every operation that changes a disk goes through one `Disk`, so that suites can log them, cut the
+power between any two of them, or let them fail. A file under its final name is complete and
+durable; whatever is being written carries a temporary name that no other writer uses and no reader
+takes for a shard. The writer holds a lock on it, which ends with its process (flock(2)): what
+nobody holds was left by a killed run and may be removed.
 """
 
 from __future__ import annotations
@@ -23,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.types import shown
+from degarble.harness.durable import sync_folder
 from degarble.harness.errors import UnwritablePath
 
 if TYPE_CHECKING:
@@ -32,8 +27,6 @@ if TYPE_CHECKING:
 PARTIAL_SUFFIX = ".partial"
 _LONGEST_STEM = 200  # a file name has 255 bytes, and the token needs room
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-# Some network file systems have no fsync for folders; their own rules say when a rename lasts.
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF})
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -103,14 +96,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """Return when the names in a folder are durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
     def remove(self, path: Path) -> None:
         """Remove a file; it may be gone."""

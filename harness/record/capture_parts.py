@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from degarble.harness.durable import sync_file, sync_folder
 from degarble.harness.errors import UnwritablePath
 from degarble.harness.input_files import read_span, regular_file
 from degarble.harness.record.capture_types import (
@@ -139,12 +140,9 @@ def write_part(path: Path, head: bytes, datas: Iterable[memoryview]) -> None:
 def sync(folder: Path, files: Iterable[str]) -> None:
     """Return when the parts, and their names, are durable."""
     try:
-        for place in (*(folder / file for file in files), folder):
-            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        for file in files:
+            sync_file(folder / file)
+        sync_folder(folder)
     except OSError as error:
         raise UnwritablePath(
             str(folder), error.strerror or str(error), "a place that keeps what is written",

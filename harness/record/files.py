@@ -1,7 +1,8 @@
 """Files that are there whole or not at all, and never reported as written where they are not.
 
-Every write ends with fsync and close, because a full disk may be noticed only there. Pipes and
-devices take the bytes as they come: a rename would put a file in their place.
+Every write ends with fsync, because a full disk may be noticed only there, and with fsync of the
+folder, because a rename may be lost without it. Pipes and devices take the bytes as they come: a
+rename would put a file in their place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from degarble.harness.durable import sync_file, sync_folder
 from degarble.harness.errors import UnwritablePath
 
 if TYPE_CHECKING:
@@ -42,8 +44,9 @@ def whole_file(path: Path) -> Iterator[Path]:
             with temporary.open("rb") as source, path.open("wb", buffering=0) as target:
                 shutil.copyfileobj(source, target)
         else:
-            _sync(temporary)
+            sync_file(temporary)
             temporary.replace(path)
+            sync_folder(path.parent)
     except OSError as error:
         raise _unwritable(str(path), error) from error
     finally:
@@ -64,11 +67,6 @@ def _anywhere(path: Path) -> Path:
     descriptor, name = tempfile.mkstemp(suffix=f".{path.name}")
     os.close(descriptor)
     return Path(name)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def is_stream(path: Path) -> bool:

@@ -30,7 +30,7 @@ def _row(floor: int, below: str) -> Unit:
     return Unit(floor, frozenset(below.split()))
 
 
-_GROUND = "masking errors input_files protocols version formats anatomy"
+_GROUND = "masking durable errors input_files protocols version formats anatomy"
 _KNOWING = "references record checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
 _BINDING = "pairings talk runs"
@@ -39,6 +39,7 @@ _ALL_BELOW_EDGE = f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} {_BINDING}"
 UNITS: Mapping[str, Unit] = {
     # F0 ground: beyond doubt, because every floor above rests on it
     "masking": _row(0, ""),
+    "durable": _row(0, ""),
     "errors": _row(0, "masking"),
     "input_files": _row(0, "errors"),
     "protocols": _row(0, ""),

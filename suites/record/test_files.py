@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,38 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         write_text(target, "new")
     assert target.read_text(encoding="utf-8") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_name_is_durable_before_a_text_counts_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[list[str]] = []
+    genuine = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            assert os.fstat(descriptor).st_ino == tmp_path.stat().st_ino
+            synced.append([path.name for path in tmp_path.iterdir()])
+        genuine(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(tmp_path / "a.txt", "new")
+    assert synced == [["a.txt"]]
+
+
+def test_a_folder_that_nobody_may_list_takes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = os.open
+
+    def hidden(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return genuine(path, flags, *rest)
+
+    monkeypatch.setattr("degarble.harness.durable.os.open", hidden)
+    write_text(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "new"
 
 
 def test_a_file_of_a_library_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
