@@ -6,7 +6,7 @@ A command with nine options is still a function of two parameters. Every command
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -57,6 +57,7 @@ class Session:
     """One run of the command line: how it talks so far. Grows while arguments are read."""
 
     terminal: Terminal = field(default_factory=Terminal)
+    json_asked: bool | None = None  # on stdout, by the words of the command; None before them
 
 
 class Group(TyperGroup):
@@ -138,18 +139,57 @@ def command(
 
 
 def _command_class(paths: Collection[str], *, file_after_json: bool) -> type[TyperCommand]:
-    """Make a class of commands that refuse an empty path: Python takes one for the folder `.`."""
+    """Make a class of commands that know their `--json` and refuse empty paths."""
 
     class Command(TyperCommand):
-        json_word = file_after_json
-
         def get_params(self, ctx: Any) -> list[Any]:
             return _without_types_of_flags(super().get_params(ctx))
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """Look at the words before they are turned into paths."""
-            words = self._with_value_of_json(ctx, args)
-            given, _, _ = self.make_parser(ctx).parse_args(args=list(words))
+            """Write out the value of `--json`: typer has no option whose value may be left out."""
+            words, at = list(args), json_at(args)
+            if at is not None:
+                words[at] = "--json=-"
+                if file_after_json and at + 1 < len(words):
+                    words[at + 1] = _AfterJson(words[at + 1])
+            return super().parse_args(ctx, words)
+
+        def make_parser(self, ctx: Any) -> Any:
+            """Look at the words between typer's steps: before arguments are given their words."""
+            parser: Any = super().make_parser(ctx)
+            read, parse = parser._process_args_for_options, parser.parse_args  # noqa: SLF001  no public place knows which words are arguments
+
+            def read_options(state: Any) -> None:
+                try:
+                    read(state)
+                except typer.TyperException:
+                    self._settle_json(ctx, state, [w for w in state.rargs if w[:1] != "-"])
+                    raise
+                self._settle_json(ctx, state, state.rargs)
+
+            def parse_words(args: list[str]) -> Any:
+                parsed = parse(args=args)
+                self._require_paths(parsed[0])
+                return parsed
+
+            parser._process_args_for_options, parser.parse_args = read_options, parse_words  # noqa: SLF001  as above
+            return parser
+
+        def _settle_json(self, ctx: Any, state: Any, rest: list[str]) -> None:
+            """Give `--json` the word that follows it where no argument needs that word."""
+            needed = [p for p in self.params if p.param_type_name == "argument" and p.required]
+            words = [*state.largs, *rest]
+            file = next((word for word in words if isinstance(word, _AfterJson)), None)
+            if file is not None and len(words) > len(needed):
+                state.largs = [word for word in state.largs if word is not file]
+                state.opts["json"] = str(file)
+            unread = "--json=-" in state.rargs
+            session = ctx.find_root().obj
+            if session is not None:  # a line that is only parsed has none
+                session.json_asked = state.opts.get("json", "-" if unread else "") == "-"
+
+        def _require_paths(self, given: Mapping[str, Any]) -> None:
+            """Refuse an empty path, before Python takes it for the folder `.`."""
             for each in self.params:
                 if each.name in paths and given.get(each.name) == "":
                     raise InvalidArgument(
@@ -158,26 +198,14 @@ def _command_class(paths: Collection[str], *, file_after_json: bool) -> type[Typ
                         "the path of a file or folder",
                         "Write `.` for the folder that you are in.",
                     )
-            return super().parse_args(ctx, words)
-
-        def _with_value_of_json(self, ctx: Any, args: list[str]) -> list[str]:
-            """Write out the value of `--json`: typer has no option whose value may be left out."""
-            at = json_at(args)
-            if at is None:
-                return args
-            follows = args[at + 1 : at + 2]
-            if self.json_word and follows and (follows[0] == "-" or not follows[0].startswith("-")):
-                words = [*args[:at], f"--json={follows[0]}", *args[at + 2 :]]
-                if not self._lacks_an_argument(ctx, words):
-                    return words
-            return [*args[:at], "--json=-", *args[at + 1 :]]
-
-        def _lacks_an_argument(self, ctx: Any, words: list[str]) -> bool:
-            given, _, _ = self.make_parser(ctx).parse_args(args=list(words))
-            needed = [p for p in self.params if p.param_type_name == "argument" and p.required]
-            return any(not isinstance(given.get(p.name), (str, list, tuple)) for p in needed)
 
     return Command
+
+
+class _AfterJson(str):
+    """The word after a `--json` without a value: its file, or an argument."""
+
+    __slots__ = ()
 
 
 def json_at(words: Sequence[str]) -> int | None:

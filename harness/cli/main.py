@@ -86,7 +86,7 @@ def _status_of(arguments: Sequence[str]) -> int:
         try:
             status = usage.dispatch(app, arguments, session)
         except DegarbleError as error:
-            wanted = session.terminal.json_wanted or usage.asks_for_json(app, arguments)
+            wanted = session.terminal.json_wanted or usage.asks_for_json(session, arguments)
             status = tell_refusal(error, json_wanted=wanted)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich leaves with SystemExit where a pipe is closed

@@ -1,8 +1,7 @@
 """Arguments to one command, with wrong usage refused in the words of every other refusal.
 
-Owns the dispatch and the translation: typer says in its own classes what is wrong with a command
-line; here that becomes a name, a value, an expectation and a remedy.
-What keeps it honest: suites/cli/test_usage.py and the snapshots of suites/cli/test_messages.py.
+Typer says in its own classes what is wrong with a command line; here that becomes a name, a value,
+an expectation and a remedy.
 """
 
 from __future__ import annotations
@@ -54,16 +53,11 @@ def refusal(error: typer.TyperException, arguments: Sequence[str]) -> Refused:
     return InvalidArgument("arguments", str(error), f"what {path} takes", remedy)
 
 
-def asks_for_json(app: typer.Typer, arguments: Sequence[str]) -> bool:
-    """Tell whether a line that may not even parse asks for a JSON document on stdout."""
-    at = json_at(arguments)
-    if at is None:
-        return "--json=-" in arguments
-    command: Any = typer.main.get_command(app)
-    for word in arguments[:at]:
-        command = getattr(command, "commands", {}).get(word, command)
-    follows = [word for word in arguments[at + 1 : at + 2] if word == "-" or word[:1] != "-"]
-    return not (getattr(command, "json_word", False) and follows) or follows == ["-"]
+def asks_for_json(session: Session, arguments: Sequence[str]) -> bool:
+    """Tell whether a line that was refused asks for a JSON document on stdout."""
+    if session.json_asked is not None:
+        return session.json_asked
+    return json_at(arguments) is not None or "--json=-" in arguments  # no command read its words
 
 
 def _name(parameter: Any) -> str:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
@@ -89,6 +89,24 @@ def test_the_older_spelling_takes_the_word_that_follows(words: list[str]) -> Non
     bare, seen = _app(NoOptions, json_word=True)
     dispatch(bare, ["do", "--json", "-"], Session())
     assert seen[0][1] == STDOUT
+
+
+@pytest.mark.parametrize(
+    "words", [["x"], ["x", "--json"], ["--json", "x"], ["x", "--json", "a.json"]], ids=" ".join
+)
+def test_a_line_is_parsed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers = []
+    genuine = typer.core.TyperCommand.make_parser
+
+    def counted(self: typer.core.TyperCommand, ctx: Any) -> Any:
+        parsers.append(ctx)
+        return genuine(self, ctx)
+
+    monkeypatch.setattr(typer.core.TyperCommand, "make_parser", counted)
+    app, seen = _app(PlainOptions, json_word=True)
+    dispatch(app, ["do", *words], Session())
+    assert seen[0][0] == PlainOptions(Path("x"))
+    assert len(parsers) == 1
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -42,9 +42,16 @@ ASKED = [
     ["demo", "--fualt", "x", "--json"],
     ["faults", "list", "--json", "-", "--fualt"],
     ["faults", "list", "--json=-", "--fualt"],
+    ["audit", "--json", "x", "--fualt"],  # the word is the checkpoint
+    ["audit", "--fualt", "--json", "x"],
 ]
 # A file takes the document, or --json belongs to somebody else.
-NOT_ASKED = [["faults", "list", "--json", "x", "--fualt"], ["chek", "--", "--json"]]
+NOT_ASKED = [
+    ["faults", "list", "--json", "x", "--fualt"],
+    ["faults", "list", "--fualt", "--json", "x"],
+    ["audit", "x", "--json", "y", "--fualt"],
+    ["chek", "--", "--json"],
+]
 
 
 @pytest.mark.parametrize("arguments", ASKED, ids=" ".join)
@@ -55,6 +62,14 @@ def test_programs_get_the_refusal_as_a_document(
     assert result.status == 2
     assert result.document["verdict"] == "REFUSED"
     assert result.document["error"]["class"] == "UnknownName"
+
+
+def test_a_line_without_a_needed_option_is_refused_where_its_json_goes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = call(capsys, "check", "--json", "x")
+    assert result.document["error"]["name"] == "--reference"
+    assert call(capsys, "check", "x", "--json", "y").out == ""
 
 
 @pytest.mark.parametrize("arguments", NOT_ASKED, ids=" ".join)
