@@ -1,12 +1,10 @@
 """`degarble check` as one run: a capture, its twin from the checkpoint on disk, the BF16 reference.
 
-Owns what is put together: the checkpoint that the capture names is the twin's, told by its
-fingerprint and never by its path alone; its weights come from the disk, since what a patched
-candidate held is the suspect. Then the order: localise, diagnose every origin, say how much of the
-final difference each explains, cut the smallest case that shows it.
-
-Refuses, by name: a checkpoint that is not the captured one, a reference of another model, a capture
-without a config, statistics only. Kept honest by suites/runs/test_check.py.
+The checkpoint that the capture names is the twin's, known by its fingerprint and never by its path
+alone; its weights come from the disk, since what a patched candidate held is the suspect. The order
+is: localise, diagnose every origin, say how much of the final difference each explains, cut the
+smallest case that shows it. A reference with another content than its manifest states is refused,
+because its damage would be put down to the run.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from degarble.harness.anatomy.config import V4Config
 from degarble.harness.anatomy.config_json import config_to_dict
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.checkpoint.fingerprint import fingerprint
+from degarble.harness.checkpoint.manifest_check import require_as_written
 from degarble.harness.engine.attribute import Shares, shares_of
 from degarble.harness.engine.conventions import CONTRADICTED, REGISTRY, conventions_in
 from degarble.harness.engine.localise import Localised, localise
@@ -31,6 +30,7 @@ from degarble.harness.record.capture_reader import Capture
 from degarble.harness.runs.captured_inputs import require_usable_inputs
 from degarble.harness.runs.devices import CPU, put_on, require_device
 from degarble.harness.runs.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
+from degarble.harness.runs.workers import usable_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -134,12 +134,20 @@ class CheckRun:
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         if plain and wanted.reference.resolve() == self.source.resolve():
             self.reference = self.twin
+            self._verify(self.model)
             return
         reference = open_model(wanted.reference, "bf16", held_values=wanted.held_values)
         self._open.enter_context(reference)
         require_same_model(self.model.config, reference.config, wanted.reference)
+        self._verify(reference)
         self.reference = reference.speaker.bound
         put_on(self.reference, wanted.device)
+
+    def _verify(self, reference: OpenModel) -> None:
+        """Refuse a reference that is not what its manifest states."""
+        self._verified = require_as_written(
+            reference.checkpoint, usable_workers(), lambda _nbytes: None
+        )
 
     def judge(
         self,
@@ -187,6 +195,7 @@ class CheckRun:
         told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
         told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
         told |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        told |= {"the reference's hashes": "verified" if self._verified else None}
         told |= {"conventions": "; ".join(each.sentence for each in found.conventions)}
         told |= _computed(facts, self._wanted.device)
         return {name: str(value) for name, value in told.items() if value}

@@ -24,6 +24,7 @@ from degarble.harness.runs.check import CheckRun
 from degarble.harness.runs.check import Wanted as WantedCheck
 from degarble.harness.runs.check_document import junit
 from degarble.harness.runs.model import open_model
+from degarble.suites.checkpoint.planted_numbers import Bytes
 from degarble.suites.cli.calls import call
 from degarble.suites.record.capture_cases import marked_incomplete
 from degarble.suites.runs.talking_cases import write_speaker
@@ -189,6 +190,26 @@ def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     done = check(capsys, counted, v4)
     assert done.status == 2
     assert "statistics only" in done.err
+
+
+def test_a_reference_with_a_flipped_bit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_speaker(tmp_path / "source", "v4", "nvfp4-experts")
+    reference = write_speaker(tmp_path / "reference")
+    capture = captured(source, tmp_path / "capture", "", run.How(Wanted.of("0", "attn.w*"), 1))
+    done = call(capsys, "--json", "check", capture, "--reference", reference)
+    assert done.status == 0, done.err
+    assert done.document["facts"]["the reference's hashes"] == "verified"
+    name = "layers.1.ffn.experts.2.w1.weight"
+    Bytes(reference)[name][3, 5] ^= 1
+    done = check(capsys, capture, reference)
+    assert (done.status, done.out) == (2, "")
+    assert f"1 tensor differs, {name} first" in done.err
+    done = check(capsys, captured(reference, tmp_path / "own"), reference)
+    assert done.status == 2
+    (reference / "manifest.json").unlink()
+    assert check(capsys, capture, reference).status == 0
 
 
 def test_a_narrow_model_is_checked_on_one_thread(v4: Path, tmp_path: Path) -> None:
