@@ -9,6 +9,11 @@ twin is clearly nearer: leaning to the assumed value is a veto. Most conventions
 one component alone that departs from the rest of its model is a finding, never a convention. What
 was recorded without its tensors cannot testify, so nothing is learned of its role.
 
+Conventions that share a component are learned together. Each role that differs proposes the values
+that cure it; then every role is judged under the union of what roles propose. So a role whose
+numbers one convention does not change (weights that are not quantised, under decoded operands)
+follows the other roles' values, and one that needs two conventions gets both.
+
 The search knows neither twins nor tensors: it is given components, roles, and one question.
 """
 
@@ -28,7 +33,7 @@ from degarble.harness.engine.conventions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from degarble.harness.engine.conventions import Convention
     from degarble.references.numerics import Numerics
@@ -42,11 +47,11 @@ _ASKED_FIRST = 4  # components that differ; where none of them agrees, the other
 
 @dataclass(frozen=True)
 class Learned:
-    """One group of values, and the components that told them apart from the assumed ones."""
+    """A value that is not the assumed one, and the components that tell the two apart."""
 
-    values: Values
+    name: str
+    value: Any
     witnesses: tuple[str, ...]
-    sick: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,14 @@ class Evidence:
         other, own = self.of(component, values), self.of(component, {})
         return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
 
-    def supports(self, component: str, values: Values) -> bool:
-        """Whether it agrees under other values, and is clearly nearer to that twin.
+    def supports(
+        self, component: str, values: Values, without: Values = MappingProxyType({})
+    ) -> bool:
+        """Whether it agrees under these values, and is clearly nearer to that twin than without.
 
         A budget is not enough: where that of another value is wider, it would cover a gain as well.
         """
-        other, own = self.of(component, values), self.of(component, {})
+        other, own = self.of(component, values), self.of(component, without)
         leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
         return other.agrees and leans * other.distance < own.distance
 
@@ -104,22 +111,13 @@ class Evidence:
         return [name for name, own in self.roles.items() if own == role]
 
 
-@dataclass(frozen=True)
-class _Option:
-    """Values that fit one role: who needs them, and who is sick."""
-
-    values: Values
-    witnesses: tuple[str, ...] = ()
-    sick: tuple[str, ...] = ()
-
-
-def learn(conventions: Sequence[Convention], evidence: Evidence) -> tuple[Learned, ...]:
-    """Return the values that a run shows; conventions that share a component are tried together."""
-    found = []
+def learn(
+    conventions: Sequence[Convention], evidence: Evidence, declared: Iterable[str] = ()
+) -> tuple[Learned, ...]:
+    """Return the values that a run shows; a declared one gives way last."""
+    found: list[Learned] = []
     for group in _groups(conventions, evidence):
-        learned = _jointly(group, evidence)
-        if learned is not None:
-            found.append(learned)
+        found += _Search(group, evidence, frozenset(declared)).learned()
     return tuple(found)
 
 
@@ -133,36 +131,32 @@ def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUs
 
     What was declared is never replaced: where the numbers fit another value, that is a finding.
     """
-    open_ones = [each for each in REGISTRY.values() if each.learned and each.name not in declared]
-    found = [
-        ConventionUsed(name, value, LEARNED, REGISTRY[name].words(value), len(each.witnesses))
-        for each in learn(open_ones, evidence)
-        for name, value in each.values.items()
+    found = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
+    used = [
+        ConventionUsed(e.name, e.value, LEARNED, REGISTRY[e.name].words(e.value), len(e.witnesses))
+        for e in found
+        if e.name not in declared
     ]
-    held = {name: REGISTRY[name] for name in declared if REGISTRY[name].learned}
-    against = {
-        name: (value, len(each.witnesses))
-        for each in learn(list(held.values()), evidence)
-        for name, value in each.values.items()
-    }
+    against = {e.name: (e.value, len(e.witnesses)) for e in found if e.name in declared}
     for name, value in declared.items():
         words = REGISTRY[name].words(value)
         if name in against:
             fits, count = against[name]
-            found.append(ConventionUsed(name, value, CONTRADICTED, words, count, fits))
+            used.append(ConventionUsed(name, value, CONTRADICTED, words, count, fits))
         else:
-            found.append(ConventionUsed(name, value, DECLARED, words))
-    return tuple(found)
+            used.append(ConventionUsed(name, value, DECLARED, words))
+    return tuple(used)
 
 
 def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[Convention]]:
-    """Put conventions together that concern a role in common that differs somewhere."""
+    """Put conventions together that have a role in common, where each concerns one that differs."""
+    present = frozenset(evidence.roles.values())
     odd = {role for name, role in evidence.roles.items() if evidence.differs(name)}
     groups: list[list[Convention]] = []
     for convention in conventions:
-        here = convention.roles & odd
-        if not here or _lonely(convention, evidence):
+        if not convention.roles & odd or _lonely(convention, evidence):
             continue
+        here = convention.roles & present
         near = [group for group in groups if any(here & other.roles for other in group)]
         groups = [group for group in groups if group not in near]
         groups.append([*(each for group in near for each in group), convention])
@@ -174,86 +168,111 @@ def _lonely(convention: Convention, evidence: Evidence) -> bool:
     return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
 
 
-def _jointly(group: Sequence[Convention], evidence: Evidence) -> Learned | None:
-    """Choose one option a role so that all roles have the same values, with the fewest changes."""
-    present = dict.fromkeys(evidence.roles.values())
-    roles = [role for role in present if any(role in each.roles for each in group)]
-    odd = [role for role in roles if any(map(evidence.differs, evidence.components(role)))]
-    options = [_options(role, group, evidence) for role in odd]
-    best: Learned | None = None
-    for chosen in product(*options):
-        values = {name: value for each in chosen for name, value in each.values.items()}
-        if not values or (best is not None and len(values) >= len(best.values)):
-            continue
-        if not _consistent(values, dict(zip(odd, chosen, strict=True)), group):
-            continue
-        witnesses = _witnesses(values, chosen, odd, group, evidence)
-        sick = tuple(name for each in chosen for name in each.sick)
-        least = max(each.witnesses for each in group if each.name in values)
-        if witnesses is not None and len(witnesses) >= max(least, len(sick) + 1):
-            best = Learned(values, witnesses, sick)
-    return best
+@dataclass(frozen=True)
+class _Stand:
+    """How the components of a role stand to values: who is cured by them, and who stays sick."""
+
+    witnesses: tuple[str, ...]
+    sick: tuple[str, ...]
 
 
-def _concerning(role: str, values: Values, group: Sequence[Convention]) -> dict[str, Any]:
-    return {
-        each.name: values[each.name] for each in group if each.name in values and role in each.roles
-    }
+class _Search:
+    """The search for the values of conventions that share roles."""
 
+    def __init__(
+        self, group: Sequence[Convention], evidence: Evidence, declared: frozenset[str]
+    ) -> None:
+        self._group, self._evidence, self._declared = group, evidence, declared
+        present = dict.fromkeys(evidence.roles.values())
+        self._roles = [role for role in present if any(role in each.roles for each in group)]
+        self._odd = [
+            role for role in self._roles if any(map(evidence.differs, evidence.components(role)))
+        ]
 
-def _consistent(values: Values, picked: Mapping[str, _Option], group: Sequence[Convention]) -> bool:
-    """Whether every role has exactly the values that concern it; a sick role has no say."""
-    return all(
-        not option.witnesses or _concerning(role, values, group) == dict(option.values)
-        for role, option in picked.items()
-    )
+    def learned(self) -> list[Learned]:
+        """Return what leaves the fewest components sick, and of that the fewest changes."""
+        ranked: list[tuple[int, int, int, dict[str, Any]]] = []
+        for values in self._unions():
+            stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
+            if all(stands):
+                sick = sum(len(each.sick) for each in stands if each is not None)
+                ranked.append((sick, len(values.keys() & self._declared), len(values), values))
+        for *_, values in sorted(ranked, key=lambda each: each[:3]):
+            found = self._told(values)
+            if found is not None:
+                return found
+        return []
 
+    def _unions(self) -> list[dict[str, Any]]:
+        """Join what the roles propose in every way without a contradiction; each may abstain."""
+        unions: list[dict[str, Any]] = [{}]
+        for role in self._odd:
+            for proposed in self._proposals(role):
+                for known in tuple(unions):
+                    if all(known.get(name, value) == value for name, value in proposed.items()):
+                        joined = {**known, **proposed}
+                        if joined not in unions:
+                            unions.append(joined)
+        return unions
 
-def _witnesses(
-    values: Values,
-    chosen: Sequence[_Option],
-    odd: Sequence[str],
-    group: Sequence[Convention],
-    evidence: Evidence,
-) -> tuple[str, ...] | None:
-    """Return all components that speak for the values; None where one speaks against them."""
-    found = [name for each in chosen for name in each.witnesses]
-    for name, role in evidence.roles.items():
-        concerned = _concerning(role, values, group)
-        if not concerned:
-            continue
-        if name in evidence.unknown:
+    def _proposals(self, role: str) -> list[Values]:
+        """Return the values that cure components of a role, those with the fewest changes first."""
+        evidence = self._evidence
+        odd = [name for name in evidence.components(role) if evidence.differs(name)]
+        found: list[Values] = []
+        cured = 0  # changes after which no component of the role stays sick
+        for values in _changes([e for e in self._group if role in e.roles], evidence.assumed):
+            if cured and len(values) > cured:
+                break
+            if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
+                continue
+            stand = self._stand(role, values)
+            if stand is not None and stand.witnesses:
+                found.append(values)
+                cured = cured or (0 if stand.sick else len(values))
+        return found
+
+    def _concerning(self, role: str, values: Values) -> dict[str, Any]:
+        return {e.name: values[e.name] for e in self._group if e.name in values and role in e.roles}
+
+    def _stand(self, role: str, values: Values) -> _Stand | None:
+        """Say how a role stands to values; None where one of its components speaks against them."""
+        evidence, names = self._evidence, self._evidence.components(role)
+        odd = [name for name in names if evidence.differs(name)]
+        if not values:
+            return _Stand((), tuple(odd))
+        if any(name in evidence.unknown for name in names):
             return None
-        if role in odd:
-            continue
-        if not evidence.allows(name, concerned):
-            return None
-        if evidence.supports(name, concerned):
-            found.append(name)
-    return tuple(found)
-
-
-def _options(role: str, group: Sequence[Convention], evidence: Evidence) -> list[_Option]:
-    """Return the values that fit a role, those with the fewest changes first.
-
-    Where no value fits any component that differs, all of them are sick: the role has no say.
-    """
-    names = evidence.components(role)
-    odd = [name for name in names if evidence.differs(name)]
-    found: list[_Option] = []
-    for values in _changes([each for each in group if role in each.roles], evidence.assumed):
-        if found and len(values) > len(found[0].values) and not found[0].sick:
-            break
-        if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
-            continue
         if not all(evidence.allows(name, values) for name in names if name not in odd):
-            continue
+            return None
         good = tuple(name for name in names if evidence.supports(name, values))
-        found.append(_Option(values, good, tuple(name for name in odd if name not in good)))
-    # One component that fits one value and another that fits another are no single convention.
-    cured = {name for each in found for name in each.witnesses}
-    whole = [each for each in found if not cured & set(each.sick)]
-    return whole or ([_Option(MappingProxyType({}), (), tuple(odd))] if not cured else [])
+        return _Stand(good, tuple(name for name in odd if name not in good))
+
+    def _told(self, values: Values) -> list[Learned] | None:
+        """Return the witnesses of each value; None where one has too few, or a role is against."""
+        stands = {role: self._stand(role, self._concerning(role, values)) for role in self._roles}
+        found = []
+        for each in self._group:
+            if each.name not in values:
+                continue
+            witnesses, sick = [], 0
+            for role in self._roles:
+                stand = stands[role]
+                if stand is None:
+                    return None
+                if role in each.roles:
+                    sick += len(stand.sick)
+                    witnesses += [n for n in stand.witnesses if self._shows(n, each.name, values)]
+            if len(witnesses) < max(each.witnesses, sick + 1):
+                return None
+            found.append(Learned(each.name, values[each.name], tuple(witnesses)))
+        return found
+
+    def _shows(self, component: str, name: str, values: Values) -> bool:
+        """Whether a component is clearly nearer with one of the values than with all the others."""
+        concerned = self._concerning(self._evidence.roles[component], values)
+        others = {other: value for other, value in concerned.items() if other != name}
+        return not others or self._evidence.supports(component, concerned, others)
 
 
 def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dict[str, Any]]:

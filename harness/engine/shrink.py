@@ -267,8 +267,10 @@ def _fewest_columns(case: Case) -> Case:
 
 
 def _prefix(config: Config, name: str, recipe: Recipe) -> str:
-    block = component_named(config, name, recipe).block
-    return f"{block.prefix}." if block else ""
+    found = component_named(config, name, recipe)
+    prefix = f"{found.block.prefix}." if found.block else ""
+    # A drafter's embedding and head may be the model's.
+    return prefix if all(each.startswith(prefix) for each in found.weights) else ""
 
 
 def _small_enough(case: Case) -> Case | None:

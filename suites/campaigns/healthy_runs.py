@@ -1,9 +1,11 @@
 """Healthy runs of all conventions and pairs raise no alarm; with `--plants` no fault is lost.
 
-`python -m degarble.suites.campaigns.healthy_runs --count N --jobs J --seed S --out DIR` walks with
-its seeds through both families, every value of every convention and all pairs of them; every sixth
-case is a plain torch model whose linears hold decoded weights. `--plants` puts one fault of the
-museum into such a run and compares what is found with every convention declared and with none.
+`python -m degarble.suites.campaigns.healthy_runs --count N --jobs J --seed S --out DIR` draws by
+seed: family, recipe, conventions, what is declared; every sixth case is a plain torch model whose
+linears hold decoded weights. `--pairs` walks through all values and pairs with nothing declared
+that can be learned: by default once with each recipe. `--plants` puts one fault of the museum into
+a drawn run and compares what is found with every convention declared and with none; each case holds
+a fault that is found where all is declared, for faults are drawn until one is.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,35 +21,55 @@ import torch
 from degarble.harness import api
 from degarble.harness.anatomy.components import component_named
 from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.engine.conventions import LEARNED, REGISTRY
+from degarble.harness.engine.conventions import CONTRADICTED, DECLARED, REGISTRY
 from degarble.harness.engine.faults.model_faults import Reach, Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.seen import by_component, same_bits
 from degarble.harness.errors import CANNOT_RUN
 from degarble.harness.record.verdict import Verdict
 from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
-from degarble.suites.engine.convention_cases import RunCase, choices, model
+from degarble.suites.engine.convention_cases import (
+    CONFIGS,
+    RECIPES,
+    RunCase,
+    choices,
+    combined,
+    model,
+)
 from degarble.suites.engine.decoder_toy import FAULTS, PLACE, toy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
     from degarble.harness.engine.faults.model_faults import ModelFault, Way
     from degarble.harness.engine.localise import Localised
-    from degarble.references.binding import Bound
+    from degarble.harness.engine.seen import InMemoryRun
 
+JOINT = sum(len(combined(config)) for config in CONFIGS)  # single values and pairs
 _PLAIN = 6  # every so manieth case is a plain model
-_WAYS = 40  # faults that are drawn until one has a way at the component
+_WAYS = 40  # ways that are drawn at most until one is found where all is declared
 
 
 def healthy(seed: int) -> CaseResult:
     """Judge one healthy run; an alarm, or a convention that it does not follow, is a failure."""
     try:
-        return _plain(seed, "") if seed % _PLAIN == _PLAIN - 1 else _model(seed)
+        return _plain(seed, "") if seed % _PLAIN == _PLAIN - 1 else _judged(RunCase.of(seed))
     except Exception:  # noqa: BLE001  whatever stops is a failing case
         return CaseResult(seed, "stopped", "stopped", traceback.format_exc(limit=-4))
 
 
-def _model(seed: int) -> CaseResult:
-    case = RunCase.of(seed)
-    found = case.judged(case.run())
+def joint(number: int) -> CaseResult:
+    """Judge one healthy run of a single value or a pair, where only what must be is declared."""
+    try:
+        return _judged(RunCase.joint(number))
+    except Exception:  # noqa: BLE001  whatever stops is a failing case
+        return CaseResult(number, "stopped", "stopped", traceback.format_exc(limit=-4))
+
+
+def _judged(case: RunCase) -> CaseResult:
+    seed, found = case.seed, case.judged(case.run())
     kind = f"{case.config.family}, {len(case.switches)} conventions"
     if found.verdict is not Verdict.AGREES:
         origins = [f"{each.component} ({each.sentence[:80]})" for each in found.origins[:6]]
@@ -62,7 +85,8 @@ def _mislearned(found: Localised, follows: Any) -> list[str]:
     return [
         each.sentence
         for each in found.conventions
-        if each.source == LEARNED and follows.get(each.name) != each.value
+        if each.source != DECLARED
+        and (each.source == CONTRADICTED or follows.get(each.name) != each.value)
     ]
 
 
@@ -100,30 +124,40 @@ def planted(seed: int) -> CaseResult:
 
 def _planted(seed: int) -> CaseResult:
     case = RunCase.of(seed)
-    candidate = case.candidate()
-    drawn = _drawn(case, candidate)
-    if drawn is None:
-        return CaseResult(seed, "no fault fits", "ok", str(case))
-    name, fault, way = drawn
-    candidate.calls[name] = way.apply(candidate.calls[name])
-    try:
-        run = case.run(candidate)
-    except CANNOT_RUN as error:
-        return CaseResult(seed, "the run stops", "ok", f"{case}: {error}")
-    follows = {each.name: _value(case, each) for each, _ in choices(case.config)}
-    told = case.judged(run, follows)
-    found = case.judged(run)
-    want, got = ({each.component for each in side.origins} for side in (told, found))
-    said = f"{case}: {fault.id} ({way.words}) at {name}"
     kind = f"{case.config.family}, {len(case.switches)} conventions"
-    if name not in want:
-        return CaseResult(seed, f"{kind}, not found by either", "ok", said)
-    if name not in got:
-        learned = [each.sentence for each in found.conventions]
-        return CaseResult(seed, kind, "lost", f"{said}: {learned}")
-    if got - want:
-        return CaseResult(seed, kind, "blamed elsewhere", f"{said}: {sorted(got - want)[:6]}")
-    return CaseResult(seed, kind, "ok", said)
+    follows = {each.name: _value(case, each) for each, _ in choices(case.config)}
+    drawn = 0
+    for name, fault, way in _drawn(case):
+        drawn += 1
+        candidate = case.candidate()
+        candidate.calls[name] = way.apply(candidate.calls[name])
+        try:
+            run = case.run(candidate)
+        except CANNOT_RUN:
+            continue  # a fault that stops the run is none that judging could lose
+        want = {each.component for each in case.judged(run, follows).origins}
+        if name in want:
+            said = f"{case}: {fault.id} ({way.words}) at {name}"
+            return _compared(CaseResult(seed, kind, "ok", said), want, case, run)
+    return CaseResult(seed, kind, "not planted", f"{case}: none of {drawn} faults is found")
+
+
+def _compared(planted: CaseResult, want: set[str], case: RunCase, run: InMemoryRun) -> CaseResult:
+    """Judge without what can be learned, and compare with what is found where all is declared."""
+    found = case.judged(run)
+    got = {each.component for each in found.origins}
+    learned = [each.sentence for each in found.conventions]
+    outcome = ""
+    if want - got:
+        outcome = f"lost: {sorted(want - got)[:6]}"
+    elif got - want:
+        outcome = f"blamed elsewhere: {sorted(got - want)[:6]}"
+    elif _mislearned(found, case.switches):
+        outcome = "mislearned"
+    if not outcome:
+        return planted
+    name, _, which = outcome.partition(": ")
+    return replace(planted, outcome=name, detail=f"{planted.detail}: {which} {learned}")
 
 
 def _value(case: RunCase, convention: Any) -> Any:
@@ -132,31 +166,61 @@ def _value(case: RunCase, convention: Any) -> Any:
     return convention.assumed(model(case.config, torch.float64, {}).numerics, case.config.family)
 
 
-def _drawn(case: RunCase, candidate: Bound) -> tuple[str, ModelFault, Way] | None:
-    """Draw a component, mostly one that a convention of the case concerns, and a fault of it."""
+def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, Way]]:
+    """Draw faults that change what a component of the run puts out.
+
+    The component is mostly one that a convention of the case concerns. Ways are those of a
+    candidate without orders of sums around its calls, for a way may need the call's own facts.
+    """
     chance = random.Random(case.seed + 3)
     recipe = recipe_named(case.recipe, case.config)
+    bound = model(case.config, torch.float32, case.switches, case.recipe)
+    healthy_run = case.run(bound)
+    calls = by_component(healthy_run)
     roles = {role for name in case.switches for role in REGISTRY[name].roles}
-    names = [n for n in candidate.calls if candidate.bound_to(n)[0].role in roles]
-    if not names or chance.random() < 0.3:
-        names = list(candidate.calls)
+    concerned = [name for name in calls if bound.bound_to(name)[0].role in roles]
     faults = [each for each in MODEL_FAULTS.values() if each.reach is not Reach.EDGE]
-    for _ in range(_WAYS):
+    drawn = 0
+    while drawn < _WAYS:
+        names = concerned if concerned and chance.random() < 0.7 else list(calls)
         name, fault = chance.choice(names), chance.choice(faults)
-        scene = Scene(candidate, component_named(case.config, name, recipe), recipe)
+        scene = Scene(bound, component_named(case.config, name, recipe), recipe)
         ways = [w for w in fault.ways(scene) if not w.beside] if fault.sits(scene) else []
         if ways:
-            return name, fault, chance.choice(ways)
-    return None
+            drawn += 1
+            way = chance.choice(ways)
+            if _acts(way, scene, [healthy_run.inputs(call) for call in calls[name]]):
+                yield name, fault, way
+
+
+def _acts(way: Way, scene: Scene, given: list[Mapping[str, Tensor]]) -> bool:
+    """Whether a way changes an output on what the healthy run gave to the component."""
+    faulty = way.apply(scene.call)
+    with torch.inference_mode():
+        for inputs in given:
+            try:
+                made, own = faulty(inputs, scene.weights), scene.call(inputs, scene.weights)
+            except CANNOT_RUN:
+                return False
+            if any(not same_bits(made[name], own[name]) for name in own):
+                return True
+    return False
 
 
 def main() -> int:
     """Run the campaign; the exit status is 1 where a healthy run alarms or a fault is lost."""
-    parser = arguments(__doc__ or "", count=240)
-    parser.add_argument("--plants", action="store_true", help="plant faults")
+    parser = arguments(__doc__ or "", count=0)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--pairs", action="store_true", help="walk through all values and pairs")
+    which.add_argument("--plants", action="store_true", help="plant faults")
     asked = parser.parse_args()
-    seeds = range(asked.seed, asked.seed + asked.count)
-    name, case = ("planted_runs", planted) if asked.plants else ("healthy_runs", healthy)
+    name, count = "healthy_runs", 300
+    case: Callable[[int], CaseResult] = healthy
+    if asked.pairs:
+        name, case, count = "healthy_pairs", joint, len(RECIPES) * JOINT
+    elif asked.plants:
+        name, case, count = "planted_runs", planted, 180
+    seeds = range(asked.seed, asked.seed + (asked.count or count))
     report: CampaignReport = run_cases(name, case, seeds, asked.jobs)
     report.write(asked.out)
     sys.stdout.write(report.table() + "\n")

@@ -92,6 +92,19 @@ class RunCase:
         declared = {n: v for n, v in switches.items() if not (hidden and REGISTRY[n].learned)}
         return cls(seed, config, chance.choice(RECIPES), switches, declared)
 
+    @classmethod
+    def joint(cls, number: int) -> RunCase:
+        """Walk through all values and pairs of both families, with what can be learned undeclared.
+
+        The first round has either recipe of NVFP4, the second the other, then come the others.
+        """
+        known = [(config, switches) for config in CONFIGS for switches in combined(config)]
+        turn, at = divmod(number, len(known))
+        config, switches = known[at]
+        recipe = RECIPES[(at + turn) % 2 if turn < 2 else turn % len(RECIPES)]
+        declared = {n: v for n, v in switches.items() if not REGISTRY[n].learned}
+        return cls(number, config, recipe, switches, declared)
+
     def __str__(self) -> str:
         said = ", ".join(f"{n}={v}" for n, v in self.switches.items()) or "official"
         told = f"; declared: {', '.join(self.declared)}" if self.declared else ""

@@ -14,7 +14,7 @@ from degarble.harness.engine.learned_conventions import Evidence, Fit, learn
 from degarble.harness.engine.localise import localise
 from degarble.harness.engine.seen import InMemoryRun
 from degarble.harness.record.verdict import Verdict
-from degarble.suites.campaigns.healthy_runs import healthy, planted
+from degarble.suites.campaigns.healthy_runs import JOINT, healthy, joint, planted
 from degarble.suites.engine import legal_attention
 from degarble.suites.engine.convention_cases import V4, V32, choices, model
 from degarble.suites.engine.localise_cases import PROMPTS, scaled
@@ -71,10 +71,17 @@ def test_a_healthy_run_of_another_convention_agrees_and_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(60))
-def test_healthy_runs_of_pairs_agree(number: int) -> None:
-    at = 12 * number + 65  # beyond the single ones, and of either family in turn
-    for result in (healthy(at), planted(at)):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", range(JOINT))
+def test_every_pair_of_conventions_is_learned(number: int) -> None:
+    result = joint(number)
+    assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+def test_a_fault_under_conventions_is_found_as_if_they_were_declared(number: int) -> None:
+    for result in (healthy(7 * number), planted(7 * number)):
         assert result.outcome == "ok", result.detail
 
 
@@ -187,6 +194,76 @@ NEAR, FAR = Fit(True, False, 1.0), Fit(True, False, 9.0)
 def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -> None:
     found = learn([A], _evidence(layers))
     assert [len(each.witnesses) for each in found] == ([learned] if learned else [])
+
+
+# Two conventions that share the role of `m`, and roles of their own, `a` and `b`.
+P = replace(A, name="p", roles=frozenset("am"), witnesses=1)
+Q = replace(A, name="q", roles=frozenset("bm"))
+R = replace(A, name="r", roles=frozenset("m"))
+TRUE = {"p": True, "q": True}
+
+
+def _joint(
+    fits: Callable[[str, Mapping[str, Any]], bool], count: int = 2, declared: tuple[str, ...] = ()
+) -> dict[str, tuple[str, ...]]:
+    """Learn from `count` components a role; `fits` is asked with role and number, and values."""
+    roles = {f"{role}{number}": role for role in "abm" for number in range(count)}
+    evidence = Evidence(
+        roles,
+        lambda name, values: FITS if fits(name, values) else WRONG,
+        dict.fromkeys("pqr", False),
+    )
+    return {each.name: each.witnesses for each in learn([P, Q, R], evidence, declared)}
+
+
+def _own(name: str, values: Mapping[str, Any]) -> bool:
+    return bool(values.get({"a": "p", "b": "q"}[name[0]]))
+
+
+def test_a_role_that_one_of_two_conventions_leaves_alone_follows_it() -> None:
+    """As a compressor's projection that is not quantised does, under decoded operands."""
+    found = _joint(lambda name, v: bool(v.get("q")) if name[0] == "m" else _own(name, v))
+    assert found == {"p": ("a0", "a1"), "q": ("b0", "b1", "m0", "m1")}
+
+
+def test_a_role_that_needs_two_conventions_shows_both() -> None:
+    found = _joint(lambda name, v: dict(v) == TRUE if name[0] == "m" else _own(name, v))
+    assert found == {"p": ("a0", "a1", "m0", "m1"), "q": ("b0", "b1", "m0", "m1")}
+
+
+def test_what_fits_one_role_by_chance_gives_way_to_what_fits_all() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return dict(v) in (TRUE, {"r": True}) if name[0] == "m" else _own(name, v)
+
+    assert set(_joint(fits)) == {"p", "q"}
+
+
+def test_each_convention_of_several_needs_witnesses_of_its_own() -> None:
+    """Many components show one; a single one that another would cure is a finding."""
+
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        if name == "b0":
+            return bool(v.get("q"))
+        return name[0] == "b" or bool(v.get("p"))
+
+    assert set(_joint(fits)) == {"p"}
+
+
+def test_one_component_that_another_value_cures_hides_no_convention_of_the_others() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        if name == "m0":
+            return dict(v) == {"r": True}
+        return name[0] == "b" or (bool(v.get("p")) and not v.get("r"))
+
+    assert _joint(fits, 3) == {"p": ("a0", "a1", "a2", "m1", "m2")}
+
+
+def test_a_declared_convention_gives_way_after_an_open_one() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return name[0] != "m" or len(v) == 1
+
+    assert set(_joint(fits)) == {"p"}
+    assert set(_joint(fits, declared=("p",))) == {"q"}
 
 
 def test_what_was_not_recorded_with_its_tensors_cannot_testify() -> None:

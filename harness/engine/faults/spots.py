@@ -83,8 +83,10 @@ def is_linear(scene: Scene, name: str) -> bool:
 
 def full_name(scene: Scene, name: str) -> str:
     """Return the parameter's name in the model."""
-    prefix = scene.component.block.prefix if scene.component.block else ""
-    return f"{prefix}.{name}" if prefix else name
+    block = scene.component.block
+    if block is None or name in scene.component.weights:  # the drafter reads the model's ends
+        return name
+    return f"{block.prefix}.{name}"
 
 
 def named_in(scene: Scene, names: Sequence[str]) -> str:

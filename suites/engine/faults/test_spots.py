@@ -1,11 +1,28 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
+from degarble.harness.anatomy.components import component_named
+from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.faults.spots import differing_columns, expert_of, plantable, suggested
+from degarble.harness.engine.faults.spots import (
+    differing_columns,
+    expert_of,
+    full_name,
+    matrices,
+    plantable,
+    suggested,
+)
 from degarble.suites.engine.diagnosing import double
+from degarble.suites.engine.localise_cases import V4, V32, bound
+
+if TYPE_CHECKING:
+    from degarble.harness.anatomy.config import Config
 
 EXPERTS = "layers.1.ffn.experts.w13"
 
@@ -29,6 +46,16 @@ def test_components_without_weights_have_no_place() -> None:
     scene = model.planting("layers.1.ffn.moe_sum")
     assert plantable(scene) == ()
     assert suggested(scene, model.sights(scene.name, None)[0]) == ()
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_what_any_component_reads_has_the_name_of_a_parameter(config: Config) -> None:
+    """Also what a drafter shares with the model: V4's has its embedding and its head."""
+    known = {parameter.name for parameter in parameters(config)}
+    recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full")
+    for place in twin.calls:
+        scene = Scene(twin, component_named(config, place, recipe), recipe)
+        assert {full_name(scene, name) for name in matrices(scene)} <= known
 
 
 @pytest.mark.parametrize("place", [EXPERTS, "layers.1.attn.wq_a", "layers.1.ffn.shared.w13"])
