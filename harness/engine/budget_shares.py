@@ -48,6 +48,7 @@ HALF = 2.0**-8  # of the spacing of a BF16 number between 1 and 2
 _MANTISSAS = 0.375 / math.log(2.0)  # mean of 1 / m^2, m between 1 and 2 as likely as 1 / m
 _ON_PEAK = 2.0**-7  # octaves
 _SHIFTS = (0.0, 2.0**-11, -(2.0**-11), 3 * 2.0**-11)  # of outputs, to see which round alike
+_UNEXPLAINED = 1e-4  # of the energy that a way explains: one percent of its length
 _LOG = math.log(1 / MISTAKEN)
 _FLOOR = -100.0  # octaves below the peak: less than any sum can show
 _AT_MOST = 1 << 24  # numbers of directions that are kept
@@ -309,6 +310,7 @@ class _Sums:
     along: Tensor
     known: Tensor  # [n, H]: both sides are finite
     sides: int = 1
+    explained: Tensor | None = None  # what a tried way makes of the twin, as `along`
 
     @classmethod
     def of(cls, rows: _Rows, output: Tensor) -> _Sums:
@@ -321,7 +323,7 @@ class _Sums:
     def less(self, other: _Sums) -> _Sums:
         """Return the difference of two outputs."""
         known = self.known & other.known
-        return _Sums(self.rows, self.along - other.along, known, 2)
+        return _Sums(self.rows, self.along - other.along, known, 2, other.along)
 
     def findings(self) -> Iterator[Finding]:
         """Yield each law's measure."""
@@ -371,6 +373,9 @@ class _Sums:
         chance += 2 * _LOG * math.sqrt(float(by_row.max()))
         common = math.sqrt(float((unit * rows.small.square()).sum())) * self.sides
         most = (math.sqrt(mean + chance) + common) ** 2
+        if self.explained is not None:
+            # A way may weigh other keys than the statistics know, with roundings of their own.
+            most = max(most, _UNEXPLAINED * float((unit * self.explained.square()).sum()))
         if not mean:
             return Finding(level, (), 0.0, 0.0)
         over = max(0.0, total - mean)

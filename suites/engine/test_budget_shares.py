@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,32 @@ def test_a_budget_is_the_same_in_few_and_in_many_steps(monkeypatch: pytest.Monke
         out = legal.ran(call, IN_TILES).bfloat16() * 1.003
         ratios = [judge(out, call.outputs["out"], each).worst.ratio for each in (whole, in_steps)]
         assert ratios[0] == pytest.approx(ratios[1], rel=0.05)
+
+
+def test_a_tried_fault_may_weigh_keys_that_the_statistics_do_not_know() -> None:
+    """Empty slots read as the first row: the same kernel, next to exact sums of the same rows."""
+    call, budget = case("v4", "first tokens")
+    (sink,) = (each.values(torch.float32) for each in call.weights.values())
+    q, rows = call.inputs["q"], call.inputs["window"]
+    order = torch.arange(len(rows) + 127) - 127
+    repeated = torch.cat((rows[:1].expand(127, -1), rows))
+    seen = (order <= call.inputs["positions"][:, None]) & (
+        order > call.inputs["positions"][:, None] - 128
+    )
+
+    def read(kernel: legal.Kernel) -> Tensor:
+        logit = legal.logits(q, repeated, q.shape[-1] ** -0.5, seen, kernel)
+        return legal.attended(logit, repeated.float(), sink, kernel, None).reshape(
+            call.outputs["out"].shape
+        )
+
+    exact = read(replace(WHOLE_ROW, rounded=False)).bfloat16()
+    assert judge(exact, call.outputs["out"], budget).worst.ratio > 1, "the rows matter"
+    for kernel in (WHOLE_ROW, IN_TILES):
+        worst = judge(read(kernel).bfloat16(), exact, budget).worst
+        assert worst.ratio <= 1, worst
+    other = judge((read(IN_TILES) * 1.02).bfloat16(), exact, budget).worst
+    assert other.ratio > 1, other
 
 
 def test_laws_leave_out_rows_that_are_not_finite() -> None:
