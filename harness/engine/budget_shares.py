@@ -32,7 +32,7 @@ from degarble.harness.engine.allowances import MISTAKEN
 from degarble.harness.engine.budget import HEADROOM, Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -104,7 +104,7 @@ class ShareStatistics:
 
     tokens: int
     heads: int
-    _parts: list[_Rows] = field(default_factory=list)
+    _parts: list[tuple[Tensor, Callable[[], Weighed]]] = field(default_factory=list)
     _joined: _Rows | None = None
 
     def sample(self, width: int, rows: int) -> Tensor:
@@ -116,20 +116,19 @@ class ShareStatistics:
             kept[torch.linspace(0, self.tokens - 1, count).round().long()] = True
         return kept
 
-    def add(self, tokens: Tensor, weighed: Weighed) -> None:
-        """Look at shares; `tokens` are the tokens' numbers [n]."""
-        _, heads, rows = weighed.share.value.shape
-        step = max(1, _AT_ONCE // max(1, heads * rows))
-        for begin in range(0, len(tokens), step):
-            part = slice(begin, begin + step)
-            self._parts.append(_looked_at(tokens[part], weighed.part(part)))
+    def add(self, tokens: Tensor, weighed: Callable[[], Weighed]) -> None:
+        """Take shares to look at, once a difference is judged; `tokens` are their numbers [n].
+
+        Most of those who ask for a budget want its slack alone, and this is most of its work.
+        """
+        self._parts.append((tokens, weighed))
 
     def findings(self, candidate: Tensor, twin: Tensor) -> list[Finding]:
         """Judge a candidate; next to the twin where that is not the one of these inputs."""
         if not self._parts:
             return []
         if self._joined is None:
-            self._joined = _join(self._parts)
+            self._joined = _join([rows for part in self._parts for rows in _looked_at(*part)])
         rows = self._joined
         own, twins = (
             _Sums.of(rows, side.reshape(self.tokens, self.heads, -1)[rows.tokens])
@@ -143,7 +142,7 @@ class ShareStatistics:
     @property
     def words(self) -> tuple[str, ...]:
         """Say what is asked of how many tokens."""
-        seen = sum(len(each.tokens) for each in self._parts)
+        seen = sum(len(tokens) for tokens, _ in self._parts)
         first = f"gains and weights of keys: sums over {seen} of {self.tokens} tokens"
         return (first, "roundings of shares there: by chance, in full where they are alike")
 
@@ -159,7 +158,16 @@ def _join(parts: Sequence[_Rows]) -> _Rows:
     )
 
 
-def _looked_at(tokens: Tensor, given: Weighed) -> _Rows:
+def _looked_at(tokens: Tensor, made: Callable[[], Weighed]) -> Iterator[_Rows]:
+    weighed = made()
+    _, heads, rows = weighed.share.value.shape
+    step = max(1, _AT_ONCE // max(1, heads * rows))
+    for begin in range(0, len(tokens), step):
+        part = slice(begin, begin + step)
+        yield _rows_of(tokens[part], weighed.part(part))
+
+
+def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
     share, below = given.share.value, _below(given.logit)
     own = _summed(share, given.values)
     out = _expanded(own, given.expand)
@@ -295,11 +303,13 @@ def _half_step(value: Tensor) -> Tensor:
 
 def _stored(value: Tensor, direction: Tensor) -> Tensor:
     """Return what the roundings of a stored value add, at shifts by less than a spacing."""
+    shifted = [value * (1.0 + shift) for shift in _SHIFTS]
+    errors = [moved.bfloat16().double() - moved for moved in shifted]
     made = []
-    for shift in _SHIFTS:
-        moved = value * (1.0 + shift)
-        made.append(((moved.bfloat16().double() - moved) * direction).sum(-1))
-    return torch.stack(made, 1)
+    for each in direction:  # one by one: products of all directions together leave every cache
+        towards = each.double()
+        made.append(torch.stack([(error * towards).sum(-1) for error in errors]))
+    return torch.stack(made)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.budget import HEADROOM
+from degarble.harness.engine.budget_attention import keeping_budgets
 from degarble.harness.engine.diagnose_calls import call_by_call
 from degarble.harness.engine.diagnose_parts import differing_parts
 from degarble.harness.engine.diagnose_sample import calls_in, most_telling, sampled, together
@@ -138,7 +139,7 @@ def diagnose(
     if not _has_the_twins_form(main):
         sentence = "No known fault explains this: its outputs have another form, so none was tried."
         return Diagnosed((), (), 0, sentence)
-    with torch.inference_mode(), remembering():
+    with torch.inference_mode(), remembering(), keeping_budgets():
         sample = sampled(scene, main)
         # What differs from call to call is asked about where nothing explains all calls alike.
         steady = [each for each in sitting if not each.per_call]

@@ -190,11 +190,18 @@ class Judge:
         self._reference = reference
         self._plain: dict[str, dict[int, Tensor]] = {}  # what was quantised, by maker and call
 
-    def component(self, component: Component, found: Sequence[Batch]) -> JudgedComponent:
-        """Judge all calls of one component."""
+    def component(
+        self, component: Component, found: Sequence[Batch], *, briefly: bool = False
+    ) -> JudgedComponent:
+        """Judge all calls of one component; `briefly`, small ones first and to the first finding.
+
+        Then nothing but `differs` is to be asked of a component that differs.
+        """
         made = JudgedComponent(component)
-        for batch in found:
+        for batch in sorted(found, key=lambda each: len(each.step_of)) if briefly else found:
             self._take(made, replayed(self._known, batch))
+            if briefly and made.differs:
+                break
         return made
 
     def _take(self, made: JudgedComponent, replay: Replay) -> None:

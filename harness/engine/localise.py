@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from degarble.harness.anatomy.sites import Port, Site
@@ -123,10 +124,15 @@ def ranks_of(run: SeenRun) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """A component as it was judged, and what is wrong with its outputs."""
+    """A component as it was judged; `tell` says what is wrong with its outputs, if anything is."""
 
     made: JudgedComponent
-    trouble: Trouble | None = None
+    tell: Callable[[], Trouble] | None = None
+
+    @cached_property
+    def trouble(self) -> Trouble | None:
+        """What is wrong, worked out once it is asked for: a fit does not need it."""
+        return None if self.tell is None else self.tell()
 
     @property
     def fit(self) -> Fit:
@@ -134,8 +140,8 @@ class _Answer:
         rows = self.made.rows.values()
         sums = [row.cosines.get(PAIRS[0]) for row in rows]
         return Fit(
-            self.trouble is None and all(row.verdict is Verdict.AGREES for row in rows),
-            self.trouble is not None,
+            self.tell is None and all(row.verdict is Verdict.AGREES for row in rows),
+            self.tell is not None,
             math.fsum(each.dd for each in sums if each is not None),
         )
 
@@ -177,13 +183,15 @@ class _Work:
         if repeats_apart(calls):
             self._unstable.append(component.name)
 
-    def answer(self, component: Component, found: Sequence[Batch]) -> _Answer:
-        """Judge the outputs of a component."""
+    def answer(
+        self, component: Component, found: Sequence[Batch], *, briefly: bool = False
+    ) -> _Answer:
+        """Judge the outputs of a component; `briefly`, no more than shows whether they agree."""
         alone = unvouched(component, self.calls)
         asked = [without_memory(each, self._steps) for each in found] if alone else found
-        made = self._judge.component(component, asked)
+        made = self._judge.component(component, asked, briefly=briefly)
         if made.differs:
-            return _Answer(made, of_outputs(self._known, made, self._steps))
+            return _Answer(made, partial(of_outputs, self._known, made, self._steps))
         return self._as_one_prefill(made, found) if alone else _Answer(made)
 
     def _batches(self, component: Component) -> list[Batch]:
@@ -200,7 +208,8 @@ class _Work:
                 made.rows[name] = row
         if not whole.differs:
             return _Answer(made)
-        return _Answer(made, beside_prefill(of_outputs(self._known, whole, self._steps)))
+        known = self._known  # of now: learned conventions replace it
+        return _Answer(made, lambda: beside_prefill(of_outputs(known, whole, self._steps)))
 
     def by_conventions(self) -> None:
         """Find out by which conventions the run computes, and judge by those that were learned."""
@@ -214,7 +223,7 @@ class _Work:
             if work is None:
                 work = others[key] = self._by(values)
             component = self._known.components[name]
-            return work.answer(component, self._batches(component)).fit
+            return work.answer(component, self._batches(component), briefly=True).fit
 
         twin = self._known.twin
         evidence = Evidence(

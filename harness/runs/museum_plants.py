@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.engine.blame import blamed_on_edge
+from degarble.harness.engine.budget_attention import keeping_budgets
 from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults.decoding import remembering
 from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
@@ -178,9 +180,10 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
         return Outcome(*told, **outcome)  # type: ignore[arg-type]
     try:
         remade = Remade(stage.twin, name, planted.way, run)
-        said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
-        cause, names = _cause(planted, remade, here[0], said)
-        left = _without_family(planted, remade, here[0]) if leave_out else (None, "")
+        with remembering(), keeping_budgets():  # of both questions
+            said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
+            cause, names = _cause(planted, remade, here[0], said)
+            left = _without_family(planted, remade, here[0]) if leave_out else (None, "")
     except Exception as error:  # noqa: BLE001  as above: the place is right, the cause is not said
         outcome["sentence"] = f"{here[0].sentence} | {_stop(error)}"
         return Outcome(*told, **outcome)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.engine.budget_attention import keeping_budgets
 from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.faults.dials import DIALS
 from degarble.harness.engine.faults.model_faults import Reach
@@ -63,16 +64,17 @@ def strength(stage: Stage, component: str, way: Way) -> float:
 def turned(stage: Stage, fault: str, component: str, wanted: float) -> Way | None:
     """A way of a fault with a dial, of about the wanted effect; None where there is none."""
     scene, turn = stage.scene(component, stage.candidate()), _FIRST
-    for _ in range(_TURNS):
-        way = DIALS[fault](scene, turn)
-        found = math.nan if way is None else strength(stage, component, way)
-        if math.isnan(found):
-            return None
-        if wanted / _NEAR <= found <= wanted * _NEAR:
-            return way
-        turn *= min(8.0, max(0.125, wanted / max(found, 1e-3)))
-        if turn > _MOST:
-            return None
+    with keeping_budgets():
+        for _ in range(_TURNS):
+            way = DIALS[fault](scene, turn)
+            found = math.nan if way is None else strength(stage, component, way)
+            if math.isnan(found):
+                return None
+            if wanted / _NEAR <= found <= wanted * _NEAR:
+                return way
+            turn *= min(8.0, max(0.125, wanted / max(found, 1e-3)))
+            if turn > _MOST:
+                return None
     return None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.engine.budget import HEADROOM
+from degarble.harness.engine import budget_shares
+from degarble.harness.engine.budget import HEADROOM, judge
+from degarble.harness.engine.budget_attention import attended, keeping_budgets
 from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.judging import judge_outputs
 from degarble.harness.formats.weight import Weight
@@ -191,3 +193,46 @@ def test_tokens_that_chose_no_row_are_judged(naive: bool) -> None:
     zeros = torch.zeros_like(call.outputs["out"])
     assert judge_outputs(blank, {"out": zeros})["out"].ratio <= 1
     assert judge_outputs(blank, {"out": zeros + 1})["out"].ratio > 1
+
+
+def test_statistics_of_shares_are_worked_out_for_a_difference_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = []
+    real = budget_shares._rows_of
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(budget_shares, "_rows_of", counted)
+    call = call_v4(1.0)
+    budget = attended(call)["out"]
+    assert float(budget.slack.min()) > 0
+    assert not looks
+    judge(flash_v4(call), call.outputs["out"], budget)
+    count = len(looks)
+    assert count
+    judge(flash_v4(call), call.outputs["out"], budget)
+    assert len(looks) == count
+
+
+def test_a_budget_is_kept_while_inputs_and_weights_are_the_same() -> None:
+    call = call_v4(1.0)
+    gained = replace(call, outputs={"out": call.outputs["out"] * 2})
+    other = replace(call, inputs={**call.inputs, "q": call.inputs["q"] * 2})
+    wide = replace(call, outputs={"out": call.outputs["out"].float()})
+    free = attended(call)["out"]
+    assert attended(call)["out"] is not free
+    with keeping_budgets():
+        kept = attended(call)["out"]
+        with keeping_budgets():
+            assert attended(gained)["out"] is kept
+        assert attended(call)["out"] is kept
+        assert torch.equal(kept.slack, free.slack)
+        assert attended(wide)["out"].output != kept.output
+        assert not torch.equal(attended(other)["out"].slack, kept.slack)
+        for size in range(2, 20):
+            attended(call_v4(1.0 / size))
+        assert attended(call)["out"] is not kept, "as many are kept as a diagnosis needs"
+    assert attended(call)["out"] is not kept

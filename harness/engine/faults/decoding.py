@@ -63,6 +63,9 @@ _MEMORY: ContextVar[_Memory | None] = ContextVar("decoded", default=None)
 @contextmanager
 def remembering() -> Iterator[None]:
     """Decode each weight once in here; nobody may write into weights meanwhile."""
+    if _MEMORY.get() is not None:  # who asks several times about one trouble holds it around them
+        yield
+        return
     token = _MEMORY.set(_Memory())
     try:
         yield
