@@ -106,10 +106,19 @@ def make(
         return None  # another shape or format than the way is about
     stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
     typed = {
-        name: each.to(sight.outputs[name].dtype) if name in sight.outputs else each
+        name: _left_open(way, each.to(sight.outputs[name].dtype), sight.outputs[name])
+        if name in sight.outputs
+        else each
         for name, each in outputs.items()
     }
     return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+
+
+def _left_open(way: Way, made: Tensor, seen: Tensor) -> Tensor:
+    """Return what a way makes, with what was seen where the way leaves elements open."""
+    if way.unknown is None or made.shape != seen.shape:
+        return made
+    return torch.where(way.unknown(made), seen, made)
 
 
 def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:

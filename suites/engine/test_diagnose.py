@@ -316,6 +316,23 @@ def test_a_way_has_to_explain_every_call() -> None:
     assert not found.named, found.sentence
 
 
+def test_what_the_last_row_of_a_tile_reads_may_be_anything() -> None:
+    """It reads the next stage, which may not have arrived: no two runs need agree there."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_b")
+    ways = MODEL_FAULTS["M12.chunk_behind"].ways(model.planting(place))
+    (sight,) = model.sights(place, next(ways), calls=1)
+    out = sight.outputs["out"].clone()
+    assert out.shape[-1] > 64
+    out[:, 63::64] = out[:, 63::64].roll(1, 0) + 1
+    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    assert found.named, found.sentence
+    assert found.named[0].id == "M12.chunk_behind"
+    out[:, 62::64] += 1
+    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    assert not found.named, found.sentence
+
+
 def test_a_healthy_sight_has_no_cause() -> None:
     model = double("v4", "nvfp4-full")
     for role in ROLES:

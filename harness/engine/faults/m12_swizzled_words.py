@@ -3,7 +3,7 @@
 A kernel holds scales in words of four, 128 rows to a tile, and codes in chunks of 16 bytes that
 change places every four rows; an address that is one off reads the neighbour's, of A and of B
 (flashinfer issue 4044 is one of rows). The last row of a tile reads the next stage, which may not
-have arrived: that is told where it has, or where no tile is full.
+have arrived: outputs of such rows are left open.
 
 Shape letters: N rows, C block scales of a row, B bytes of codes, S steps of K, P pieces of a row in
 a step, R rows of a tile.
@@ -94,16 +94,25 @@ def _of_both(part: str, change: Callable[[Tensor], Tensor], call: ComponentCall)
     return faulty
 
 
+def _last_of_tiles(tile: int, out_MN: Tensor) -> Tensor:
+    """Mark what needs the last row of a tile, of A or of B."""
+    last_M, last_N = (torch.arange(size) % tile == tile - 1 for size in out_MN.shape[-2:])
+    mask: Tensor = (last_M[:, None] | last_N).to(out_MN.device)
+    return mask
+
+
 def _word_ways(scene: Scene) -> Iterator[Way]:
     words = f"scales of both operands a word behind on {scene.name}"
-    yield Way(words, partial(_of_both, "block_scale", words_behind), whole=True)
+    change = partial(_of_both, "block_scale", words_behind)
+    yield Way(words, change, whole=True, unknown=partial(_last_of_tiles, _TILE))
 
 
 def _chunk_ways(scene: Scene) -> Iterator[Way]:
     for tile in (64, _TILE):
         words = f"codes of both operands 16 bytes behind, in tiles of {tile} rows, on {scene.name}"
         change = partial(_of_both, "codes", partial(chunks_behind, tile))
-        yield Way(words, change, {"tile": tile}, whole=True)
+        unknown = partial(_last_of_tiles, tile)
+        yield Way(words, change, {"tile": tile}, whole=True, unknown=unknown)
 
 
 def _sits(scene: Scene) -> bool:

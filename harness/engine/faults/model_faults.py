@@ -107,7 +107,8 @@ class Way:
 
     `beside` wraps other components, by name, that hand this one what it takes wrongly; they stay
     healthy. Whoever plants a way plants these with it. `whole` ways depend on which rows and
-    experts a call holds: with some of them left out they are other ways.
+    experts a call holds: with some of them left out they are other ways. `unknown` marks elements
+    of an output that the way leaves open, such as those read from memory that races.
     """
 
     words: str
@@ -115,6 +116,7 @@ class Way:
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
     beside: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
     whole: bool = False
+    unknown: Callable[[Tensor], Tensor] | None = None
 
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
