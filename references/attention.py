@@ -173,7 +173,8 @@ def sink_softmax(logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Nume
     weight = torch.exp(logit_THR - peak)
     total = weight.sum(-1) + torch.exp(sink_H - peak.squeeze(-1))
     # The official kernel rounds the unnormalised weights, not the normalised ones.
-    stored = weight if numerics.exact else cast(weight, numerics.store).to(numerics.work)
+    store = numerics.on_the_way.store
+    stored = weight if numerics.exact else cast(weight, store).to(numerics.work)
     return stored, total
 
 
@@ -181,7 +182,7 @@ def _stored_sink_softmax(
     logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Numerics
 ) -> Weighed:
     """The softmax of transformers: logits, sink, difference to the peak and shares are stored."""
-    store, work = numerics.store, numerics.work
+    store, work = numerics.on_the_way.store, numerics.work
     logit = (cast(logit_THR, store) * scale).to(store)
     sink = cast(sink_H, store).expand(*logit.shape[:2]).unsqueeze(-1)
     both = torch.cat((logit, sink), dim=-1)

@@ -76,9 +76,10 @@ def absorbed(
     per_head = wkv_b.to(work).reshape(heads, form.nope + form.value, -1)
     key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
     q_nope, q_rope = q_THd[..., : form.nope].to(work), q_THd[..., form.nope :].to(work)
-    q_HTC = torch.bmm(q_nope.transpose(0, 1), key_HnC).to(numerics.store).to(work)
+    inner = numerics.on_the_way
+    q_HTC = torch.bmm(q_nope.transpose(0, 1), key_HnC).to(inner.store).to(work)
     query = torch.cat((q_HTC.transpose(0, 1), q_rope), dim=-1)
-    mixed_THC = _over(query, rows_RX, wkv_b.shape[1], seen_TR, form, numerics).to(work)
+    mixed_THC = _over(query, rows_RX, wkv_b.shape[1], seen_TR, form, inner).to(work)
     out_HTv = torch.bmm(mixed_THC.transpose(0, 1), value_HvC.transpose(1, 2))
     return out_HTv.transpose(0, 1).flatten(1).to(numerics.store)
 
@@ -87,12 +88,13 @@ def _over(
     q: Tensor, rows: Tensor, width: int, seen_TR: Tensor | None, form: Form, numerics: Numerics
 ) -> Tensor:
     """Attend to rows; normalised weights are stored, and logits before them where sources do."""
+    store, work = numerics.on_the_way.store, numerics.work
 
     def weigh(logit: Tensor) -> tuple[Tensor, None]:
         logit = logit * form.scale
         if form.logits_stored:
-            logit = logit.to(numerics.store).to(numerics.work)
-        return row_softmax(logit).to(numerics.store).to(numerics.work), None
+            logit = logit.to(store).to(work)
+        return row_softmax(logit).to(store).to(work), None
 
     return attention.over_rows(q, [rows], width, seen_TR, weigh, numerics)
 

@@ -173,6 +173,7 @@ class Numerics:
     store: torch.dtype
     products: torch.dtype  # in which matrix products are summed
     switches: Switches = field(default_factory=Switches)
+    within: torch.dtype | None = None  # attention stores this on its way; None: as its output
 
     @classmethod
     def definition(
@@ -206,6 +207,11 @@ class Numerics:
     def exact(self) -> bool:
         """Whether this is the definition, where no quantisation takes place."""
         return self.mode is Mode.DEFINITION
+
+    @property
+    def on_the_way(self) -> Numerics:
+        """The arithmetic of what attention stores before its output."""
+        return self if self.within is None else replace(self, store=self.within, within=None)
 
     @property
     def operands(self) -> DecodedOperands:

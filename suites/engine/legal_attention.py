@@ -349,9 +349,16 @@ def coarse(how: str, size: float = 2.0**-8) -> Exponential:
 
 
 def run_packed_v32(
-    twin: Bound, name: str, kernel: Kernel
+    twin: Bound,
+    name: str,
+    kernel: Kernel,
+    change: Callable[[Tensor], Tensor] = lambda out: out,
+    behind: bool = False,
 ) -> Callable[[Mapping[str, Tensor], Mapping[str, Weight]], dict[str, Tensor]]:
-    """Return a component's call by a kernel, over sequences that lie in one call."""
+    """Return a component's call by a kernel, over sequences that lie in one call.
+
+    `change` is a fault of its output, in front of the rounding or behind it.
+    """
     what, facts = twin.bound_to(name)
     config: Any = facts.config
 
@@ -368,7 +375,8 @@ def run_packed_v32(
             width = config.num_attention_heads * config.v_head_dim
             shape = {"out": torch.empty(end - begin, width)}
             part = Call(what.role, own, shape, weights, facts=facts)
-            made.append(ran(part, kernel).bfloat16())
-        return {"out": torch.cat(made)}
+            made.append(ran(part, kernel))
+        out = torch.cat(made)
+        return {"out": change(out.bfloat16()) if behind else change(out).bfloat16()}
 
     return run

@@ -21,7 +21,7 @@ from degarble.harness.engine.faults.model_faults import (
     with_outputs,
 )
 from degarble.harness.engine.faults.rebinding import is_v4
-from degarble.harness.engine.faults.slopes import fitted, gain_way, is_named, of_sight
+from degarble.harness.engine.faults.slopes import FAINT, fitted, gain_way, is_named, of_sight
 from degarble.harness.record.wording import number
 from degarble.references.rounding import E4M3_LARGEST, FP8_FLOOR, power_of_two_above
 
@@ -127,7 +127,9 @@ def _value_ways(scene: Scene) -> Iterator[Way]:
 
 def _value_signature(_scene: Scene, sight: Sight) -> Iterator[Way]:
     gain = of_sight(sight)
-    for value in _short(gain) if gain is not None else ():
+    if gain is None or abs(gain - 1) <= FAINT:
+        return  # no cache's scale is as near 1 as that: M43 tells a gain as the number that it is
+    for value in _short(gain):
         yield gain_way(f"values read without their scale: {number(value)}", value)
 
 

@@ -17,7 +17,13 @@ from degarble.harness.engine.faults.model_faults import (
     Way,
     from_ways,
 )
-from degarble.harness.engine.faults.rebinding import decoded, facts_of, unrounded, with_facts
+from degarble.harness.engine.faults.rebinding import (
+    decoded,
+    facts_of,
+    unrounded,
+    unrounded_output,
+    with_facts,
+)
 from degarble.harness.engine.faults.regions import length_of_difference
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ _MOST_PARTS = 32  # that a sum is cut into, or a diagnosis would take minutes
 
 def _finer(scene: Scene, change: Round) -> Any:
     """The output before its rounding goes through `change`, then it is stored."""
-    fine = with_facts(scene, unrounded)
+    fine = with_facts(scene, unrounded_output)
 
     def apply(call: Any) -> Any:
         exact = fine(call)

@@ -15,6 +15,8 @@ import torch
 from degarble.harness.engine.faults.model_faults import ModelFault
 from degarble.harness.engine.faults.regions import differing, flat
 from degarble.harness.engine.faults.slopes import (
+    FAINT,
+    Side,
     both_gains,
     faint,
     fitted,
@@ -26,7 +28,7 @@ from degarble.harness.engine.faults.slopes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from torch import Tensor
 
@@ -61,18 +63,36 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
     if gain is None and c is not None and e is not None and c.shape == e.shape:
         gain = faint(c, e)
     if gain is not None:
-        for value in _rounded(sharpened(scene, sight, gain)):
+        for value, side in _sharp(scene, sight, gain):
             words = f"{told(value)} on all of it"
-            yield from both_gains(scene, words, value, places={"gain": value})
+            yield from both_gains(scene, words, value, places={"gain": value}, sides=(side,))
+
+
+def _sharp(
+    scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None
+) -> Iterator[tuple[float, Side]]:
+    """The gains that a fitted one may be, each on the side of the rounding that it was fitted to.
+
+    A healthy kernel's own roundings may blur what `sharpened` counts; then the fit itself is right.
+    """
+    for side in Side:
+        sharp = sharpened(scene, sight, gain, mask, side)
+        for value in dict.fromkeys((*_rounded(sharp), *_rounded(gain))):
+            yield value, side
 
 
 def _rounded(gain: float) -> Iterator[float]:
-    """The gain with two or three digits where that is as near as a fit can tell, then itself."""
+    """The gain with few digits where that is as near as a fit can tell, then itself."""
     if not math.isfinite(gain):
         return  # a twin that is not finite has no gain
     exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0
     if is_named(gain, exact) and exact != 1:
         yield exact  # a fit's last digits are noise beside an exact number
+        return
+    if abs(gain - 1) <= FAINT:
+        beside = dict.fromkeys(float(f"{gain - 1:.{digits}g}") for digits in (1, 2))
+        yield from (1 + value for value in beside if value)
+        yield gain
         return
     short = {float(f"{gain:.{digits}g}"): None for digits in (2, 3)}
     yield from (value for value in short if value != 1 and is_named(gain, value))
@@ -97,15 +117,17 @@ def _planted_heads(scene: Scene) -> Iterator[Way]:
         yield next(head_ways(scene, head, 0.97))
 
 
-def head_ways(scene: Scene, head: int, gain: float) -> Iterator[Way]:
+def head_ways(
+    scene: Scene, head: int, gain: float, sides: Collection[Side] = tuple(Side)
+) -> Iterator[Way]:
     """A gain on one head, in front of the rounding and behind it."""
     region, places = _head_region(head, _heads(scene)), {"head": head, "gain": gain}
-    yield from both_gains(scene, f"{told(gain)} on head {head}", gain, region, places)
+    yield from both_gains(scene, f"{told(gain)} on head {head}", gain, region, places, sides)
 
 
 def _of_places(
     scene: Scene, sight: Sight, masks: Iterator[tuple[int, Tensor]]
-) -> Iterator[tuple[int, float]]:
+) -> Iterator[tuple[int, float, Side]]:
     """Places that differ and have a gain; none where the whole has it as well."""
     c, e = sight.outputs["out"], sight.expected["out"]
     if of_sight(sight) is not None or c.shape != e.shape:
@@ -113,16 +135,16 @@ def _of_places(
     for number, mask in masks:
         gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])
         if gain is not None:
-            for value in _rounded(sharpened(scene, sight, gain, mask)):
-                yield number, value
+            for value, side in _sharp(scene, sight, gain, mask):
+                yield number, value, side
 
 
 def _head(scene: Scene, sight: Sight) -> Iterator[Way]:
     heads, out = _heads(scene), sight.expected["out"]
     masks = ((h, _head_region(h, heads)(sight.inputs, out)) for h in range(heads))
     found = ((h, mask) for h, mask in masks if mask is not None)
-    for head, gain in _of_places(scene, sight, found):
-        yield from head_ways(scene, head, gain)
+    for head, gain, side in _of_places(scene, sight, found):
+        yield from head_ways(scene, head, gain, (side,))
 
 
 def _expert_region(expert: int) -> Region:
@@ -132,10 +154,12 @@ def _expert_region(expert: int) -> Region:
     return region
 
 
-def expert_ways(scene: Scene, expert: int, gain: float) -> Iterator[Way]:
+def expert_ways(
+    scene: Scene, expert: int, gain: float, sides: Collection[Side] = tuple(Side)
+) -> Iterator[Way]:
     """A gain on one expert, in front of the rounding and behind it."""
     region, places = _expert_region(expert), {"expert": expert, "gain": gain}
-    yield from both_gains(scene, f"{told(gain)} on expert {expert}", gain, region, places)
+    yield from both_gains(scene, f"{told(gain)} on expert {expert}", gain, region, places, sides)
 
 
 def _planted_experts(scene: Scene) -> Iterator[Way]:
@@ -150,8 +174,8 @@ def _expert(scene: Scene, sight: Sight) -> Iterator[Way]:
         for number in experts.unique().tolist()
         if number >= 0
     )
-    for expert, gain in _of_places(scene, sight, masks):
-        yield from expert_ways(scene, expert, gain)
+    for expert, gain, side in _of_places(scene, sight, masks):
+        yield from expert_ways(scene, expert, gain, (side,))
 
 
 def _tile_region(tile: int) -> Region:
@@ -161,12 +185,14 @@ def _tile_region(tile: int) -> Region:
     return region
 
 
-def tile_ways(scene: Scene, tile: int, gain: float) -> Iterator[Way]:
+def tile_ways(
+    scene: Scene, tile: int, gain: float, sides: Collection[Side] = tuple(Side)
+) -> Iterator[Way]:
     """A gain on one tile of columns, in front of the rounding and behind it."""
     begin = tile * TILE
     words = f"{told(gain)} on columns {begin} to {begin + TILE - 1}"
     places = {"column": begin, "gain": gain}
-    yield from both_gains(scene, words, gain, _tile_region(tile), places)
+    yield from both_gains(scene, words, gain, _tile_region(tile), places, sides)
 
 
 def _planted_tiles(scene: Scene) -> Iterator[Way]:
@@ -185,8 +211,8 @@ def _tile(scene: Scene, sight: Sight) -> Iterator[Way]:
     if mask is not None and len(found) * TILE >= flat(out).shape[1]:
         return
     masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
-    for tile, gain in _of_places(scene, sight, ((t, m) for t, m in masks if m is not None)):
-        yield from tile_ways(scene, tile, gain)
+    for tile, gain, side in _of_places(scene, sight, ((t, m) for t, m in masks if m is not None)):
+        yield from tile_ways(scene, tile, gain, (side,))
 
 
 def _sits_whole(scene: Scene) -> bool:

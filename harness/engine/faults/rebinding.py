@@ -116,6 +116,12 @@ def unrounded(facts: Any) -> Any:
     return with_numerics(facts, store=facts.numerics.products)
 
 
+def unrounded_output(facts: Any) -> Any:
+    """The same facts without the output's rounding; what attention stores on its way it rounds."""
+    within = facts.numerics.on_the_way.store
+    return with_numerics(facts, store=facts.numerics.products, within=within)
+
+
 def with_x(scene: Scene, change: Callable[[Tensor], Tensor]) -> Callable[..., ComponentCall]:
     """Give a product other numbers for its input [..., G, K], codes decoded; G groups, mostly 1.
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.engine.faults.model_faults import Way, with_outputs
-from degarble.harness.engine.faults.rebinding import has_facts, unrounded, with_facts
+from degarble.harness.engine.faults.rebinding import has_facts, unrounded_output, with_facts
 from degarble.harness.record.wording import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch import Tensor
 
@@ -32,6 +33,13 @@ LEFT = 0.25  # of the difference may remain behind a fitted gain, else it is no 
 FAINT = 0.02  # from 1: beyond, a gain stands out of the roundings of BF16
 SURE = 8.0  # standard errors of a fit
 FEWEST = 4  # numbers that a fit needs, or it says nothing
+
+
+class Side(Enum):
+    """Where a gain sits: in front of an output's rounding, or behind it."""
+
+    FRONT = "in front"
+    BEHIND = "behind"
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,17 @@ def faint(candidate: Tensor, expected: Tensor) -> float | None:
     return 1 + beside if SURE * error < abs(beside) <= FAINT else None
 
 
-def sharpened(scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None) -> float:
-    """A gain to more digits: the one that takes most sums to the roundings that were seen."""
+def sharpened(
+    scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None, side: Side = Side.FRONT
+) -> float:
+    """A gain to more digits: the one that takes most sums to the roundings that were seen.
+
+    Behind the rounding it takes stored numbers there. Of the two sides only one has such a gain:
+    the other's is off by up to half a step, which is more than a faint gain.
+    """
     c, exact = sight.outputs["out"], sight.expected["out"]
-    if has_facts(scene):
-        exact = with_facts(scene, unrounded)(scene.call)(sight.inputs, scene.weights)["out"]
+    if side is Side.FRONT and has_facts(scene):
+        exact = with_facts(scene, unrounded_output)(scene.call)(sight.inputs, scene.weights)["out"]
     if exact.shape != c.shape:
         return gain
     if mask is not None:
@@ -147,7 +161,7 @@ def early_gain_way(
 ) -> Way:
     """As gain_way on `out`, but in front of the rounding, as a kernel's epilogue has it."""
     rounded = with_facts(scene, lambda facts: facts)
-    exact = with_facts(scene, unrounded)
+    exact = with_facts(scene, unrounded_output)
 
     def apply(call: Any) -> Any:
         plain, fine = rounded(call), exact(call)
@@ -171,12 +185,16 @@ def both_gains(
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
+    sides: Collection[Side] = tuple(Side),
 ) -> Iterator[Way]:
     """A gain in front of the rounding, as an epilogue has it, then one behind it: to recognise."""
-    if has_facts(scene) and abs(math.frexp(factor)[0]) != 0.5:
+    same = abs(math.frexp(factor)[0]) == 0.5
+    if Side.FRONT in sides and has_facts(scene) and not same:
         yield early_gain_way(scene, words, factor, region, places)
-        words = f"{words}, behind the rounding"
-    yield gain_way(words, factor, region, places=places)
+    if Side.BEHIND in sides:
+        if has_facts(scene) and not same:
+            words = f"{words}, behind the rounding"
+        yield gain_way(words, factor, region, places=places)
 
 
 def planted_gain(

@@ -1,0 +1,68 @@
+"""Faint gains of attention are named, on either side of the output's rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose import diagnose
+from degarble.harness.engine.faults import rebinding
+from degarble.harness.engine.faults.m43_small_gain import head_ways
+from degarble.harness.engine.faults.slopes import Side, both_gains, sharpened
+from degarble.suites.engine.diagnosing import double
+
+NAME = "layers.1.attn.attend"
+GAINS = (0.990, 0.993, 0.995, 0.997, 1.003, 1.005, 1.007, 1.010)
+FAMILIES = ("v4", "v32")
+
+
+def named(family: str, gain: float, head: int | None, side: Side) -> list[str]:
+    model = double(family, "nvfp4-full")
+    scene = model.planting(NAME)
+    if head is None:
+        way = next(both_gains(scene, "a gain", gain, sides=(side,)))
+    else:
+        way = next(head_ways(scene, head, gain, (side,)))
+    found = diagnose(model.naming(NAME), model.sights(NAME, way))
+    return [each.id for each in found.named[:1]]
+
+
+@pytest.mark.parametrize("side", Side)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gain_of_three_thousandths_is_named(family: str, side: Side) -> None:
+    assert named(family, 1.003, None, side) == ["M43.whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", Side)
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gains_of_all_heads_and_of_one_are_named(family: str, gain: float, side: Side) -> None:
+    assert named(family, gain, None, side) == ["M43.whole"]
+    assert named(family, gain, 2, side) == ["M43.one_head"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gain_behind_the_rounding_is_sharp_there_only(family: str) -> None:
+    model = double(family, "nvfp4-full")
+    (way,) = both_gains(model.planting(NAME), "a gain", 1.003, sides=(Side.BEHIND,))
+    sight = model.sights(NAME, way, calls=1)[0]
+    front, behind = (
+        sharpened(model.naming(NAME), sight, 1.003, side=side) - 1.003 for side in Side
+    )
+    assert abs(behind) < 2e-5
+    assert abs(front) > 5e-4
+
+
+def test_without_its_outputs_rounding_attention_still_stores_on_its_way() -> None:
+    """A gain in front of the last rounding changes none of the earlier ones."""
+    model = double("v32", "nvfp4-full")
+    scene, seen = model.naming(NAME), model.calls[NAME][0]
+    stored = scene.call(seen, scene.weights)["out"]
+    fine, bare = (
+        rebinding.with_facts(scene, change)(scene.call)(seen, scene.weights)["out"]
+        for change in (rebinding.unrounded_output, rebinding.unrounded)
+    )
+    assert fine.dtype is torch.float64
+    assert torch.equal(fine.to(stored.dtype), stored)
+    assert not torch.equal(bare.to(stored.dtype), stored)
