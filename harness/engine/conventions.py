@@ -11,9 +11,9 @@ and its budget are always those of one value. Three sources say which:
 
 How to add one. (1) A switch in references/numerics.py, read by the references where they round, and
 by the budget of the component; both sides of it in suites/references/test_numerics_switches.py.
-(2) A record in REGISTRY below under the switch's name: the roles of the components whose numbers it
-changes, and each value in plain words. `learned=False` where the values differ in meaning and not
-only in roundings, so that a fault could look like the other value. (3) Nothing else: declaring,
+(2) A row under the switch's name: its subject, each value in plain words, and the roles of the
+components whose numbers it changes; in _ROUNDINGS where the values differ in roundings alone, in
+_MEANINGS where a fault could look like the other value. (3) Nothing else: declaring,
 refusing, learning, reports and suites/engine/test_learned_conventions.py walk the registry.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -134,17 +134,21 @@ def _roles(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+_STORED = {True: "stored in BF16", False: "kept in float32"}
+_COMPUTED = {True: "in BF16", False: "in float32"}
 _NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
-_ON = "in BF16"
-_OFF = "in float32"
 _POOLS = "attn.compressor.pool attn.indexer.compressor.pool"
+_CACHED = "attn.kv_write attn.compressor.write"
+_INDEXED = "attn.indexer.q attn.indexer.k attn.indexer.compressor.pool"
 _LINEARS = (
     "head e_proj h_proj eh_proj attn.wq_a attn.wq_b attn.wkv attn.wkv_a attn.wkv_b attn.wo"
     " attn.wo_a attn.wo_b attn.indexer.wq_b attn.indexer.wk attn.indexer.weights_proj"
     " attn.compressor.proj attn.indexer.compressor.proj ffn.gate ffn.w13 ffn.w2"
     " ffn.shared.w13 ffn.shared.w2 ffn.experts.w13 ffn.experts.w2"
 )
-_RECORDS = (
+
+# Values that differ in roundings alone: learned where nobody declares them.
+_ROUNDINGS = (
     Convention(
         OPERANDS,
         "quantised operands of a product",
@@ -159,7 +163,7 @@ _RECORDS = (
     Convention(
         "attention_in_storage_dtype",
         "attention's logits and normalised probabilities",
-        {True: "stored in BF16", False: "kept in float32"},
+        _STORED,
         _roles("attn.attend"),
         by_family={V4Config.family: False, V32Config.family: True},
         # Kernels round their shares each in its own way, which is most of any distance: a healthy
@@ -179,28 +183,28 @@ _RECORDS = (
     Convention(
         "rotation_in_storage_dtype",
         "cosines and sines of the rotation",
-        {True: _ON, False: _OFF},
+        _COMPUTED,
         _roles(
-            "attn.q_head_norm_rope attn.kv_norm_rope attn.inverse_rope attn.rope attn.indexer.q "
-            f"attn.indexer.k {_POOLS}"
+            "attn.q_head_norm_rope attn.kv_norm_rope attn.inverse_rope attn.rope attn.indexer.q"
+            f" attn.indexer.k {_POOLS}"
         ),
     ),
     Convention(
         "indexer_in_storage_dtype",
         "the indexer's products and sums (V4)",
-        {True: "stored in BF16", False: "kept in float32"},
+        _STORED,
         _roles("attn.indexer.scores"),
     ),
     Convention(
         "indexer_weights_in_storage_dtype",
         "the indexer's head weights (V4)",
-        {True: "stored in BF16", False: "kept in float32"},
+        _STORED,
         _roles("attn.indexer.weights_proj"),
     ),
     Convention(
         "pooling_in_storage_dtype",
         "the compressor's projections and pooled products",
-        {True: "stored in BF16", False: "kept in float32"},
+        _STORED,
         _roles(f"attn.compressor.proj attn.indexer.compressor.proj {_POOLS}"),
     ),
     Convention(
@@ -209,12 +213,7 @@ _RECORDS = (
         {True: "rounded to BF16 before they are applied", False: "applied in float32"},
         _roles("attn.hc_post ffn.hc_post"),
     ),
-    Convention(
-        "router_in_storage_dtype",
-        "the router's logits",
-        {True: "stored in BF16", False: "kept in float32"},
-        _roles("ffn.gate"),
-    ),
+    Convention("router_in_storage_dtype", "the router's logits", _STORED, _roles("ffn.gate")),
     Convention(
         "residual_rounded_before_norm",
         "the residual sum in front of a norm (V3.2)",
@@ -237,12 +236,12 @@ _RECORDS = (
         "indexer_operand_rounded_in_between",
         "the indexer's operands behind rotation and Hadamard",
         {True: "rounded to BF16", False: "kept in float32 up to their codes"},
-        _roles("attn.indexer.q attn.indexer.k attn.indexer.compressor.pool"),
+        _roles(_INDEXED),
     ),
     Convention(
         "indexer_sum_in_storage_dtype",
         "the sum over the indexer's heads (V4, where products are stored)",
-        {True: "stored in BF16", False: "kept in float32"},
+        _STORED,
         _roles("attn.indexer.scores"),
     ),
     Convention(
@@ -263,12 +262,15 @@ _RECORDS = (
         {True: "rounded to BF16", False: "quantised out of float32, as a fused kernel does"},
         _roles("ffn.experts.act_quant"),
     ),
+)
+
+# Values that differ in meaning, so that a fault could look like the other one: declared only.
+_MEANINGS = (
     Convention(
         "latent_norm_epsilon",
         "the epsilon of q_norm and kv_norm (V3.2), where it is not the config's",
         {},
         _roles("attn.q_norm attn.kv_norm"),
-        learned=False,
     ),
     Convention(
         "kv_cache",
@@ -279,15 +281,13 @@ _RECORDS = (
             KeyValueCache.FP8_F32: "FP8 with float32 scales",
             KeyValueCache.NVFP4: "NVFP4",
         },
-        _roles("attn.kv_write attn.compressor.write"),
-        learned=False,
+        _roles(_CACHED),
     ),
     Convention(
         "cache_scale_floored",
         "the least scale of a cached row",
         {True: "1e-4 of the scale", False: "1e-4 of the largest magnitude"},
-        _roles("attn.kv_write attn.compressor.write"),
-        learned=False,
+        _roles(_CACHED),
     ),
     Convention(
         "indexer_format",
@@ -297,67 +297,62 @@ _RECORDS = (
             IndexerFormat.FP8: "FP8, a scale per 128",
             IndexerFormat.MXFP4: "MXFP4",
         },
-        _roles("attn.indexer.q attn.indexer.k attn.indexer.compressor.pool"),
-        learned=False,
+        _roles(_INDEXED),
     ),
     Convention(
         "indexer_hadamard",
         "the Hadamard transform of the indexer's operands",
         {True: "applied", False: "left out of queries and keys"},
-        _roles("attn.indexer.q attn.indexer.k attn.indexer.compressor.pool"),
-        learned=False,
+        _roles(_INDEXED),
     ),
     Convention(
         "routing_epsilon",
         "what is added to the sum of the chosen router scores",
         {},
         _roles("ffn.topk"),
-        learned=False,
     ),
     Convention(
         "routing_weight_before_w2",
         "the router's weight of an expert",
         {True: "multiplied in front of w2", False: "multiplied behind w2"},
         _roles("ffn.experts.act_quant ffn.experts.combine"),
-        learned=False,
     ),
     Convention(
         "shared_expert_clamped",
         "the clamp of SwiGLU in the shared expert",
         {True: "applied", False: "left out"},
         _roles("ffn.shared.act ffn.act"),
-        learned=False,
     ),
     Convention(
         "input_scale_shared",
         "the NVFP4 input scale of routed experts",
         {True: "the largest of the layer", False: "each expert's own"},
         _roles("ffn.experts.w13.act_quant ffn.experts.act_quant"),
-        learned=False,
     ),
     Convention(
         "wo_a_follows_recipe",
         "the input of wo_a (V4)",
         {True: "quantised as the recipe says", False: "left in BF16"},
         _roles("attn.wo_a attn.wo_a.act_quant"),
-        learned=False,
     ),
     Convention(
         "reduction_in_storage_dtype",
         "sums over ranks",
-        {True: _ON, False: _OFF},
+        _COMPUTED,
         _roles("attn.wo attn.wo_b ffn.shared.w2 ffn.w2 ffn.experts.w2"),
-        learned=False,
     ),
     Convention(
         "first_draft_embedding_zeroed",
         "the drafter's embedding at position 0",
         {True: "zeroed", False: "read from the table"},
         _roles("embed"),
-        learned=False,
     ),
 )
-REGISTRY: Mapping[str, Convention] = MappingProxyType({each.name: each for each in _RECORDS})
+
+REGISTRY: Mapping[str, Convention] = MappingProxyType(
+    {each.name: each for each in _ROUNDINGS}
+    | {each.name: replace(each, learned=False) for each in _MEANINGS}
+)
 
 
 # One switch was both at first, and older captures state only that one.
