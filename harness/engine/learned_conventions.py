@@ -190,9 +190,22 @@ class _Search:
         ]
 
     def learned(self) -> list[Learned]:
-        """Return what leaves the fewest components sick, and of that the fewest changes."""
+        """Return what leaves the fewest components sick, and of that the fewest changes.
+
+        What cures a role by chance hides the values that really do, where other roles are against
+        it. So a role that is left sick proposes again, up to all its changes.
+        """
+        deep: set[str] = set()
+        while True:
+            values, found = self._best(deep)
+            left = {role for role in self._odd if self._is_sick(role, values)} - deep
+            if not left:
+                return found
+            deep |= left
+
+    def _best(self, deep: set[str]) -> tuple[Values, list[Learned]]:
         ranked: list[tuple[int, int, int, dict[str, Any]]] = []
-        for values in self._unions():
+        for values in self._unions(deep):
             stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
             if all(stands):
                 sick = sum(len(each.sick) for each in stands if each is not None)
@@ -200,14 +213,18 @@ class _Search:
         for *_, values in sorted(ranked, key=lambda each: each[:3]):
             found = self._told(values)
             if found is not None:
-                return found
-        return []
+                return values, found
+        return {}, []
 
-    def _unions(self) -> list[dict[str, Any]]:
+    def _is_sick(self, role: str, values: Values) -> bool:
+        stand = self._stand(role, self._concerning(role, values))
+        return stand is None or bool(stand.sick)
+
+    def _unions(self, deep: set[str]) -> list[dict[str, Any]]:
         """Join what the roles propose in every way without a contradiction; each may abstain."""
         unions: list[dict[str, Any]] = [{}]
         for role in self._odd:
-            for proposed in self._proposals(role):
+            for proposed in self._proposals(role, deep=role in deep):
                 for known in tuple(unions):
                     if all(known.get(name, value) == value for name, value in proposed.items()):
                         joined = {**known, **proposed}
@@ -215,14 +232,17 @@ class _Search:
                             unions.append(joined)
         return unions
 
-    def _proposals(self, role: str) -> list[Values]:
-        """Return the values that cure components of a role, those with the fewest changes first."""
+    def _proposals(self, role: str, *, deep: bool) -> list[Values]:
+        """Return the values that cure components of a role, those with the fewest changes first.
+
+        Unless it goes deep, more changes than cure all of them are not tried.
+        """
         evidence = self._evidence
         odd = [name for name in evidence.components(role) if evidence.differs(name)]
         found: list[Values] = []
         cured = 0  # changes after which no component of the role stays sick
         for values in _changes([e for e in self._group if role in e.roles], evidence.assumed):
-            if cured and len(values) > cured:
+            if cured and len(values) > cured and not deep:
                 break
             if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
                 continue

@@ -20,7 +20,7 @@ from degarble.suites.engine.convention_cases import V4, V32, choices, model
 from degarble.suites.engine.localise_cases import PROMPTS, scaled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from degarble.harness.anatomy.config import Config
     from degarble.harness.engine.conventions import Convention
@@ -204,7 +204,10 @@ TRUE = {"p": True, "q": True}
 
 
 def _joint(
-    fits: Callable[[str, Mapping[str, Any]], bool], count: int = 2, declared: tuple[str, ...] = ()
+    fits: Callable[[str, Mapping[str, Any]], bool],
+    count: int = 2,
+    declared: tuple[str, ...] = (),
+    group: Sequence[Convention] = (P, Q, R),
 ) -> dict[str, tuple[str, ...]]:
     """Learn from `count` components a role; `fits` is asked with role and number, and values."""
     roles = {f"{role}{number}": role for role in "abm" for number in range(count)}
@@ -213,7 +216,7 @@ def _joint(
         lambda name, values: FITS if fits(name, values) else WRONG,
         dict.fromkeys("pqr", False),
     )
-    return {each.name: each.witnesses for each in learn([P, Q, R], evidence, declared)}
+    return {each.name: each.witnesses for each in learn(group, evidence, declared)}
 
 
 def _own(name: str, values: Mapping[str, Any]) -> bool:
@@ -236,6 +239,16 @@ def test_what_fits_one_role_by_chance_gives_way_to_what_fits_all() -> None:
         return dict(v) in (TRUE, {"r": True}) if name[0] == "m" else _own(name, v)
 
     assert set(_joint(fits)) == {"p", "q"}
+
+
+def test_what_other_roles_are_against_hides_no_deeper_change() -> None:
+    """`r` cures `m` by chance, and `b` is against it; `m` alone shows the two that it follows."""
+    group = [replace(R, name="p"), replace(R, name="q"), replace(R, roles=frozenset("bm"))]
+
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return dict(v) in (TRUE, {"r": True}) if name[0] == "m" else not v.get("r")
+
+    assert set(_joint(fits, group=group)) == {"p", "q"}
 
 
 def test_each_convention_of_several_needs_witnesses_of_its_own() -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.shrink import SCRIPT, TENSORS, Case, shrunk
 from degarble.harness.errors import UnreadableFile
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
+    V4,
+    bound,
     localised,
     replaced,
     run_of,
@@ -56,6 +59,18 @@ def test_a_case_is_small_reads_back_and_fails_until_it_is_mended(
     assert not again.told(healthy)[1]
     assert script.name == SCRIPT
     assert (tmp_path / "case" / TENSORS).stat().st_size < 8 << 20
+
+
+def test_a_case_of_a_weight_that_the_drafter_shares_reads_back(tmp_path: Path) -> None:
+    """V4's drafter has no head of its own."""
+    name, recipe, twin = "mtp.0.head", recipe_named("nvfp4-full", V4), bound(V4, "nvfp4-full")
+    inputs = {"x": torch.ones(2, V4.hidden_size, dtype=torch.bfloat16)}
+    with torch.inference_mode():
+        made = dict(twin.calls[name](inputs, twin.weights_of(name)))
+    Case(name, "as it should be", False, twin, recipe, inputs, made).write(tmp_path)
+    again = Case.read(tmp_path)
+    lines, wrong = again.told(made)
+    assert not wrong, lines
 
 
 def test_the_script_fails_by_itself(tmp_path: Path) -> None:
