@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import json
 import stat
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.layouts import Spelling, layout_named
+from degarble.harness.anatomy.layouts import Spelling
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import BF16
 from degarble.harness.checkpoint import quantisation_configs
@@ -93,29 +92,9 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
 def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return `quantization_config` and what hf_quant_config.json says, weights alone where so."""
     stated, beside = quantisation(config, layout)
-    if stated is None and beside is not None:
-        # vLLM 0.33 reads hf_quant_config.json of the producer "modelopt" alone, and builds every
-        # weight unquantised otherwise; what config.json says it reads whoever wrote it.
-        told = dict(beside["quantization"])
-        ignored = told.pop("exclude_modules")
-        fused = _fused_in_vllm(config, ignored)
-        stated = {"quant_method": "modelopt", **told, "ignore": [*ignored, *fused]}
     if is_weight_only(config, layout):
         return _without_activations(stated), _without_activations(beside)
     return stated, beside
-
-
-def _fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
-    """Name the tensors that vLLM fuses of ignored linears: it asks for these, not for members."""
-    layout, names = layout_named("vllm", config), set(ignored)
-    fusion_of = {row: each for each in layout.fusions for row in each.members}
-    found: dict[str, list[bool]] = defaultdict(list)
-    for parameter in parameters(config):
-        fusion = fusion_of.get(parameter.row.name)
-        if fusion is not None and parameter.expert is None and not layout.omits(parameter, config):
-            path = layout.path_of(parameter, config, fusion.target)
-            found[path].append(layout.path_of(parameter, config) in names)
-    return [path for path, members in found.items() if all(members)]
 
 
 def is_weight_only(config: Config, layout: Layout) -> bool:

@@ -100,9 +100,17 @@ VLLM = Consumer(
     {V4: ("official",), V32: ("official",)},
     _PLAIN | _FP8 | {"MXFP4", "NVFP4"},
 )
-# Named as vLLM reads them, and yet vLLM 0.33 loads none: it builds V4's compressors unquantised and
-# has no moe_quant_algo for V3.2; V3.2's nvfp4-full stops at layers.0.mlp.down_proj.input_scale,
-# its weight-only NVFP4 leaves input scales unwritten, V4's nvfp4-lossless has other shapes.
+# Of V3.2 vLLM 0.33 reads NVFP4 beside unquantised linears. Beside FP8 it asks for FP8_PB_WO, whose
+# scales have four extents and another name (modelopt.py, KFp8Block128), and `quant_method: fp8` has
+# no NVFP4 there.
+VLLM_NVFP4 = replace(
+    VLLM,
+    what="vLLM 0.33, its own DeepSeek models (NVFP4 beside BF16; beside FP8: degarble)",
+    formats=_PLAIN | {"NVFP4"},
+)
+# Named as vLLM reads them, and yet vLLM 0.33 loads none. V4: its compressors are built unquantised
+# (deepseek_v4/compressor.py, quant_config=None), and experts of NVFP4 need activations in it too
+# (deepseek_v4/quant_config.py, moe_quant_algo == "NVFP4"). V3.2: NVFP4 experts beside FP8.
 OWN = replace(
     VLLM,
     name="degarble",
@@ -142,7 +150,7 @@ _WRITTEN_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
     {
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "fp8-block": dict.fromkeys(_BOTH, VLLM),
-        "nvfp4": dict.fromkeys(_BOTH, OWN),
+        "nvfp4": {V4: OWN, V32: VLLM_NVFP4},
         "nvfp4-lossless": {V4: OWN, V32: LOSSLESS_V32},
         "deepgemm-wo-a": dict.fromkeys(_BOTH, DEEPGEMM),
         "fused-compressor": dict.fromkeys(_BOTH, COMPRESSORS),
@@ -154,7 +162,7 @@ _RECIPES_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
         "bf16": dict.fromkeys(_BOTH, TRANSFORMERS),
         "official": dict.fromkeys(_BOTH, VLLM),
         "nvfp4-experts": {V4: VLLM, V32: OWN},
-        "nvfp4-full": dict.fromkeys(_BOTH, OWN),
+        "nvfp4-full": {V4: OWN, V32: VLLM_NVFP4},
     }
 )
 

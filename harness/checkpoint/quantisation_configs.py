@@ -1,13 +1,14 @@
 """What config.json and hf_quant_config.json say about the quantisation of a layout.
 
-Owns the spelling of `quantization_config` for the four kinds of checkpoints: FP8 as DeepSeek
-releases it, NVFP4 experts beside FP8 (ModelOpt's mixed precision), NVFP4 beside BF16 (ModelOpt),
-and compressed-tensors. Which modules are left alone is read off the recipe, never listed by hand.
-Refuses nothing: a layout that anatomy can place can be described.
+There are four kinds of checkpoints: FP8 as DeepSeek releases it, NVFP4 experts beside FP8
+(ModelOpt's mixed precision), NVFP4 beside BF16 (ModelOpt), and compressed-tensors. Which modules
+are left alone is read off the recipe, never listed by hand.
+
+ModelOpt's own exports of V3.2 have no `quantization_config`. Ours do: of hf_quant_config.json vLLM
+0.33 believes the producer "modelopt" alone, and it builds every weight unquantised otherwise.
 
 Sources: config.json of DeepSeek-V4-Pro; NVIDIA's V4 NVFP4 exports and Model-Optimizer
-examples/deepseek (V3.2 exports have no quantization_config); compressed-tensors 0.20
-quantization/quant_config.py. Kept honest by suites/checkpoint/test_quantisation_configs.py.
+examples/deepseek; compressed-tensors 0.20 quantization/quant_config.py.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.anatomy.config import Config, V4Config
 from degarble.harness.anatomy.config_json import config_to_dict
-from degarble.harness.anatomy.layouts import Spelling
+from degarble.harness.anatomy.layouts import Spelling, layout_named
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import BF16
 from degarble.harness.anatomy.types import Kind
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from degarble.harness.anatomy.layouts import Layout
     from degarble.harness.anatomy.parameters import Parameter
@@ -103,14 +104,23 @@ def quantisation(
         return {**_FP8, **told, "ignore": ignored}, _beside({**told, "exclude_modules": ignored})
     told = {"quant_algo": _NVFP4, "kv_cache_quant_algo": None, "group_size": 16}
     beside = _beside({**told, "exclude_modules": ignored})
-    if not isinstance(config, V4Config):
-        return None, beside
-    return {
-        "quant_method": "modelopt",
-        **told,
-        "config_groups": groups,
-        "ignore": ignored,
-    }, beside
+    stated = {"quant_method": "modelopt", **told}
+    if isinstance(config, V4Config):
+        return {**stated, "config_groups": groups, "ignore": ignored}, beside
+    return {**stated, "ignore": [*ignored, *_fused_in_vllm(config, ignored)]}, beside
+
+
+def _fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
+    """Name the tensors that vLLM fuses of ignored linears: it asks for these, not for members."""
+    layout, names = layout_named("vllm", config), set(ignored)
+    fusion_of = {row: each for each in layout.fusions for row in each.members}
+    found: dict[str, list[bool]] = defaultdict(list)
+    for parameter in parameters(config):
+        fusion = fusion_of.get(parameter.row.name)
+        if fusion is not None and parameter.expert is None and not layout.omits(parameter, config):
+            path = layout.path_of(parameter, config, fusion.target)
+            found[path].append(layout.path_of(parameter, config) in names)
+    return [path for path, members in found.items() if all(members)]
 
 
 def _beside(told: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
     python -m degarble.suites.campaigns.consumers --jobs 2 --out DIR [--vllm .venv-vllm/bin/python]
 
-One case is a trained small model, a recipe and a target. transformers loads it as a user would and
-computes; vLLM's own loader fills its parameters, and the references compute with these. A row that
-was not loaded is printed as "not shown" with the reason. `--consumer transformers` runs the rows
-of one consumer and lists the others as not run. About 20 s a case on one core.
+One case is a trained model made wide (`consumer_models`), a recipe and a target. "ours" is its
+perplexity by the definition, as degarble reads the file; the consumer's own is
+  transformers: that of its own model, loaded as a user would, in float32
+  vLLM: that of the references over vLLM's parameters, which its own loader filled. vLLM computes
+    nothing: its wheel's kernels are CUDA's, and V4's for the CPU are in no wheel
+  degarble, DeepGEMM's operand: that of transformers over weights decoded apart from degarble
+A row that was not loaded is printed as "not shown" with the reason. `--consumer transformers` runs
+the rows of one consumer and lists the others as not run. About 20 s a case on one core.
 """
 
 from __future__ import annotations
@@ -22,7 +26,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.consumers import TRANSFORMERS, consumer_of, consumer_of_recipe
+from degarble.harness.checkpoint.consumers import (
+    DEEPGEMM,
+    OWN,
+    TRANSFORMERS,
+    consumer_of,
+    consumer_of_recipe,
+)
 from degarble.harness.checkpoint.convert.job import convert
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.checkpoint.convert.registry import CONVERSIONS
@@ -31,6 +41,7 @@ from degarble.harness.checkpoint.view import Checkpoint
 from degarble.harness.errors import Refused
 from degarble.references import tiny
 from degarble.references.tiny import figures, language
+from degarble.suites.campaigns.consumer_models import decoded, widened
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.checkpoint.convert.loading_cases import (
     loaded_by_transformers,
@@ -48,10 +59,8 @@ FAMILIES = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
 TOKENS = 256
 CLOSE = 1e-5  # of ours
 VLLM = "DEGARBLE_VLLM_PYTHON"
-# Blocks of 128 rows: vLLM's fused parameters cut through those of models as narrow as these, so
-# FP8 is loaded from synthetic models by suites/plugins/vllm/test_installed_loaders.py.
-_FP8 = frozenset({"official", "nvfp4-experts", "fp8-block"})
-NOT_SHOWN = frozenset({"refused", "no loader", "other suite", "no vLLM", "not read back", "died"})
+OWN_NAMES = "--by-own-names"
+NOT_SHOWN = frozenset({"refused", "no vLLM", "not read back", "died"})
 HEAD = "| family | recipe | --to | consumer | missing | unexpected | ours | its own | result |"
 
 
@@ -98,18 +107,19 @@ def load(seed: int) -> CaseResult:
         except AssertionError as error:
             return CaseResult(seed, kind, "error", str(error))
         if row.consumer == TRANSFORMERS.name:
-            return _in_transformers(seed, kind, target)
-        if "vLLM" not in row.consumer or row.to == "vllm":
-            return CaseResult(seed, kind, "no loader", "names proven, loaded by nobody")
-        if row.to in _FP8 or row.recipe in _FP8:
-            return CaseResult(seed, kind, "other suite", "FP8: loaded from synthetic models")
+            return _in_transformers(seed, kind, target, target)
+        if row.consumer in (OWN.name, DEEPGEMM.name):
+            plain = Path(folder) / "decoded"
+            decoded(target, plain)
+            return _in_transformers(seed, kind, target, plain)
         if VLLM not in os.environ:
             return CaseResult(seed, kind, "no vLLM", "give --vllm")
-        return _in_vllm(seed, kind, target)
+        return _in_vllm(seed, kind, target, [OWN_NAMES] if row.to == "vllm" else [])
 
 
 def _written(row: Asked, folder: Path) -> Path:
-    source, made, out = TRAINED / row.family, folder / "quantised", folder / "converted"
+    source, made, out = folder / "source", folder / "quantised", folder / "converted"
+    widened(TRAINED / row.family, source)
     with Checkpoint.open(source) as checkpoint:
         config = checkpoint.model
     assert config is not None
@@ -129,9 +139,10 @@ def _written(row: Asked, folder: Path) -> Path:
     return out
 
 
-def _in_transformers(seed: int, kind: str, target: Path) -> CaseResult:
+def _in_transformers(seed: int, kind: str, target: Path, given: Path) -> CaseResult:
+    """Compare ours of the target with transformers' of what it is given."""
     tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
-    (theirs,) = loaded_by_transformers([target], tokens)
+    (theirs,) = loaded_by_transformers([given], tokens)
     told = theirs.told
     if theirs.logits is None:
         return CaseResult(seed, kind, "error", str(told["error"])[:400])
@@ -142,11 +153,13 @@ def _in_transformers(seed: int, kind: str, target: Path) -> CaseResult:
     return _compared(seed, kind, our_logits(target, tokens), theirs.logits)
 
 
-def _in_vllm(seed: int, kind: str, target: Path) -> CaseResult:
+def _in_vllm(seed: int, kind: str, target: Path, options: list[str]) -> CaseResult:
     tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
     out = target.parent / "loaded"
     command = [os.environ[VLLM], "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
-    done = subprocess.run([*command, str(target)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, str(target), *options], capture_output=True, text=True, check=False
+    )
     told = next((each for each in done.stdout.splitlines() if each.startswith('{"check')), "{}")
     found = json.loads(told)
     if not found or "error" in found:

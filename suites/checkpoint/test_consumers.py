@@ -17,6 +17,7 @@ from degarble.harness.checkpoint.consumers import (
     V4,
     V32,
     VLLM,
+    VLLM_NVFP4,
     consumer_of,
     consumer_of_recipe,
     reading,
@@ -62,11 +63,11 @@ def test_what_is_declared_to_vllm_was_loaded_in_it() -> None:
 
 
 def _is_vllms(consumer: Consumer, family: str) -> bool:
-    return consumer in (VLLM, COMPRESSORS) and family in consumer.reads
+    return consumer in (VLLM, VLLM_NVFP4, COMPRESSORS) and family in consumer.reads
 
 
 def test_the_campaign_lists_what_it_did_not_show_and_fails_on_mismatches_alone() -> None:
-    for outcome in ("refused", "no loader", "other suite", "no vLLM", "not read back"):
+    for outcome in ("refused", "no vLLM", "not read back", "died"):
         result = CaseResult(0, "", outcome, "a | b\nc")
         assert line(result).endswith(f"| not shown: {outcome}, a / b c |")
         assert line(result).count(" | ") == HEAD.count(" | ")

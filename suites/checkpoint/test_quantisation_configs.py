@@ -50,7 +50,7 @@ def stated(name: str, layout: str) -> tuple[dict[str, Any] | None, dict[str, Any
         ("v32", "official", "fp8", None),
         ("v32", "transformers-saved", None, None),
         ("v32", "nvfp4-experts", "fp8", "MIXED_PRECISION"),
-        ("v32", "nvfp4-full", None, "NVFP4"),
+        ("v32", "nvfp4-full", "modelopt", "NVFP4"),
         ("v32", "compressed-tensors", "compressed-tensors", None),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_is_left_alone_is_what_the_recipe_leaves(name: str, layout: str) ->
     patterns = told.get("ignore", told.get("exclude_modules"))
     if patterns is None:
         return
-    assert told.get("exclude_modules", patterns) == patterns
+    assert set(told.get("exclude_modules", patterns)) <= set(patterns)  # and what vLLM fuses
     recipe = placed.recipe_for(config)
     for parameter in parameters(config):
         if parameter.kind is Kind.LINEAR and not placed.omits(parameter, config):

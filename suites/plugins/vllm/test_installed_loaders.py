@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from degarble.harness.anatomy.layouts import layout_named
+from degarble.harness.anatomy.recipes import Recipe, Rule, recipe_named
 from degarble.harness.checkpoint.convert.job import convert
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
@@ -34,11 +36,12 @@ READ = {
     ("v4", "official"): ("", "bf16", "fp8-block", "fused-compressor"),
     ("v4", "nvfp4-experts"): ("", "bf16", "fp8-block", "fused-compressor"),
     ("v4", "nvfp4-full"): ("bf16", "fp8-block"),
-    ("v32", "bf16"): ("", "fp8-block"),
+    ("v32", "bf16"): ("", "fp8-block", "nvfp4"),
     ("v32", "official"): ("", "bf16", "fp8-block"),
     ("v32", "nvfp4-experts"): ("bf16", "fp8-block"),
-    ("v32", "nvfp4-full"): ("bf16", "fp8-block"),
+    ("v32", "nvfp4-full"): ("", "bf16", "fp8-block"),
 }
+_NO_COMPRESSORS = (Rule("*.compressor.*", "BF16"),)
 
 
 def test_vllm_reads_what_is_written_for_it(tmp_path: Path) -> None:
@@ -57,25 +60,33 @@ def test_vllm_reads_what_is_written_for_it(tmp_path: Path) -> None:
     assert all(each["parameters"] > 30 for each in told)
 
 
-def test_names_of_nobody_are_refused_by_vllm(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIGS["v4"], "nvfp4-full", seed=5))
-    (told,) = loaded(tmp_path / "out", [tmp_path / "c"])
-    assert "error" in told
+def test_compressors_alone_keep_vllm_from_v4_in_nvfp4(tmp_path: Path) -> None:
+    """vLLM 0.33 builds them unquantised: models/deepseek_v4/compressor.py, quant_config=None."""
+    config = CONFIGS["v4"]
+    rules = _NO_COMPRESSORS + recipe_named("nvfp4-full", config).rules
+    released = replace(layout_named("official", config), recipe="nvfp4-full")
+    full, without = tmp_path / "full", tmp_path / "without"
+    write_checkpoint(full, Synthetic(config, released, seed=5))
+    write_checkpoint(without, Synthetic(config, released, Recipe("without", rules), seed=5))
+    stopped, read = loaded(tmp_path / "out", [full, without])
+    assert "compressor.fused_wkv_wgate" in stopped["error"]
+    assert (read["missing"], read["unexpected"]) == ([], [])
 
 
 def test_nvfp4_that_is_not_declared_to_vllm_does_not_load_in_it(tmp_path: Path) -> None:
     """Where one of these loads, harness/checkpoint/consumers.py may name vLLM for it."""
-    full, lossless = tmp_path / "v32-full", tmp_path / "v4-lossless"
-    weights_alone = tmp_path / "v32-nvfp4"
-    write_checkpoint(full, Synthetic(CONFIGS["v32"], "nvfp4-full", seed=5))
-    write_checkpoint(tmp_path / "bf16", Synthetic(CONFIGS["v32"], "bf16", seed=5))
-    write_checkpoint(tmp_path / "mxfp4", Synthetic(CONFIGS["v4"], "official", seed=5))
-    convert(tmp_path / "bf16", weights_alone, "nvfp4")
-    convert(tmp_path / "mxfp4", lossless, "nvfp4-lossless")
-    told = loaded(tmp_path / "out", [full, weights_alone, lossless])
-    assert "layers.0.mlp.down_proj.input_scale" in told[0]["error"]
-    assert all("input_scale" in name for name in told[1]["missing"])
-    assert len(told[1]["missing"]) == 8
+    experts, beside_fp8, lossless = (tmp_path / name for name in ("experts", "fp8", "lossless"))
+    write_checkpoint(experts, Synthetic(CONFIGS["v32"], "nvfp4-experts", seed=5))
+    write_checkpoint(tmp_path / "v32", Synthetic(CONFIGS["v32"], "official", seed=5))
+    write_checkpoint(tmp_path / "v4", Synthetic(CONFIGS["v4"], "official", seed=5))
+    convert(tmp_path / "v32", beside_fp8, "nvfp4")
+    convert(tmp_path / "v4", lossless, "nvfp4-lossless")
+    told = loaded(tmp_path / "out", [experts, beside_fp8, lossless])
+    assert [each["checkpoint"] for each in told if "error" in each] == [
+        "experts",
+        "fp8",
+        "lossless",
+    ]
     assert "size of tensor" in told[2]["error"]
 
 
