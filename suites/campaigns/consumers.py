@@ -2,34 +2,39 @@
 
     python -m degarble.suites.campaigns.consumers --jobs 2 --out DIR [--vllm .venv-vllm/bin/python]
 
-One case is a trained model made wide (`consumer_models`), a recipe and a target. "ours" is its
-perplexity by the definition, as degarble reads the file; the consumer's own is
+One case is a trained model made wide (`consumer_models`) and a recipe: eight rows, one as quantised
+and one a target. "ours" is its perplexity by the definition, as degarble reads the file; the
+consumer's own is
   transformers: that of its own model, loaded as a user would, in float32
   vLLM: that of the references over vLLM's parameters, which its own loader filled. vLLM computes
     nothing: its wheel's kernels are CUDA's, and V4's for the CPU are in no wheel
   degarble, DeepGEMM's operand: that of transformers over weights decoded apart from degarble
 A row that was not loaded is printed as "not shown" with the reason. `--consumer transformers` runs
-the rows of one consumer and lists the others as not run. About 20 s a case on one core.
+the rows of one consumer and lists the others as not run. About 60 s a case on one core.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.checkpoint.calibration import Amax, Calibration
 from degarble.harness.checkpoint.consumers import (
+    COMPRESSORS,
     DEEPGEMM,
     OWN,
+    PARAMETERS,
     TRANSFORMERS,
+    VLLM,
+    VLLM_NVFP4,
     consumer_of,
     consumer_of_recipe,
 )
@@ -42,7 +47,7 @@ from degarble.harness.errors import Refused
 from degarble.references import tiny
 from degarble.references.tiny import figures, language
 from degarble.suites.campaigns.consumer_models import decoded, widened
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
 from degarble.suites.checkpoint.convert.loading_cases import (
     loaded_by_transformers,
     our_logits,
@@ -56,12 +61,18 @@ if TYPE_CHECKING:
 
 TRAINED = Path(tiny.__file__).parent / "v1"
 FAMILIES = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
-TOKENS = 256
+TEXT = language.document(figures.HELD_OUT).ids[:256]
 CLOSE = 1e-5  # of ours
-VLLM = "DEGARBLE_VLLM_PYTHON"
-OWN_NAMES = "--by-own-names"
-NOT_SHOWN = frozenset({"refused", "no vLLM", "not read back", "died"})
+_OF_VLLM = frozenset({VLLM.name, COMPRESSORS.name, PARAMETERS.name})
+NOT_SHOWN = frozenset({"refused", "no vLLM", "not built", "not read back", "died"})
 HEAD = "| family | recipe | --to | consumer | missing | unexpected | ours | its own | result |"
+
+
+class Outcome(NamedTuple):
+    """What came of a row, as `CaseResult` has it."""
+
+    word: str
+    detail: str
 
 
 class Asked(NamedTuple):
@@ -76,12 +87,19 @@ class Asked(NamedTuple):
         """The name of who reads it."""
         family = FAMILIES[self.family]
         found = consumer_of(self.to, family) if self.to else consumer_of_recipe(self.recipe, family)
+        if found is VLLM_NVFP4 and self.recipe in ("official", "nvfp4-experts"):  # FP8 stays
+            return OWN.name
         return found.name
 
     @property
     def cells(self) -> str:
         """What is known of a row before it runs."""
         return f"{self.family} | {self.recipe} | {self.to or '-'} | {self.consumer}"
+
+
+_NOT_BUILT = {
+    Asked("v32", "nvfp4-experts", "vllm"): "vLLM 0.33 builds no NVFP4 beside FP8 for V3.2",
+}
 
 
 def asked() -> list[Asked]:
@@ -94,31 +112,36 @@ def asked() -> list[Asked]:
     ]
 
 
-def load(seed: int) -> CaseResult:
-    """Write one row's checkpoint, and load it in its consumer."""
-    row = asked()[seed]
-    kind = f"{row.family} {row.recipe} {row.to or 'as quantised'} ({row.consumer})"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            target = _written(row, Path(folder))
-        except Refused as error:
-            told = str(error).partition(": expected")[0].replace(f"{folder}/", "")
-            return CaseResult(seed, kind, "refused", told)
-        except AssertionError as error:
-            return CaseResult(seed, kind, "error", str(error))
-        if row.consumer == TRANSFORMERS.name:
-            return _in_transformers(seed, kind, target, target)
-        if row.consumer in (OWN.name, DEEPGEMM.name):
-            plain = Path(folder) / "decoded"
-            decoded(target, plain)
-            return _in_transformers(seed, kind, target, plain)
-        if VLLM not in os.environ:
-            return CaseResult(seed, kind, "no vLLM", "give --vllm")
-        return _in_vllm(seed, kind, target, [OWN_NAMES] if row.to == "vllm" else [])
+def rows_of(seed: int) -> dict[int, Asked]:
+    """Return the rows of one case, by their place in the table."""
+    size = 1 + len(CONVERSIONS)
+    return {place: asked()[place] for place in range(seed * size, (seed + 1) * size)}
 
 
-def _written(row: Asked, folder: Path) -> Path:
-    source, made, out = folder / "source", folder / "quantised", folder / "converted"
+def load(seed: int, vllm: Path | None, consumers: frozenset[str]) -> CaseResult:
+    """Write the checkpoints of one recipe, load each in its consumer, and tell of all rows."""
+    rows = {place: row for place, row in rows_of(seed).items() if row.consumer in consumers}
+    first = next(iter(rows_of(seed).values()))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        quantised = _quantised(first, folder)
+        found, targets = {}, {}
+        for place, row in rows.items():
+            try:
+                targets[place] = _target(row, quantised, folder)
+            except Refused as error:
+                told = str(error).partition(": expected")[0].replace(f"{folder}/", "")
+                found[place] = Outcome("refused", told)
+            except AssertionError as error:
+                found[place] = Outcome("error", str(error))
+        found |= _in_transformers(rows, targets, folder)
+        found |= _in_vllm(rows, targets, folder, vllm)
+    told = {place: list(found[place]) for place in sorted(found)}
+    return CaseResult(seed, f"{first.family} {first.recipe}", "ok", json.dumps(told))
+
+
+def _quantised(row: Asked, folder: Path) -> Path:
+    source, made = folder / "source", folder / "quantised"
     widened(TRAINED / row.family, source)
     with Checkpoint.open(source) as checkpoint:
         config = checkpoint.model
@@ -131,59 +154,98 @@ def _written(row: Asked, folder: Path) -> Path:
     }
     calibration = Calibration.of(reached) if reached else None
     run_job(QuantiseJob(source, target_layout(config, recipe), calibration=calibration), made)
+    return made
+
+
+def _target(row: Asked, quantised: Path, folder: Path) -> Path:
     if not row.to:
-        return made
-    convert(made, out, row.to)
-    proof = prove(made, out)
+        return quantised
+    out = folder / row.to
+    convert(quantised, out, row.to)
+    proof = prove(quantised, out)
     assert proof.holds, list(proof.lines())[:5]
     return out
 
 
-def _in_transformers(seed: int, kind: str, target: Path, given: Path) -> CaseResult:
-    """Compare ours of the target with transformers' of what it is given."""
-    tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
-    (theirs,) = loaded_by_transformers([given], tokens)
-    told = theirs.told
-    if theirs.logits is None:
-        return CaseResult(seed, kind, "error", str(told["error"])[:400])
-    if not theirs.is_clean:
-        return _other_names(
-            seed, kind, [*told["missing_keys"], *told["mismatched_keys"]], told["unexpected_keys"]
-        )
-    return _compared(seed, kind, our_logits(target, tokens), theirs.logits)
+def _in_transformers(
+    rows: dict[int, Asked], targets: dict[int, Path], folder: Path
+) -> dict[int, Outcome]:
+    """Compare ours of each target with transformers' of it, or of its decoded weights."""
+    given = {}
+    for place, target in targets.items():
+        if rows[place].consumer == TRANSFORMERS.name:
+            given[place] = target
+        elif rows[place].consumer in (OWN.name, DEEPGEMM.name):
+            given[place] = folder / f"{target.name}-decoded"
+            decoded(target, given[place])
+    found = {}
+    answers = loaded_by_transformers(list(given.values()), TEXT) if given else []
+    for place, theirs in zip(given, answers, strict=True):
+        told = theirs.told
+        if theirs.logits is None:
+            found[place] = Outcome("error", str(told["error"])[:400])
+        elif not theirs.is_clean:
+            missing = [*told["missing_keys"], *told["mismatched_keys"]]
+            found[place] = _other_names(missing, told["unexpected_keys"])
+        else:
+            found[place] = _compared(our_logits(targets[place], TEXT), theirs.logits)
+    return found
 
 
-def _in_vllm(seed: int, kind: str, target: Path, options: list[str]) -> CaseResult:
-    tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
-    out = target.parent / "loaded"
-    command = [os.environ[VLLM], "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
+def _in_vllm(
+    rows: dict[int, Asked], targets: dict[int, Path], folder: Path, vllm: Path | None
+) -> dict[int, Outcome]:
+    """Compare ours of each target with that of vLLM's parameters, filled from it."""
+    mine = {p: each for p, each in targets.items() if rows[p].consumer in _OF_VLLM}
+    if vllm is None:
+        return dict.fromkeys(mine, Outcome("no vLLM", "give --vllm"))
+    found = {}
+    for options in ([], ["--by-own-names"]):
+        given = {p: each for p, each in mine.items() if bool(options) == (rows[p].to == "vllm")}
+        told = _asked_of_vllm(vllm, list(given.values()), folder / "loaded", options)
+        for place, target in given.items():
+            found[place] = _filled(told[target.name], target, folder / "loaded")
+            if found[place].word == "names" and rows[place] in _NOT_BUILT:
+                found[place] = Outcome("not built", _NOT_BUILT[rows[place]])
+    return found
+
+
+def _asked_of_vllm(
+    vllm: Path, folders: list[Path], out: Path, options: list[str]
+) -> dict[str, dict[str, Any]]:
+    if not folders:
+        return {}
+    command = [str(vllm), "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
     done = subprocess.run(
-        [*command, str(target), *options], capture_output=True, text=True, check=False
+        [*command, *map(str, folders), *options], capture_output=True, text=True, check=False
     )
-    told = next((each for each in done.stdout.splitlines() if each.startswith('{"check')), "{}")
-    found = json.loads(told)
-    if not found or "error" in found:
-        return CaseResult(seed, kind, "error", found.get("error", done.stderr[-400:]))
-    if found["missing"] or found["unexpected"]:
-        return _other_names(seed, kind, found["missing"], found["unexpected"])
+    lines = [json.loads(each) for each in done.stdout.splitlines() if each.startswith('{"check')]
+    died = {"error": done.stderr[-400:]}
+    return {each.name: died for each in folders} | {each["checkpoint"]: each for each in lines}
+
+
+def _filled(told: dict[str, Any], target: Path, out: Path) -> Outcome:
+    if "error" in told:
+        return Outcome("error", told["error"])
+    if told["missing"] or told["unexpected"]:
+        return _other_names(told["missing"], told["unexpected"])
     try:
-        theirs = our_logits(out / target.name, tokens)
+        theirs = our_logits(out / target.name, TEXT)
     except Refused as error:
-        return CaseResult(seed, kind, "not read back", str(error)[:400])
-    return _compared(seed, kind, our_logits(target, tokens), theirs)
+        return Outcome("not read back", str(error)[:400])
+    return _compared(our_logits(target, TEXT), theirs)
 
 
-def _other_names(seed: int, kind: str, missing: list[str], unexpected: list[str]) -> CaseResult:
+def _other_names(missing: list[str], unexpected: list[str]) -> Outcome:
     told = f"{len(missing)} | {len(unexpected)} | - | - | names: "
-    return CaseResult(seed, kind, "names", told + ", ".join([*missing, *unexpected])[:300])
+    return Outcome("names", told + ", ".join([*missing, *unexpected])[:300])
 
 
-def _compared(seed: int, kind: str, ours: Tensor, theirs: Tensor) -> CaseResult:
-    tokens = language.document(figures.HELD_OUT).ids[:TOKENS]
-    mine, their = perplexity(ours, tokens), perplexity(theirs, tokens)
+def _compared(ours: Tensor, theirs: Tensor) -> Outcome:
+    mine, their = perplexity(ours, TEXT), perplexity(theirs, TEXT)
     same = math.isclose(mine, their, rel_tol=CLOSE)  # False beside NaN
     told = f"0 | 0 | {mine:.7f} | {their:.7f} | {'same' if same else 'perplexity apart'}"
-    return CaseResult(seed, kind, "ok" if same else "perplexity", told)
+    return Outcome("ok" if same else "perplexity", told)
 
 
 def line(result: CaseResult) -> str:
@@ -202,32 +264,44 @@ def failures(results: Iterable[CaseResult]) -> list[CaseResult]:
     return [each for each in results if each.outcome != "ok" and each.outcome not in NOT_SHOWN]
 
 
+def by_row(cases: Iterable[CaseResult]) -> list[CaseResult]:
+    """Return one result a row; all rows of a case that did not end have its outcome."""
+    found = []
+    for case in cases:
+        ended = case.outcome == "ok"
+        outcomes = json.loads(case.detail) if ended else {}
+        for place, row in rows_of(case.seed).items():
+            if ended and str(place) not in outcomes:
+                continue
+            outcome, detail = outcomes.get(str(place), (case.outcome, case.detail))
+            kind = f"{row.family} {row.recipe} {row.to or 'as quantised'} ({row.consumer})"
+            found.append(CaseResult(place, kind, outcome, detail))
+    return found
+
+
 def main() -> None:
     """Run every row once, print the table, and end with 1 where a consumer does not load."""
-    parser = arguments(__doc__ or "", count=len(asked()))
+    rows = asked()
+    parser = arguments(__doc__ or "", count=len(rows) // (1 + len(CONVERSIONS)))
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM 0.33")
-    consumers = sorted({each.consumer for each in asked()})
+    consumers = sorted({each.consumer for each in rows})
     parser.add_argument("--consumer", choices=consumers, help="run the rows of this one alone")
     given = parser.parse_args()
-    if given.vllm:
-        os.environ[VLLM] = str(given.vllm.absolute())
-    rows = asked()
-    chosen = [
-        seed
-        for seed in range(given.seed, min(given.seed + given.count, len(rows)))
-        if given.consumer in (None, rows[seed].consumer)
-    ]
-    report = run_cases("consumers", load, chosen, given.jobs)
-    report.write(given.out)
-    results = {each.seed: each for each in report.results}
+    chosen = frozenset([given.consumer] if given.consumer else consumers)
+    vllm = given.vllm.absolute() if given.vllm else None
+    case = partial(load, vllm=vllm, consumers=chosen)
+    seeds = range(given.seed, given.seed + given.count)
+    found = by_row(run_cases("consumers", case, seeds, given.jobs).results)
+    CampaignReport("consumers", found).write(given.out)
+    results = {each.seed: each for each in found}
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     lines += [
-        line(results.get(seed) or CaseResult(seed, "", "not run")) for seed in range(len(rows))
+        line(results.get(place) or CaseResult(place, "", "not run")) for place in range(len(rows))
     ]
     table = "\n".join(lines)
     (given.out / "consumers-table.md").write_text(table + "\n", encoding="utf-8")
     print(table)  # noqa: T201
-    sys.exit(1 if failures(report.results) else 0)
+    sys.exit(1 if failures(found) else 0)
 
 
 if __name__ == "__main__":

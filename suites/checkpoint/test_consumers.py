@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from degarble.harness.checkpoint.consumers import (
 from degarble.harness.checkpoint.convert.registry import CONVERSIONS
 from degarble.harness.errors import UnknownName
 from degarble.suites.anatomy.configs import TINY_V4, TINY_V32
-from degarble.suites.campaigns.consumers import HEAD, failures, line
+from degarble.suites.campaigns.consumers import HEAD, asked, by_row, failures, line, rows_of
 from degarble.suites.campaigns.runner import CaseResult
 from degarble.suites.plugins.vllm.test_installed_loaders import READ
 
@@ -67,7 +68,7 @@ def _is_vllms(consumer: Consumer, family: str) -> bool:
 
 
 def test_the_campaign_lists_what_it_did_not_show_and_fails_on_mismatches_alone() -> None:
-    for outcome in ("refused", "no vLLM", "not read back", "died"):
+    for outcome in ("refused", "no vLLM", "not built", "not read back", "died"):
         result = CaseResult(0, "", outcome, "a | b\nc")
         assert line(result).endswith(f"| not shown: {outcome}, a / b c |")
         assert line(result).count(" | ") == HEAD.count(" | ")
@@ -77,6 +78,15 @@ def test_the_campaign_lists_what_it_did_not_show_and_fails_on_mismatches_alone()
     shown = CaseResult(0, "", "ok", "0 | 0 | 8.5 | 8.5 | same")
     assert line(shown).count(" | ") == HEAD.count(" | ")
     assert failures([shown]) == []
+
+
+def test_rows_of_a_case_that_ended_early_have_its_outcome() -> None:
+    (only,) = by_row([CaseResult(0, "", "ok", json.dumps({"3": ["names", "1 | 0"]}))])
+    assert (only.seed, only.outcome, only.detail) == (3, "names", "1 | 0")
+    died = by_row([CaseResult(1, "", "died", "gone")])
+    assert {each.outcome for each in died} == {"died"}
+    assert [each.seed for each in died] == list(rows_of(1))
+    assert [place for case in range(8) for place in rows_of(case)] == list(range(len(asked())))
 
 
 def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
