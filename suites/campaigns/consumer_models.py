@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from degarble.harness.anatomy.config import V4Config
+from degarble.harness.anatomy.config_json import config_from_dict
 from degarble.harness.anatomy.parameters import parameters
 from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.anatomy.tensors import slots
@@ -44,15 +44,15 @@ def widened(source: Path, folder: Path) -> None:
         config, names = checkpoint.model, checkpoint.names
     assert config is not None
     assert names is not None
-    wide = replace(config, **_widths(config))
-    shapes = {each.name: each.shape for each in parameters(wide)}
+    told = _config(source) | _widths(config)
+    shapes = {each.name: each.shape for each in parameters(config_from_dict(told))}
     stored = load_file(source / "model-00001-of-00001.safetensors")
     made = {
         slot.tensor: _wider(stored[slot.tensor], shapes[slot.parameter.name])
         for slot in slots(config, names.layout.with_recipe(recipe_named("bf16", config)))
     }
     folder.mkdir()
-    _save(folder, made, _config(source) | _widths(config))
+    _save(folder, made, told)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
 

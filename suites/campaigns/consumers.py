@@ -136,8 +136,8 @@ def load(seed: int, vllm: Path | None, consumers: frozenset[str]) -> CaseResult:
                 found[place] = Outcome("error", str(error))
         found |= _in_transformers(rows, targets, folder)
         found |= _in_vllm(rows, targets, folder, vllm)
-    told = {place: list(found[place]) for place in sorted(found)}
-    return CaseResult(seed, f"{first.family} {first.recipe}", "ok", json.dumps(told))
+    outcomes = json.dumps({place: list(found[place]) for place in sorted(found)})
+    return CaseResult(seed, f"{first.family} {first.recipe}", "ok", outcomes)
 
 
 def _quantised(row: Asked, folder: Path) -> Path:
