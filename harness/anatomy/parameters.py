@@ -212,13 +212,13 @@ def parameters(config: Config) -> tuple[Parameter, ...]:
     mtp_rows = V4_MTP if isinstance(config, V4Config) else V32_MTP
     common = _letters(config)
     first, last = [r for r in ends if r.name == "embed"], [r for r in ends if r.name != "embed"]
-    found = [Parameter(row.name, _shape(row, common), row) for row in first]
+    found = [Parameter(row.name, extents_of(row.shape, common), row) for row in first]
     for block in config.blocks:
         letters = common | _block_letters(block)
         rows = (*mtp_rows, *block_rows) if block.is_drafter else block_rows
         present = [row for row in rows if _is_in(row, block, config)]
         found.extend(_spread(present, block, letters, config.n_routed_experts))
-    found.extend(Parameter(row.name, _shape(row, common), row) for row in last)
+    found.extend(Parameter(row.name, extents_of(row.shape, common), row) for row in last)
     return tuple(found)
 
 
@@ -239,10 +239,12 @@ def _spread(
     rows: list[Row], block: Block, letters: Mapping[str, int], experts: int
 ) -> Iterator[Parameter]:
     """Make one parameter a row, or one an expert, experts in turn and each one's rows together."""
-    routed = [(row, _shape(row, letters)) for row in rows if EXPERT in row.name]
+    routed = [(row, extents_of(row.shape, letters)) for row in rows if EXPERT in row.name]
     for row in rows:
         if EXPERT not in row.name:
-            yield Parameter(f"{block.prefix}.{row.name}", _shape(row, letters), row, block)
+            yield Parameter(
+                f"{block.prefix}.{row.name}", extents_of(row.shape, letters), row, block
+            )
         elif row is routed[0][0]:
             for expert, (each, shape) in product(range(experts), routed):
                 name = f"{block.prefix}.{each.name.replace(EXPERT, str(expert))}"
@@ -269,6 +271,19 @@ def _has_dspark(config: Config) -> bool:
 
 def _is_in(row: Row, block: Block, config: Config) -> bool:
     return any(WHERE[place](block, config) for place in row.where.split(", "))
+
+
+def shape_letters(config: Config, block: Block | None = None) -> dict[str, int]:
+    """Give all shape letters that have a number, those of one block included."""
+    return _letters(config) | (_block_letters(block) if block is not None else {})
+
+
+def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
+    """Work a shape in letters out: extents by blanks, then sums, then products."""
+    return tuple(
+        sum(prod(_number(factor, letters) for factor in term.split("*")) for term in terms)
+        for terms in (extent.split("+") for extent in text.split())
+    )
 
 
 def _letters(config: Config) -> dict[str, int]:
@@ -308,14 +323,6 @@ def _letters(config: Config) -> dict[str, int]:
 
 def _block_letters(block: Block) -> dict[str, int]:
     return {"m": block.ratio, "c": compressor_windows(block)}
-
-
-def _shape(row: Row, letters: Mapping[str, int]) -> tuple[int, ...]:
-    """Work a shape in letters out: extents by blanks, then sums, then products."""
-    return tuple(
-        sum(prod(_number(factor, letters) for factor in term.split("*")) for term in terms)
-        for terms in (extent.split("+") for extent in row.shape.split())
-    )
 
 
 def _number(factor: str, letters: Mapping[str, int]) -> int:

@@ -34,7 +34,7 @@ class Kind(StrEnum):
     EDGE = "edge"  # it arrives wrong, given what its producers put out
     CHANGED = "changed"  # the component wrote into its inputs
     MISSING = "missing"  # it did not run where it should have
-    FORM = "form"  # an output that is absent, of another shape or another dtype
+    FORM = "form"  # a tensor that is absent, of another shape or another dtype
     FALLBACK = "fallback"  # a quantised product that ran with unquantised operands
 
 

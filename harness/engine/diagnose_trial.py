@@ -288,16 +288,18 @@ def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
     if "codes" in call.outputs:
         return {name: _coded_ratio(candidate.get(name), m) for name, m in call.outputs.items()}
     try:
-        judged = judge_outputs(call, candidate)
+        judged = judge_outputs(call, {**call.outputs, **candidate})
     except InvalidArgument:
         return _finite_ratios(call, candidate)
     found = {}
     shares = _weights_ratio(call, candidate)
     for name, each in judged.items():
+        if name not in candidate:
+            continue  # it was not captured
         ratio, words = each.ratio, str(each.worst or "")
         if name == "weights" and shares is not None:
             ratio, words = shares
-        if name in candidate and _apart(candidate[name], call.outputs[name]) == 0:
+        if _apart(candidate[name], call.outputs[name]) == 0:
             ratio, words = 0.0, "the same to the bit"
         elif math.isnan(ratio):
             ratio, words = math.inf, each.undecided
@@ -366,8 +368,10 @@ def shares(
         budgets = {}
     within = same = total = 0
     for name, twin in made.outputs.items():
-        c = candidate.get(name)
-        if c is None or c.shape != twin.shape:
+        if name not in candidate:
+            continue  # it was not captured
+        c = candidate[name]
+        if c.shape != twin.shape:
             return 0.0, 0.0
         equal = (c == twin) | ((c != c) & (twin != twin))  # noqa: PLR0124  NaN
         total += c.numel()

@@ -27,7 +27,7 @@ from degarble.harness.engine.forms import (
     wrong_forms,
 )
 from degarble.harness.engine.judgeable_rows import finite_part, is_finite, part_without
-from degarble.harness.engine.judging import Judged, judge_outputs
+from degarble.harness.engine.judging import Judged, is_joint, judge_outputs
 from degarble.harness.engine.replay import Batch, Replay, maker_of, replayed
 from degarble.harness.errors import CANNOT_RUN, InvalidArgument
 from degarble.harness.record.verdict import Verdict
@@ -274,11 +274,18 @@ class Judge:
         both = aligned(outputs, replay.expected)
         if all(same_values(*pair) for pair in both.values()):
             return {name: Judged(name, Verdict.AGREES) for name in both}
-        typed = Replay(replay.batch, {n: pair[1] for n, pair in both.items()}, inputs=replay.inputs)
-        candidate = {name: pair[0] for name, pair in both.items()}
+        # What was not captured stands as the twin's: budgets read all outputs of a component.
+        twins = {**replay.expected, **{name: pair[1] for name, pair in both.items()}}
+        candidate = {**twins, **{name: pair[0] for name, pair in both.items()}}
+        call = Replay(replay.batch, twins, inputs=replay.inputs).judgeable(self._known)
+        if is_joint(call) and len(both) < len(twins):
+            absent = ", ".join(name for name in twins if name not in both)
+            why = f"it is judged together with what was not captured: {absent}"
+            return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
         if is_finite(self._known, replay):
             try:
-                return judge_outputs(typed.judgeable(self._known), candidate)
+                found = judge_outputs(call, candidate)
+                return {name: found[name] for name in both}
             except InvalidArgument:
                 pass  # operands of this size have no budget: the question that is left is asked
             except RuntimeError as error:

@@ -140,6 +140,11 @@ def judge_outputs(
     return {name: made.get(name) or found.get(name) or _unjudged(name) for name in call.outputs}
 
 
+def is_joint(call: Call) -> bool:
+    """Tell whether outputs say something only together: codes with scales, a choice."""
+    return is_coded(call) or call.role in _CHOICES
+
+
 def _found(
     call: Call,
     outputs: Mapping[str, Tensor],
@@ -147,7 +152,7 @@ def _found(
     passed_over: Container[str] = (),
 ) -> dict[str, Judged]:
     """Judge by the rules of the role; what belongs together is left out together."""
-    if not is_coded(call) and call.role not in _CHOICES:
+    if not is_joint(call):
         return _numbers(call, outputs, places, passed_over)
     if passed_over:
         return {}

@@ -32,6 +32,7 @@ from degarble.harness.engine.learned_conventions import (
     conventions_used,
 )
 from degarble.harness.engine.onset import Onset, onset_of
+from degarble.harness.engine.recorded_forms import fitted
 from degarble.harness.engine.replay import Known, batches, maker_of
 from degarble.harness.engine.seen import by_component, require_sound
 from degarble.harness.engine.splits import joined, unvouched, without_memory
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.edges import Edge
     from degarble.harness.engine.forms import NonFinite
     from degarble.harness.engine.judged_run import Looked
+    from degarble.harness.engine.recorded_forms import Fitted
     from degarble.harness.engine.replay import Batch
     from degarble.harness.engine.seen import SeenRun
     from degarble.harness.record.capture_types import Call
@@ -78,6 +80,7 @@ class Localised:
     notes: tuple[str, ...] = ()
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
     twin: Bound | None = None  # that computes by them
+    run: SeenRun | None = None  # its calls whose tensors fit their sites
 
     @property
     def flips(self) -> tuple[Row, ...]:
@@ -98,7 +101,8 @@ def localise(
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
     known = Known.of(twin, recipe)
-    work = _Work(known, run, reference, looked)
+    checked = fitted(run, known)
+    work = _Work(known, checked, reference, looked)
     calls = work.calls
     for name, component in known.components.items():
         if name in calls:
@@ -159,9 +163,11 @@ class _Work:
     """A localisation under way."""
 
     def __init__(
-        self, known: Known, run: SeenRun, reference: Bound | None, looked: Looked | None
+        self, known: Known, checked: Fitted, reference: Bound | None, looked: Looked | None
     ) -> None:
+        run = checked.run
         self._known, self._run, self._reference, self._looked = known, run, reference, looked
+        self._checked = checked
         self._judge, self._wires = Judge(known, reference, looked), Wires(known, run)
         self.calls = by_component(run)
         self._steps = {step.number: step for step in run.steps}
@@ -246,7 +252,7 @@ class _Work:
     ) -> _Work:
         """Return the same work for a twin that computes by other conventions."""
         known = Known.of(self._known.twin.with_switches(**values), self._known.recipe)
-        return _Work(known, self._run, reference, looked)
+        return _Work(known, self._checked, reference, looked)
 
     def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
         """Judge what the learned conventions concern, and what quantises in front of it."""
@@ -275,11 +281,13 @@ class _Work:
     def result(self, strange: Sequence[str]) -> Localised:
         """Join what was found."""
         troubles = [each.trouble for each in self._answers.values() if each.trouble is not None]
-        troubles += [*self._broken_edges(), *missing_calls(self._known, self._run)]
+        troubles += self._checked.troubles(self._known)
+        troubles += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
         judged = [each.made for each in self._answers.values()]
         rows = tuple(row for each in judged for row in each.rows.values())
         open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
         unjudged = [(name, why) for name, why in open_rows if why]
+        unjudged += self._checked.unjudged.items()
         unjudged += [(name, "no component of this model") for name in strange]
         apart = self._run.facts.get("ranks_apart")
         if isinstance(apart, list) and apart:
@@ -297,6 +305,7 @@ class _Work:
             tuple(self._notes),
             self._conventions,
             self._known.twin,
+            self._run,
         )
 
     def _place(self, trouble: Trouble) -> int:

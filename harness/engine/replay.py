@@ -221,8 +221,6 @@ def replayed(known: Known, batch: Batch) -> Replay:
     inputs = taken(batch)
     if not inputs or not batch.outputs:
         return Replay(batch, undecided=_FUSED)
-    if component.role == "attn.wo_a" and "x" in inputs:
-        inputs["x"] = inputs["x"].flatten(1)  # others hold groups of heads apart
     if _RAGGED in inputs and any(_is_filtered(call) for call in batch.calls):
         return Replay(batch, undecided="only some rows were captured, and it needs all of them")
     try:

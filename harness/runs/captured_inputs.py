@@ -1,9 +1,8 @@
-"""Inputs of a capture that a twin can run on: places, ids and rows that some run can have had.
+"""Inputs of a capture from outside the model: places, ids and bounds that some run can have had.
 
-A twin takes positions, offsets and experts as indices, so one that points outside ends it, and rows
-that do not belong together mean nothing. They are no fault of a kernel: nothing of them was
-computed, so a capture that holds them is refused by call and input. What a component put out is
-judged whatever it is.
+A twin takes them as indices, so one that points outside ends it. No kernel computed them, so a
+capture that holds such a one is refused by call and input. What components put out and handed on is
+judged whatever it is; engine/recorded_forms.py holds its form against what is declared.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from degarble.harness.record.capture_types import malformed
-from degarble.harness.runs.capture_filter import whole_sites
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 _INTEGERS = ("I64", "I32", "I16", "I8", "U32", "U16", "U8")
 _FROM_OUTSIDE = ("tokens", "positions", "offsets")
-_CHOSEN = ("experts", "chosen")
-_SCALES = ("block_scale", "tensor_scale")  # of codes: in tiles, or one for all rows
 _MOST = 1 << 31
 
 
@@ -39,50 +35,14 @@ def require_usable_inputs(
         component = known.get(call.component)
         if component is None:
             continue
-        filtered = any(kept.rows is not None for kept in call.inputs.values())
-        if not filtered:  # a filter of tokens cuts what has a row for each, and nothing else
-            _require_rows(call, component)
         for each in component.inputs:
             kept = call.inputs.get(each.name)
-            if kept is None:
-                continue
-            if each.via in _FROM_OUTSIDE:
+            if kept is not None and each.via in _FROM_OUTSIDE:
                 most = vocabulary if each.via == "tokens" else _MOST
                 _require_indices(capture, call, each.name, kept, most)
-            elif each.name in _CHOSEN:
-                _require_choices(call, each.name, kept)
-        if not filtered:
+        # A filter of tokens cuts what has a row for each, and nothing else.
+        if not any(kept.rows is not None for kept in call.inputs.values()):
             _require_offsets(capture, call)
-
-
-def _require_rows(call: Call, component: Component) -> None:
-    """Refuse inputs of one row a token that differ in their rows, or have none."""
-    if component.block is not None and component.block.is_drafter:
-        return
-    apart = whole_sites(component)
-    rows: dict[str, int] = {}
-    for each in component.inputs:
-        kept = call.inputs.get(each.name)
-        if kept is None or each.name in _SCALES:
-            continue
-        if each.name in apart:
-            if kept.dtype not in _INTEGERS and len(kept.shape) < 2:
-                raise malformed(_named(call, each.name), list(kept.shape), "several values a row")
-            continue
-        if not kept.shape or not kept.shape[0]:
-            raise malformed(_named(call, each.name), list(kept.shape), "a row for each token")
-        values = not each.via and kept.dtype not in _INTEGERS
-        if values and (len(kept.shape) == 1 or (each.name == "x" and kept.shape[-1] == 1)):
-            raise malformed(_named(call, each.name), list(kept.shape), "several values a row")
-        rows[each.name] = kept.shape[0]
-    if len(set(rows.values())) > 1:
-        raise malformed(f"call {call.number} ({call.component})", rows, "inputs of as many rows")
-
-
-def _require_choices(call: Call, name: str, kept: Kept) -> None:
-    if kept.dtype not in _INTEGERS or len(kept.shape) != 2:
-        found = f"{kept.dtype} {list(kept.shape)}"
-        raise malformed(_named(call, name), found, "integers, several a row")
 
 
 def _require_indices(capture: Capture, call: Call, name: str, kept: Kept, most: int) -> None:

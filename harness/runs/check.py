@@ -168,7 +168,8 @@ class CheckRun:
         ]
         shares = None
         if origins and self.model.streamed is None:
-            shares = shares_of(self.twin, self.capture, found.origins[:ATTRIBUTED])
+            run = found.run or self.capture
+            shares = shares_of(self.twin, run, found.origins[:ATTRIBUTED])
             origins = [
                 replace(each, share=None if shares is None else shares.of(number))
                 for number, each in enumerate(origins)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from random import Random
 
 MANIFEST = "manifest.json"
+_CAPTURE_WAYS, _SIGNED_WAYS = 20, 9
 _DEEP = 40_000  # nesting at which a recursive reader runs out of stack
 _HUGE = 1 << 40  # a hole that nobody may read whole
 VALUES: tuple[Any, ...] = (
@@ -354,8 +355,8 @@ def mutate_checkpoint(rng: Random, folder: Path) -> Mutation:
 
 def mutate_capture(rng: Random, folder: Path) -> Mutation:
     """Damage one thing of a capture, or change it and sign it again."""
-    parts, way = part_files(folder), rng.randrange(20)
-    if way <= 9:
+    parts, way = part_files(folder), rng.randrange(_CAPTURE_WAYS)
+    if way <= _SIGNED_WAYS:
         return _signed(rng, folder)
     part = rng.choice(parts)
     if way <= 11:
@@ -373,6 +374,11 @@ def mutate_capture(rng: Random, folder: Path) -> Mutation:
     if way == 18 and len(parts) > 1:
         return _swap(rng, parts)
     return _leave_over(rng, folder)
+
+
+def signs_again(seed: int) -> bool:
+    """Tell whether mutate_capture signs a capture again for a seed."""
+    return random.Random(seed).randrange(_CAPTURE_WAYS) <= _SIGNED_WAYS
 
 
 def _signed(rng: Random, folder: Path) -> Mutation:

@@ -3,7 +3,8 @@
     python -m degarble.suites.campaigns.mutated_files --count 9000 --jobs 32 --seed 0 --out DIR
 
 Of nine seeds five are checkpoints (`audit`), three captures (`check` and `compare`) and one is a
-config, a tokenizer or a reshaped tensor (`generate`, `capture`, `quantise`). A case fails where a
+config, a tokenizer or a reshaped tensor (`generate`, `capture`, `quantise`). With `--signed` all
+seeds are captures that were changed and hashed again. A case fails where a
 command ends with status 70, runs for more than 60 s, takes more than 1 GB of memory beyond what the
 process had, accepts what has to be refused, or leaves something at the target that it refused.
 """
@@ -23,6 +24,7 @@ import traceback
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +78,17 @@ def make_bases(root: Path) -> None:
     for family in FAMILIES:
         for layout in LAYOUTS:
             folder = root / f"{family}-{layout}"
-            if folder.exists():
-                continue
-            write_checkpoint(folder, Synthetic(_CONFIGS[family], layout, seed=3), shards=3)
-            write_tokenizer(folder)
-        for number in (0, 1):
-            capture = root / f"{family}-capture-{number}"
-            if not capture.exists():
-                _require_sound("capture", root / f"{family}-bf16", "--out", capture, *_PROMPT)
+            if not folder.exists():
+                write_checkpoint(folder, Synthetic(_CONFIGS[family], layout, seed=3), shards=3)
+                write_tokenizer(folder)
+            for number in (0, 1):
+                capture = _capture_of(root, family, layout, number)
+                if not capture.exists():
+                    _require_sound("capture", folder, "--out", capture, *_PROMPT)
+
+
+def _capture_of(root: Path, family: str, layout: str, number: int) -> Path:
+    return root / f"{family}-{layout}-capture-{number}"
 
 
 def _require_sound(*words: object) -> None:
@@ -150,7 +155,9 @@ def run_command(*words: object) -> Outcome:
     return outcome
 
 
-def _commands(seed: int, folder: Path, bases: Path) -> Iterator[tuple[damage.Mutation, Any]]:
+def _commands(
+    seed: int, folder: Path, bases: Path, captured: str
+) -> Iterator[tuple[damage.Mutation, Any]]:
     """Make the damaged copy of one seed, and yield each command line with its damage."""
     group, family = seed % _CLASSES, FAMILIES[seed // _CLASSES % 2]
     layout = LAYOUTS[seed // _CLASSES // 2 % 2]
@@ -164,9 +171,9 @@ def _commands(seed: int, folder: Path, bases: Path) -> Iterator[tuple[damage.Mut
         )
         yield done, against[(0, 0, 0, 1, 2)[group]]
     elif group < 8:
-        first = bases / f"{family}-capture-0"
+        first = _capture_of(bases, family, captured, 0)
         done = damage.mutated_copy(damage.mutate_capture, seed, first, copy)
-        pair = (copy, bases / f"{family}-capture-1")
+        pair = (copy, _capture_of(bases, family, captured, 1))
         yield done, ("compare", *(pair if seed % 2 else pair[::-1]))
         yield done, ("check", copy, "--reference", bases / f"{family}-bf16")
     else:
@@ -180,13 +187,18 @@ def _commands(seed: int, folder: Path, bases: Path) -> Iterator[tuple[damage.Mut
         yield done, ways[seed // _CLASSES // 4 % 3]
 
 
-def run_case(bases: Path, seed: int) -> CaseResult:
-    """Damage one copy and run its commands."""
+def is_signed(seed: int) -> bool:
+    """Tell whether a seed changes a capture and signs it again."""
+    return 5 <= seed % _CLASSES < 8 and damage.signs_again(seed)
+
+
+def run_case(bases: Path, seed: int, captured: str = LAYOUTS[0]) -> CaseResult:
+    """Damage one copy and run its commands; captures are those of the layout `captured`."""
     _warm_up(bases)
     with tempfile.TemporaryDirectory(prefix="case-", dir=bases.parent) as name:
         folder = Path(name)
         kind, outcome, detail = "?", "ok", ""
-        for done, words in _commands(seed, folder, bases):
+        for done, words in _commands(seed, folder, bases, captured):
             kind = f"{words[0]}: {done.kind}"
             found = run_command("--quiet", *words)
             failures = found.failures
@@ -213,23 +225,29 @@ def _warm_up(bases: Path) -> None:
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         for family in FAMILIES:
             plain, full = bases / f"{family}-bf16", bases / f"{family}-nvfp4-full"
-            captures = [bases / f"{family}-capture-{number}" for number in (0, 1)]
             _require_sound("audit", full, "--against", plain)
-            _require_sound("check", captures[0], "--reference", plain)
-            _require_sound("compare", *captures)
+            for layout in LAYOUTS:
+                captures = [_capture_of(bases, family, layout, number) for number in (0, 1)]
+                _require_sound("check", captures[0], "--reference", plain)
+                _require_sound("compare", *captures)
             _require_sound("generate", full, *_PROMPT)
 
 
 def main() -> int:
     """Run the campaign."""
-    asked = arguments(__doc__ or "", count=9000).parse_args()
+    parser = arguments(__doc__ or "", count=9000)
+    parser.add_argument("--signed", action="store_true", help="only captures with hashes that fit")
+    parser.add_argument("--captured", choices=LAYOUTS, default=LAYOUTS[0], help="their checkpoint")
+    asked = parser.parse_args()
     work = asked.out / "mutated_files"
     shutil.rmtree(work, ignore_errors=True)
     bases = work / "bases"
     bases.mkdir(parents=True)
     make_bases(bases)
-    seeds = range(asked.seed, asked.seed + asked.count)
-    report = run_cases("mutated_files", partial(run_case, bases.resolve()), seeds, asked.jobs)
+    wanted = filter(is_signed, count(asked.seed)) if asked.signed else count(asked.seed)
+    seeds = list(islice(wanted, asked.count))
+    case = partial(run_case, bases.resolve(), captured=asked.captured)
+    report = run_cases("mutated_files", case, seeds, asked.jobs)
     report.write(asked.out)
     sys.stdout.write(report.table() + "\n")
     shutil.rmtree(work, ignore_errors=True)

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.campaigns.mutated_files import make_bases, run_case
+from degarble.suites.campaigns.mutated_files import (
+    LAYOUTS,
+    is_signed,
+    make_bases,
+    run_case,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Status 70: facts, indices and shapes of captures that no run had, outputs of another size.
-CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224)
+# Status 70: facts, indices and shapes of captures that no run had, outputs of another size or kind.
+CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224,
+           91573, 91644, 93588, 95821, 98043)  # fmt: skip
 HALF_WRITTEN = (3122, 3176, 3203)
 ACCEPTED = (3047, 3202)  # data bytes of a capture, through `compare`
 USUAL = (36, 37, 40, 45, 49, 54, 58, 63, 67, 71)
@@ -34,6 +40,15 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_damaged_file_is_refused_or_judged(bases: Path, seed: int) -> None:
     result = run_case(bases, seed)
     assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", LAYOUTS)
+@pytest.mark.parametrize("first", range(200_000, 200_400, 100))
+def test_many_changed_captures_with_fitting_hashes(bases: Path, first: int, captured: str) -> None:
+    seeds = filter(is_signed, range(first, first + 100))
+    found = [run_case(bases, seed, captured) for seed in seeds]
+    assert [each for each in found if each.outcome != "ok"] == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from degarble.harness.record.capture_reader import Capture
     from degarble.harness.record.capture_types import Kept
 
-ATTEND, TOPK = "layers.1.attn.attend", "layers.0.ffn.topk"
+ATTEND = "layers.1.attn.attend"
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +54,10 @@ def test_a_healthy_run_is_taken(healthy: Capture) -> None:
         (ATTEND, "positions", torch.full((11,), -1), "numbers from 0"),
         (ATTEND, "positions", torch.full((11,), 2**40), "numbers from 0"),
         (ATTEND, "positions", torch.zeros(11), "integers in one row"),
-        (ATTEND, "positions", torch.zeros(10, dtype=torch.int64), "inputs of as many rows"),
         (ATTEND, "token_offsets", torch.tensor([0, 9, 10]), "from 0 up to 11"),
         (ATTEND, "token_offsets", torch.tensor([0, 0, 11]), "each larger"),
         (ATTEND, "token_offsets", torch.tensor([11]), "from 0 up to 11"),
-        (ATTEND, "q", torch.zeros(0, 4, 128), "a row for each token"),
-        (ATTEND, "q", torch.zeros(()), "a row for each token"),
-        (ATTEND, "q", torch.zeros(11), "several values a row"),
-        ("layers.1.attn.wq_a", "x", torch.zeros(11, 128, 1), "several values a row"),
         ("embed", "tokens", torch.full((11,), TINY_V4.vocab_size), "below 64"),
-        ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2), "integers, several a row"),
-        ("layers.0.ffn.experts.w13", "experts", torch.zeros(11, 2, 1).long(), "several a row"),
-        (ATTEND, "state_window", torch.zeros(4), "several values a row"),
     ],
 )
 def test_an_input_that_no_run_had_is_refused(
