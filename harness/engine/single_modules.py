@@ -1,14 +1,9 @@
-"""The modules of any torch model judged one by one, each on the inputs that it was given.
+"""Judge the modules of any torch model one by one, each on the inputs that it was given.
 
-Owns the twin of a plain model (its weights as they are stored; decoded anew where that is quick,
-and once where it is not, while that fits into memory), the walk over a captured run, and what is
-said of it: which components differ from their twin, which agree, which were not judged because
-nobody said what they compute. Errors of earlier modules are no module's fault, because each is
-replayed on its own inputs; a value that was not finite before a module ran is told of the module
-that made it.
-
-Refuses weights of components that the run does not have. Kept honest by
-suites/engine/test_single_modules.py.
+The twin of a plain model holds its weights as they are stored; they are decoded anew where that is
+quick, and once where it is not, while that fits into memory. Errors of earlier modules are no
+module's fault, because each is replayed on its own inputs; a value that was not finite before a
+module ran is reported for the module that made it.
 """
 
 from __future__ import annotations
@@ -78,18 +73,25 @@ class Twin:
         return (*self._weights, *self._definitions)
 
     def judge_call(
-        self, run: SeenRun, call: Call, values: Mapping[str, Any], *, explain: bool
+        self,
+        run: SeenRun,
+        call: Call,
+        values: Mapping[str, Any],
+        rows: Tensor | None,
+        *,
+        explain: bool,
     ) -> JudgedKernel | None:
-        """Judge one call of a run; one that agreed in an earlier run that is still there is known.
+        """Judge one call of a run, of a product these rows; all of them are finite.
 
-        Runs of one model share much: with a fault in layer 7, all of layers 0 to 6.
+        A call that agreed in an earlier run that is still there is known. Runs of one model share
+        much: with a fault in layer 7, all of layers 0 to 6.
         """
         inputs, outputs = run.inputs(call), run.outputs(call)
         for known in () if values else self._agreed.get(call.component, ()):
             earlier = known.run()
             if earlier is not None and known.equals(earlier, inputs, outputs):
                 return known.judged
-        found = self.judge(call.component, inputs, outputs, values, explain=explain)
+        found = self._judge(call.component, inputs, outputs, values, rows, explain=explain)
         if found is not None and found.verdict is Verdict.AGREES and not values:
             kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
             kept.append(_Agreed(weakref.ref(run), call, found))
@@ -100,10 +102,12 @@ class Twin:
         held = self._weights.get(component, {}).get(_WEIGHT)
         return held is not None and getattr(held, "dtype", None) not in _NARROW
 
-    def judges_rows(self, component: str, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether a component computes each row by itself, and some rows are finite."""
+    def finite_rows(self, component: str, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Return which rows are finite, of a component that computes each row by itself."""
         known = component in self._weights and component not in self._definitions
-        return known and set(inputs) == {_IN} and bool(_finite_rows(inputs[_IN]).any())
+        if not known or set(inputs) != {_IN} or not inputs[_IN].dtype.is_floating_point:
+            return None
+        return inputs[_IN].isfinite().all(-1)
 
     def judge(
         self,
@@ -115,6 +119,19 @@ class Twin:
         explain: bool = True,
     ) -> JudgedKernel | None:
         """Judge one call, by conventions; None where nobody said what the component computes."""
+        rows = None if _all_finite(inputs) else self.finite_rows(component, inputs)
+        return self._judge(component, inputs, outputs, values, rows, explain=explain)
+
+    def _judge(
+        self,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        rows: Tensor | None,
+        *,
+        explain: bool,
+    ) -> JudgedKernel | None:
         if component in self._definitions:
             made = by_callable(self._definitions[component], tuple(inputs.values()), None)
             return judge_defined(component, made, dict(outputs))
@@ -123,11 +140,12 @@ class Twin:
         x, out = inputs[_IN], outputs[_OUT]
         if out.dtype not in OUTPUTS:
             return None
-        sound = _finite_rows(x)
-        if not bool(sound.all()) and x.shape[:-1] == out.shape[:-1]:
-            x, out = x[sound], out[sound]  # a product gives each row by itself
+        if rows is not None and x.shape[:-1] == out.shape[:-1]:
+            x, out = x[rows], out[rows]  # a product gives each row by itself
         bias = self._weights[component].get(_BIAS)
-        product = Product.of(x, self._operand(component), out.dtype, bias)
+        # Trap: x may hold gigabytes, and each look at it costs as much as the product of few rows.
+        operand = Operand.of(_IN, x, finite=True)
+        product = Product.of(operand, self._operand(component), out.dtype, bias)
         if values:
             product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
         at_once = agrees_at_once(component, product, out)
@@ -270,6 +288,7 @@ class _Worst(NamedTuple):
 
     call: Call
     judged: JudgedKernel
+    rows: Tensor | None  # that were judged, where others are not finite
 
 
 class _Work:
@@ -289,27 +308,27 @@ class _Work:
         if _is_without_rows(inputs) and _is_without_rows(outputs):
             return  # as of an expert that no token reached
         name = call.component
-        spoilt = not _all_finite(inputs)
+        rows, spoilt = None, not _all_finite(inputs)
         if not spoilt and not self.first and not _all_finite(outputs):
             self.first = f"{name} in step {call.step}"
         if spoilt:
             self.inherited[name] = True
-            if not self._twin.judges_rows(name, inputs):
+            rows = self._twin.finite_rows(name, inputs)
+            if rows is None or not bool(rows.any()):
                 return
-        found = self._twin.judge_call(self._run, call, self._values, explain=False)
+        found = self._twin.judge_call(self._run, call, self._values, rows, explain=False)
         if found is None:
             self.unjudged[name] = True
             return
         self._lengths[name] += found.distance
         if name not in self.worst or found.ratio > self.worst[name].judged.ratio:
-            self.worst[name] = _Worst(call, found)
+            self.worst[name] = _Worst(call, found, rows)
 
     def explained(self, worst: _Worst) -> JudgedKernel:
         """The judgement of a call with its causes, where it differs."""
         if worst.judged.verdict is not Verdict.DIFFERS:
             return worst.judged
-        call = worst.call
-        found = self._twin.judge_call(self._run, call, self._values, explain=True)
+        found = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, explain=True)
         return worst.judged if found is None else found
 
     def evidence(self) -> Evidence:
@@ -340,10 +359,6 @@ class _Work:
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:
     return any(each.ndim and not each.shape[0] for each in tensors.values())
-
-
-def _finite_rows(x: Tensor) -> Tensor:
-    return x.isfinite().all(-1) if x.dtype.is_floating_point else torch.ones(x.shape[:-1]).bool()
 
 
 def _all_finite(tensors: Mapping[str, Tensor]) -> bool:

@@ -51,8 +51,11 @@ class Operand:
     loose: Tensor | None = None  # by how much values may be off that were rounded once decoded
 
     @classmethod
-    def of(cls, name: str, given: Any) -> Operand:
-        """Take a tensor, a quantised tensor or a weight; refuse what is none, or is not finite."""
+    def of(cls, name: str, given: Any, *, finite: bool = False) -> Operand:
+        """Take a tensor, a quantised tensor or a weight; refuse what is none, or is not finite.
+
+        `finite` says that the caller has looked already.
+        """
         if isinstance(given, cls):
             return given  # checked before
         held = given
@@ -74,7 +77,8 @@ class Operand:
                 name, tuple(held.shape), "two extents, rows and K", "Pass a vector as [1, K]."
             )
         made = cls(_on_cpu(held))
-        require_finite(name, made.values)
+        if not finite:
+            require_finite(name, made.values)
         return made
 
     @property

@@ -322,7 +322,12 @@ def _usual(name: str) -> set[int]:
 def _warmed(name: str, prepared: Path) -> None:
     """Run a command once in this process, so that a fork of it has nothing left to import."""
     folder = _laid_out(COMMANDS[name], prepared)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+    quiet = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(quiet),
+        contextlib.redirect_stderr(quiet),
+    ):
         _run(COMMANDS[name])
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness import api
 from degarble.harness.engine import single_modules
@@ -127,6 +128,36 @@ def test_a_row_that_is_not_finite_hides_no_fault_of_the_others() -> None:
     assert [each.cause and each.cause.fault for each in found.troubles] == ["M43.whole"]
     x[:] = math.nan
     assert api.check(api.capture(linear, x), stored).verdict is api.Verdict.UNDECIDED
+
+
+class _Looks(TorchDispatchMode):
+    """The operations that read a tensor, besides products and views of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not typed
+        self._place = tensor.data_ptr()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note an operation."""
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.data_ptr() == self._place:
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_inputs_of_a_product_are_looked_at_once() -> None:
+    torch.manual_seed(5)
+    linear = nn.Linear(64, 32, bias=False)
+    run = api.capture(linear, torch.randn(20, 64))
+    twin = api.Twin({"linear": linear.weight.detach().clone()})
+    (call,) = run.calls
+    with _Looks(run.inputs(call)["x"]) as looks:
+        assert api.check(run, twin).verdict is api.Verdict.AGREES
+    asked = [name for name in looks.seen if name in ("sum", "eq", "ne", "abs", "isfinite")]
+    assert asked == ["sum"], looks.seen
 
 
 def test_what_is_refused() -> None:
