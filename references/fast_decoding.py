@@ -10,14 +10,15 @@ Kept honest by suites/references/test_fast_decoding.py, against the readable for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import torch
 
+from degarble.harness.compiled_loops import compiled_with
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -25,17 +26,10 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
     Bits = NDArray[np.uint16]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 U32, F32 = np.uint32, np.float32
 
-
-def _compiled(function: F) -> F:
-    """Compile lazily with sums in any order; cached on disk where a cache can be written."""
-    order = {"reassoc", "contract"}  # nothing is assumed of NaN, infinities and signs
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True, fastmath=order)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True, fastmath=order)(function))
+# Sums in any order; nothing is assumed of NaN, infinities and signs.
+_compiled = compiled_with(fastmath={"reassoc", "contract"})
 
 
 @_compiled

@@ -9,15 +9,14 @@ Kept honest by suites/references/test_mixing.py, the same suite as the definitio
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from degarble.harness.compiled_loops import compiled
 
+if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -25,18 +24,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[Any]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
-
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written."""
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True)(function))
-
-
-@_compiled
+@compiled
 def _normalise(mix: Floats, iterations: int, epsilon: Any, sums: Floats) -> None:
     """Turn logits [S, S] into the mix, in place: softmax of rows, then columns and rows in turn."""
     streams = mix.shape[0]
@@ -61,7 +50,7 @@ def _normalise(mix: Floats, iterations: int, epsilon: Any, sums: Floats) -> None
                 mix[i, k] = mix[i, k] / (sums[k] if is_column else sums[i])
 
 
-@_compiled
+@compiled
 def _pre(
     x_TSD: Floats,
     m_TN: Floats,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.checkpoint.statistics_loops import _compiled, _compiled_sums
+from degarble.harness.checkpoint.statistics_loops import compiled_sums
+from degarble.harness.compiled_loops import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +25,7 @@ REFERENCE, HERE, PRODUCT, ERROR, EQUAL, ODD_HERE, ODD_THERE = range(7)
 SUMS = 7
 
 
-@_compiled_sums
+@compiled_sums
 def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
     """Set, for each row: squares there and here, products, squared differences, and three counts.
 
@@ -50,7 +51,7 @@ def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
         sums[r, 4], sums[r, 5], sums[r, 6] = equal, odd_here, odd_there
 
 
-@_compiled
+@compiled
 def count_misfits(
     codes: Any, scales: Any, how: Any, bounds: Any, there: Floats, counts: Any
 ) -> None:

@@ -12,12 +12,13 @@ suites/checkpoint/test_tensor_statistics.py, against numpy and the definition of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
+
+from degarble.harness.compiled_loops import compiled, compiled_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Bits = NDArray[Any]  # uint16 (bfloat16) or uint32 (float32)
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
 U32, U64, F32 = np.uint32, np.uint64, np.float32
 
@@ -38,20 +38,8 @@ _PLACE = U64(0xD1B54A32D192ED03)  # odd as well
 _SHIFT = U64(29)
 
 
-def _compiled(function: F, *, any_order: bool = False) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written.
-
-    `any_order`: sums of floats may be taken in any order, hence by vectors.
-    """
-    relaxed: set[str] | bool = {"reassoc", "nsz"} if any_order else False
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True, fastmath=relaxed)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True, fastmath=relaxed)(function))
-
-
-def _compiled_sums(function: F) -> F:
-    return _compiled(function, any_order=True)
+# Sums of floats may be taken in any order, hence by vectors.
+compiled_sums = compiled_with(fastmath={"reassoc", "nsz"})
 
 
 def _population_ir(_typing_context: Any, word: Any) -> tuple[Any, Callable[..., Any]]:
@@ -94,7 +82,7 @@ class E2M1Tally(NamedTuple):
     pairing: NDArray[np.float64]
 
 
-@_compiled
+@compiled
 def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> None:
     """Of each word: its sum of squares in quarters, its largest code; counts [16] of bit planes.
 
@@ -133,7 +121,7 @@ def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> Non
         counts[k + 1] += count
 
 
-@_compiled
+@compiled
 def _of_planes(planes: Words) -> Any:
     """Return the counts of codes [8] that have exactly the bits of k, from those that have them."""
     found = planes.copy()
@@ -144,7 +132,7 @@ def _of_planes(planes: Words) -> Any:
     return found
 
 
-@_compiled
+@compiled
 def _joined(values: Words, size: int, greatest: bool) -> None:
     """Make the first entries of `values` the sums, or the maxima, of `size` entries each."""
     for b in range(values.size // size):
@@ -154,7 +142,7 @@ def _joined(values: Words, size: int, greatest: bool) -> None:
         values[b] = found
 
 
-@_compiled_sums
+@compiled_sums
 def _energy(scales: Bytes, quarters: Words, square: Any) -> Any:
     """Return the sum of squares of a row."""
     energy = 0.0
@@ -163,7 +151,7 @@ def _energy(scales: Bytes, quarters: Words, square: Any) -> Any:
     return energy
 
 
-@_compiled_sums
+@compiled_sums
 def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: Any) -> Any:
     """Set the logarithms of scales and energies, 0 for blocks that lack one; return the others."""
     count = np.int64(0)
@@ -176,7 +164,7 @@ def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: A
     return count
 
 
-@_compiled_sums
+@compiled_sums
 def _add_pairing(x: Any, y: Any, count: int, pairing: Any) -> None:
     """Add the products of a row, about its means."""
     x1, y1, xx, yy, xy = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -191,7 +179,7 @@ def _add_pairing(x: Any, y: Any, count: int, pairing: Any) -> None:
         pairing[3] += xy - x1 * y1 / count
 
 
-@_compiled
+@compiled
 def e2m1_rows(
     words: Words, scales: Bytes, tables: E2M1Tables, tally: E2M1Tally, energies: Any, paired: Any
 ) -> None:
@@ -230,7 +218,7 @@ def e2m1_rows(
         tally.counts[k + 8] += np.int64(negative[k])
 
 
-@_compiled
+@compiled
 def e2m1_columns(packed: Bytes, scales: Bytes, square: Any, every: int, energies: Any) -> None:
     """Add the squares of every so-manieth row to energies [K]: low nibble even; square over 4."""
     quarters = np.array([0, 1, 4, 9, 16, 36, 64, 144] * 2, np.float32)
@@ -243,7 +231,7 @@ def e2m1_columns(packed: Bytes, scales: Bytes, square: Any, every: int, energies
                 energies[2 * j + 1] += factor * quarters[packed[r, j] >> 4]
 
 
-@_compiled
+@compiled
 def e4m3_panel(codes: Bytes, width: int, squares: Any, counts: Any, blocks: Any) -> None:
     """Tally a panel of at most 128 rows, in blocks of at most 128 columns: counts [256] of codes.
 
@@ -272,7 +260,7 @@ def e4m3_panel(codes: Bytes, width: int, squares: Any, counts: Any, blocks: Any)
         blocks[b, 0], blocks[b, 1] = energy, top
 
 
-@_compiled_sums
+@compiled_sums
 def _float_row(bits: Bits, shift: Any) -> Any:
     """Return of a row: sum of squares, elements that are not finite, zeros, largest finite bits."""
     energy, largest = 0.0, U32(0)
@@ -289,7 +277,7 @@ def _float_row(bits: Bits, shift: Any) -> Any:
     return energy, odd, zeros, largest
 
 
-@_compiled
+@compiled
 def float_rows(bits: Bits, shift: Any, exponents: Any, facts: Any, energies: Any) -> None:
     """Tally rows of bfloat16 (shift 16) or float32 (shift 0) bits; energies [rows] are set.
 
@@ -311,7 +299,7 @@ def float_rows(bits: Bits, shift: Any, exponents: Any, facts: Any, energies: Any
             exponents[field] += four[part, field]
 
 
-@_compiled
+@compiled
 def _digest(words: Words, mask: Any) -> Any:
     """Return a digest of a row, and the union of all bits of `mask` in it.
 
@@ -328,7 +316,7 @@ def _digest(words: Words, mask: Any) -> Any:
     return total, seen
 
 
-@_compiled
+@compiled
 def row_digests(words: Words, mask: Any, digests: Words, zero: Any) -> None:
     """Set the digest of each row, and whether it has no bit of `mask`."""
     for r in range(words.shape[0]):
@@ -337,7 +325,7 @@ def row_digests(words: Words, mask: Any, digests: Words, zero: Any) -> None:
         zero[r] = seen == U64(0)
 
 
-@_compiled
+@compiled
 def byte_counts(data: Bytes, counts: Any) -> None:
     """Count the bytes of a flat array."""
     four = np.zeros((4, 256), np.int64)

@@ -16,10 +16,11 @@ honest by suites/engine/test_compare.py: equal to harness.engine.compare_definit
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
+
+from degarble.harness.compiled_loops import compiled_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.types import ElementFormat
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
 U32, F32, F64 = np.uint32, np.float32, np.float64
 
@@ -52,15 +52,6 @@ class Tally(NamedTuple):
     rows: NDArray[np.float64]
     cells: NDArray[np.float64]
     counts: NDArray[np.int64]
-
-
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where that is possible; sums may be taken by vectors."""
-    relaxed = {"reassoc", "nsz", "contract"}
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True, fastmath=relaxed)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True, fastmath=relaxed)(function))
 
 
 def word_of(fmt: ElementFormat) -> Any:
@@ -124,4 +115,5 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
                     tally.rows[at, k] += found
                     tally.cells[band, s, k] += found
 
-    return _compiled(compare_rows)
+    relaxed = {"reassoc", "nsz", "contract"}  # sums may be taken by vectors
+    return compiled_with(fastmath=relaxed)(compare_rows)

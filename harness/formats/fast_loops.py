@@ -14,13 +14,14 @@ Kept honest by suites/formats/test_fast_nvfp4.py: equal to the definition, bit f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]  # it is not typed
 from numba.core import types
 from numba.extending import intrinsic
+
+from degarble.harness.compiled_loops import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Floats = NDArray[np.float32]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
 U16 = np.uint16
 U32 = np.uint32
@@ -41,15 +41,6 @@ BLOCK = 16  # elements that share one scale byte
 STREAM_BYTES = 1 << 24  # outputs from here on bypass the cache, which they would only empty
 STREAM_ALIGNMENT = 64  # bytes: 16 float32
 CHUNK_BLOCKS = 512  # scratch of one encoding chunk: 8,192 elements, 48 KiB at most
-
-
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written."""
-    jit = numba.njit(nogil=True, cache=True)
-    try:
-        return cast("F", jit(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True)(function))
 
 
 def _vector(width: int, lanes: int) -> ir.VectorType:
@@ -131,7 +122,7 @@ def streams(out: Bits) -> bool:
     return out.nbytes >= STREAM_BYTES and out.ctypes.data % STREAM_ALIGNMENT == 0
 
 
-@_compiled
+@compiled
 def decode_blocks(packed: Bytes, scales: Bytes, table: Bits, out: Bits, stream: bool) -> None:
     """Decode whole blocks: out[16 b + j] = table[16 scales[b] + nibble j of block b]."""
     if stream:
@@ -143,7 +134,7 @@ def decode_blocks(packed: Bytes, scales: Bytes, table: Bits, out: Bits, stream: 
             _lookup_packed(packed, table, out, block, np.intp(scales[block]))
 
 
-@_compiled
+@compiled
 def _e2m1_code(value: Any) -> Any:
     """Round a float32 to E2M1, nearest even, saturating; NaN gives +6 as the hardware does."""
     bits = F32(value).view(U32)
@@ -158,7 +149,7 @@ def _e2m1_code(value: Any) -> Any:
     return U32(7) if magnitude > U32(0x7F800000) else signed
 
 
-@_compiled
+@compiled
 def _e2m1_code_of_bf16(bits: Any) -> Any:
     """Do the same to a BF16 pattern in 16-bit integers: twice as many fit into a vector."""
     magnitude = U16(bits & U16(0x7FFF))
@@ -171,7 +162,7 @@ def _e2m1_code_of_bf16(bits: Any) -> Any:
     return U16(7) if magnitude > U16(0x7F80) else signed
 
 
-@_compiled
+@compiled
 def _e4m3_code(value: Any) -> Any:
     """Round a non-negative float32 to E4M3, nearest even, saturating at 448."""
     bits = F32(value).view(U32)
@@ -197,14 +188,14 @@ def _widened_ir(_typing_context: Any, bits: Any) -> tuple[Any, Callable[..., Any
 _widened: Any = intrinsic(_widened_ir)
 
 
-@_compiled
+@compiled
 def _magnitude(bits: Any) -> Any:
     """Return float32 bits without sign, and 0 for NaN, which no amax counts (as fmaxf)."""
     magnitude = U32(_widened(bits) & U32(0x7FFFFFFF))
     return U32(0) if magnitude > U32(0x7F800000) else magnitude
 
 
-@_compiled
+@compiled
 def largest_bits(values: Bits) -> Any:
     """Return the largest magnitude of all values as float32 bits."""
     largest = U32(0)
@@ -213,7 +204,7 @@ def largest_bits(values: Bits) -> Any:
     return largest
 
 
-@_compiled
+@compiled
 def encode_blocks(
     values: Bits, scale_factor: Any, encode_scales: Floats, packed: Bytes, scales: Bytes
 ) -> None:
@@ -243,7 +234,7 @@ def encode_blocks(
             y[i] = np.uint8(U32(even | U32(odd << U32(4))))
 
 
-@_compiled
+@compiled
 def encode_elements(values: Bits, codes: Bytes) -> None:
     """Encode one E2M1 code a byte."""
     for i in range(values.size):
@@ -253,7 +244,7 @@ def encode_elements(values: Bits, codes: Bytes) -> None:
             codes[i] = np.uint8(_e2m1_code(U32(values[i]).view(F32)))
 
 
-@_compiled
+@compiled
 def decode_elements(codes: Bytes, table: Bits, out: Bits, stream: bool) -> None:
     """Decode one code a byte, by its lower nibble: out[i] = table[codes[i]]."""
     whole = codes.size // BLOCK
@@ -268,7 +259,7 @@ def decode_elements(codes: Bytes, table: Bits, out: Bits, stream: bool) -> None:
         out[i] = table[codes[i] & 15]
 
 
-@_compiled
+@compiled
 def round_elements(values: Bits, table: Bits, out: Bits, stream: bool) -> None:
     """Encode and decode in one pass; the codes never leave the nearest cache."""
     codes = np.empty(CHUNK_BLOCKS * BLOCK, np.uint8)

@@ -13,16 +13,14 @@ Kept honest by suites/formats/test_fast_modelopt.py: equal to the definition, bi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
+from degarble.harness.compiled_loops import compiled_with
 from degarble.harness.formats.fast_loops import CHUNK_BLOCKS, _e2m1_code, _e4m3_code, _widened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Bits = NDArray[Any]  # uint16 (bfloat16) or uint32 (float32)
@@ -30,20 +28,12 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Doubles = NDArray[np.float64]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
 U32 = np.uint32
 F32 = np.float32
 F64 = np.float64
 
-
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written."""
-    jit = numba.njit(nogil=True, cache=True, error_model="numpy")
-    try:
-        return cast("F", jit(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True, error_model="numpy")(function))
+_compiled = compiled_with(error_model="numpy")
 
 
 @_compiled

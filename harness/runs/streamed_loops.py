@@ -6,31 +6,19 @@ Kept honest by suites/runs/test_streamed_weights.py, against Weight.values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
-import numba
+from degarble.harness.compiled_loops import compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
-
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written."""
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True)(function))
-
-
-@_compiled
+@compiled
 def decode_panels(
     codes_MK: Bytes, scale_PQ: Floats, table: Floats, block: tuple[int, int], out_MK: Floats
 ) -> None:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.errors import InvalidArgument, MissingDependency
-from degarble.kernels.common.private_folder import make_private, opened_private, read_private
+from degarble.harness.private_folder import make_private, opened_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

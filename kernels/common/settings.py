@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from degarble.harness.private_folder import cache_folder
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -54,5 +56,4 @@ def _cache_folder(environment: Mapping[str, str]) -> Path | None:
         return None
     if named:
         return Path(named)
-    base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "degarble" / "kernels"
+    return cache_folder(environment) / "kernels"

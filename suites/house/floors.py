@@ -30,7 +30,10 @@ def _row(floor: int, below: str) -> Unit:
     return Unit(floor, frozenset(below.split()))
 
 
-_GROUND = "masking durable errors input_files protocols version formats anatomy"
+_GROUND = (
+    "masking durable errors private_folder compiled_loops input_files protocols version formats"
+    " anatomy"
+)
 _KNOWING = "references record checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
 _BINDING = "pairings talk runs"
@@ -42,16 +45,18 @@ UNITS: Mapping[str, Unit] = {
     "durable": _row(0, ""),
     "errors": _row(0, "masking"),
     "input_files": _row(0, "errors"),
+    "private_folder": _row(0, "errors"),
+    "compiled_loops": _row(0, "private_folder"),
     "protocols": _row(0, ""),
     "version": _row(0, ""),
-    "formats": _row(0, "errors"),
+    "formats": _row(0, "errors compiled_loops"),
     "anatomy": _row(0, "errors formats input_files"),
     # F1 knowing: never each other
     "references": _row(1, _GROUND),
     "record": _row(1, _GROUND),
     "checkpoint": _row(1, _GROUND),
     # F2 doing: a witness that imports the other witness repeats its mistakes
-    "kernels": _row(2, "errors formats anatomy"),
+    "kernels": _row(2, "errors private_folder formats anatomy"),
     # F3 judging and telling: reports and history read an old run without torch or a checkpoint
     "engine": _row(3, f"{_GROUND} {_KNOWING}"),
     "history": _row(3, "masking errors input_files record"),

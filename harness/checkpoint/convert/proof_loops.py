@@ -11,9 +11,8 @@ suites/checkpoint/convert/test_compare.py, against the definitions in compare.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from degarble.harness.checkpoint.convert.bounds import (
@@ -23,31 +22,21 @@ from degarble.harness.checkpoint.convert.bounds import (
     NOTHING,
     ONE_ROUNDING,
 )
+from degarble.harness.compiled_loops import compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
     Doubles = NDArray[np.float64]
 
-F = TypeVar("F", bound="Callable[..., Any]")
 
 _BIAS = 1023
 _MANTISSA_BITS = 52
 _EXPONENT = np.int64(0x7FF << _MANTISSA_BITS)
 
 
-def _compiled(function: F) -> F:
-    """Compile lazily, cached on disk where a place for the cache can be written."""
-    try:
-        return cast("F", numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no cache directory can be written: compile again in every process
-        return cast("F", numba.njit(nogil=True)(function))
-
-
-@_compiled
+@compiled
 def decode_pairs(packed: Bytes, pairs: Doubles, steps: Doubles, width: int, out: Doubles) -> None:
     """Decode packed codes [R, C/2], a step for `width` of them; `pairs` [256, 2]: both codes."""
     rows, half = packed.shape
@@ -61,7 +50,7 @@ def decode_pairs(packed: Bytes, pairs: Doubles, steps: Doubles, width: int, out:
                 out[r, 2 * i + 1] = pairs[code, 1] * step
 
 
-@_compiled
+@compiled
 def decode_bytes(
     codes: Bytes, table: Doubles, steps: Doubles, first: int, block: Any, out: Doubles
 ) -> None:
@@ -76,7 +65,7 @@ def decode_bytes(
                 out[r, c] = table[codes[r, c]] * step
 
 
-@_compiled
+@compiled
 def largest_of_blocks(values: Doubles, first: int, block: Any, largest: Doubles) -> None:
     """Raise `largest` [blocks of rows, blocks of columns] to the magnitudes of `values`."""
     rows, columns = values.shape
@@ -90,7 +79,7 @@ def largest_of_blocks(values: Doubles, first: int, block: Any, largest: Doubles)
             largest[above, b] = found
 
 
-@_compiled
+@compiled
 def _spread(steps: Doubles, wide: int, step: Doubles) -> None:
     """Write the step of every column; all that follows is flat loops, which become vectors."""
     columns = step.shape[0]
@@ -102,7 +91,7 @@ def _spread(steps: Doubles, wide: int, step: Doubles) -> None:
         step[c] = steps[c // wide]
 
 
-@_compiled
+@compiled
 def _allow(x: Doubles, step: Doubles, bound: Any, allowed: Doubles) -> None:
     """Write how far each element of a row may be."""
     columns = x.shape[0]
@@ -126,7 +115,7 @@ def _allow(x: Doubles, step: Doubles, bound: Any, allowed: Doubles) -> None:
         allowed[c] = allowed[c] * half * step[c] + abs(x[c]) * ONE_ROUNDING
 
 
-@_compiled
+@compiled
 def count_differences(
     source: Doubles, output: Doubles, steps: Doubles, first: int, block: Any, bound: Any
 ) -> tuple[int, int]:

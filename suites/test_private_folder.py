@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.errors import UnreadableFile
-from degarble.kernels.common.private_folder import make_private, read_private
+from degarble.harness.private_folder import make_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
