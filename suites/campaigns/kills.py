@@ -36,6 +36,7 @@ from degarble.harness.runs.night import Night, Step
 from degarble.harness.runs.night_closing import history
 from degarble.harness.runs.night_record import Asked, StepResult
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.history.history_cases import W2
 from degarble.suites.history.hostile_stores import sound_store
 from degarble.suites.runs.talking_cases import write_speaker
@@ -43,7 +44,6 @@ from degarble.suites.runs.talking_cases import write_speaker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PATIENCE = 300  # seconds after which a process counts as one that waits for ever
 _SIGNALS = (signal.SIGKILL,) * 5 + (signal.SIGTERM, signal.SIGINT)
 _ENDS = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 130, 143}
 _NEW_INTERPRETER = 8  # one run of so many
@@ -282,7 +282,7 @@ class Process:
 
     def wait(self, path: Path | None = None) -> None:
         """Wait until it has ended, or `path` is there."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + HANG_SECONDS
         while not self.ended() and not (path and path.exists()):
             if time.monotonic() > end:
                 raise TimeoutError

@@ -10,7 +10,10 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SECONDS_BETWEEN = 0.05
 
@@ -24,8 +27,8 @@ class Watched(NamedTuple):
     processes: int
 
 
-def watched(*command: str) -> Watched:
-    """Run a command to its end."""
+def watched(*command: str, each: Callable[[], None] = lambda: None) -> Watched:
+    """Run a command to its end; call `each` after every look at it."""
     peak = most = 0
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -34,6 +37,7 @@ def watched(*command: str) -> Watched:
             family = _family(process.pid)
             peak = max(peak, sum(map(_share, family)))
             most = max(most, len(family))
+            each()
             time.sleep(SECONDS_BETWEEN)
         assert process.stdout is not None
         return Watched(process.returncode, process.stdout.read(), peak, most)

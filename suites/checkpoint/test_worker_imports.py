@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from degarble.suites.checkpoint.memory_watch import watched
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BOUND = 1_000_000_000
 PROGRAM = (sys.executable, "-m", "degarble.suites.checkpoint.memory_runs")
@@ -28,12 +25,21 @@ def test_all_processes_together_stay_below_the_bound(mode: str, tmp_path: Path) 
     assert found.peak < BOUND, f"{found.peak} bytes at the peak"
 
 
-def test_what_takes_memory_is_seen() -> None:
+def test_what_takes_memory_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a worker that holds 300 MB."""
     hold = "b = bytearray(300_000_000)\nfor i in range(0, len(b), 4096): b[i] = 1\n"
-    hold += "import time; time.sleep(0.5)"
+    hold += "import pathlib, time; pathlib.Path('held').touch()\n"
+    hold += "while not pathlib.Path('seen').exists(): time.sleep(0.01)"
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
-    found = watched(sys.executable, "-c", nested)
+    monkeypatch.chdir(tmp_path)
+    looks = []
+
+    def look() -> None:
+        looks.append(Path("held").exists())
+        if looks[:-1].count(True):  # it was there before the last look
+            Path("seen").touch()
+
+    found = watched(sys.executable, "-c", nested, each=look)
     assert found.status == 0
     assert found.processes == 2
     assert 300_000_000 < found.peak < 500_000_000

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from degarble.suites.hang_guard import HANG_SECONDS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -44,6 +46,6 @@ def test_a_script_without_a_guard_has_workers(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(_SCRIPT, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, script], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert (done.returncode, done.stdout) == (0, _SAID), done.stderr

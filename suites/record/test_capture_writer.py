@@ -12,6 +12,7 @@ from degarble.harness.record import capture_parts
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_types import Phase, Step
 from degarble.harness.record.capture_writer import CaptureWriter, Sent, SentCall
+from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.record.capture_cases import FACTS, arrays, payload, sent, write_capture
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_memory_is_bounded_and_nothing_is_lost(
     plain = capture_parts.write_part
 
     def slow(*given: Any) -> None:
-        gate.wait(20)
+        gate.wait(HANG_SECONDS)
         waiting.append(writer._in_memory)
         plain(*given)
 
@@ -126,7 +127,7 @@ def test_a_full_disk_is_told_and_leaves_an_incomplete_capture(
             writer.step(STEP)
             for value in range(calls):
                 writer.call(SentCall(0, "norm", {"x": sent(np.full(9, value, np.float32))}, {}))
-                assert value < 2 or written.wait(20)
+                assert value < 2 or written.wait(HANG_SECONDS)
             writer.finish()
 
     with pytest.raises(UnwritablePath, match="No space left"):

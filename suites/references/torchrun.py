@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from degarble.suites.hang_guard import HANG_SECONDS
+
 
 def _environment() -> dict[str, str]:
     """Ranks that run pytest are no workers of who started them: only the first one reports."""
@@ -16,8 +18,8 @@ def _environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def run_ranks(module: str, ranks: int, *arguments: str, seconds: float) -> None:
-    """Run a module on so many ranks, until it ends well or its time is over."""
+def run_ranks(module: str, ranks: int, *arguments: str) -> None:
+    """Run a module on so many ranks, until it ends."""
     command = [
         sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(ranks), "-m", module, *arguments,
@@ -31,7 +33,7 @@ def run_ranks(module: str, ranks: int, *arguments: str, seconds: float) -> None:
         env=_environment(),
     )
     try:
-        _, errors = process.communicate(timeout=seconds)
+        _, errors = process.communicate(timeout=HANG_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from degarble.suites.runs.talking_cases import CONFIGS, write_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-RANKS, LIMIT = 2, 120
+RANKS = 2
 
 
 @pytest.fixture(scope="module", params=["v4", pytest.param("v32", marks=pytest.mark.slow)])
@@ -48,7 +48,7 @@ def test_ranks_make_one_capture_that_agrees(
     line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     over, alone = tmp_path / "over", tmp_path / "alone"
-    run_ranks("degarble.harness.cli.main", RANKS, *line, "--out", str(over), seconds=LIMIT)
+    run_ranks("degarble.harness.cli.main", RANKS, *line, "--out", str(over))
     assert call(capsys, *line, "--out", alone).status == 0
     joined, single = Capture.open(over), Capture.open(alone)
     assert joined.facts["ranks"] == RANKS
@@ -66,7 +66,7 @@ def test_a_part_that_every_rank_loads_is_named(
 ) -> None:
     out = tmp_path / "capture"
     faulty = "degarble.suites.runs.capture_rank_faulty"
-    run_ranks(faulty, RANKS, *line, "--out", str(out), seconds=LIMIT)
+    run_ranks(faulty, RANKS, *line, "--out", str(out))
     done = call(capsys, "--json", "check", out, "--reference", line[1])
     assert done.status == 1
     found = [f"layers.{each['layer']}.{each['component']}" for each in done.document["origins"]]

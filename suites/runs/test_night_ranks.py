@@ -28,7 +28,7 @@ from degarble.suites.runs.talking_cases import write_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-RANKS, LIMIT = 2, 900
+RANKS = 2
 GREEN = StepResult(Verdict.AGREES, "All is well.")
 
 
@@ -130,7 +130,7 @@ def test_a_night_of_two_ranks_makes_one_report(tmp_path: Path) -> None:
     line += ["--checkpoint", str(tmp_path / "model"), "--reference", str(tmp_path / "model")]
     line += ["--prompts", str(tmp_path / "prompts.txt"), "--report-dir", str(out)]
     line += ["-k", "environment or captures or repeats or check", f"--junitxml={xml}"]
-    run_ranks("pytest", RANKS, *line, seconds=LIMIT)
+    run_ranks("pytest", RANKS, *line)
     captured = sorted((out / "work" / "model" / "captures").iterdir())
     assert [each.name for each in captured] == ["run-1", "run-2"]
     assert all(Capture.open(each).facts["ranks"] == RANKS for each in captured)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from time import sleep
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from degarble.harness.record.capture_reader import Capture
 from degarble.harness.record.capture_writer import CaptureWriter
 from degarble.harness.record.verdict import Verdict
+from degarble.harness.runs import capture_asked
 from degarble.harness.runs.check import CheckRun, Wanted
 from degarble.harness.runs.model import open_model
 from degarble.harness.serve.capturing import Switch
@@ -110,8 +111,12 @@ def test_a_capture_keeps_its_bounds(tmp_path: Path) -> None:
         assert found["capture"] == "capture-0002"
 
 
-def test_behind_its_end_a_captured_line_shares_steps_with_others(tmp_path: Path) -> None:
+def test_behind_its_end_a_captured_line_shares_steps_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The line stands first in the step: it was alone when its capture ended by seconds."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(capture_asked, "time", clock)
     with open_model(write_speaker(tmp_path / "model")) as model:
         switch = Switch(tmp_path / "captures", model)
         switch.start({"requests": ["mine"], "seconds": 1})
@@ -120,7 +125,7 @@ def test_behind_its_end_a_captured_line_shares_steps_with_others(tmp_path: Path)
             for name in ("mine", "other")
         )
         assert switch.parted([mine, other]) == [[other], [mine]]
-        sleep(1.1)
+        clock.monotonic = lambda: 1.1
         [both] = switch.parted([mine, other])
         with switch.watching(both, [[1], [2]]):
             pass

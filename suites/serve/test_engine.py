@@ -17,7 +17,7 @@ from degarble.harness.serve.words import Ask, Failed, Heard, Piece
 from degarble.harness.talk.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
 from degarble.harness.talk.sampling import Sampling
 from degarble.harness.talk.speaker import Speaker
-from degarble.suites.hang_guard import until
+from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.talk.speaking_cases import Letters, ids, speaker
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Held(Speaker):
         self.widths: list[int] = []
 
     def hidden(self, sequences: list[Any], tokens: list[Tensor]) -> Tensor:
-        assert self.go.wait(20)
+        assert self.go.wait(HANG_SECONDS)
         self.widths.append(len(sequences))
         if self.broken is not None:
             raise self.broken
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_begin_is_no_server(model: Held) -> None:
     ended = threading.Event()
     made = Engine(model, letters, 4, Metrics())
     made.start(ended.set)
-    assert ended.wait(20)
+    assert ended.wait(HANG_SECONDS)
     made.join()
     assert isinstance(made.failure, InvalidArgument)
     assert not made.ready

@@ -23,13 +23,12 @@ from degarble.harness.serve.proven import (
 )
 from degarble.harness.serve.transport import Listener, bound_socket
 from degarble.harness.serve.words import Bounds
-from degarble.suites.hang_guard import until
+from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.serve import proven_cases as cases
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT = 120.0  # seconds; on a free machine it takes a tenth of it
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -43,12 +42,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def how(checkpoint: Path, *command: str, url: str = NOWHERE, **more: Any) -> How:
     answers = checkpoint.parent / "answers.json"
-    return How(checkpoint, command, url, answers, gpu=False, seconds=LIMIT, **more)
+    return How(checkpoint, command, url, answers, gpu=False, seconds=HANG_SECONDS, **more)
 
 
 def health(port: int, path: str = "/health") -> tuple[int, dict[str, Any]]:
     try:
-        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_SECONDS) as answer:
             return answer.status, json.loads(answer.read())
     except HTTPError as error:
         return error.code, json.loads(error.read())
@@ -68,13 +67,13 @@ def test_a_healthy_checkpoint_is_served_and_ready_only_then(checkpoint: Path) ->
         web = threading.Thread(target=listener.run, kwargs={"sockets": [listening]})
         web.start()
         try:
-            until(lambda: listener.started, LIMIT)
+            until(lambda: listener.started)
             assert health(own)[0] == 503
             assert health(own, "/health/live")[0] == 200
             assert health(own, "/elsewhere")[0] == 404
             run = threading.Thread(target=proven.run)
             run.start()
-            until(lambda: proven.progress.status in (READY, FAILED), LIMIT)
+            until(lambda: proven.progress.status in (READY, FAILED))
             status, found = health(own)
             assert (status, found["status"], found["reason"]) == (200, READY, "")
             names = ["audit", "known answers", "first minute", "serve", "coherence"]
@@ -84,12 +83,12 @@ def test_a_healthy_checkpoint_is_served_and_ready_only_then(checkpoint: Path) ->
             assert process is not None
             proven.end()
             assert process.poll() == 0
-            run.join(LIMIT)
+            run.join(HANG_SECONDS)
             assert health(own)[1]["status"] == "ending"
         finally:
             proven.end()
             listener.should_exit = True
-            web.join(LIMIT)
+            web.join(HANG_SECONDS)
     assert told[-1] == "ready"
 
 

@@ -214,7 +214,7 @@ def test_a_hundred_clients_lose_nothing(family: str, tmp_path: Path) -> None:
             "model": family, "prompt": prompt, "max_tokens": 24, "temperature": 0,
         }  # fmt: skip
         with client_of(url) as client:
-            begin.wait(120)
+            begin.wait(HANG_SECONDS)
             if number >= 100:  # reads one piece and leaves
                 stream = client.completions.create(stream=True, **how | {"max_tokens": 1000})
                 next(iter(stream))

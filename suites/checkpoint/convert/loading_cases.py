@@ -15,6 +15,7 @@ from degarble.harness.runs.model import open_model
 from degarble.references.numerics import SOURCES
 from degarble.references.state import Sequence
 from degarble.suites.checkpoint.convert.loading_oracle import LOGITS
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
@@ -40,7 +41,7 @@ def loaded_by_transformers(folders: Many[Path], tokens: Many[int]) -> list[Loade
     asked = {"folders": [str(folder) for folder in folders], "tokens": list(tokens)}
     done = subprocess.run(
         [sys.executable, "-m", "degarble.suites.checkpoint.convert.loading_oracle"],
-        input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=600,
+        input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=HANG_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = []

@@ -20,6 +20,7 @@ from degarble.harness.checkpoint.convert.job import convert
 from degarble.harness.checkpoint.convert.prove import prove
 from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.suites.checkpoint.structure_cases import V4, V32
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,6 +94,10 @@ def test_nvfp4_that_is_not_declared_to_vllm_does_not_load_in_it(tmp_path: Path) 
 def loaded(out: Path, folders: list[Path]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
     done = subprocess.run(
-        [*command, *map(str, folders)], capture_output=True, text=True, check=True, timeout=900
+        [*command, *map(str, folders)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_SECONDS,
     )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check')]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from degarble.suites.hang_guard import HANG_SECONDS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -26,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(folder: Path, *dropped: str) -> Any:
     command = [sys.executable, "-m", "degarble.suites.plugins.vllm.built_model"]
     done = subprocess.run(
-        [*command, str(folder), *dropped], capture_output=True, text=True, check=True, timeout=600,
-        env=os.environ | {"VLLM_PLUGINS": "degarble"},
+        [*command, str(folder), *dropped], capture_output=True, text=True, check=True,
+        timeout=HANG_SECONDS, env=os.environ | {"VLLM_PLUGINS": "degarble"},
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -75,7 +77,7 @@ def test_two_ranks_hold_their_shares(folder: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     alone = built(folder)["shapes"]
     for rank, each in enumerate(running):
-        found = json.loads(each.communicate(timeout=900)[0].splitlines()[-1])
+        found = json.loads(each.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1])
         assert found["banner"][2].startswith("loader proof: 2 ranks, ")
         assert found["records"] == [f"rank-{rank}.json"]
         assert found["loaded"] == found["parameters"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.plugins import vllm_capture
 from degarble.harness.plugins.vllm.engine.answers import Answers, Text
+from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,4 +137,4 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     with Server(int(sys.argv[1])) as server:
         print("serving", server.port, flush=True)  # noqa: T201  its log
-        time.sleep(60)
+        time.sleep(HANG_SECONDS)
