@@ -2,7 +2,8 @@
 
 Owns two variables. RAY_ADDRESS: the address of a cluster, or `auto` for the one that this machine
 belongs to; unset, a cluster is started on this machine and ends with the run. DEGARBLE_WORKERS: how
-many processes work on this machine; unset, as many as 1 GB of memory allows. Says on stderr what
+many processes work on this machine; unset, as many as 1 GB of memory allows, and for the museum of
+faults one for each core. Says on stderr what
 was joined. Refuses a number of workers that is none.
 What keeps it honest: suites/runs/test_quantise.py and test_convert.py.
 """
@@ -33,13 +34,14 @@ def spread(terminal: Terminal) -> Iterator[Workers]:
     from degarble.harness.runs.workers import workers_of  # noqa: PLC0415
 
     address = os.environ.get(ADDRESS) or None
-    with workers_of(terminal.cluster, address, _processes()) as workers:
+    with workers_of(terminal.cluster, address, asked_processes()) as workers:
         if not isinstance(workers, int) and not terminal.quiet:
             sys.stderr.write(f"degarble: {workers.told}\n")
         yield workers
 
 
-def _processes() -> int | None:
+def asked_processes() -> int | None:
+    """Return the number of processes that the environment asks for; None where it asks for none."""
     told = os.environ.get(WORKERS, "")
     if not told:
         return None

@@ -49,6 +49,7 @@ from degarble.harness.runs.museum_scores import (
     is_missed,
     scores,
 )
+from degarble.harness.runs.museum_sites import roles_of
 from degarble.harness.runs.museum_strengths import mild
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import ModelFault, Way
 
 SEED = 5
+WORKER_BYTES = 1 << 30  # that a process may take
 _TRIES = 4  # plants that are tried for each that is wanted, where many have no effect
 _WAYS = 2  # of one fault at one component
 _BY_DIAL = 3  # times as many mild plants of a fault that can be as strong as is wanted
@@ -187,11 +189,12 @@ def chosen(ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
-    """What is to be done, the longest first."""
+    """What is to be done, the longest first: with many processes a late one would end alone."""
     found = [
         Task(replace(extent, leave_out=_leaves_out(number, extent)), fault)
         for number, fault in enumerate(faults)
     ]
+    found.sort(key=_is_short)
     if extent.repeats:
         racing = [name for name in faults if name.startswith(REPEATED)]
         found += [Task(extent, name, twice=True) for name in racing]
@@ -200,6 +203,12 @@ def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
     return found + [
         Task(extent, healthy=case, twice=True) for case in healthy[: 2 * extent.repeats]
     ]
+
+
+def _is_short(task: Task) -> tuple[bool, bool]:
+    """Dials are turned many times, and attention is the dearest to judge."""
+    attends = "attn.attend" in roles_of(MODEL_FAULTS[task.fault])
+    return task.fault not in DIALS, not attends
 
 
 def _leaves_out(number: int, extent: Extent) -> int:
@@ -221,32 +230,54 @@ def run_museum(
     workers: int = 1,
     told: Callable[[str], None] = lambda _name: None,
     root: Path | None = None,
+    ended: Callable[[Done], None] = lambda _done: None,
 ) -> Museum:
-    """Do all of it."""
+    """Do all of it; `ended` is given what was found of each task as soon as it is known."""
     begun = time.perf_counter()
-    outcomes: list[Outcome] = []
-    healthy: list[Healthy] = []
-    repeats: list[Repeated] = []
-    without: list[str] = []
+    done: dict[int, Done] = {}
     with prepared(root) as folder:
-        work = partial(perform, folder)
-        for task, found in run_each(work, tasks(faults, extent), workers, _name_of):
+        numbered = list(enumerate(tasks(faults, extent)))
+        for (number, task), made in run_each(partial(_done, folder), numbered, workers, _name_of):
             told(task.name)
-            outcomes += [each for each in found if isinstance(each, Outcome)]
-            healthy += [each for each in found if isinstance(each, Healthy)]
-            repeats += [each for each in found if isinstance(each, Repeated)]
-            planted = [each for each in found if isinstance(each, Outcome)]
-            if task.fault and not task.twice and not any(map(has_effect, planted)):
-                without.append(task.fault)
+            ended(made)
+            done[number] = made
+    found = [each for number in sorted(done) for each in done[number].found]
+    outcomes = [each for each in found if isinstance(each, Outcome)]
     order = {name: number for number, name in enumerate(MODEL_FAULTS)}
     outcomes.sort(key=lambda each: (order[each.fault], each.component, each.way))
     seconds = time.perf_counter() - begun
-    sides = (tuple(outcomes), tuple(healthy), tuple(sorted(without)))
-    return Museum(*sides, seconds, tuple(repeats))
+    return Museum(
+        tuple(outcomes),
+        tuple(each for each in found if isinstance(each, Healthy)),
+        tuple(sorted(each.task.fault for each in done.values() if each.without_effect)),
+        seconds,
+        tuple(each for each in found if isinstance(each, Repeated)),
+    )
 
 
-def _name_of(task: Task) -> str:
-    return task.name
+@dataclass(frozen=True)
+class Done:
+    """A task that has ended: what was found, and the processor time that it took."""
+
+    task: Task
+    found: tuple[Outcome | Healthy | Repeated, ...]
+    seconds: float
+
+    @property
+    def without_effect(self) -> bool:
+        """Whether a fault was planted, and nowhere made a difference."""
+        planted = [each for each in self.found if isinstance(each, Outcome)]
+        return bool(self.task.fault) and not self.task.twice and not any(map(has_effect, planted))
+
+
+def _done(root: Path, numbered: tuple[int, Task]) -> Done:
+    begun = time.process_time()
+    found = tuple(perform(root, numbered[1]))
+    return Done(numbered[1], found, time.process_time() - begun)
+
+
+def _name_of(numbered: tuple[int, Task]) -> str:
+    return numbered[1].name
 
 
 @dataclass

@@ -26,7 +26,7 @@ from degarble.harness.runs import museum as museum_run
 from degarble.harness.runs.museum_text import percent
 from degarble.harness.runs.night import LEDGER, excused, failures_of_step
 from degarble.harness.runs.night_record import Asked, StepResult
-from degarble.harness.runs.workers import usable_workers
+from degarble.harness.runs.workers import workers_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,8 @@ def museum(asked: Asked, _: Results) -> StepResult:
     faults = PLANTED if asked.museum == "some" else museum_run.chosen(())
     models = _models(asked)
     extent = _EXTENTS[asked.museum]
-    found = museum_run.run_museum(faults, extent, usable_workers(), root=models)
+    workers = workers_for(museum_run.WORKER_BYTES)
+    found = museum_run.run_museum(faults, extent, workers, root=models)
     scores = [each for each in found.scores if each.total]
     rows = tuple((each.claim.strip(), str(each.share), percent(each)) for each in scores)
     wrong = [*found.missed, *(each.case for each in found.alarms)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.disk import DISK
@@ -18,7 +19,6 @@ from degarble.harness.errors import UnwritablePath
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from degarble.harness.checkpoint.manifest import ShardRecord
     from degarble.harness.checkpoint.plan import ShardPlan, WritePlan
@@ -35,6 +35,22 @@ MOST_WORKERS = 2
 def usable_workers() -> int:
     """One process for each core of this machine, as far as 1 GB of memory goes."""
     return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def workers_for(needed: int) -> int:
+    """One process for each core that this one may use, as far as free memory goes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, _free_bytes() // needed))
+
+
+def _free_bytes() -> int:
+    """Memory that may be taken without swapping; 2 GB where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        told = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(told.split()[1]) << 10
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 2 << 30
 
 
 @contextmanager

@@ -18,13 +18,20 @@ import pytest
 from degarble.harness.engine.faults.model_faults import Way, with_inputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import localise
-from degarble.harness.runs.museum import PUBLISHED, WHOLE, chosen, judge_healthy, run_museum
+from degarble.harness.runs.museum import (
+    PUBLISHED,
+    WHOLE,
+    WORKER_BYTES,
+    chosen,
+    judge_healthy,
+    run_museum,
+)
 from degarble.harness.runs.museum_cases import Case, Stage, healthy_cases
 from degarble.harness.runs.museum_models import ModelKey, MuseumModel, prepare
 from degarble.harness.runs.museum_plants import Cause, Place, Planted, judged, touches, ways_of
 from degarble.harness.runs.museum_scores import STRONG, is_missed
 from degarble.harness.runs.museum_text import lines
-from degarble.harness.runs.workers import usable_workers
+from degarble.harness.runs.workers import workers_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -134,7 +141,7 @@ def test_a_layer_of_windows_may_turn_all_by_shifted_positions_and_no_part_alone(
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
 def test_the_whole_museum() -> None:
-    made = run_museum(chosen(()), WHOLE, usable_workers())
+    made = run_museum(chosen(()), WHOLE, workers_for(WORKER_BYTES))
     missed = [score.claim for score in made.scores if not score.met]
     assert not missed, "\n".join(lines(made))
 
@@ -142,6 +149,6 @@ def test_the_whole_museum() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_published_part() -> None:
-    made = run_museum(chosen(()), PUBLISHED, usable_workers())
+    made = run_museum(chosen(()), PUBLISHED, workers_for(WORKER_BYTES))
     missed = [score.claim for score in made.scores if not score.met]
     assert not missed, "\n".join(lines(made))

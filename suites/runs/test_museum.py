@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from degarble.harness.engine.faults.dials import DIALS
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.plain import to_plain
 from degarble.harness.record.verdict import Verdict
 from degarble.harness.runs import museum
 from degarble.harness.runs.museum import CHOSEN, Extent, Museum, Task, chosen, run_museum, tasks
 from degarble.harness.runs.museum_cases import Case, Stage
+from degarble.harness.runs.museum_lines import lines_to
 from degarble.harness.runs.museum_plants import Cause, Outcome, Place
 from degarble.harness.runs.museum_repeats import Repeated
 from degarble.suites.runs.museum_stages import KEY, root
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 SMALL = Extent(plants=2, healthy=0, cases=(Case(KEY, 1, (40, 7)),))
@@ -32,7 +37,9 @@ def test_ids_and_families_are_chosen_in_order() -> None:
 def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None:
     found = tasks(tuple(MODEL_FAULTS), museum.WHOLE)
     once = [task for task in found if not task.twice]
-    assert [task.fault for task in once if task.fault] == list(MODEL_FAULTS)
+    planted = [task.fault for task in once if task.fault]
+    assert sorted(planted) == sorted(MODEL_FAULTS)
+    assert set(planted[: len(DIALS)]) == set(DIALS), "the longest first"
     assert sum(task.healthy is not None for task in once) >= 200
     assert {task.extent.leave_out for task in once if task.fault} == {1}
     some = tasks(tuple(MODEL_FAULTS), museum.PUBLISHED)
@@ -40,9 +47,14 @@ def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None
     assert all(task.extent.leave_out for task in tasks(("M10.nibble_order",), CHOSEN))
 
 
-def test_a_fault_is_planted_where_it_has_an_effect() -> None:
+def test_a_fault_is_planted_where_it_has_an_effect(tmp_path: Path) -> None:
     heard: list[str] = []
-    made = run_museum(("M10.nibble_order",), SMALL, told=heard.append, root=root())
+    with lines_to(tmp_path / "lines.jsonl") as ended:
+        made = run_museum(("M10.nibble_order",), SMALL, told=heard.append, root=root(), ended=ended)
+        (line,) = (tmp_path / "lines.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["task"], told["seconds"] > 0) == ("M10.nibble_order", True)
+    assert [each["place"] for each in told["found"]] == ["exact", "exact"]
     assert heard == ["M10.nibble_order"]
     assert len(made.outcomes) == 2
     assert len({each.component for each in made.outcomes}) == 2

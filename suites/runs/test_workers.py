@@ -14,7 +14,7 @@ from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import InvalidArgument
 from degarble.harness.record.progress import Progress
 from degarble.harness.runs import workers
-from degarble.harness.runs.workers import counting, usable_workers, workers_of
+from degarble.harness.runs.workers import counting, usable_workers, workers_for, workers_of
 from degarble.suites.checkpoint.writing_cases import ENDING, produce, small_plan
 from degarble.suites.runs.cluster_cases import PlayedCluster, played_cluster
 
@@ -82,3 +82,13 @@ def test_a_number_of_workers_that_is_none_is_refused(
     monkeypatch.setenv("DEGARBLE_WORKERS", told)
     with pytest.raises(InvalidArgument, match="DEGARBLE_WORKERS"), spread(Terminal()):
         pass
+
+
+def test_each_core_has_a_worker_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(32)), raising=False)
+    monkeypatch.setattr(workers, "_free_bytes", lambda: 100 << 30)
+    assert workers_for(1 << 30) == 32
+    assert workers_for(10 << 30) == 10
+    assert workers_for(1 << 50) == 1
+    monkeypatch.undo()
+    assert workers_for(1) >= 1

@@ -1,12 +1,14 @@
 """`degarble faults`: the faults that can be planted, and whether each is still found."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
+from degarble.harness.cli.spread import asked_processes
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
 from degarble.harness.record.verdict import Verdict
@@ -35,6 +37,10 @@ class RunOptions:
         bool,
         typer.Option("--whole", help="Every fault in several places, and 200 healthy runs."),
     ] = False
+    lines: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what was found of each fault as it is known."),
+    ] = None
 
 
 def add(app: typer.Typer) -> None:
@@ -78,7 +84,8 @@ def run_faults(options: RunOptions, terminal: Terminal) -> int:
     """Plant faults in the embedded models; exit status 1 when one is missed."""
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
     from degarble.harness.runs import museum, museum_text  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.workers import usable_workers  # noqa: PLC0415  start-up time
+    from degarble.harness.runs.museum_lines import lines_to  # noqa: PLC0415  imports torch
+    from degarble.harness.runs.workers import workers_for  # noqa: PLC0415  imports torch
 
     families = {fault.family for fault in MODEL_FAULTS.values()}
     for identity in options.ids or ():
@@ -90,8 +97,9 @@ def run_faults(options: RunOptions, terminal: Terminal) -> int:
     extent = museum.WHOLE if options.whole else museum.CHOSEN if options.ids else museum.PUBLISHED
     faults = museum.chosen(options.ids or ())
     count = len(faults) + extent.healthy
-    with terminal.progress("museum", count) as told:
-        made = museum.run_museum(faults, extent, usable_workers(), told)
+    workers = asked_processes() or workers_for(museum.WORKER_BYTES)
+    with terminal.progress("museum", count) as told, lines_to(options.lines) as ended:
+        made = museum.run_museum(faults, extent, workers, told, None, ended)
     terminal.say(*museum_text.lines(made))
     terminal.emit(made.document())
     return EXIT_AGREES if made.verdict is Verdict.AGREES else EXIT_DIFFERS
