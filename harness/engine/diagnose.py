@@ -37,17 +37,22 @@ from degarble.harness.engine.diagnose_trial import (
 )
 from degarble.harness.engine.faults.decoding import remembering
 from degarble.harness.engine.faults.model_faults import Reach, Sight, Way
+from degarble.harness.engine.faults.regions import flat
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.record.wording import number, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from torch import Tensor
+
     from degarble.harness.engine.diagnose_sample import Measure, Sample
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.protocols import ComponentCall
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
+IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
+PIECE = 64  # numbers of a row that are summed up
 EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
 PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
 PROVED = 12  # ways at most that are proved on every row
@@ -57,6 +62,7 @@ _NOISE = 1e-6  # of the difference: below, all is explained
 _ROUNDINGS = 0.01  # of the difference: more is never left by roundings alone
 _BLIND = EQUALLY**2 * _NOISE  # left at least where a norm hides small outputs behind large ones
 _WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
+_TINY = 1e-30
 _NEAREST = 3  # excluded faults in a sentence
 _PARTS = ("head", "expert", "column")  # of an output
 
@@ -152,6 +158,8 @@ def diagnose(
         if not named:
             pairs = list(_pairs(scene, sample, [each for each in trials if not each.uncut]))
             named = _proved(scene, calls, main, pairs)
+        if not named and _shows_in_sums_only(scene, calls):
+            named = _proved(scene, calls, main, _in_sums(scene, main, trials), IN_SUMS)
     excluded = _excluded(trials, named)
     tried = sum(not each.uncut for each in trials) + len(pairs)
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
@@ -302,11 +310,60 @@ def _composed(inner: Way, outer: Way) -> Way:
     return Way(f"{inner.words}, with {outer.words},", apply, where)
 
 
+def _shows_in_sums_only(scene: Scene, calls: Sequence[Sight]) -> bool:
+    """Whether each number is within its budget: then legal roundings are most of the difference."""
+    return all(_as_stored(scene, each) == 1 for each in calls)
+
+
+def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial]:
+    """The ways that explain most of what is not roundings; those that explain less are not equal.
+
+    What all leave are the candidate's own roundings, so energies are compared that were explained.
+    In the sums of a row's pieces roundings are small: there no way may leave more than elsewhere.
+    """
+    known = [each for each in trials if each.left <= IN_SUMS]
+    most = max((1 - each.left**2 for each in known), default=0.0)
+    near = [each for each in known if 1 - each.left**2 >= (1 - EXPLAINS**2) * most]
+    near = sorted(near, key=_likeliest)[:PROVED]
+    return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
+
+
+def _left_of_pieces(scene: Scene, main: Sight, way: Way) -> float:
+    """What a way leaves of the gains of all pieces of rows."""
+    made = make(scene, main, way)
+    if made is None:
+        return math.inf
+    sides = seen_tensors(main), made.outputs, untouched(main)
+    left = before = 0.0
+    for name, expected in sides[2].items():
+        if not expected.numel():
+            continue
+        own, tried = (side.get(name) for side in sides[:2])
+        if own is None or tried is None or not own.shape == tried.shape == expected.shape:
+            return math.inf
+        c, m, e = (_pieces(each) for each in (own, tried, expected))
+        size = e.norm(dim=-1).clamp(min=_TINY)
+        left += float((((c - m) * e).sum(-1) / size).square().sum())
+        before += float((((c - e) * e).sum(-1) / size).square().sum())
+    return math.sqrt(left / before) if before else math.inf
+
+
+def _pieces(x: Tensor) -> Tensor:
+    """Rows cut into pieces [N, P, W] where their width allows."""
+    rows = flat(x).double()
+    width = rows.shape[1]
+    return rows.reshape(len(rows), -1, PIECE if width % PIECE == 0 else max(1, width))
+
+
 def _proved(
-    scene: Scene, calls: Sequence[Sight], main: Sight, trials: Sequence[_Trial]
+    scene: Scene,
+    calls: Sequence[Sight],
+    main: Sight,
+    trials: Sequence[_Trial],
+    leaves: float = EXPLAINS,
 ) -> tuple[Named, ...]:
     """Prove the ways that leave least, on every row of every call, and rank what holds."""
-    near = sorted((each for each in trials if each.left <= EXPLAINS), key=_likeliest)
+    near = sorted((each for each in trials if each.left <= leaves), key=_likeliest)
     held: list[tuple[_Trial, Proof]] = []
     for trial in near[:PROVED]:
         if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
