@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.anatomy.components import components
 from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.parameters import extents_of, shape_letters
+from degarble.harness.anatomy.parameters import extents_of, parameter_named, shape_letters
+from degarble.harness.formats.block_formats import block_format
+from degarble.harness.formats.element_formats import FP32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +38,6 @@ class Holds(StrEnum):
     NUMBERS = "numbers"
     INTEGERS = "integers"
     CODES = "codes"
-    SCALES = "scales"
 
 
 class Rows(StrEnum):
@@ -55,7 +56,6 @@ _DTYPES: Mapping[Holds, frozenset[str]] = {
     Holds.NUMBERS: _FLOATS,
     Holds.INTEGERS: _COUNTS,
     Holds.CODES: _BYTES,
-    Holds.SCALES: _FLOATS | _BYTES | _COUNTS,  # packed ones lie in words of 4 bytes
 }
 
 
@@ -168,11 +168,8 @@ _OUTSIDE = {
     "positions": SiteForm((), _I),
     "offsets": SiteForm((), _I, Rows.BOUNDS),
 }
-_QUANTISED = {
-    "codes": SiteForm(None, Holds.CODES, dimensions=2),
-    "block_scale": SiteForm(None, Holds.SCALES, Rows.OTHERS, dimensions=1),
-    "tensor_scale": SiteForm(None, Holds.NUMBERS, Rows.OTHERS),
-}
+_CODES = SiteForm(None, Holds.CODES, dimensions=2)
+_TENSOR_SCALE = SiteForm(None, Holds.NUMBERS, Rows.OTHERS)  # one for all, or one a row
 
 
 class Forms(NamedTuple):
@@ -192,18 +189,28 @@ def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, Forms]:
     for each in (*components(config), *components(config, recipe)):
         if each.block is None or not each.block.is_drafter:
             known = found.get(each.name, Forms({}, {}))
+            made = _made(config, each.role, each.block)
+            outputs = {name: made[name] for name in each.outputs if name in made}
             inputs = {**known.inputs, **_input_forms(config, each)}
-            found[each.name] = Forms(inputs, {**known.outputs, **_output_forms(config, each)})
+            found[each.name] = Forms(inputs, {**known.outputs, **outputs})
+    for each in components(config, recipe):
+        codes = next((one for one in each.inputs if one.name == "codes"), None)
+        if codes is not None and each.name in found:
+            forms = _quantised_forms(config, recipe, each)
+            maker = codes.sources[0].component
+            found[each.name] = Forms({**found[each.name].inputs, **forms}, found[each.name].outputs)
+            found[maker] = Forms(found[maker].inputs, {**found[maker].outputs, **forms})
     return found
 
 
-def _output_forms(config: Config, component: Component) -> Mapping[str, SiteForm]:
-    made = _made(config, component.role, component.block)
-    return {
-        name: form
-        for name in component.outputs
-        if (form := _QUANTISED.get(name) or made.get(name)) is not None
-    }
+def _quantised_forms(config: Config, recipe: Recipe, linear: Component) -> dict[str, SiteForm]:
+    """Return the forms of a linear's input as codes; how scales lie is left to the kernel."""
+    weight = parameter_named(config, linear.weights[0])
+    form = block_format(recipe.format_of(weight).activation)
+    holds = Holds.NUMBERS if form.scale is FP32 else Holds.CODES
+    scale = SiteForm(None, holds, Rows.OTHERS, dimensions=1)
+    found = {"codes": _CODES, "block_scale": scale}
+    return {**found, "tensor_scale": _TENSOR_SCALE} if form.tensor_scale else found
 
 
 def _input_forms(config: Config, component: Component) -> Mapping[str, SiteForm]:
@@ -218,8 +225,6 @@ def _input_forms(config: Config, component: Component) -> Mapping[str, SiteForm]
 def _form_of_input(
     config: Config, component: Component, each: Input, earlier: Mapping[str, SiteForm]
 ) -> SiteForm | None:
-    if each.name in _QUANTISED:
-        return _QUANTISED[each.name]
     if each.via in _OUTSIDE:
         return _OUTSIDE[each.via]
     if each.via == "state":

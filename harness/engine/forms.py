@@ -137,10 +137,15 @@ def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
         return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
     odd = twin.isfinite() & ~candidate.isfinite()
     if bool(odd.any()):
-        row = int(odd.reshape(odd.shape[0], -1).any(1).nonzero()[0])
+        row = _first_row(odd)
         finding = Finding(ONE_SIDED, (row,), float(odd.sum()), 0.0)
         return Judged(name, Verdict.DIFFERS, (finding,))
     return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
+
+
+def _first_row(odd: Tensor) -> int:
+    """Return the first row with an element that is set; a scalar is one row."""
+    return int(odd.reshape(len(odd) if odd.ndim else 1, -1).any(1).nonzero()[0])
 
 
 def equal_elements(c: Tensor, t: Tensor) -> Tensor:
@@ -157,14 +162,14 @@ def non_finite_of(replay: Replay) -> NonFinite | None:
     batch = replay.batch
     found: NonFinite | None = None
     for name, each in batch.outputs.items():
-        if not each.is_floating_point() or each.dtype.itemsize == 1 or not each.ndim:
+        if not each.is_floating_point() or each.dtype.itemsize == 1:
             continue
         odd = ~each.isfinite()
         if batch.component.role.endswith(".scores"):
             odd &= ~each.isneginf()
         if not bool(odd.any()):
             continue
-        row = int(odd.reshape(odd.shape[0], -1).any(1).nonzero()[0])
+        row = _first_row(odd)
         at = next((n for n, span in enumerate(batch.spans) if row < span.stop), 0)
         at = at if len(batch.calls) > 1 else 0
         twin = replay.expected.get(name)

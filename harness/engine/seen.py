@@ -90,6 +90,11 @@ def require_sound(run: SeenRun) -> None:
                 raise malformed(name, max(rows), f"tokens of step {call.step}")
 
 
+def word_of(dtype: torch.dtype) -> str:
+    """Return safetensors' word for a dtype; torch's own for one that it has no word for."""
+    return _WORDS.get(dtype, str(dtype))
+
+
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same codes: a NaN equals itself, 0 is not -0."""
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -236,4 +241,4 @@ def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:
 
 def _kept(tensor: Tensor) -> Kept:
     """The record of a tensor that lies in memory: bytes are not hashed."""
-    return Kept(_WORDS[tensor.dtype], tuple(tensor.shape), "", "memory")
+    return Kept(word_of(tensor.dtype), tuple(tensor.shape), "", "memory")

@@ -1,12 +1,8 @@
 """One component of a known architecture judged alone: by its role or full name, with a config.
 
-Owns the way from names to a twin: the component is bound under the config and the recipe with the
-weights that were given, run on the inputs that the kernel was given, and judged as a replay judges.
-A role without a layer takes the first layer that has it. Causes come from the faults of running
-models.
-
-Refuses unknown roles, weights that are missing or not its own, inputs that it lacks.
-Kept honest by suites/engine/test_single_components.py.
+The component is bound under the config and the recipe with the weights that were given, run on the
+inputs that the kernel was given, and judged as a replay judges. A role without a layer takes the
+first layer that has it. Causes come from the faults of running models.
 """
 
 from __future__ import annotations
@@ -17,13 +13,16 @@ import torch
 
 from degarble.harness.anatomy.components import components
 from degarble.harness.anatomy.recipes import recipe_named
+from degarble.harness.anatomy.site_forms import Forms, declared_forms
+from degarble.harness.engine.budget import Finding
 from degarble.harness.engine.budget_call import Call
 from degarble.harness.engine.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import Scene, Sight
-from degarble.harness.engine.judging import judge_outputs
+from degarble.harness.engine.judging import Judged, judge_outputs
+from degarble.harness.engine.seen import word_of
 from degarble.harness.engine.single_seen import excess_of
 from degarble.harness.engine.single_told import JudgedKernel, Named, census_of, elements_of
-from degarble.harness.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.quantised import QuantisedTensor
 from degarble.harness.formats.weight import Weight
 from degarble.harness.record.verdict import Verdict
@@ -32,14 +31,13 @@ from degarble.references.facts import local_name
 from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from degarble.harness.anatomy.components import Component
     from degarble.harness.anatomy.config import Config
     from degarble.harness.anatomy.recipes import Recipe
-    from degarble.harness.engine.judging import Judged
 
 
 def judge_component(
@@ -56,18 +54,20 @@ def judge_component(
     component = _component(name, config, recipe)
     given = _weights(component, weights)
     bound = Bound(config, Numerics.twin().with_switches(**conventions), given, recipe)
-    _require_inputs(component, inputs)
-    with torch.inference_mode():
-        call = Call.of(bound, component.name, dict(inputs))
+    forms = declared_forms(config, recipe).get(component.name, Forms({}, {}))
+    _require_inputs(component, inputs, forms)
+    call = _replayed(bound, component, inputs, forms)
     outputs = dict(output) if isinstance(output, dict) else {"out": output}
     for key, each in outputs.items():
         if key not in call.outputs:
             raise UnknownName.among(f"output of {name}", key, call.outputs)
         if not isinstance(each, torch.Tensor):
             raise InvalidArgument(key, type(each).__name__, "a tensor", "Pass what was returned.")
-    judged = judge_outputs(call, outputs)
+    foreign = {name: each for name, each in _foreign(outputs, forms) if name in call.outputs}
+    judged = judge_outputs(call, {**outputs, **{name: call.outputs[name] for name in foreign}})
+    judged |= foreign
     verdict = _verdict(judged)
-    if verdict is not Verdict.DIFFERS:
+    if verdict is not Verdict.DIFFERS or foreign:
         return JudgedKernel(component.name, verdict, judged)
     found = diagnose(
         Scene(bound, component, recipe), Sight(dict(inputs), outputs, dict(call.outputs))
@@ -78,6 +78,31 @@ def judge_component(
     tried = tuple(each.fault for each in found.excluded)
     elements, census = _elements(judged, outputs, call)
     return JudgedKernel(component.name, verdict, judged, elements, census, named, tried)
+
+
+def _replayed(
+    bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: Forms
+) -> Call:
+    """Run the twin; extents that it cannot take are refused beside those that are declared."""
+    try:
+        with torch.inference_mode():
+            return Call.of(bound, component.name, dict(inputs))
+    except (RuntimeError, IndexError, ValueError) as error:
+        found = {name: list(each.shape) for name, each in inputs.items()}
+        told = ", ".join(f"{name}: {form}" for name, form in forms.inputs.items() if name in found)
+        raise ShapeMismatch(
+            f"inputs of {component.name}", found, told or "extents that belong together",
+            "Pass what the kernel was given.",
+        ) from error  # fmt: skip
+
+
+def _foreign(outputs: Mapping[str, Tensor], forms: Forms) -> Iterator[tuple[str, Judged]]:
+    """Yield a finding for each output whose dtype its site cannot hold."""
+    for name, each in outputs.items():
+        form = forms.outputs.get(name)
+        if form is not None and not form.takes(word_of(each.dtype)):
+            words = f"dtype {each.dtype} in place of {form.holds}"
+            yield name, Judged(name, Verdict.DIFFERS, (Finding(words, (), 1.0, 0.0),))
 
 
 def _verdict(judged: Mapping[str, Judged]) -> Verdict:
@@ -155,13 +180,19 @@ def _weight(name: str, each: Any) -> Weight:
     )  # fmt: skip
 
 
-def _require_inputs(component: Component, inputs: Mapping[str, Any]) -> None:
+def _require_inputs(component: Component, inputs: Mapping[str, Any], forms: Forms) -> None:
     names = [each.name for each in component.inputs]
     for name, each in inputs.items():
         if name not in names:
             raise UnknownName.among(f"input of {component.name}", name, names)
         if not isinstance(each, torch.Tensor):
             raise InvalidArgument(name, type(each).__name__, "a tensor", "Pass what it was given.")
+        form = forms.inputs.get(name)
+        if form is not None and not form.takes(word_of(each.dtype)):
+            raise DtypeMismatch(
+                f"{name} of {component.name}", str(each.dtype), f"{form.holds}",
+                "Pass what the kernel was given.",
+            )  # fmt: skip
     must = [n for n in names if not n.startswith("state_") and n not in {"residual", "context"}]
     missing = [name for name in must if name not in inputs]
     if missing:

@@ -82,6 +82,7 @@ def test_every_output_of_a_model_is_declared(config: Config) -> None:
         ("indexer.weights_proj", "out", lambda t: t[None], "BF16 [1, "),
         ("wq_a", "out", lambda t: t[:, 1:], "declared are numbers [tokens, "),
         ("wq_a", "out", lambda t: t[1:], "tokens, as its other inputs have"),
+        ("wq_a.act_quant", "block_scale", lambda t: t.float(), "declared are codes"),
         ("indexer.topk", "out", lambda t: t.double(), "declared are integers [tokens, any]"),
     ],
 )  # fmt: skip

@@ -79,6 +79,9 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("attn.wq_a", {}, W, OUT), "Add x"),
     (("attn.wq_a", X, W, {"latent": OUT}), "output of attn.wq_a"),
     (("attn.wq_a", X, W, None), "out = 'NoneType'"),
+    (("attn.wq_a", X.bool(), W, OUT), "x of layers.0.attn.wq_a = 'torch.bool': expected numbers"),
+    (("attn.wq_a", X[:, 1:], W, OUT), "x: numbers [tokens, 128]"),
+    (("attn.wq_a", X.sum(), W, OUT), "inputs of layers.0.attn.wq_a = {'x': []}"),
 ]
 
 
@@ -88,6 +91,18 @@ def test_what_does_not_fit_is_refused_by_name(case: int) -> None:
     with pytest.raises(DegarbleError) as raised:
         judge(*arguments, setting=SETTING)
     assert told in str(raised.value), str(raised.value)
+
+
+def test_tokens_in_more_dimensions_are_taken() -> None:
+    assert judge("attn.wq_a", X.reshape(2, 12, -1), W, OUT.reshape(2, 12, -1), setting=SETTING)
+    assert judge("attn.wq_a", X[0], W, OUT[0], setting=SETTING)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+def test_an_output_of_another_kind_is_a_finding_without_a_cause(dtype: torch.dtype) -> None:
+    found = judge("attn.wq_a", X, W, OUT.to(dtype), setting=SETTING)
+    assert (found.verdict, found.cause) == (Verdict.DIFFERS, None)
+    assert f"dtype {dtype} in place of numbers" in str(found)
 
 
 def test_a_component_needs_its_config() -> None:
