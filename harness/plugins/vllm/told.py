@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.errors import UnreadableFile
 from degarble.harness.plugins.vllm.parts import Running
-from degarble.harness.record.files import write_text
 from degarble.harness.version import VERSION
 
 if TYPE_CHECKING:
@@ -79,7 +78,9 @@ def leave(folder: Path, rank: int, banner: Banner, running: Sequence[Running]) -
         }
     )
     path = folder / f"rank-{rank}.json"
-    write_text(path, text)
+    beside = path.with_suffix(".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
     return path
 
 
