@@ -71,7 +71,6 @@ def test_a_healthy_run_of_another_convention_agrees_and_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", range(JOINT))
 def test_every_pair_of_conventions_is_learned(number: int) -> None:
     result = joint(number)
