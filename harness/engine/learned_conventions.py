@@ -114,7 +114,7 @@ class Evidence:
 def learn(
     conventions: Sequence[Convention], evidence: Evidence, declared: Iterable[str] = ()
 ) -> tuple[Learned, ...]:
-    """Return the values that a run shows; a declared one gives way last."""
+    """Return the values that a run shows, those of `declared` conventions only if no other do."""
     found: list[Learned] = []
     for group in _groups(conventions, evidence):
         found += _Search(group, evidence, frozenset(declared)).learned()
