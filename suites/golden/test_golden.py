@@ -12,11 +12,6 @@ from degarble.suites.golden import checkpoints, identifiers, store, verdicts
 if TYPE_CHECKING:
     from pathlib import Path
 
-JUDGED = [
-    pytest.param(part, marks=pytest.mark.slow) if part == "faults" else part
-    for part in verdicts.JUDGED
-]
-
 
 def test_names_are_as_kept() -> None:
     store.require_equal({"data/identifiers.json": identifiers.data()})
@@ -30,7 +25,7 @@ def test_checkpoints_have_the_same_bytes(tmp_path: Path) -> None:
     store.require_equal({"data/checkpoints.json": checkpoints.data(tmp_path)})
 
 
-@pytest.mark.parametrize("part", JUDGED)
+@pytest.mark.parametrize("part", verdicts.JUDGED)
 def test_judgements_are_as_kept(part: str, tmp_path: Path) -> None:
     files = verdicts.as_files(part, verdicts.JUDGED[part](tmp_path))
     kept = json.loads((store.FOLDER / f"numbers/{part}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What judgements say: documents and pages of the demo, of faults, of healthy runs, of audits.
+"""What judgements say: documents and pages of the demo, of healthy runs, of audits.
 
 Each is taken apart into what never changes (keys, ids, places, verdicts), into sentences, whose
 digits are not counted, and into numbers. Float32 products are summed in another order by another
@@ -24,7 +24,6 @@ from degarble.suites.golden.store import MASK, masked, rounded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FAULTS = ("M01.inverse", "M31.one_position", "M23.sink")
 NUMBER = "<number>"
 SENTENCE = "<sentence>"
 _DIGITS = 9  # of numbers: more than float32 has
@@ -127,18 +126,8 @@ class PageReader(HTMLParser):
 
 def demo(folder: Path) -> Parts:
     """Tell the story of the demonstration."""
-    return _told(folder, {"demo": ()})
-
-
-def faults(folder: Path) -> Parts:
-    """Tell it with other faults."""
-    return _told(folder, {fault: ("--fault", fault) for fault in FAULTS})
-
-
-def _told(folder: Path, stories: dict[str, tuple[str, ...]]) -> Parts:
     parts = Parts()
-    for name, words in stories.items():
-        parts.add(name, ran("demo", "--out", folder / name, *words))
+    parts.add("demo", ran("demo", "--out", folder / "demo"))
     return parts
 
 
@@ -159,7 +148,7 @@ def healthy(folder: Path) -> Parts:
     return parts
 
 
-JUDGED: dict[str, Callable[[Path], Parts]] = {"healthy": healthy, "demo": demo, "faults": faults}
+JUDGED: dict[str, Callable[[Path], Parts]] = {"healthy": healthy, "demo": demo}
 
 
 def as_files(part: str, made: Parts) -> dict[str, Any]:
