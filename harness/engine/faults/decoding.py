@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.functional import embedding
@@ -25,7 +25,7 @@ from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import ElementFormat
 
 REMEMBERED = 256 << 20  # bytes of decoded weights at most
+_RESULTS = 8  # of other work that are remembered
+
+Made = TypeVar("Made")
 
 
 class _Memory:
@@ -41,6 +44,17 @@ class _Memory:
     def __init__(self) -> None:
         self._held: OrderedDict[int, tuple[Weight, Tensor]] = OrderedDict()
         self._bytes = 0
+        self._results: OrderedDict[tuple[int, ...], tuple[Sequence[object], Any]] = OrderedDict()
+
+    def once(self, given: Sequence[object], make: Callable[[], Made]) -> Made:
+        """Make it once. What it is made of is held, so that no id is given to another one."""
+        key = tuple(map(id, given))
+        known = self._results.pop(key, None) or (given, make())
+        self._results[key] = known
+        while len(self._results) > _RESULTS:
+            self._results.popitem(last=False)
+        made: Made = known[1]
+        return made
 
     def numbers(self, weight: Weight) -> Tensor:
         """Decode once. The weight itself is held, so that its id is not given to another one."""
@@ -71,6 +85,12 @@ def remembering() -> Iterator[None]:
         yield
     finally:
         _MEMORY.reset(token)
+
+
+def once(given: Sequence[object], make: Callable[[], Made]) -> Made:
+    """While remembering, make once what follows from these very objects; not to be written into."""
+    memory = _MEMORY.get()
+    return make() if memory is None else memory.once(given, make)
 
 
 @cache

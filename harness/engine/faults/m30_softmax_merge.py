@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.anatomy.config import compressor_windows
+from degarble.harness.engine.faults.decoding import once
 from degarble.harness.engine.faults.listed import by_lists, in_parts
 from degarble.harness.engine.faults.m29_softmax_scale import mscale_squared
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_weights
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _ROLE = "attn.attend"
 _SPLITS = (64, 128, 576)  # keys that one thread block attends to
+_MOST_KEPT = 1 << 18  # numbers of queries whose parts are remembered
 _ENTRIES = ("compressed", "state_compressed", "chosen")
 
 
@@ -74,7 +76,10 @@ def _fine(facts: Any) -> Any:
 
 def parts_of(facts: Any, inputs: Tensors, weights: Weights) -> Parts:
     """V4: window and entries. V3.2: the older and the newer half of the context."""
-    return _parts_v4(facts, inputs, weights) if _v4(facts) else _parts_v32(facts, inputs, weights)
+    work = partial(_parts_v4 if _v4(facts) else _parts_v32, facts, inputs, weights)
+    if inputs["q"].numel() > _MOST_KEPT:
+        return work()
+    return once([parts_of, facts, *inputs, *inputs.values(), *weights.values()], work)
 
 
 def _v4(facts: Any) -> bool:

@@ -7,6 +7,7 @@ from degarble.harness.engine.faults import decoding
 from degarble.harness.engine.faults.decoding import (
     Decoding,
     numbers_of,
+    once,
     remembering,
     scale_numbers,
     with_scales,
@@ -84,3 +85,24 @@ def test_what_is_remembered_is_bounded_and_forgotten(
         assert numbers_of(weights[0]) is not first
         assert torch.equal(numbers_of(weights[0]), first)
     assert numbers_of(weights[0]) is not numbers_of(weights[0])
+
+
+def test_a_result_is_made_once_of_the_same_objects() -> None:
+    made: list[object] = []
+    one, other = torch.zeros(1), torch.zeros(1)
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    assert once([one], make) is not once([one], make)
+    with remembering():
+        first = once([one], make)
+        with remembering():
+            assert once([one], make) is first
+        assert once([other], make) is not first
+        assert once([one, other], make) is not first
+        assert once([one], make) is first
+        for _ in range(100):
+            assert once([torch.zeros(1)], make) is made[-1]
+        assert once([one], make) is not first, "few are remembered"
