@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
 IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
+ALIKE_IN_SUMS = 0.9  # of the energy that the best way explains there
 PIECE = 64  # numbers of a row that are summed up
 EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
 PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
@@ -323,7 +324,7 @@ def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial
     """
     known = [each for each in trials if each.left <= IN_SUMS]
     most = max((1 - each.left**2 for each in known), default=0.0)
-    near = [each for each in known if 1 - each.left**2 >= (1 - EXPLAINS**2) * most]
+    near = [each for each in known if 1 - each.left**2 >= ALIKE_IN_SUMS * most]
     near = sorted(near, key=_likeliest)[:PROVED]
     return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
 

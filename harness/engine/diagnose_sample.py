@@ -92,7 +92,7 @@ def most_telling(sights: Sequence[Sight]) -> Sight:
     """
     far = [distance(seen_tensors(each), untouched(each)) for each in sights]
     most = max(far)
-    if most > _FAINT:
+    if not most <= _FAINT:  # a NaN is not faint
         return sights[far.index(most)]
     near = [each for each, own in zip(sights, far, strict=True) if own >= most / 2]
     return max(near, key=lambda each: sum(out.numel() for out in seen_tensors(each).values()))

@@ -68,7 +68,10 @@ KERNEL = 9  # a seed: V3.2, a legal kernel in every layer, all heads 0.3 % too l
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(each, marks=() if each == KERNEL else pytest.mark.slow) for each in range(48)],
+    [
+        pytest.param(each, marks=() if each == KERNEL else pytest.mark.slow)
+        for each in (*range(48), 235)
+    ],
 )
 def test_a_gain_is_named_where_a_legal_kernels_roundings_are_larger(seed: int) -> None:
     found = case(seed)
