@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from degarble.harness.anatomy.config import Config
 
 _MATRIX = 2
+_FUSED = ".fused_wkv_wgate"
 _MXFP4_BLOCK, _FP8_BLOCK = 32, 128
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "scale", "input_scale")
@@ -81,14 +82,17 @@ def _wider(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def decoded(folder: Path, out: Path) -> None:
-    """Write a stored checkpoint with float32 weights, under the same names."""
+    """Write a stored checkpoint with decoded weights, under the same names, compressors apart."""
     stored: dict[str, Tensor] = {}
     for each in sorted(folder.glob("*.safetensors")):
         stored |= load_file(each)
     made: dict[str, Tensor] = {}
     for name, value in stored.items():
         module, _, part = name.rpartition(".")
-        if part == "weight":
+        if module.endswith(_FUSED):
+            block = module.removesuffix(_FUSED)
+            made[f"{block}.wkv.weight"], made[f"{block}.wgate.weight"] = value.chunk(2)
+        elif part == "weight":
             parts = {word: stored.get(f"{module}.{word}") for word in _SCALES}
             made[name] = _values(value, parts)
         elif part not in _SCALES:
