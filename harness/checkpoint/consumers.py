@@ -126,7 +126,7 @@ COMPRESSORS = replace(
 PARAMETERS = replace(
     VLLM,
     name="vLLM's parameters",
-    what="a loader that copies vLLM 0.33's parameters by their own names" + _NAMES_ONLY,
+    what="a loader that copies vLLM 0.33's parameters by name, its `routed_experts.` left out",
     reads={V4: ("vllm",), V32: ("vllm",)},
 )
 DEEPGEMM = replace(
