@@ -107,10 +107,10 @@ def quantisation(
     stated = {"quant_method": "modelopt", **told}
     if isinstance(config, V4Config):
         return {**stated, "config_groups": groups, "ignore": ignored}, beside
-    return {**stated, "ignore": [*ignored, *_fused_in_vllm(config, ignored)]}, beside
+    return {**stated, "ignore": [*ignored, *fused_in_vllm(config, ignored)]}, beside
 
 
-def _fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
+def fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
     """Name the tensors that vLLM fuses of ignored linears: it asks for these, not for members."""
     layout, names = layout_named("vllm", config), set(ignored)
     fusion_of = {row: each for each in layout.fusions for row in each.members}

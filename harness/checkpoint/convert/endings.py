@@ -21,7 +21,11 @@ from degarble.harness.anatomy.recipes import BF16, recipe_named
 from degarble.harness.checkpoint.configs_out import companions, declared
 from degarble.harness.checkpoint.consumers import consumer_of
 from degarble.harness.checkpoint.convert.recipes_after import formats_after, recipe_of
-from degarble.harness.checkpoint.quantisation_configs import CONFIG, HF_QUANT_CONFIG
+from degarble.harness.checkpoint.quantisation_configs import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    fused_in_vllm,
+)
 from degarble.harness.checkpoint.types import LARGEST_CONFIG
 from degarble.harness.checkpoint.writer import Ending
 from degarble.harness.errors import LayoutMismatch
@@ -101,7 +105,9 @@ def _left_plain(formats: Mapping[str, Stored], names: LogicalNames, layout: Layo
         path if parameter.expert is None or _stack(path) in stacks else _stack(path)
         for parameter, path in plain
     )
-    return list(dict.fromkeys(told))
+    ignored = list(dict.fromkeys(told))
+    # Stored fused, members have no tensors of their own, and vLLM asks for the fused name.
+    return [*ignored, *(fused_in_vllm(names.config, ignored) if layout.fusions else ())]
 
 
 def _stack(path: str) -> str:

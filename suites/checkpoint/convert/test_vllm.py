@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -170,3 +171,11 @@ def test_a_fused_source_is_refused(tmp_path: Path) -> None:
     convert(source("nvfp4-full"), tmp_path / "vllm", "vllm")
     with pytest.raises(LayoutMismatch, match="one module a linear"):
         convert(tmp_path / "vllm", tmp_path / "out", "bf16")
+
+
+def test_what_stays_bf16_beside_fp8_is_named_fused(tmp_path: Path) -> None:
+    """vLLM built FP8 where only the members of a fused parameter were said to stay."""
+    converted("bf16", tmp_path / "out", "vllm")
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    for name in ("attn.fused_wqa_wkv", "ffn.shared_experts.gate_up_proj"):
+        assert f"model.layers.0.{name}" in stated["modules_to_not_convert"]
