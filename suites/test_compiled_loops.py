@@ -104,3 +104,25 @@ def test_without_a_place_every_process_compiles_anew(named: Path) -> None:
 def test_every_loop_is_cached_this_way() -> None:
     direct = [shown(path) for path in modules() if "numba.njit" in path.read_text()]
     assert direct == ["harness/compiled_loops.py", "suites/test_compiled_loops.py"]
+
+
+def test_a_function_that_numba_cannot_cache_is_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def njit(*, nogil: bool, cache: bool = False) -> Callable[[object], object]:
+        assert nogil
+        asked.append(cache)
+
+        def compile_it(function: object) -> object:
+            if cache:
+                message = "cannot cache function: no locator available"
+                raise RuntimeError(message)
+            return function
+
+        return compile_it
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled(len) is len
+    assert asked == [True, False]

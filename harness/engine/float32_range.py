@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.engine.faults.rebinding import facts_of, with_numerics
+from degarble.harness.engine.forms import LARGEST
 from degarble.harness.engine.judgeable_rows import lines_of
 from degarble.harness.engine.replay import is_ragged
 from degarble.harness.errors import CANNOT_RUN
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 OVERFLOW = "a correct float32 kernel may overflow on them"
-_LARGEST = 2.0**112  # 2^-16 of float32's end: a kernel may sum as many before it divides
 _SMALLEST = 2.0**-100  # in front of a root: terms of it may have been flushed to zero
 _ORDINARY = 2.0**32  # inputs below have no product of three that is so large
 _TINY = 2.0**-40  # inputs above have no square that is so small
@@ -125,7 +125,7 @@ class _Watch(TorchDispatchMode):
 
     def _mark(self, values: Tensor) -> None:
         # -inf stands for what is not to be seen.
-        large = (values.abs() > _LARGEST) & ~values.isneginf()
+        large = (values.abs() > LARGEST) & ~values.isneginf()
         large |= values.isnan()
         if not bool(large.any()):
             return

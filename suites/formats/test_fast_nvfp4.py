@@ -6,7 +6,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -44,8 +43,6 @@ from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.suites.formats.bits import differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -375,25 +372,3 @@ def test_importing_compiles_nothing() -> None:
         "sys.exit('numba' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_without_a_place_for_the_cache_the_loops_compile_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
-
-    def njit(*, nogil: bool, cache: bool = False) -> Callable[[object], object]:
-        assert nogil
-        asked.append(cache)
-
-        def compiled(function: object) -> object:
-            if cache:
-                message = "cannot cache function: no locator available"
-                raise RuntimeError(message)
-            return function
-
-        return compiled
-
-    monkeypatch.setattr(numba, "njit", njit)
-    assert fast_loops._compiled(len) is len
-    assert asked == [True, False]
