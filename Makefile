@@ -82,10 +82,10 @@ vllm-env:
 	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh .ci/vllm-env
 
 vllm-test: vllm-env
-	@$(THREADS) VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q --no-header -m vllm -W default suites/plugins/vllm $(ARGS)
+	@$(THREADS) VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -q --no-header -m vllm -W default suites/vllm $(ARGS)
 
 # In the caller's environment, which has vLLM and a GPU: PYTHON names its interpreter.
-PROVE := PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m degarble.harness.plugins.vllm.engine
+PROVE := PYTHONPATH=$(CURDIR)/.types:$$PYTHONPATH $(or $(PYTHON),python3) -m degarble.harness.vllm.engine
 vllm-prove:
 	@[ -d out/vllm-asked ] || $(PROVE).prepare out/vllm-asked
 	@$(PROVE).prove out/vllm-asked out/vllm-proof $(ARGS)

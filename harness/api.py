@@ -14,33 +14,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.conventions import (
-    KEY,
-    conventions_in,
-    read_conventions,
-    stored_conventions,
-)
-from degarble.harness.engine.single import Setting, judge
-from degarble.harness.engine.single_modules import Checked, Twin, check_modules
-from degarble.harness.engine.single_told import JudgedKernel
-from degarble.harness.errors import DegarbleError, InvalidArgument
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.weight import Weight
-from degarble.harness.record.capture_reader import Capture
-from degarble.harness.record.capture_writer import CaptureWriter
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.capture_filter import Wanted
-from degarble.harness.runs.capture_memory import MemoryRun
-from degarble.harness.runs.capture_modules import (
+from degarble.harness.base.errors import DegarbleError, InvalidArgument
+from degarble.harness.base.version import VERSION
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.memory import MemoryRun
+from degarble.harness.capture.modules import (
     Place,
     places_by_name,
     recording,
     weights_hash,
 )
-from degarble.harness.runs.capture_recorder import Recorder
-from degarble.harness.version import VERSION
+from degarble.harness.capture.recorder import Recorder
+from degarble.harness.engine.conventions.registry import (
+    KEY,
+    conventions_in,
+    read_conventions,
+    stored_conventions,
+)
+from degarble.harness.engine.diagnose.judge.judge import Setting, judge
+from degarble.harness.engine.diagnose.judge.modules import Checked, Twin, check_modules
+from degarble.harness.engine.diagnose.judge.report import JudgedKernel
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.weight import Weight
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -2,7 +2,7 @@
 
 Owns the table that a backend replaces entries of, the weights behind each component, and the call
 that every forward pass goes through, so that an observer sees exactly what ran. The names are those
-of harness.anatomy.components under the recipe; nothing is listed here a second time.
+of harness.model.components under the recipe; nothing is listed here a second time.
 Refuses component names that the model does not have, the block-parallel drafter, and a router's
 scoring that its family has no reference for, by name.
 Kept honest by suites/references/test_binding.py.
@@ -15,11 +15,13 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from degarble.harness.anatomy.components import components
-from degarble.harness.anatomy.config import V4Config, V32Config
-from degarble.harness.errors import NotBuilt, UnknownName
-from degarble.references import components_common as common
-from degarble.references import components_v4, components_v32, experts
+from degarble.harness.base.errors import NotBuilt, UnknownName
+from degarble.harness.model.components import components
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.references import experts
+from degarble.references.components import common
+from degarble.references.components import v4 as components_v4
+from degarble.references.components import v32 as components_v32
 from degarble.references.facts import V4Facts, V32Facts, formats_by_block, local_name
 
 if TYPE_CHECKING:
@@ -27,11 +29,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.components import Component
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.recipes import Recipe
     from degarble.references.facts import Facts
     from degarble.references.numerics import Numerics
 

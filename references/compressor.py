@@ -22,7 +22,7 @@ from degarble.references.numerics import cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.types import Rope
+    from degarble.harness.model.types import Rope
     from degarble.references.numerics import Numerics
 
 

@@ -20,7 +20,7 @@ from degarble.references.numerics import HeadNorm, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.types import Rope, Yarn
+    from degarble.harness.model.types import Rope, Yarn
     from degarble.references.numerics import Numerics
 
 

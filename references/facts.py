@@ -1,8 +1,8 @@
 """What one block's components are bound to: config, block, arithmetic, and the recipe's formats.
 
 A component is a pure function `(facts, inputs, weights) -> outputs`; binding it to its facts gives
-the callable of harness.protocols. Inputs and outputs are named tensors, by the names of
-harness.anatomy.wiring; weights go by their name within the block (`attn.wq_a`,
+the callable of harness.base.protocols. Inputs and outputs are named tensors, by the names of
+harness.model.wiring; weights go by their name within the block (`attn.wq_a`,
 `ffn.experts.3.w1`, `hc_attn_fn`).
 
 Tokens of several sequences are concatenated, `token_offsets` [B+1] says where each begins, and
@@ -18,9 +18,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.anatomy.config import INDEXER_NORM_EPSILON, compressor_windows
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import UNQUANTISED
+from degarble.harness.model.config.config import INDEXER_NORM_EPSILON, compressor_windows
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import UNQUANTISED
 from degarble.references.compressor import PoolFacts
 from degarble.references.mixing import MixingFacts
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config, V4Config, V32Config
-    from degarble.harness.anatomy.recipes import Formats, Recipe
-    from degarble.harness.anatomy.types import Block, Rope
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config, V4Config, V32Config
+    from degarble.harness.model.recipes import Formats, Recipe
+    from degarble.harness.model.types import Block, Rope
     from degarble.references.numerics import Numerics
 
     Inputs = Mapping[str, Tensor]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.compiled_loops import compiled_with
+from degarble.harness.base.compiled_loops import compiled_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

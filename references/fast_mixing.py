@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from degarble.harness.compiled_loops import compiled
+from degarble.harness.base.compiled_loops import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,7 +21,7 @@ from degarble.references import attention
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import V32Config
+    from degarble.harness.model.config.config import V32Config
     from degarble.references.numerics import Numerics
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR

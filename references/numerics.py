@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DtypeMismatch, UnknownName
+from degarble.harness.base.errors import DtypeMismatch, UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

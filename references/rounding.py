@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import ShapeMismatch
+from degarble.harness.base.errors import ShapeMismatch
 from degarble.references.numerics import IndexerFormat, KeyValueCache
 
 if TYPE_CHECKING:

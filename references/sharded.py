@@ -1,6 +1,6 @@
 """Runs of the references over several ranks: tensor, expert and pipeline parallel, by a plan.
 
-Every rank binds the same components to the boxes that harness.anatomy.sharding gives it. What has
+Every rank binds the same components to the boxes that harness.model.sharding gives it. What has
 to cross ranks is wrapped around single components (a sum behind wo_b, a gather behind head), so
 the wiring is that of one rank. Tokens are the same on all ranks; attention is repeated where ep is
 larger than tp. Sums run in the order of ranks, so all ranks have the same bits.
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from degarble.harness.anatomy.config import V4Config, V32Config
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.sharding import STYLES
-from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.sharding import STYLES
 from degarble.references import mixing
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.state import Step
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.parameters import Parameter
-    from degarble.harness.anatomy.recipes import Recipe
-    from degarble.harness.anatomy.sharding import Plan
-    from degarble.harness.anatomy.types import Block, Box
-    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.recipes import Recipe
+    from degarble.harness.model.sharding import Plan
+    from degarble.harness.model.types import Block, Box
     from degarble.references.numerics import Numerics
     from degarble.references.state import Sequence
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch import Tensor

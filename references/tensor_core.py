@@ -13,8 +13,8 @@ Fixed point: a term is an integer times 2**(exponent - fraction_bits). 16-bit pr
 Refuses K that is not whole steps, 16-bit formats mixed, fp8 operands and accumulators other than
 fp32; K = 96, sparse forms and negated operands have no parameter. The fp32 tensor scales of NVFP4
 belong to the epilogue of a kernel, not here. Kept honest by suites/references/test_tensor_core.py
-(package mmasim, rational arithmetic) and, for wgmma, by kernels/sm90_probe_wgmma.py on an H200.
-Source of the constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1.
+(package mmasim, rational arithmetic) and, for wgmma, by suites/support/probes/sm90_probe_wgmma.py
+on an H200. Source of the constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
 
 if TYPE_CHECKING:

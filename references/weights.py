@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.components import components
-from degarble.harness.anatomy.parameters import parameter_named, parameters
-from degarble.harness.anatomy.types import Dtype, Kind
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.components import components
+from degarble.harness.model.parameters import parameter_named, parameters
+from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.parameters import Parameter
-    from degarble.harness.anatomy.recipes import Formats, Recipe
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.recipes import Formats, Recipe
 
 NVFP4_LARGEST = 6.0 * 448.0  # a decode scale is amax over this: E2M1's largest times E4M3's
 

@@ -12,7 +12,7 @@ import base64
 import math
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.blocks import (
+from degarble.harness.report.blocks import (
     Bars,
     Catalogue,
     Code,
@@ -28,9 +28,9 @@ from degarble.harness.record.blocks import (
     Tone,
     ToneMap,
 )
-from degarble.harness.record.judged_blocks import Files, JudgedMap, Profile, Voices
-from degarble.harness.record.trend_blocks import Trends
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.judged_blocks import Files, JudgedMap, Profile, Voices
+from degarble.harness.report.trend_blocks import Trends
+from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
 from degarble.reports.catalogue_html import catalogue_element
 from degarble.reports.folds_html import looks_element, tabs_element
@@ -46,7 +46,7 @@ from degarble.reports.tone_map_html import tone_map_element
 from degarble.reports.trends_html import trends_element
 
 if TYPE_CHECKING:
-    from degarble.harness.record.blocks import Bar, Block, Cell, Column
+    from degarble.harness.report.blocks import Bar, Block, Cell, Column
     from degarble.reports.markup import Element
 
 _TONE_WORDS = {

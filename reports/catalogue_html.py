@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from degarble.harness.record.blocks import ColumnKind
+from degarble.harness.report.blocks import ColumnKind
 from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.record.blocks import Block, Catalogue, Cell, Column, Entry
+    from degarble.harness.report.blocks import Block, Catalogue, Cell, Column, Entry
     from degarble.reports.markup import Element
 
 

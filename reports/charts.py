@@ -11,12 +11,12 @@ import math
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.record.blocks import Figure
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.record.wording import number
+from degarble.harness.report.blocks import Figure
+from degarble.harness.report.number_text import number
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from degarble.harness.record.replay_panel import JudgedOutput, ReplayRecord
+    from degarble.harness.report.replay_panel import JudgedOutput, ReplayRecord
 
 _FLOOR = 1e-3  # of a budget: what is nearer is drawn here
 _INK, _SOFT, _GOOD, _BAD, _LINE = "#010203", "#040506", "#070809", "#0a0b0c", "#0d0e0f"

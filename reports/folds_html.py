@@ -14,7 +14,7 @@ from degarble.reports.markup import h
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.record.blocks import Block, Look, Looks, Tabs
+    from degarble.harness.report.blocks import Block, Look, Looks, Tabs
     from degarble.reports.markup import Element
 
     Inner = Callable[[Block], Element]

@@ -15,7 +15,7 @@ from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
-    from degarble.harness.record.blocks import HeatMap, HeatScale
+    from degarble.harness.report.blocks import HeatMap, HeatScale
     from degarble.reports.markup import Element
 
 SHADES = 9

@@ -12,14 +12,14 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.tones import Tone
+from degarble.harness.report.severity import Tone
 from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.record.judged_blocks import (
+    from degarble.harness.report.judged_blocks import (
         Files,
         JudgedMap,
         Profile,

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.wording import visible
+from degarble.harness.report.number_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

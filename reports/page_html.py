@@ -21,7 +21,7 @@ from degarble.reports.icons import sprite
 from degarble.reports.markup import escape, h
 
 if TYPE_CHECKING:
-    from degarble.harness.record.page import Finding, Page, Panel
+    from degarble.harness.report.page import Finding, Page, Panel
     from degarble.reports.markup import Element
 
 SIZE_LIMIT = 3_000_000  # bytes; a page is mailed and attached

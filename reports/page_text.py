@@ -17,19 +17,19 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from degarble.harness.record.blocks import ColumnKind, Sentence, Table, Tone
-from degarble.harness.record.judged_blocks import Voices
-from degarble.harness.record.trend_blocks import Trends
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.record.wording import visible
+from degarble.harness.report.blocks import ColumnKind, Sentence, Table, Tone
+from degarble.harness.report.judged_blocks import Voices
+from degarble.harness.report.number_text import visible
+from degarble.harness.report.trend_blocks import Trends
+from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from degarble.harness.record.blocks import Block, Cell, Column
-    from degarble.harness.record.page import Finding, Page, Panel
-    from degarble.harness.record.trend_blocks import Trend
+    from degarble.harness.report.blocks import Block, Cell, Column
+    from degarble.harness.report.page import Finding, Page, Panel
+    from degarble.harness.report.trend_blocks import Trend
 
 SIGNS = {
     Verdict.AGREES: "✓",

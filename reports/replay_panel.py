@@ -1,4 +1,4 @@
-"""The replay and text panels: records of harness.record.replay_panel as blocks of a page.
+"""The replay and text panels: records of harness.report.replay_panel as blocks of a page.
 
 Owns their order and words: the maps layer x component (difference in budgets, three cosines), the
 close look behind each cell, how far everything lies from its budget, texts side by side. What is
@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.blocks import (
+from degarble.harness.report.blocks import (
     Code,
     Column,
     ColumnKind,
@@ -27,7 +27,7 @@ from degarble.harness.record.blocks import (
     Tabs,
     Tone,
 )
-from degarble.harness.record.judged_blocks import (
+from degarble.harness.report.judged_blocks import (
     Files,
     JudgedMap,
     Profile,
@@ -35,18 +35,18 @@ from degarble.harness.record.judged_blocks import (
     Voice,
     Voices,
 )
-from degarble.harness.record.page import Panel, PanelKind
-from degarble.harness.record.replay_panel import PAIRS, worst_first
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.record.wording import number, share
+from degarble.harness.report.number_text import number, share
+from degarble.harness.report.page import Panel, PanelKind
+from degarble.harness.report.replay_panel import PAIRS, worst_first
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.charts import run_chart
 from degarble.reports.words import near_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from degarble.harness.record.blocks import Block
-    from degarble.harness.record.replay_panel import (
+    from degarble.harness.report.blocks import Block
+    from degarble.harness.report.replay_panel import (
         CloseLook,
         JudgedOutput,
         ReplayRecord,

@@ -13,7 +13,7 @@ from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
-    from degarble.harness.record.blocks import Mark, Tone, ToneMap
+    from degarble.harness.report.blocks import Mark, Tone, ToneMap
     from degarble.reports.markup import Element
 
 _NOTHING = "nothing there"

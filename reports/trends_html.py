@@ -15,7 +15,7 @@ from degarble.reports import words
 from degarble.reports.markup import h
 
 if TYPE_CHECKING:
-    from degarble.harness.record.trend_blocks import Band, Trend, Trends
+    from degarble.harness.report.trend_blocks import Band, Trend, Trends
     from degarble.reports.markup import Element
 
 _HIGH = 24.0  # of a drawing; its width is one a band

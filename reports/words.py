@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.blocks import ColumnKind, Tone
-from degarble.harness.record.page import PanelKind
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.record.wording import number as number  # noqa: PLC0414  for renderers
-from degarble.harness.record.wording import share
+from degarble.harness.report.blocks import ColumnKind, Tone
+from degarble.harness.report.number_text import number as number  # noqa: PLC0414  for renderers
+from degarble.harness.report.number_text import share
+from degarble.harness.report.page import PanelKind
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.record.blocks import Cell, Column, HeatScale
-    from degarble.harness.record.page import Page
-    from degarble.harness.record.verdict import Origin
+    from degarble.harness.report.blocks import Cell, Column, HeatScale
+    from degarble.harness.report.page import Page
+    from degarble.harness.report.verdict import Origin
 
 _ALIKE = 4e-15  # from 1: what the sums of a cosine lose themselves
 DASH = "–"

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: read, judged, written and converted at any size; safetensors only."""
+"""Checkpoints on disk: read, viewed, audited, written and transformed at any size."""

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.cli.values import writable
-from degarble.harness.errors import InvalidArgument, UnknownName
 
 CLUSTERS = ("ray",)
 EVERYWHERE = "Everywhere"

@@ -13,8 +13,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from degarble.harness.masking import MASK, masked
-from degarble.harness.version import VERSION
+from degarble.harness.base.masking import MASK, masked
+from degarble.harness.base.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,13 +12,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from degarble.harness.record.wording import visible
+from degarble.harness.report.number_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TextIO
 
-    from degarble.harness.record.progress import Pace
+    from degarble.harness.report.progress import Pace
 
 _REPAINT = 0.1  # seconds
 _PLAIN = 60.0  # seconds

@@ -16,6 +16,8 @@ from typing import Annotated, NoReturn, TextIO
 
 import typer
 
+from degarble.harness.base.errors import EXIT_REFUSED, DegarbleError, UnwritablePath
+from degarble.harness.base.version import VERSION
 from degarble.harness.cli import crash, usage
 from degarble.harness.cli.command import Cluster, Group, Json, Quiet, Session
 from degarble.harness.cli.commands import (
@@ -30,8 +32,6 @@ from degarble.harness.cli.commands import (
 )
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED, TOLD, interruptible
 from degarble.harness.cli.terminal import Environment, Terminal, tell_refusal
-from degarble.harness.errors import EXIT_REFUSED, DegarbleError, UnwritablePath
-from degarble.harness.version import VERSION
 
 EXIT_PIPE_CLOSED = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

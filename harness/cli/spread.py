@@ -5,7 +5,7 @@ belongs to; unset, a cluster is started on this machine and ends with the run. D
 many processes work on this machine; unset, as many as 1 GB of memory allows, and for the museum of
 faults one for each core. Says on stderr what
 was joined. Refuses a number of workers that is none.
-What keeps it honest: suites/runs/test_quantise.py and test_convert.py.
+What keeps it honest: suites/commands/test_quantise.py and test_convert.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.worker_pool import Workers
+    from degarble.harness.checkpoint.write.worker_pool import Workers
     from degarble.harness.cli.terminal import Terminal
 
 MOST_PROCESSES = 1024
@@ -31,7 +31,7 @@ ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
 def spread(terminal: Terminal) -> Iterator[Workers]:
     """Give the workers that a command was told to use."""
     # Imports torch by way of the runs, which --help and --version do without.
-    from degarble.harness.runs.workers import workers_of  # noqa: PLC0415
+    from degarble.harness.inference.workers import workers_of  # noqa: PLC0415
 
     address = os.environ.get(ADDRESS) or None
     with workers_of(terminal.cluster, address, asked_processes()) as workers:

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from degarble.harness.base.errors import Undecided
 from degarble.harness.cli.live_line import LiveLine, PlainLines
-from degarble.harness.errors import Undecided
-from degarble.harness.record.files import write_text
-from degarble.harness.record.plain import to_plain
-from degarble.harness.record.progress import Progress
-from degarble.harness.record.verdict import SCHEMA, Verdict
-from degarble.harness.record.wording import visible
+from degarble.harness.report.files import write_text
+from degarble.harness.report.number_text import visible
+from degarble.harness.report.plain import to_plain
+from degarble.harness.report.progress import Progress
+from degarble.harness.report.verdict import SCHEMA, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from degarble.harness.errors import DegarbleError
+    from degarble.harness.base.errors import DegarbleError
 
 
 _WIDTH = 100  # columns where the reader is no terminal

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, InvalidArgument, Refused, UnknownName
 from degarble.harness.cli.command import json_at
-from degarble.harness.errors import EXIT_AGREES, InvalidArgument, Refused, UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ import re
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     InvalidArgument,
     UnknownName,
     UnreadableFile,
     UnwritablePath,
 )
-from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
-from degarble.harness.record.files import is_stream, usable_folder
+from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
+from degarble.harness.report.files import is_stream, usable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument
 from degarble.harness.formats.codec import (
     encoded_nan,
     overflow_code,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import ShapeMismatch, UnknownName
 from degarble.harness.formats.element_formats import E2M1, E4M3, FP32, UE8M0
 from degarble.harness.formats.types import BlockFormat
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
+from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
 from degarble.harness.formats.arrays import code_dtype, decode_array
 from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP32, UE8M0
 from degarble.harness.formats.layouts import round_up

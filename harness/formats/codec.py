@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.types import NanRule, Overflow, Rounding
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import DialectMismatch, UnknownName
+from degarble.harness.base.errors import DialectMismatch, UnknownName
 from degarble.harness.formats.block_formats import (
     FP8_1X128_F32,
     FP8_1X128_UE8M0,

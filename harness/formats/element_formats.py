@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.formats.types import ElementFormat
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import LayoutMismatch, ShapeMismatch, UnknownName
+from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownName
 from degarble.harness.formats.packing import require_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ShapeMismatch,
+)
 from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.element_formats import UE8M0
 from degarble.harness.formats.layouts import PACKED_MN, ceil_div, from_layout, round_up, to_layout

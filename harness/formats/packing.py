@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.types import NibbleOrder
 
 if TYPE_CHECKING:

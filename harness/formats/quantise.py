@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument
-from degarble.harness.formats import fast_modelopt, fast_nvfp4
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument
 from degarble.harness.formats.arrays import decode_array, decode_pairs, encode_array
 from degarble.harness.formats.block_formats import NVFP4, require_shape, scale_shape
 from degarble.harness.formats.dialects import (
@@ -36,6 +35,8 @@ from degarble.harness.formats.dialects import (
     NonFinite,
     TensorScaleRule,
 )
+from degarble.harness.formats.fast import modelopt as fast_modelopt
+from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.packing import pack_nibbles
 from degarble.harness.formats.quantised import QuantisedTensor, require_scale_extents

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     DialectMismatch,
     DtypeMismatch,
     InvalidArgument,

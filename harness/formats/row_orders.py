@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import ShapeMismatch, UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

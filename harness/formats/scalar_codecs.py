@@ -11,7 +11,7 @@ NaN becomes 0x7 in E2M1 (+6, there is no NaN), 0x7F in E4M3, 0xFF in UE8M0, 0x7F
 
 Refuses nothing: a kernel cannot. harness.formats.codec is the definition that refuses; both agree
 on every code and on all 65,536 bfloat16 inputs (suites/formats/test_scalar_codecs.py), and an H200
-returns the same bytes (suites/kernels/test_simt_probe_formats.py).
+returns the same bytes (suites/support/probes/test_simt_probe_formats.py).
 """
 
 from __future__ import annotations

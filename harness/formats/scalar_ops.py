@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable

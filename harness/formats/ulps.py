@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DtypeMismatch, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of, is_nan_array
 from degarble.harness.formats.codec import is_nan
 

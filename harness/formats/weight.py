@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.quantise import dequantise
 from degarble.harness.formats.quantised import QuantisedTensor
 

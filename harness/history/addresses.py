@@ -14,14 +14,14 @@ from urllib.parse import quote, quote_plus
 import sqlalchemy as sql
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     InvalidArgument,
     MissingDependency,
     UnreadableFile,
     UnwritablePath,
 )
+from degarble.harness.base.masking import MASK, looks_like_address, masked
 from degarble.harness.history.sqlite_file import sqlite_engine
-from degarble.harness.masking import MASK, looks_like_address, masked
 
 _SUFFIXES = {".sqlite", ".sqlite3", ".db", ".db3"}
 _HOST = re.compile(r"[\w.-]*|[\da-f:.]+", re.IGNORECASE)  # a name, or IPv6 without its brackets

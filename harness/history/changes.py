@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from degarble.harness.errors import ShapeMismatch
+from degarble.harness.base.errors import ShapeMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,11 +11,11 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.input_files import read_small_text
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import BUDGETS, DISTANCE
-from degarble.harness.input_files import read_small_text
-from degarble.harness.record.verdict import SCHEMA, Verdict
+from degarble.harness.report.verdict import SCHEMA, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from datetime import date, timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.input_files import read_small_text
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.base.input_files import read_small_text
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

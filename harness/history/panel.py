@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.history.changes import LONGEST
+from degarble.harness.history.explain import bands, counted, last_green, moved
 from degarble.harness.history.records import MEASURES
-from degarble.harness.history.told import bands, counted, last_green, moved
-from degarble.harness.record.blocks import (
+from degarble.harness.report.blocks import (
     Block,
     Code,
     Column,
@@ -28,20 +28,20 @@ from degarble.harness.record.blocks import (
     Sentence,
     Table,
 )
-from degarble.harness.record.page import Panel, PanelKind
-from degarble.harness.record.tones import Tone
-from degarble.harness.record.trend_blocks import Trend, Trends
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.page import Panel, PanelKind
+from degarble.harness.report.severity import Tone
+from degarble.harness.report.trend_blocks import Trend, Trends
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
+    from degarble.harness.history.explain import Moved
     from degarble.harness.history.records import Measure
     from degarble.harness.history.rows import Told
     from degarble.harness.history.store import Nights, Store, Stream
-    from degarble.harness.history.told import Moved
 
 MOST_BANDS = 60
 MOST = 400  # places that are drawn

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import MissingDependency
-from degarble.harness.record.files import whole_file
+from degarble.harness.base.errors import MissingDependency
+from degarble.harness.report.files import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,12 +17,12 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import InvalidArgument, UnknownName
+from degarble.harness.base.errors import InvalidArgument, UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.record.verdict import Verdict
+    from degarble.harness.report.verdict import Verdict
 
 LONGEST_TEXT = 500  # characters of a fact, a place or a name
 LONGEST_COMMIT = 64

@@ -20,7 +20,7 @@ from degarble.harness.history.records import (
     is_date,
     is_name,
 )
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

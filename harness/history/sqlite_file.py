@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sql
 
-from degarble.harness.errors import UnreadableFile
+from degarble.harness.base.errors import UnreadableFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -20,7 +20,12 @@ import numpy as np
 import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from degarble.harness.errors import InvalidArgument, UnknownName, UnreadableFile, UnwritablePath
+from degarble.harness.base.errors import (
+    InvalidArgument,
+    UnknownName,
+    UnreadableFile,
+    UnwritablePath,
+)
 from degarble.harness.history import rows
 from degarble.harness.history.addresses import address_of
 from degarble.harness.history.rows import DOUBLES, BadRowError, Skipped, Told

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     InvalidArgument,
     MissingDependency,
     MissingDevice,
@@ -30,6 +30,7 @@ from degarble.harness.errors import (
     UnreadableFile,
     UnwritablePath,
 )
+from degarble.harness.inference.ranks import place_in
 from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
 from degarble.harness.plugins.presence import (
     DEVICES,
@@ -37,7 +38,6 @@ from degarble.harness.plugins.presence import (
     missing_requirement,
     missing_vllm,
 )
-from degarble.harness.runs.ranks import place_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

@@ -21,29 +21,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from degarble.harness.runs.capture_asked import REQUEST_ID
+from degarble.harness.capture.options import REQUEST_ID
 from degarble.harness.serve import metrics as metering
-from degarble.harness.serve.asked import completion_asked
-from degarble.harness.serve.asked_chat import chat_asked
 from degarble.harness.serve.capturing import PATH
+from degarble.harness.serve.chat_request import chat_asked
+from degarble.harness.serve.completion_request import completion_asked
 from degarble.harness.serve.fields import read_object
-from degarble.harness.serve.hearing import Gone, Hearing, Quiet
 from degarble.harness.serve.memory import PARSED, MemoryBound, bytes_of
 from degarble.harness.serve.refusals import ApiError, of_model, stopping
 from degarble.harness.serve.replies import Reply
+from degarble.harness.serve.request_stream import Gone, Hearing, Quiet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
-    from degarble.harness.serve.asked import Asked
+    from degarble.harness.serve.auth import Gate
     from degarble.harness.serve.capturing import Switch
-    from degarble.harness.serve.desk import Desk
+    from degarble.harness.serve.completion_request import Asked
     from degarble.harness.serve.engine import Engine
-    from degarble.harness.serve.gate import Gate
     from degarble.harness.serve.memory import Share
     from degarble.harness.serve.metrics import Metrics
+    from degarble.harness.serve.served_model import Desk
 
     Reader = Callable[[dict[str, Any], Desk], Asked]
 

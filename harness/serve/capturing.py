@@ -5,7 +5,7 @@ requests, into a folder that the operator named; a request never names a place. 
 runs in steps of its own, so that a capture holds nothing of others; company changes no token. Each
 step is written whole or, where it would exceed the bytes asked for, not at all, and ends it.
 
-Refuses a second capture, what asking refuses (harness/runs/capture_asked.py), filters that choose
+Refuses a second capture, what asking refuses (harness/capture/options.py), filters that choose
 nothing of the model, and closing what is not open. A disk that is full ends the capture, and no
 request. Kept honest by suites/serve/test_capturing.py.
 """
@@ -16,21 +16,21 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import DegarbleError
-from degarble.harness.record.capture_types import Phase
-from degarble.harness.record.capture_writer import CaptureWriter
-from degarble.harness.runs.capture import How, facts_of
-from degarble.harness.runs.capture_asked import Asked, Roll
-from degarble.harness.runs.capture_recorder import Recorder
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.capture.capture import How, facts_of
+from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.options import Asked, Roll
+from degarble.harness.capture.recorder import Recorder
 from degarble.harness.serve.refusals import ApiError, wrong_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from degarble.harness.record.capture_types import Step
-    from degarble.harness.record.capture_writer import SentCall
-    from degarble.harness.runs.model import OpenModel
+    from degarble.harness.capture.files.types import Step
+    from degarble.harness.capture.files.writer import SentCall
+    from degarble.harness.inference.model import OpenModel
 
 PATH = "/capture"
 Line = Any  # of the engine, which knows this module

@@ -2,8 +2,8 @@
 
 Owns who runs, who waits (first come, first served) and who is dropped: a sequence whose client went
 away leaves before the next step, and makes room for one that waits. Company changes no token, as in
-harness/talk/generation.py, whose Voice, pieces and room are used here. What is heard is handed to
-`tell` in this thread; it must return at once.
+harness/inference/generation.py, whose Voice, pieces and room are used here. What is heard is handed
+to `tell` in this thread; it must return at once.
 
 Refuses more sequences than may run and wait. A step that fails ends the sequences in it and no
 other; logits that are not finite end their own sequence alone.
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from degarble.harness.inference.generation import Finish, Limits, Speech, Voice, has_room
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.serve.messages import Ask, Failed, Heard, Piece, Scored
 from degarble.harness.serve.refusals import ApiError, stopping
 from degarble.harness.serve.scoring import Scoring
-from degarble.harness.serve.words import Ask, Failed, Heard, Piece, Scored
-from degarble.harness.talk.generation import Finish, Limits, Speech, Voice, has_room
-from degarble.harness.talk.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.chat.tokenizer import Tokenizer
+    from degarble.harness.inference.speaker import Speaker
     from degarble.harness.serve.capturing import Switch
     from degarble.harness.serve.metrics import Metrics
-    from degarble.harness.talk.speaker import Speaker
-    from degarble.harness.talk.tokenizer import Tokenizer
 
     Tell = Callable[[Heard], None]
 

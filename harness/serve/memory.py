@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Self
 
-from degarble.harness.anatomy.config import V4Config
+from degarble.harness.inference.generation import PIECE, SIDE_BY_SIDE
+from degarble.harness.model.config.config import V4Config
 from degarble.harness.serve.refusals import ApiError
-from degarble.harness.talk.generation import PIECE, SIDE_BY_SIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.serve.words import Ask
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.serve.messages import Ask
 
 # Bytes, measured with tracemalloc on 64-bit CPython and rounded up.
 PARSED = 24  # of a byte of JSON: `{},` is an object of 64 bytes and its place in a list

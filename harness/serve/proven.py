@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.responses import Response
 
-from degarble.harness.errors import EXIT_AGREES, DegarbleError, InvalidArgument, Refused
+from degarble.harness.base.errors import EXIT_AGREES, DegarbleError, InvalidArgument, Refused
 from degarble.harness.serve.app import written
+from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.smoke import Server, read_answers, smoke
 from degarble.harness.serve.transport import Listener, bound_socket, quiet_logs
-from degarble.harness.serve.words import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ _PROBE_SECONDS = 0.5
 _END_SECONDS = 40.0
 _MOST_NAMED = 5
 _BLACKWELL = 10  # compute capability 10.x
-_FIRST_MINUTE = (sys.executable, "-m", "degarble.suites.kernels.sm100_first_minute")
+_FIRST_MINUTE = (sys.executable, "-m", "degarble.suites.support.probes.sm100_first_minute")
 _MINUTE_SECONDS = 600.0
 _TOKEN_VARIABLES = ("DEGARBLE_SERVE_TOKEN", "VLLM_API_KEY")  # ours, and vLLM's
 
@@ -137,8 +137,8 @@ class Proven:
         self._end_server()
 
     def _audit(self) -> str:
-        from degarble.harness.checkpoint.rules import Level  # noqa: PLC0415  as below
-        from degarble.harness.runs.audit import Wanted, audit  # noqa: PLC0415  imports torch
+        from degarble.harness.checkpoint.audit.rules.rule import Level  # noqa: PLC0415  as below
+        from degarble.harness.commands.audit.audit import Wanted, audit  # noqa: PLC0415  imports torch
 
         how = self._how
         found = audit(Wanted(how.checkpoint, how.numbers, how.loader, how.against))
@@ -155,9 +155,9 @@ class Proven:
         """Kernels of this device on values whose bytes are known."""
         if not self._how.gpu:
             return "not asked: --cpu"
-        from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as below
-        from degarble.harness.runs.night_kernels import kernels  # noqa: PLC0415  imports torch
-        from degarble.harness.runs.night_record import Asked  # noqa: PLC0415  as above
+        from degarble.harness.nightly.kernels import kernels  # noqa: PLC0415  imports torch
+        from degarble.harness.nightly.record import Asked  # noqa: PLC0415  as above
+        from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as below
 
         own = self._how.checkpoint
         found = kernels(Asked(own, own, own, night="", gpu=True), {})
@@ -256,7 +256,7 @@ def _token(file: Path | None) -> str | None:
 
 
 def _known_answers() -> str:
-    from degarble.harness.runs.night_codecs import count, wrong_codecs  # noqa: PLC0415  torch
+    from degarble.harness.nightly.codecs import count, wrong_codecs  # noqa: PLC0415  torch
 
     wrong = wrong_codecs()
     if wrong:

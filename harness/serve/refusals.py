@@ -2,14 +2,14 @@
 
 Owns ApiError and the way from our own errors to it. What a request got wrong is 400 with the name
 of the parameter; what the model got wrong is 500 and says so. No answer holds a traceback.
-Kept honest by suites/serve/test_asked.py.
+Kept honest by suites/serve/test_completion_request.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from degarble.harness.errors import DegarbleError
+from degarble.harness.base.errors import DegarbleError
 
 WRONG_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

@@ -11,16 +11,16 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.serve.parting import Parting
-from degarble.harness.talk.generation import Finish
+from degarble.harness.inference.generation import Finish
+from degarble.harness.serve.stream_parser import Parting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from degarble.harness.serve.asked import Asked
-    from degarble.harness.serve.desk import Desk
-    from degarble.harness.serve.parting import Parted
-    from degarble.harness.serve.words import Ask, Piece, Scored
+    from degarble.harness.serve.completion_request import Asked
+    from degarble.harness.serve.messages import Ask, Piece, Scored
+    from degarble.harness.serve.served_model import Desk
+    from degarble.harness.serve.stream_parser import Parted
 
 _REASONS = {Finish.END: "stop", Finish.STOP: "stop"}
 Change = dict[str, Any]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.serve.words import Scored
-from degarble.harness.talk.tokenizer import Growing
+from degarble.harness.chat.tokenizer import Growing
+from degarble.harness.serve.messages import Scored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.talk.speaker import Speaker
-    from degarble.harness.talk.tokenizer import Tokenizer
+    from degarble.harness.chat.tokenizer import Tokenizer
+    from degarble.harness.inference.speaker import Speaker
 
 _LOGITS = 1 << 22  # of one block of rows: 32 MiB in float64
 

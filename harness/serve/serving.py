@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from degarble.harness.runs.model import open_model
+from degarble.harness.inference.model import open_model
 from degarble.harness.serve.app import Service
+from degarble.harness.serve.auth import Gate
 from degarble.harness.serve.capturing import Switch
-from degarble.harness.serve.desk import Desk
 from degarble.harness.serve.engine import Engine
-from degarble.harness.serve.gate import Gate
+from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.metrics import Metrics
+from degarble.harness.serve.served_model import Desk
 from degarble.harness.serve.transport import Listener, bound_socket, quiet_logs
-from degarble.harness.serve.words import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

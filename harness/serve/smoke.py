@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from degarble.harness.errors import DegarbleError, InvalidArgument, UnreadableFile
-from degarble.harness.input_files import read_small_text
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
+from degarble.harness.base.input_files import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -209,9 +209,9 @@ def _no_answers(path: Path, why: str) -> UnreadableFile:
 def make_answers(checkpoint: Path, prompts: Sequence[str]) -> dict[str, Any]:
     """What the reference says greedily, and how likely it finds each prompt."""
     # Imports torch, which asking a server does without.
-    from degarble.harness.runs.generate import Manner, Talker  # noqa: PLC0415
-    from degarble.harness.runs.model import open_model  # noqa: PLC0415
-    from degarble.harness.talk.generation import Limits  # noqa: PLC0415
+    from degarble.harness.generate.generate import Manner, Talker  # noqa: PLC0415
+    from degarble.harness.inference.generation import Limits  # noqa: PLC0415
+    from degarble.harness.inference.model import open_model  # noqa: PLC0415
 
     made = []
     with open_model(checkpoint) as model:

@@ -23,7 +23,7 @@ import h11
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.serve.app import written
 from degarble.harness.serve.refusals import ApiError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from degarble.harness.serve.words import Bounds
+    from degarble.harness.serve.messages import Bounds
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
 _HEAD_BYTES = 32 << 10

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from degarble.harness.anatomy.config import V4Config, V32Config
-from degarble.harness.anatomy.types import Yarn
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.types import Yarn
 from degarble.references.tiny.words import SIZE
 
 # hidden 192 and o_groups * o_lora_rank 256 are multiples of 32; 192 and 96 are no multiples of 128,

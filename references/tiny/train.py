@@ -21,20 +21,20 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from degarble.references import mixing
-from degarble.references.tiny import trainable
 from degarble.references.tiny.batches import KINDS, Batches
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.references.tiny.language import Mixture
 from degarble.references.tiny.optimiser import Optimiser
-from degarble.references.tiny.trainable import TrainableV4
-from degarble.references.tiny.trainable_common import Ablation
-from degarble.references.tiny.trainable_v32 import TrainableV32
+from degarble.references.tiny.trainable import v4 as trainable
+from degarble.references.tiny.trainable.common import Ablation
+from degarble.references.tiny.trainable.v4 import TrainableV4
+from degarble.references.tiny.trainable.v32 import TrainableV32
 from degarble.references.tiny.words import PAD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.references.tiny.trainable_common import Trainable
+    from degarble.references.tiny.trainable.common import Trainable
 
 _WEIGHTS = (1.0, 4.0, 4.0, 3.0, 1.0)  # of each kind in the loss
 _EAGER = 8  # steps before a graph is captured; they compile what is compiled

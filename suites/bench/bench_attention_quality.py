@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
+from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.harness.errors import DegarbleError
-from degarble.harness.runs.cutedsl import CONVENTIONS, use_kernels
-from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
+from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import KeyValueCache, Numerics
 from degarble.references.state import Sequence, Step
 from degarble.references.tiny import figures
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.types import Block
-    from degarble.harness.runs.cutedsl_kernels import Kernels
+    from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.model.types import Block
 
 BELOW = 1e-5
 THEIRS = {  # the third field report: figures against BF16, inputs unknown

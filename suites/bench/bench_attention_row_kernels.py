@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.compressor_problem import RATIOS, PoolProblem, windows_of
-from degarble.kernels.common.inverse_rope_problem import BackProblem
-from degarble.kernels.common.kv_problem import (
+from degarble.kernels.cache.compressor_problem import RATIOS, PoolProblem, windows_of
+from degarble.kernels.cache.paged_pool_problem import PagedPoolProblem, StatePages
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import (
     ENTRIES,
     KEY,
     KEY_WIDTH,
@@ -30,11 +30,11 @@ from degarble.kernels.common.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.common.mhc_projection_problem import ProjectProblem, split_weight
-from degarble.kernels.common.paged_pool_problem import PagedPoolProblem, StatePages
-from degarble.kernels.common.qnorm_rope_problem import HeadsProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.rows.mhc_projection_problem import ProjectProblem, split_weight
+from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -81,7 +81,7 @@ def cache_of(pages: Pages) -> Any:
 
 def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[], object]:
     """Return a launch of kv_write on buffers of its own."""
-    from degarble.kernels import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
 
     tokens = problem.tokens
     operands = kernels.Operands(
@@ -97,7 +97,7 @@ def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[]
 
 def read_launch(problem: ReadProblem, _number: int) -> Callable[[], object]:
     """Return a launch of kv_read on buffers of its own."""
-    from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
 
     indices = torch.randperm(problem.pages.slots, device="cuda")[: problem.count].int()
     cache, out = cache_of(problem.pages), on_gpu(problem.count, problem.pages.width)
@@ -108,7 +108,7 @@ def heads_launch(
     problem: HeadsProblem | BackProblem, turns: Any, _number: int
 ) -> Callable[[], object]:
     """Return a launch of qnorm_rope or inverse_rope on buffers of its own."""
-    from degarble.kernels import simt_inverse_rope, simt_qnorm_rope  # noqa: PLC0415  need the DSL
+    from degarble.kernels.rows import simt_inverse_rope, simt_qnorm_rope  # noqa: PLC0415  need the DSL
 
     heads = on_gpu(problem.tokens, problem.heads, rows.WIDTH)
     positions = torch.randint(POSITIONS, (problem.tokens,), device="cuda")
@@ -125,7 +125,7 @@ def heads_launch(
 
 def mix_launch(problem: MixProblem, _number: int) -> Callable[[], object]:
     """Return a launch of a part of mHC on buffers of its own."""
-    from degarble.kernels import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
 
     kinds = kernels.wanted(problem)
     tensors = kernels.Mixing(
@@ -138,7 +138,7 @@ def mix_launch(problem: MixProblem, _number: int) -> Callable[[], object]:
 
 def project_launch(problem: ProjectProblem, _number: int) -> Callable[[], object]:
     """Return a launch of mHC's projection on buffers of its own."""
-    from degarble.kernels import simt_mhc_project as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_mhc_project as kernels  # noqa: PLC0415  needs the DSL
 
     streams = on_gpu(problem.tokens, STREAMS, problem.width)
     split = split_weight(on_gpu(problem.products, problem.inner, dtype=torch.float32))
@@ -151,7 +151,7 @@ def pool_launch(problem: PoolProblem, _number: int) -> Callable[[], object]:
 
     A single token comes last in its window, so that the rows before it are carried ones.
     """
-    from degarble.kernels import simt_compressor as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_compressor as kernels  # noqa: PLC0415  needs the DSL
 
     starts = [0 if problem.tokens > 1 else 2 * problem.ratio - 1]
     closing, owners = windows_of(starts, [problem.tokens], problem.ratio)
@@ -178,7 +178,7 @@ def paged_launch(problem: PagedPoolProblem, _number: int) -> Callable[[], object
 
     A single token comes last in its window, so that the rows before it are in their pages.
     """
-    from degarble.kernels import simt_paged_pool as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_paged_pool as kernels  # noqa: PLC0415  needs the DSL
 
     pages, tokens = problem.pages, problem.tokens
     first = 0 if tokens > 1 else 2 * problem.ratio - 1

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.record.capture_writer import CaptureWriter
-from degarble.harness.runs.capture_modules import places_by_name, recording
-from degarble.harness.runs.capture_recorder import Recorder
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.modules import places_by_name, recording
+from degarble.harness.capture.recorder import Recorder
 from degarble.suites.bench.timing import Neighbours, Reading, Section, Table, Target, paired_ratio
-from degarble.suites.runs.capture_models import Stack
+from degarble.suites.capture.capture_models import Stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

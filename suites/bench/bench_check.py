@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS
+from degarble.harness.capture import capture as capturing
 from degarble.harness.formats.weight import Weight
-from degarble.harness.runs import capture as capturing
-from degarble.harness.runs.model import open_model
-from degarble.harness.runs.museum_models import ModelKey, prepare
+from degarble.harness.inference.model import open_model
+from degarble.harness.museum.models import ModelKey, prepare
 from degarble.references import tiny
 from degarble.suites.bench.timing import Neighbours, Reading, Section, Table, Target
 

@@ -17,10 +17,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.scale_search import Errors, ScaleRule, quantise_rows, tensor_scale
+from degarble.harness.checkpoint.transform.scale_search import (
+    Errors,
+    ScaleRule,
+    quantise_rows,
+    tensor_scale,
+)
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import MODELOPT
-from degarble.harness.formats.fast_modelopt import largest_finite
+from degarble.harness.formats.fast.modelopt import largest_finite
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.bench.bench_formats import weights

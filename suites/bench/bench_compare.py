@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from degarble.harness.engine.compare import compare
+from degarble.harness.engine.compare.compare import compare
 from degarble.suites.bench.bench_formats import weights
 from degarble.suites.bench.timing import (
     Neighbours,

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from degarble.harness.runs.generate import Manner, Talker
-from degarble.harness.runs.model import open_model
-from degarble.harness.talk.generation import Limits
+from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.inference.generation import Limits
+from degarble.harness.inference.model import open_model
 from degarble.references import tiny
 from degarble.references.tiny import words
 from degarble.suites.bench.cosine_stacks import Expert, Layer, Reference, Stack, Twin

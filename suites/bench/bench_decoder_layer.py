@@ -8,7 +8,7 @@ There are four sets whose attention, compressors and memories are their own; exp
 each set's tokens choose others. The whole step is one CUDA graph over the sets in turn, so that it
 finds nothing in the cache; every launch of it is a graph of its own in the same way, and what both
 leave between them is told. Refuses to measure without a GPU that kernels exist for. Numbers are
-compared by suites/runs. Kept honest by suites/bench/test_bench_decoder_layer.py.
+compared by suites/backends/graph. Kept honest by suites/bench/test_bench_decoder_layer.py.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import V4_FLASH, V4_PRO
+from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu, require_gpu
+from degarble.harness.backends.cutedsl.linears import Way
+from degarble.harness.backends.graph import weights as records
+from degarble.harness.backends.graph.layer import Stepping
+from degarble.harness.backends.graph.matrices import CodedGroups, Experts, Groups, Matrix
+from degarble.harness.backends.graph.memory import Room, memory_of
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.harness.errors import DegarbleError
 from degarble.harness.formats.layouts import SWIZZLE_128X4
-from degarble.harness.runs import layer_weights as records
-from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu, require_gpu
-from degarble.harness.runs.cutedsl_linears import Way
-from degarble.harness.runs.decoder_layer import Stepping
-from degarble.harness.runs.layer_matrices import CodedGroups, Experts, Groups, Matrix
-from degarble.harness.runs.layer_memory import Room, memory_of
-from degarble.kernels.common.gemm_problem import GemmProblem
-from degarble.kernels.common.mhc_projection_problem import split_weight
+from degarble.harness.model.presets import V4_FLASH, V4_PRO
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.rows.mhc_projection_problem import split_weight
 from degarble.references.numerics import Switches
 from degarble.suites.bench.bench_quantise_kernel import Figure, captured, timed
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import V4Config
-    from degarble.harness.anatomy.types import Block
+    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.types import Block
 
 MODELS = {"V4-Flash": V4_FLASH, "V4-Pro": V4_PRO}
 SETS = 4

@@ -5,7 +5,7 @@
 Owns layers of true widths with random weights, a dense one and one of experts; decoding at the end
 of 8,192 tokens, and with --pieces the step that takes 64 tokens of one prompt. How launches are
 remembered and timed, and what is shared by the sets, is bench_decoder_layer's. Refuses to measure
-without a GPU that kernels exist for. Numbers are compared by suites/runs.
+without a GPU that kernels exist for. Numbers are compared by suites/backends/graph.
 Kept honest by suites/bench/test_bench_decoder_layer.py.
 """
 
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import V3_2
-from degarble.harness.anatomy.types import MlpType
+from degarble.harness.backends.cutedsl.kernels import require_gpu
+from degarble.harness.backends.cutedsl.linears import Way
+from degarble.harness.backends.graph import weights_v32 as records
+from degarble.harness.backends.graph.decoder import PIECE
+from degarble.harness.backends.graph.layer_v32 import LatentStepping
+from degarble.harness.backends.graph.matrices import Experts, Matrix
+from degarble.harness.backends.graph.memory import Room, latent_memory_of
+from degarble.harness.backends.graph.weights import Norm, Routed
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.harness.errors import DegarbleError
-from degarble.harness.runs import layer_weights_v32 as records
-from degarble.harness.runs.cutedsl_kernels import require_gpu
-from degarble.harness.runs.cutedsl_linears import Way
-from degarble.harness.runs.decoder import PIECE
-from degarble.harness.runs.decoder_layer_v32 import LatentStepping
-from degarble.harness.runs.layer_matrices import Experts, Matrix
-from degarble.harness.runs.layer_memory import Room, latent_memory_of
-from degarble.harness.runs.layer_weights import Norm, Routed
-from degarble.kernels.common.gemm_problem import GemmProblem
-from degarble.kernels.common.slots_problem import WINDOW
+from degarble.harness.model.presets import V3_2
+from degarble.harness.model.types import MlpType
+from degarble.kernels.cache.slots_problem import WINDOW
+from degarble.kernels.gemm.problem import GemmProblem
 from degarble.references.numerics import Switches
 from degarble.suites.bench import bench_decoder_layer as bench
 from degarble.suites.bench.bench_decoder_layer import CONTEXT, DEVICE, FP8, NVFP4, RECIPES, SETS
@@ -38,7 +38,7 @@ from degarble.suites.bench.bench_decoder_layer import CONTEXT, DEVICE, FP8, NVFP
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.anatomy.types import Block
+    from degarble.harness.model.types import Block
 
 TYPES = {MlpType.DENSE: "dense", MlpType.SCORED: "experts"}
 ENTRY = "fp8-v32-ue8m0"  # 656 bytes

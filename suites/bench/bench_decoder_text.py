@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.cutedsl.backend import CONVENTIONS
+from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
+from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.harness.errors import DegarbleError
-from degarble.harness.runs.cutedsl import CONVENTIONS
-from degarble.harness.runs.cutedsl_kernels import KernelsOnGpu
-from degarble.harness.runs.decoder import Decoder, DecoderSpeaker
-from degarble.harness.talk.generation import Generation, Limits, Speech
-from degarble.harness.talk.sampling import Sampling
-from degarble.harness.talk.speaker import Speaker
+from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.speaker import Speaker
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.fast_e2m1 import decode_e2m1, encode_e2m1, round_e2m1
-from degarble.harness.formats.fast_nvfp4 import dequantise_nvfp4
+from degarble.harness.formats.fast.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
+from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.spare_memory import empty_tensor
 from degarble.suites.bench import peers_formats as peers

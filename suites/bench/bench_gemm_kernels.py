@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
-from degarble.kernels.common.gemm_problem import (
+from degarble.kernels.gemm.problem import (
     BF16,
     FP8_BLOCK,
     NVFP4,
@@ -32,8 +32,9 @@ from degarble.kernels.common.gemm_problem import (
     Tactic,
     choose_form,
 )
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -120,7 +121,7 @@ def cublas_arm(problem: GemmProblem) -> Arm:
 def kernel_arm(problem: GemmProblem, tactic: Tactic | None = None) -> Arm:
     """Run a kernel, in the form of the table or another one."""
     target = target_of_device().name
-    kernels = import_module(f"degarble.kernels.{FAMILIES[target]}_gemm_{problem.operands}")
+    kernels = import_module(module_of(f"{FAMILIES[target]}_gemm_{problem.operands}"))
     form = choose_form(problem, target)
     if tactic:
         form = GemmForm(form.operands, form.scales, form.target, tactic)

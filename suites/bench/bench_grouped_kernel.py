@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.kernels.common.fp8_quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.common.gemm_problem import FP8_BLOCK, GemmProblem
-from degarble.kernels.common.grouped_fp8_problem import GroupedFp8Problem
-from degarble.kernels.common.grouped_problem import GroupedProblem
-from degarble.kernels.common.inverse_rope_problem import BackProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem
+from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
+from degarble.kernels.primitives.fp8_quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import Figure, captured, sets_for, timed
 from degarble.suites.bench.gpu import refused_here, say
 
@@ -49,8 +49,8 @@ def drawn(*shape: int) -> Any:
 
 def output_launches(tokens: int, groups: int) -> dict[str, Launch]:
     """Return the arms of o_a on buffers of their own."""
-    from degarble.kernels import simt_inverse_rope  # noqa: PLC0415  needs the DSL
-    from degarble.kernels import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_inverse_rope  # noqa: PLC0415  needs the DSL
 
     a, b = drawn(tokens, groups * INNER), drawn(groups * COLUMNS, INNER)
     turns = torch.randn(POSITIONS, 64, device="cuda")
@@ -88,7 +88,7 @@ class Coded(NamedTuple):
 
     def quantise(self, problem: Fp8Problem, turns: Any = None) -> None:
         """Quantise the heads."""
-        from degarble.kernels import simt_quantise_fp8 as quantising  # noqa: PLC0415  needs the DSL
+        from degarble.kernels.quantise import simt_quantise_fp8 as quantising  # noqa: PLC0415  needs the DSL
 
         out = quantising.Fp8Quantised(self.quantised.a, self.quantised.a_scales)
         quantising.quantise_fp8(self.heads.a, problem, SETTINGS, out=out, turns=turns)
@@ -99,7 +99,7 @@ class Coded(NamedTuple):
 
     def turn_then_quantise(self) -> None:
         """Turn the heads back in place and quantise them."""
-        from degarble.kernels import simt_inverse_rope  # noqa: PLC0415  needs the DSL
+        from degarble.kernels.rows import simt_inverse_rope  # noqa: PLC0415  needs the DSL
 
         each = self.heads.a.view(self.told.rows, -1, HEAD)
         back = BackProblem(self.told.rows, each.shape[1], POSITIONS, in_place=True)
@@ -109,7 +109,7 @@ class Coded(NamedTuple):
 
     def each_group(self) -> None:
         """Multiply group by group, as long as no kernel had them all: torch cuts and joins."""
-        from degarble.kernels import sm90_gemm_fp8_block as plain  # noqa: PLC0415  needs the DSL
+        from degarble.kernels.gemm import sm90_gemm_fp8_block as plain  # noqa: PLC0415  needs the DSL
 
         self.turn_then_quantise()
         groups, held = self.alone.groups, self.quantised
@@ -127,8 +127,8 @@ class Coded(NamedTuple):
 
 def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
     """Make codes of B, and memory for those of A."""
-    from degarble.kernels import simt_quantise_fp8 as quantising  # noqa: PLC0415  needs the DSL
-    from degarble.kernels import sm90_gemm_grouped_fp8 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import sm90_gemm_grouped_fp8 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.quantise import simt_quantise_fp8 as quantising  # noqa: PLC0415  needs the DSL
 
     tokens, codes = len(a), b.to(torch.float8_e4m3fn)
     of_b = torch.ones(groups * COLUMNS // 128, INNER // 128, device="cuda")
@@ -145,7 +145,7 @@ def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
 
 def coded_launches(tokens: int, groups: int, kind: str) -> dict[str, Launch]:
     """Return the arms of o_a in FP8 on buffers of their own; cuBLAS multiplies BF16."""
-    from degarble.kernels import sm90_gemm_grouped_fp8 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import sm90_gemm_grouped_fp8 as kernels  # noqa: PLC0415  needs the DSL
 
     a, b = drawn(tokens, groups * INNER), drawn(groups * COLUMNS, INNER)
     out, d = drawn(tokens, groups * COLUMNS), drawn(groups, tokens, COLUMNS)
@@ -176,7 +176,7 @@ def coded_launches(tokens: int, groups: int, kind: str) -> dict[str, Launch]:
 
 def projection_launches(tokens: int) -> dict[str, Launch]:
     """Return the arms of the compressor's projection on buffers of their own."""
-    from degarble.kernels import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import sm90_gemm_grouped as kernels  # noqa: PLC0415  needs the DSL
 
     a, b = drawn(tokens, HIDDEN), drawn(PROJECTED, HIDDEN)
     problem = GroupedProblem(tokens, 1, PROJECTED, HIDDEN, out="fp32")

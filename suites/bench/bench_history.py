@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.commands.history_page import history_page
 from degarble.harness.history.changes import changes_of
 from degarble.harness.history.panel import history_of
 from degarble.harness.history.records import BUDGETS, Run
 from degarble.harness.history.store import Store
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.history_page import history_page
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import page_html
 from degarble.suites.bench.timing import Neighbours, Reading, Section, Table, Target
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import indexer_operand_problem
-from degarble.kernels.common.indexer_operand_problem import OperandProblem
-from degarble.kernels.common.indexer_problem import OPERANDS, KeyPages, ScoresProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A
-from degarble.kernels.common.topk_problem import TopkProblem
+from degarble.kernels.indexer import operand_problem as indexer_operand_problem
+from degarble.kernels.indexer.operand_problem import OperandProblem
+from degarble.kernels.indexer.problem import OPERANDS, KeyPages, ScoresProblem
+from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -81,7 +81,7 @@ def scores_problem(
 
 def scores_arm(problem: ScoresProblem) -> Arm:
     """Score random operands."""
-    from degarble.kernels import sm90_indexer_scores as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer import sm90_indexer_scores as kernels  # noqa: PLC0415  needs the DSL
 
     p, launches = problem, []
     for _ in range(sets_for(p.bytes_moved)):
@@ -143,7 +143,7 @@ def scores(rounds: int) -> list[str]:
 
 def topk_arms(problem: TopkProblem) -> list[Arm]:
     """Choose by torch.topk and by the kernel, on the same rows."""
-    from degarble.kernels import simt_indexer_topk as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer import simt_indexer_topk as kernels  # noqa: PLC0415  needs the DSL
 
     p, count = problem, sets_for(problem.bytes_moved)
     sets = [torch.randn(p.rows, p.entries, device="cuda") for _ in range(count)]
@@ -185,7 +185,7 @@ def topk_row(problem: TopkProblem, slow: Figure, fast: Figure) -> str:
 
 def operand_arm(problem: OperandProblem) -> Arm:
     """Prepare random rows."""
-    from degarble.kernels import simt_indexer_operand as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer import simt_indexer_operand as kernels  # noqa: PLC0415  needs the DSL
 
     p, launches = problem, []
     shape = (p.tokens, p.heads, indexer_operand_problem.WIDTH)

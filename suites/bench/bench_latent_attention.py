@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.kv_problem import Pages
-from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import Pages
 from degarble.suites.bench.bench_quantise_kernel import copy_arm, timed
 from degarble.suites.bench.bench_sparse_attention import SETTINGS, Row, arm_of
 from degarble.suites.bench.gpu import refused_here, say
@@ -51,7 +51,7 @@ def problem_of(mode: str, entry: str, count: int, heads: int) -> AttentionProble
 
 def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
     """Draw operands: codes of small numbers, scales of 1, slots without gaps."""
-    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     of, pages = problem.window, problem.window.pages
     shape = (pages.count, pages.stride)
     if pages.entry == "bf16":
@@ -71,7 +71,7 @@ def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return a launch of the kernels on buffers of its own."""
-    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     operands = drawn(problem)
     results = kernels.empty_results(problem, operands.q.device)
     workspace = kernels.empty_workspace(problem, operands.q.device)

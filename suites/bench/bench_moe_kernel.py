@@ -24,19 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice
-from degarble.kernels.common import moe_problem as facts
-from degarble.kernels.common.gemm_problem import GemmProblem
-from degarble.kernels.common.moe_problem import MoeProblem
-from degarble.kernels.common.targets import SM90A, target_of_device
+from degarble.harness.base.errors import DegarbleError, MissingDevice
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.problem import MoeProblem
+from degarble.kernels.runtime.targets import SM90A, target_of_device
 from degarble.suites.bench import bench_gemm_kernels as plain
 from degarble.suites.bench.bench_quantise_kernel import SETS, Arm, Figure, captured, copy_arm, timed
-from degarble.suites.kernels import moe_checks as checks
+from degarble.suites.kernels.moe import moe_checks as checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from degarble.kernels.common.gemm_problem import Tactic
+    from degarble.kernels.gemm.problem import Tactic
 
 MODELS = {"V4-Flash": (4096, 2048, 256, 6), "V4-Pro": (7168, 3072, 384, 6)}
 TOKENS = (1, 16, 256, 2048, 8192)
@@ -89,7 +89,7 @@ def named(name: str, arm: Arm) -> Arm:
 
 def grouped_arms(problem: MoeProblem, tactic: Tactic | None = None) -> list[Arm]:
     """Return the arms of both products and of the whole call."""
-    kernels = import_module("degarble.kernels.sm90_moe_nvfp4")
+    kernels = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
     case = checks.Case(problem, "even", 1, tactic)
     job, forms = case.job, facts.forms_of(problem, SM90A.name, case.job.tactic)
     launches: dict[str, list[Callable[[], object]]] = {FC1: [], FC2: [], WHOLE: []}
@@ -113,8 +113,8 @@ def grouped_arms(problem: MoeProblem, tactic: Tactic | None = None) -> list[Arm]
 
 def step_arms(problem: MoeProblem, tactics: Sequence[Tactic]) -> tuple[list[Arm], float]:
     """Return the arms of all steps in each tactic, and the mean bytes of visited experts."""
-    kernels: Any = import_module("degarble.kernels.sm90_moe_nvfp4")
-    rows: Any = import_module("degarble.kernels.simt_moe_rows")
+    kernels: Any = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
+    rows: Any = import_module("degarble.kernels.moe.simt_moe_rows")
     every = [checks.given_of(checks.Case(problem, "even", seed)) for seed in range(SETS)]
     arms = []
     for number, tactic in enumerate(tactics):

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.runs.museum import WHOLE, Extent, chosen, run_museum
-from degarble.harness.runs.museum_models import KEYS
-from degarble.harness.runs.museum_scores import (
+from degarble.harness.museum.models import KEYS
+from degarble.harness.museum.museum import WHOLE, Extent, chosen, run_museum
+from degarble.harness.museum.scores import (
     by_family,
     by_strength,
     classes,
     has_effect,
     is_missed,
 )
-from degarble.harness.runs.museum_text import effect, percent
+from degarble.harness.museum.text import effect, percent
 from degarble.suites.bench.timing import Section, Settings, Table, Target
 
 if TYPE_CHECKING:
-    from degarble.harness.runs.museum import Museum
-    from degarble.harness.runs.museum_scores import Score
+    from degarble.harness.museum.museum import Museum
+    from degarble.harness.museum.scores import Score
 
 PACKAGES = ("torch",)
 LONGEST = 3600.0  # seconds on two cores

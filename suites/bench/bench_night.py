@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.gemm_problem import BF16, FP8_BLOCK, NVFP4, GemmProblem
-from degarble.kernels.common.quantise_problem import QuantiseProblem
-from degarble.kernels.common.rmsnorm_problem import NormProblem
-from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
-from degarble.kernels.common.topk_problem import TopkProblem
-from degarble.kernels.common.w4a16_problem import W4A16Problem
+from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.gemm.problem import BF16, FP8_BLOCK, NVFP4, GemmProblem
+from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench import bench_attention_row_kernels as attention_rows
 from degarble.suites.bench import bench_gemm_kernels as gemms
 from degarble.suites.bench import bench_indexer_kernels as indexer

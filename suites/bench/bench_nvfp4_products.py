@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
-from degarble.kernels.common import sparse_attention_problem as facts
-from degarble.kernels.common.kv_problem import ENTRIES, Pages, WriteProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
-from degarble.kernels.common.targets import target_of_device
+from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, WriteProblem
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
 from degarble.references import attention, elementary, rounding
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
+from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import HeadNorm, Numerics
 from degarble.references.state import Sequence
 from degarble.references.tiny import figures
@@ -131,8 +132,7 @@ def compared(inputs: Inputs, *, kernels: bool) -> list[Row]:
 def by_kernel(inputs: Inputs, entry: str, products: str) -> Tensor:
     """Outputs of our kernel from a cache of these entries."""
     writing, attending = (
-        import_module(f"degarble.kernels.{name}")
-        for name in ("simt_kv_write", "sm90_sparse_attention")
+        import_module(module_of(name)) for name in ("simt_kv_write", "sm90_sparse_attention")
     )
     count, width = inputs.keys.shape[0], inputs.seen.shape[1]
     pages = Pages(entry, 64, -(-count // 64))

@@ -16,9 +16,16 @@ import torch
 
 from degarble.harness import api
 from degarble.suites.bench.timing import Neighbours, Section, Table, Target
-from degarble.suites.engine.decoder_toy import FAULTS as TOY_FAULTS
-from degarble.suites.engine.decoder_toy import PLACE, Toy, toy
-from degarble.suites.engine.gemm_faults import FAULTS, HEALTHY, INPUTS, Gemm, gemm, values
+from degarble.suites.engine.diagnose.judge.decoder_toy import FAULTS as TOY_FAULTS
+from degarble.suites.engine.diagnose.judge.decoder_toy import PLACE, Toy, toy
+from degarble.suites.engine.diagnose.judge.gemm_faults import (
+    FAULTS,
+    HEALTHY,
+    INPUTS,
+    Gemm,
+    gemm,
+    values,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

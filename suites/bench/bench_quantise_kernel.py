@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.kernels.common.quantise_problem import (
+from degarble.kernels.primitives.quantise_problem import (
     LAYOUTS,
     SWIGLU,
     QuantiseProblem,
@@ -29,8 +29,8 @@ from degarble.kernels.common.quantise_problem import (
     choose_tactic,
     grid,
 )
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.bench.timing import quartiles
 
@@ -125,7 +125,7 @@ def copy_arm(bytes_moved: int) -> Arm:
 
 def kernel_arm(name: str, problem: QuantiseProblem, tactic: Tactic | None = None) -> Arm:
     """Quantise random values, one buffer set after the other."""
-    from degarble.kernels import simt_quantise_nvfp4 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.quantise import simt_quantise_nvfp4 as kernels  # noqa: PLC0415  needs the DSL
 
     form = choose_form(problem, target_of_device().name)
     kernel = kernels.compile_form(form, CompileSettings())

@@ -1,9 +1,9 @@
 """A checkpoint of 8.5 GB from begin to end: written, quantised, converted, proven.
 
 Owns the rates of each step on one core and of two workers, the memory of all processes together
-(sampled, as suites/checkpoint/memory_watch.py says), and the time that 881 GB would take: size over
-rate, spelled out. Disk and network are in it only as far as this machine's page cache lets them be.
-Kept honest by suites/bench/test_bench_quantise_large.py at a small size.
+(sampled, as suites/checkpoint/transform/convert/memory_watch.py says), and the time that 881 GB
+would take: size over rate, spelled out. Disk and network are in it only as far as this machine's
+page cache lets them be. Kept honest by suites/bench/test_bench_quantise_large.py at a small size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from degarble.suites.bench.timing import Neighbours, Section, Settings, Table, Target
-from degarble.suites.checkpoint.memory_watch import watched
+from degarble.suites.checkpoint.transform.convert.memory_watch import watched
 
 PACKAGES = ("torch", "numba", "numpy")
 PEAK_BYTES = 1_000_000_000

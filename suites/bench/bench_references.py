@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.runs.held_weights import HeldWeights
-from degarble.harness.runs.model import numerics_of, threads_for
-from degarble.harness.talk.generation import Generation, Limits, Speech
-from degarble.harness.talk.sampling import Sampling
-from degarble.harness.talk.speaker import Speaker
+from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.inference.held_weights import HeldWeights
+from degarble.harness.inference.model import numerics_of, threads_for
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.speaker import Speaker
+from degarble.harness.model.presets import small_v4
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
+from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.references.state import Sequence
 from degarble.references.weights import random_weights

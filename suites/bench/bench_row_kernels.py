@@ -18,22 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import (
-    embed_problem,
-    gemv_problem,
-    operands,
-    residual_problem,
-    rmsnorm_problem,
-    router_problem,
-)
-from degarble.kernels.common.embed_problem import EmbedProblem
-from degarble.kernels.common.gemv_problem import GemvProblem
-from degarble.kernels.common.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.common.residual_problem import ResidualProblem
-from degarble.kernels.common.rmsnorm_problem import NormProblem, Tactic
-from degarble.kernels.common.router_problem import RouterProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
+from degarble.kernels.gemm import gemv_problem
+from degarble.kernels.gemm.gemv_problem import GemvProblem
+from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
+from degarble.kernels.rows import embed_problem, residual_problem, rmsnorm_problem, router_problem
+from degarble.kernels.rows.embed_problem import EmbedProblem
+from degarble.kernels.rows.residual_problem import ResidualProblem
+from degarble.kernels.rows.rmsnorm_problem import NormProblem, Tactic
+from degarble.kernels.rows.router_problem import RouterProblem
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     captured,
@@ -59,7 +54,7 @@ WALKERS = (0, 2, 3, 4, 6, 8, 16)
 
 def norm_arm(name: str, problem: NormProblem, tactic: Tactic | None = None) -> Arm:
     """Norm random rows, one buffer set after the other."""
-    from degarble.kernels import simt_rmsnorm as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_rmsnorm as kernels  # noqa: PLC0415  needs the DSL
 
     form = rmsnorm_problem.choose_form(problem, target_of_device().name)
     kernel = kernels.compile_form(form, SETTINGS)
@@ -87,8 +82,8 @@ def torch_norm_arm(problem: NormProblem) -> Arm:
 
 def residual_arms(problem: ResidualProblem) -> list[Arm]:
     """Add and norm in one launch, in two of which ours is the second, and by torch in two."""
-    from degarble.kernels import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
-    from degarble.kernels import simt_rmsnorm as plain  # noqa: PLC0415  as above
+    from degarble.kernels.rows import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_rmsnorm as plain  # noqa: PLC0415  as above
 
     target, norm = target_of_device().name, problem.norm
     kernel = kernels.compile_form(residual_problem.choose_form(problem, target), SETTINGS)
@@ -119,7 +114,7 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
 
 def gemv_arms(rows: int) -> list[Arm]:
     """The head for a few rows: ours, and torch's matrix product."""
-    from degarble.kernels import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
 
     problem = GemvProblem(rows, *HEAD)
     form = gemv_problem.choose_form(problem, target_of_device().name)
@@ -144,7 +139,7 @@ WEIGHTS: list[Tensor] = []  # of the head: 1.85 GB each, so all arms share them
 
 def embed_arms(tokens: int) -> list[Arm]:
     """Look random ids up in the whole table: ours, and torch's embedding."""
-    from degarble.kernels import simt_embed as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_embed as kernels  # noqa: PLC0415  needs the DSL
 
     problem = EmbedProblem(tokens, *HEAD)
     form = embed_problem.choose_form(problem, target_of_device().name)
@@ -165,7 +160,7 @@ def embed_arms(tokens: int) -> list[Arm]:
 
 def router_arm(name: str, problem: RouterProblem) -> Arm:
     """Choose experts of random logits."""
-    from degarble.kernels import simt_router as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_router as kernels  # noqa: PLC0415  needs the DSL
 
     form = router_problem.choose_form(problem, target_of_device().name)
     kernel = kernels.compile_form(form, SETTINGS)

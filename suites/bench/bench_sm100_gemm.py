@@ -18,9 +18,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM100A
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.bench import bench_gemm_kernels as plain
 from degarble.suites.bench.bench_quantise_kernel import captured, copy_arm, sets_for, timed
 from degarble.suites.bench.gpu import refused_here, say
@@ -51,7 +51,7 @@ def tactics(rows: int) -> list[GemmForm]:
 
 def kernel_arm(problem: GemmProblem, form: GemmForm) -> Arm:
     """Run a form, one buffer set after the other."""
-    kernels = import_module("degarble.kernels.sm100_gemm_nvfp4")
+    kernels = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
     kernel = kernels.compile_form(form, CompileSettings())
     sets = [plain.tensors_of(problem) for _ in range(sets_for(problem.bytes_moved))]
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.kv_problem import Pages
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.sparse_attention_problem import AttentionProblem, KeyList
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import Pages
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -97,7 +97,7 @@ def decode(entry: str, batch: int, heads: int) -> AttentionProblem:
 
 def drawn(problem: AttentionProblem) -> Any:
     """Draw operands: bytes that every format reads as small numbers, slots without gaps."""
-    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     keys = []
     for of in problem.lists:
         pages, shape = of.pages, (of.pages.count, of.pages.stride)
@@ -114,7 +114,7 @@ def drawn(problem: AttentionProblem) -> Any:
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return a launch of the kernels on buffers of its own."""
-    kernels = import_module("degarble.kernels.sm90_sparse_attention")
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     operands = drawn(problem)
     results = kernels.empty_results(problem, operands.q.device)
     workspace = kernels.empty_workspace(problem, operands.q.device)

@@ -18,15 +18,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.anatomy.layouts import layout_named
-from degarble.harness.anatomy.presets import V3_2, V4_PRO
-from degarble.harness.anatomy.tensors import tensors_of
-from degarble.harness.checkpoint.types import DTYPE_BITS
-from degarble.harness.record.progress import duration
+from degarble.harness.checkpoint.read.types import DTYPE_BITS
+from degarble.harness.model.layouts import layout_named
+from degarble.harness.model.presets import V3_2, V4_PRO
+from degarble.harness.model.tensors import tensors_of
+from degarble.harness.report.progress import duration
 from degarble.suites.bench.timing import Neighbours, Section, Settings, Table, Target
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 PACKAGES = ("torch", "numba", "numpy")
 TOKENS = 1024

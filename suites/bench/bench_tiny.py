@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.talk.generation import Generation, Limits, Speech
-from degarble.harness.talk.sampling import Sampling
-from degarble.harness.talk.speaker import Speaker
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.speaker import Speaker
+from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 PACKAGES = ("torch", "numpy")
 FOLDER = Path(__file__).resolve().parents[2] / "references" / "tiny" / "v1"

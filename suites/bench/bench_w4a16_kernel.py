@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
-from degarble.kernels.common.w4a16_problem import (
+from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.gemm.w4a16_problem import (
     LAYOUTS,
     W4A16Problem,
     choose_form,
     choose_tactic,
 )
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -101,7 +101,7 @@ def operands(problem: W4A16Problem, seed: int) -> tuple[torch.Tensor, ...]:
 
 def kernel_arm(problem: W4A16Problem) -> Arm:
     """Multiply with one buffer set after the other."""
-    from degarble.kernels import sm90_gemm_w4a16 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import sm90_gemm_w4a16 as kernels  # noqa: PLC0415  needs the DSL
 
     form = choose_form(problem, choose_tactic(problem), target_of_device().name)
     kernel = kernels.compile_form(form, CompileSettings())

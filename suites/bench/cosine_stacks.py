@@ -19,10 +19,10 @@ from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.kernels.common.gemm_problem import GemmProblem
-from degarble.kernels.common.moe_problem import MoeProblem
-from degarble.kernels.common.quantise_problem import QuantiseProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.moe.problem import MoeProblem
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.references import elementary
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Stack:
         """The component's output, float64 [T, .]."""
         if layer.matrix is not None:
             return self.linear(layer.x, layer.matrix).double()
-        kernels: Any = import_module("degarble.kernels.sm90_moe_nvfp4")
+        kernels: Any = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
         scales = [calibrated(layer, number) for number in range(len(layer.experts))]
         of_first, of_second = (torch.stack(each) for each in zip(*scales, strict=True))
         w13 = [[_in_128x4(each.w1), _in_128x4(each.w3)] for each in layer.experts]
@@ -148,7 +148,7 @@ class Stack:
         )
         problem = problem_of(layer)
         if layer.chosen is None or layer.weights is None:
-            shared = import_module("degarble.kernels.sm90_shared_expert").shared_expert_nvfp4
+            shared = import_module("degarble.kernels.moe.sm90_shared_expert").shared_expert_nvfp4
             out: Tensor = shared(layer.x, weights, problem, self.settings)
             return out.double()
         routing = kernels.Routing(layer.chosen.int(), layer.weights.float())
@@ -157,8 +157,8 @@ class Stack:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Quantise and multiply."""
-        gemm: Any = import_module("degarble.kernels.sm90_gemm_nvfp4")
-        quantiser = import_module("degarble.kernels.simt_quantise_nvfp4").quantise_nvfp4
+        gemm: Any = import_module("degarble.kernels.gemm.sm90_gemm_nvfp4")
+        quantiser = import_module("degarble.kernels.quantise.simt_quantise_nvfp4").quantise_nvfp4
         scale = decode_scale(x).reshape(1)
         codes, scales, *_ = quantiser(x, scale, QuantiseProblem(*x.shape), self.settings)
         b = _in_128x4(weight)

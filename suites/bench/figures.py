@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, DegarbleError, UnknownName
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, DegarbleError, UnknownName
 from degarble.suites.bench.timing import Section, Settings, Table, Target, machine, pin
 
 if TYPE_CHECKING:

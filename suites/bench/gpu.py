@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.errors import DegarbleError, MissingDevice
-from degarble.kernels.common.targets import target_of_device
+from degarble.harness.base.errors import DegarbleError, MissingDevice
+from degarble.kernels.runtime.targets import target_of_device
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.targets import Target
+    from degarble.kernels.runtime.targets import Target
 
 
 def refused_here(wanted: Target | None = None, remedy: str = "") -> int:

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.checkpoint.against import measure_against
-from degarble.harness.checkpoint.numbers import judge_numbers, measure_numbers
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
-from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.audit.against.against import measure_against
+from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.model.presets import small_v4
 from degarble.suites.bench.peak_checkpoint_quantise import _peak_bytes
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 _PIECE = 16 << 20
 _BITS = {"nvfp4-experts": 4.5, "official": 4.25, "bf16": 16.0}  # of an expert's element

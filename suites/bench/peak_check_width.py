@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.presets import V4_PRO
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.anatomy.types import Dtype, Kind
-from degarble.harness.engine.localise import localise
-from degarble.harness.engine.seen import InMemoryRun
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
-from degarble.harness.runs.devices import CPU, put_on, require_device
+from degarble.harness.inference.devices import CPU, put_on, require_device
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.presets import V4_PRO
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.types import Dtype, Kind
 from degarble.references.binding import Bound
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.suites.bench.peak_full_size import peak_bytes
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.model.parameters import Parameter
 
 CONFIG = replace(
     V4_PRO, num_hidden_layers=3, compress_ratios=(0, 4, 128), num_hash_layers=1,

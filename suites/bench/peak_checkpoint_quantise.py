@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
-from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.presets import small_v4
+from degarble.harness.model.recipes import recipe_named
 from degarble.suites.bench import peers_formats as peers
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 
 def config_of(size: int) -> Config:

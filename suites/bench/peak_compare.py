@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.engine.compare import compare_stored
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.engine.compare.compare import compare_stored
 
 TIMES = 3
 

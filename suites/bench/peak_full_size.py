@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 SHARDS = 95
 
 
 def config_of(model: str) -> Config:
     """Return V4-Pro, or a small model of the same family."""
-    from degarble.harness.anatomy.presets import V4_PRO, small_v4  # noqa: PLC0415  cold start
+    from degarble.harness.model.presets import V4_PRO, small_v4  # noqa: PLC0415  cold start
 
     return V4_PRO if model == "pro" else small_v4(num_attention_heads=16, o_groups=8)
 
 
 def write(model: str, layout: str, folder: Path) -> None:
     """Write the checkpoint; in a process of its own, because it needs more memory than auditing."""
-    from degarble.harness.checkpoint.synthetic import (  # noqa: PLC0415  not in what is measured
+    from degarble.suites.support.synthetic.checkpoints import (  # noqa: PLC0415  not in what is measured
         Synthetic,
         write_checkpoint,
     )

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.convert.job import job_for
-from degarble.harness.checkpoint.convert.prove import prove
-from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.checkpoint.transform.convert.job import job_for
+from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.presets import small_v4
+from degarble.harness.model.recipes import recipe_named
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 SHARDS = 8
 SHARD_BYTES = 400_000_000
@@ -83,7 +83,7 @@ def main(name: str, size: str, folder: str) -> None:
     """Do one step and say what it took."""
     torch.set_num_threads(1)
     if name != "write":
-        from degarble.harness.checkpoint import worker_imports  # noqa: PLC0415  compiles
+        from degarble.harness.checkpoint.transform.convert import worker_imports  # noqa: PLC0415  compiles
 
         assert worker_imports.READY
     start = time.perf_counter()

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.presets import V4_FLASH
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
 from degarble.harness.formats.weight import Weight
-from degarble.harness.runs.model import open_model
+from degarble.harness.inference.model import open_model
+from degarble.harness.model.presets import V4_FLASH
 from degarble.references import routing
 from degarble.references.state import Sequence
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import V4Config
-    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.model.config.config import V4Config
 
 _BIAS = "ffn.gate.bias"
 _ROUNDS, _RATE = 300, 0.03  # of fitting a bias; the rate falls to nothing

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
+from degarble.harness.base.errors import EXIT_REFUSED
 from degarble.suites.bench import bench_cosines as bench
 from degarble.suites.bench.cosine_stacks import Layer, Twin, calibrated, decode_scale
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
+from degarble.harness.base.errors import EXIT_REFUSED
 from degarble.references.tiny.configs import TINY_V32
+from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.bench import bench_decoder_layer as bench
 from degarble.suites.bench import bench_decoder_layer_v32
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
-from degarble.suites.runs.cutedsl_standin import StandIn
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
-from degarble.kernels.common.gemm_problem import OPERANDS
+from degarble.harness.base.errors import EXIT_REFUSED
+from degarble.kernels.gemm.problem import OPERANDS
 from degarble.suites.bench import bench_gemm_kernels as bench
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 

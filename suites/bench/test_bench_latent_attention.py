@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.suites.bench import bench_latent_attention as bench
-from degarble.suites.kernels import attention_checks as checks
 from degarble.suites.kernels import cache_checks
+from degarble.suites.kernels.attention import attention_checks as checks
 
 
 def test_problems_are_those_of_the_model() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.runs.museum import WHOLE, Museum
-from degarble.harness.runs.museum_plants import Cause, Outcome, Place
-from degarble.harness.runs.museum_scores import Healthy
+from degarble.harness.museum.museum import WHOLE, Museum
+from degarble.harness.museum.plants import Cause, Outcome, Place
+from degarble.harness.museum.scores import Healthy
 from degarble.suites.bench import bench_museum as bench
 from degarble.suites.bench.figures import measure, rendered
 from degarble.suites.bench.timing import Settings

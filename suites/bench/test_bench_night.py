@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
-from degarble.kernels.common.targets import SM90A, TARGETS
+from degarble.harness.base.errors import EXIT_REFUSED
+from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.bench import bench_night as bench
 from degarble.suites.bench import bench_quantise_kernel as quantising
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure

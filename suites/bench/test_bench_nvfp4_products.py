@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.kernels.common import sparse_attention_problem as facts
+from degarble.kernels.attention import problem as facts
 from degarble.suites.bench import bench_nvfp4_products as bench
 
 SMALL = bench.Inputs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from degarble.suites.bench import bench_peers as bench
 from degarble.suites.bench.timing import Settings
-from degarble.suites.engine.decoder_toy import FAULTS, toy
+from degarble.suites.engine.diagnose.judge.decoder_toy import FAULTS, toy
 
 
 def test_scenarios_of_the_toy_are_told_apart() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
+from degarble.harness.base.errors import EXIT_REFUSED
 from degarble.suites.bench import bench_quantise_kernel as bench
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.harness.errors import EXIT_REFUSED
-from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common import targets
-from degarble.kernels.common.gemm_problem import GemmProblem
+from degarble.harness.base.errors import EXIT_REFUSED
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime import targets
 from degarble.suites.bench import bench_sm100_gemm as bench
 from degarble.suites.bench import gpu
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure

@@ -11,7 +11,7 @@ from degarble.suites.bench import bench_sparse_attention as bench
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.sparse_attention_problem import AttentionProblem
+    from degarble.kernels.attention.problem import AttentionProblem
 
 
 def figure(problem: AttentionProblem, microseconds: float) -> Figure:
@@ -45,7 +45,7 @@ def test_targets(
 
 
 def test_torch_version_is_the_formula() -> None:
-    from degarble.suites.kernels import attention_checks as checks  # noqa: PLC0415
+    from degarble.suites.kernels.attention import attention_checks as checks  # noqa: PLC0415
 
     case = checks.Case(tokens=2, heads=3, near=9, far=20, entry="bf16", gaps=0.0, pages=(3, 2))
     given = checks.drawn(case, "cpu")

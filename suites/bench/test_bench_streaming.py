@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import V3_2, V4_PRO
+from degarble.harness.model.presets import V3_2, V4_PRO
 from degarble.references import routing
 from degarble.suites.bench import bench_streaming as bench
 from degarble.suites.bench import peak_streaming
@@ -15,7 +15,7 @@ from degarble.suites.bench.figures import measure
 from degarble.suites.bench.timing import Settings
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_REFUSED
+from degarble.harness.base.errors import EXIT_REFUSED
 from degarble.suites.bench import bench_w4a16_kernel as bench
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 

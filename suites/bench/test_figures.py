@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import EXIT_DIFFERS, EXIT_REFUSED, UnknownName
+from degarble.harness.base.errors import EXIT_DIFFERS, EXIT_REFUSED, UnknownName
 from degarble.suites.bench import bench_formats, figures, timing
 from degarble.suites.bench.figures import main, measure, rendered, replaced
 from degarble.suites.bench.timing import (

@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.components import component_named
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.engine.diagnose import diagnose
-from degarble.harness.engine.faults.m43_small_gain import head_ways
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.faults.gain_fit import Side, both_gains
 from degarble.harness.engine.faults.model_faults import Scene
-from degarble.harness.engine.faults.slopes import Side, both_gains
-from degarble.harness.engine.localise import localise
-from degarble.harness.engine.seen import InMemoryRun
+from degarble.harness.engine.faults.reduction.small_gain import head_ways
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.model.components import component_named
+from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.attention_kernels import drawn_kernel
 from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
 from degarble.suites.engine import legal_attention as legal
-from degarble.suites.engine.convention_cases import V4, V32, model
+from degarble.suites.engine.conventions.convention_cases import V4, V32, model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from degarble.harness.engine.localise import Localised
+    from degarble.harness.engine.localise.localise import Localised
     from degarble.references.binding import Bound
 
 NAME = "attention_gains"

@@ -13,15 +13,15 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from degarble.harness.engine.budget import judge
-from degarble.harness.engine.budget_roles import budgets_of
+from degarble.harness.engine.budget.budget import judge
+from degarble.harness.engine.budget.roles import budgets_of
 from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
 from degarble.suites.engine import legal_attention as legal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.engine.budget_call import Call
+    from degarble.harness.engine.budget.call import Call
 
 NAME = "attention_kernels"
 HEALTHY = 4  # cases in five

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.config_json import config_from_dict
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.anatomy.tensors import slots
-from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.json_file import config_from_dict
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.tensors import slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 _MATRIX = 2
 _FUSED = ".fused_wkv_wgate"

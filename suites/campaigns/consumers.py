@@ -25,10 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.consumers import (
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.transform.convert.job import convert
+from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.view.consumers import (
     COMPRESSORS,
     DEEPGEMM,
     OWN,
@@ -39,17 +42,14 @@ from degarble.harness.checkpoint.consumers import (
     consumer_of,
     consumer_of_recipe,
 )
-from degarble.harness.checkpoint.convert.job import convert
-from degarble.harness.checkpoint.convert.prove import prove
-from degarble.harness.checkpoint.convert.registry import CONVERSIONS
-from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.errors import Refused
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references import tiny
 from degarble.references.tiny import figures, language
 from degarble.suites.campaigns.consumer_models import decoded, widened
 from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
-from degarble.suites.checkpoint.convert.loading_cases import (
+from degarble.suites.checkpoint.transform.loading_cases import (
     loaded_by_transformers,
     our_logits,
     perplexity,
@@ -222,7 +222,7 @@ def _asked_of_vllm(
 ) -> dict[str, dict[str, Any]]:
     if not folders:
         return {}
-    command = [str(vllm), "-m", "degarble.suites.plugins.vllm.loading_model", str(out)]
+    command = [str(vllm), "-m", "degarble.suites.vllm.loading_model", str(out)]
     done = subprocess.run(
         [*command, *map(str, folders), *options], capture_output=True, text=True, check=False
     )

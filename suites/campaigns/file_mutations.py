@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.suites.checkpoint.hostile_cases import (
+from degarble.suites.checkpoint.view.hostile_cases import (
     FOLDER_FAULTS,
     LENGTHS,
     NAMES,

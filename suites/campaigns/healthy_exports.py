@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.rules import Level
-from degarble.harness.checkpoint.scale_search import ScaleRule
-from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.errors import Refused
-from degarble.harness.runs.audit import Wanted, audit
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.scale_search import ScaleRule
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.campaigns.tampers import TINY
 

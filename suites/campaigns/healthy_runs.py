@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness import api
-from degarble.harness.anatomy.components import component_named
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.engine.conventions import CONTRADICTED, DECLARED, REGISTRY
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.conventions.registry import CONTRADICTED, DECLARED, REGISTRY
 from degarble.harness.engine.faults.model_faults import Reach, Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.seen import by_component, same_bits
-from degarble.harness.errors import CANNOT_RUN
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.engine.localise.recorded_run import by_component, same_bits
+from degarble.harness.model.components import component_named
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
-from degarble.suites.engine.convention_cases import (
+from degarble.suites.engine.conventions.convention_cases import (
     CONFIGS,
     RECIPES,
     RunCase,
@@ -36,7 +36,7 @@ from degarble.suites.engine.convention_cases import (
     combined,
     model,
 )
-from degarble.suites.engine.decoder_toy import FAULTS, PLACE, toy
+from degarble.suites.engine.diagnose.judge.decoder_toy import FAULTS, PLACE, toy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Way
-    from degarble.harness.engine.localise import Localised
-    from degarble.harness.engine.seen import InMemoryRun
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.engine.localise.recorded_run import InMemoryRun
 
 JOINT = sum(len(combined(config)) for config in CONFIGS)  # single values and pairs
 _PLAIN = 6  # every so manieth case is a plain model

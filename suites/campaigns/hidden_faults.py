@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.faults.model_faults import Reach, Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.localise import localise
-from degarble.harness.errors import CANNOT_RUN
+from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.runs.museum_cases import Case, Changed, Stage, equal
-from degarble.harness.runs.museum_models import MODELS, RECIPES, ModelKey, MuseumModel, prepare
-from degarble.harness.runs.museum_plants import (
+from degarble.harness.museum.cases import Case, Changed, Stage, equal
+from degarble.harness.museum.models import MODELS, RECIPES, ModelKey, MuseumModel, prepare
+from degarble.harness.museum.plants import (
     Cause,
     Place,
     Planted,
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.protocols import ComponentCall
-    from degarble.harness.runs.museum_plants import Outcome
+    from degarble.harness.museum.plants import Outcome
 
     Tensors = Mapping[str, Tensor]
     When = Callable[[Tensors], bool]

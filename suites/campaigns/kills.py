@@ -28,18 +28,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.capture.files.reader import Capture
 from degarble.harness.cli.main import main as degarble
-from degarble.harness.errors import DegarbleError
-from degarble.harness.record.capture_reader import Capture
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.night import Night, Step
-from degarble.harness.runs.night_closing import history
-from degarble.harness.runs.night_record import Asked, StepResult
+from degarble.harness.nightly.closing import history
+from degarble.harness.nightly.night import Night, Step
+from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.history.history_cases import W2
 from degarble.suites.history.hostile_stores import sound_store
-from degarble.suites.runs.talking_cases import write_speaker
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable

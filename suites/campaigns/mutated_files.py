@@ -28,20 +28,20 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_REFUSED
 from degarble.harness.cli.crash import EXIT_CRASHED
 from degarble.harness.cli.main import main as degarble
-from degarble.harness.errors import EXIT_AGREES, EXIT_REFUSED
 from degarble.suites.campaigns import file_mutations as damage
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
-from degarble.suites.runs.talking_cases import write_tokenizer
+from degarble.suites.serve.talking_cases import write_tokenizer
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 SECONDS = 60
 MEMORY = 1 << 30

@@ -53,7 +53,7 @@ def _result(seed: int, model: RandomModel, outcome: str, told: str) -> CaseResul
 
 def _commands(model: RandomModel, checkpoint: Path, base: Path, recipe: str) -> tuple[str, str]:
     from degarble.harness.cli.main import main  # noqa: PLC0415  behind transformers' imports
-    from degarble.suites.runs.talking_cases import write_tokenizer  # noqa: PLC0415  as above
+    from degarble.suites.serve.talking_cases import write_tokenizer  # noqa: PLC0415  as above
 
     words = tuple(f"w{n}" for n in range(model.arguments["vocab_size"]))
     write_tokenizer(checkpoint, words)

@@ -23,14 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
-from degarble.harness.checkpoint.quantise_job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.rules import Level
-from degarble.harness.checkpoint.view import Checkpoint
-from degarble.harness.errors import Refused
-from degarble.harness.runs.audit import Wanted, audit
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.campaigns.tamper_structure import TAMPERS
 from degarble.suites.campaigns.tamper_world import World
@@ -38,7 +38,7 @@ from degarble.suites.campaigns.tamper_world import World
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from degarble.harness.checkpoint.findings import Finding
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.suites.campaigns.tamper_values import Tamper
 
 SOURCES = tuple(
@@ -142,7 +142,7 @@ def _findings(wanted: Wanted) -> list[Finding]:
 
 
 def _refused(error: Refused) -> Finding:
-    from degarble.harness.checkpoint.findings import Finding  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.rules.findings import Finding  # noqa: PLC0415
 
     message = f"{error.name} = {error.shown_value}, expected {error.expectation}. {error.remedy}"
     return Finding(Level.ERROR, "refused", None, None, None, message, {}, error.remedy)

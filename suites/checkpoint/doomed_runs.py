@@ -21,8 +21,8 @@ from functools import partial
 from itertools import count, cycle
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.disk import Disk
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.write.disk import Disk
 from degarble.suites.checkpoint.writing_cases import (
     broken_promises,
     quick_folder,

@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.checkpoint.inference_dialect import candidates
-from degarble.harness.checkpoint.inference_layout import LINEAR, infer_layout
-from degarble.harness.checkpoint.inference_order import Kinship, Reference, infer_order, logs_of
+from degarble.harness.checkpoint.audit.statistics.inference_dialect import candidates
+from degarble.harness.checkpoint.audit.statistics.inference_layout import LINEAR, infer_layout
+from degarble.harness.checkpoint.audit.statistics.inference_order import (
+    Kinship,
+    Reference,
+    infer_order,
+    logs_of,
+)
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT, TORCHAO
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
+from degarble.suites.checkpoint.audit.statistics.test_inference_dialect import traces
+from degarble.suites.checkpoint.audit.statistics.test_inference_order import energies, packed_as
 from degarble.suites.checkpoint.number_cases import channels, generator, matrix
-from degarble.suites.checkpoint.test_inference_dialect import traces
-from degarble.suites.checkpoint.test_inference_order import energies, packed_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.block_formats import MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.quantise import quantise

@@ -16,15 +16,15 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from degarble.harness.anatomy.config_json import config_to_dict
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.storage import Part
-from degarble.harness.anatomy.tensors import slots
-from degarble.harness.anatomy.types import Dtype
-from degarble.harness.checkpoint.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
 from degarble.harness.formats.block_formats import NVFP4, block_format
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import slots
+from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.layouts import Layout
-    from degarble.harness.anatomy.parameters import Parameter
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Layout
+    from degarble.harness.model.parameters import Parameter
 
 TINY_V4 = small_v4(
     num_hidden_layers=3,

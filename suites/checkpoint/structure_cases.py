@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from degarble.harness.checkpoint.structure import audit_structure
-from degarble.harness.checkpoint.synthetic import Synthetic, write_checkpoint
-from degarble.harness.checkpoint.view import Checkpoint
+from degarble.harness.checkpoint.audit.structure.structure import audit_structure
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.checkpoint.findings import Finding
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.model.config.config import Config
 
     Tensors = dict[str, Tensor]
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.disk import DISK, PARTIAL_SUFFIX
-from degarble.harness.checkpoint.manifest import MANIFEST, UNFINISHED
-from degarble.harness.checkpoint.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.shard_writer import write_shard
-from degarble.harness.checkpoint.writer import (
+from degarble.harness.checkpoint.write.disk import DISK, PARTIAL_SUFFIX
+from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED
+from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
+from degarble.harness.checkpoint.write.shard_writer import write_shard
+from degarble.harness.checkpoint.write.writer import (
     CONFIG,
     Ending,
     ShardedWriter,
@@ -28,7 +28,7 @@ from degarble.harness.checkpoint.writer import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.disk import Disk
+    from degarble.harness.checkpoint.write.disk import Disk
 
 ENDING = Ending(
     {CONFIG: b'{"model_type": "none"}', "tokenizer.json": b"{}", "inference/model.py": b"# none\n"},

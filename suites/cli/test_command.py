@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer
 
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnwritablePath
 from degarble.harness.cli.command import Session, command
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.cli.usage import dispatch
-from degarble.harness.errors import InvalidArgument, UnknownName, UnwritablePath
 from degarble.suites.cli.command_cases import NoOptions, PlainOptions
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.cli import usage
 from degarble.harness.cli.crash import EXIT_CRASHED
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 
 if TYPE_CHECKING:
     import pytest

@@ -7,7 +7,7 @@ import pytest
 
 from degarble.harness.cli.live_line import LiveLine, PlainLines
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.record.progress import Pace
+from degarble.harness.report.progress import Pace
 
 
 def _pace(done: int, elapsed: float, step: str = "") -> Pace:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.base.version import VERSION
 from degarble.harness.cli import main as entry
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
-from degarble.harness.version import VERSION
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:

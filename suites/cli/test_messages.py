@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 from degarble.suites.snapshots import assert_as_kept
 
 if TYPE_CHECKING:

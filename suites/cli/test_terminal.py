@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.cli.terminal import (
     Environment,
     Terminal,
@@ -15,8 +16,7 @@ from degarble.harness.cli.terminal import (
     refusal_document,
     tell_refusal,
 )
-from degarble.harness.errors import InvalidArgument, Undecided
-from degarble.suites.record.page_cases import HOSTILE
+from degarble.suites.reports.page_cases import HOSTILE
 
 if TYPE_CHECKING:
     from pathlib import Path

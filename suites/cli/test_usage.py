@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 
 CASES = [
     (["chek"], "command of degarble = 'chek'", "Did you mean check?"),

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.cli import values
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     InvalidArgument,
     UnknownName,
     UnreadableFile,
     UnwritablePath,
 )
+from degarble.harness.cli import values
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.components import component_named
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.engine.diagnose_trial import make, proof
+from degarble.harness.engine.diagnose.trial import make, proof
 from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.model.components import component_named
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Numerics, switches_of
 from degarble.references.state import Sequence
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.recipes import Recipe
 
 CONFIGS: Mapping[str, Config] = {
     "v4": small_v4(

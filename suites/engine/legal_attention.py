@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.engine.budget_call import Call
+from degarble.harness.engine.budget.call import Call
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.presets import small_v4, small_v32
 from degarble.references.binding import Bound
 from degarble.references.latent_attention import softmax_scale
 from degarble.references.numerics import Numerics, switches_of

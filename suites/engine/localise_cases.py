@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import recipe_named
 from degarble.harness.engine.faults.model_faults import Way
-from degarble.harness.engine.localise import localise
-from degarble.harness.engine.seen import InMemoryRun
-from degarble.harness.runs.held_weights import HeldWeights
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.inference.held_weights import HeldWeights
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.references.weights import quantised_weights, random_weights
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.recipes import Recipe
-    from degarble.harness.engine.localise import Localised
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.recipes import Recipe
 
 V4 = small_v4(num_hidden_layers=2, compress_ratios=(0, 4, 0))
 V32 = small_v32(num_hidden_layers=1)

@@ -2,7 +2,7 @@
 
 Owns `differences`, which names what differs or returns nothing. NaN equals NaN whatever its
 payload: the definition's float32 arithmetic leaves the payload to the CPU. Refuses other dtypes and
-unequal shapes by assertion. Kept honest by the planted differences of test_fast_nvfp4.py.
+unequal shapes by assertion. Kept honest by the planted differences of test_nvfp4.py.
 """
 
 from __future__ import annotations

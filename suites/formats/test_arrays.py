@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import arrays
 from degarble.harness.formats.arrays import decode_array, decode_pairs
 from degarble.harness.formats.element_formats import E2M1, ELEMENT_FORMATS

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import ShapeMismatch, UnknownName
 from degarble.harness.formats.block_formats import (
     BLOCK_FORMATS,
     FP8_1X128_F32,

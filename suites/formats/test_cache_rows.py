@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     DtypeMismatch,
     InvalidArgument,
     LayoutMismatch,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from degarble.harness.errors import DialectMismatch, InvalidArgument, UnknownName
+from degarble.harness.base.errors import DialectMismatch, InvalidArgument, UnknownName
 from degarble.harness.formats.block_formats import BLOCK_FORMATS, MXFP4, NVFP4
 from degarble.harness.formats.dialects import (
     CANONICAL,

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import MXFP4, MXFP8, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS, Dialect

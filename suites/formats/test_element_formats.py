@@ -8,7 +8,7 @@ import ml_dtypes
 import pytest
 import torch
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.formats.codec import decode, is_nan
 from degarble.harness.formats.element_formats import (
     BF16,

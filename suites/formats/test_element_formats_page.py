@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.cache_rows import CACHE_ROWS
 from degarble.harness.formats.codec import encode
 from degarble.harness.formats.element_formats import ELEMENT_FORMATS

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     DtypeMismatch,
     LayoutMismatch,
     ShapeMismatch,

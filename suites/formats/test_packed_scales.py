@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, ShapeMismatch
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ShapeMismatch,
+)
 from degarble.harness.formats.layouts import PACKED_MN, offset_packed_mn, to_layout
 from degarble.harness.formats.packed_scales import exact_ue8m0, pack_scales, unpack_scales
 

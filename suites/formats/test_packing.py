@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.packing import (
     high_nibble,
     low_nibble,

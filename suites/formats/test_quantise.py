@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.harness.formats import codec, fast_nvfp4
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.formats import codec
 from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.block_formats import (
     MXFP4,
@@ -22,6 +22,7 @@ from degarble.harness.formats.block_formats import (
 )
 from degarble.harness.formats.dialects import DIALECTS, MODELOPT
 from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.formats.packing import unpack_nibbles
 from degarble.harness.formats.quantise import dequantise, quantise

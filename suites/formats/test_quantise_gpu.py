@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
 from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.dialects import DIALECTS
 from degarble.harness.formats.quantise import dequantise, quantise

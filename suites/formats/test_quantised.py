@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     DialectMismatch,
     DtypeMismatch,
     InvalidArgument,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from degarble.harness.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import ShapeMismatch, UnknownName
 from degarble.harness.formats.row_orders import (
     AS_STORED,
     INTERLEAVE_1,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import codec, scalar_ops
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.element_formats import FP32

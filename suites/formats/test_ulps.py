@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from degarble.harness.errors import DtypeMismatch, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
 from degarble.harness.formats.codec import decode, is_nan
 from degarble.harness.formats.element_formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FP32, UE8M0
 from degarble.harness.formats.ulps import (

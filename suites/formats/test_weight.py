@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection

@@ -6,9 +6,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.recipes import recipe_named
-from degarble.harness.checkpoint.calibration import Amax, Calibration
+from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import recipe_named
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.golden.commands import RELEASED, ran
 from degarble.suites.golden.store import masked, rounded
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 CONFIGS: Mapping[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}
 QUANTISED = ("nvfp4-full", "official")

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from degarble.harness.cli.main import main
-from degarble.harness.runs.model import one_thread
+from degarble.harness.inference.model import one_thread
 from degarble.references import tiny
 
 RELEASED = Path(tiny.__file__).parent / "v1"

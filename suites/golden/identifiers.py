@@ -8,27 +8,28 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness import api, errors
-from degarble.harness.anatomy.components import components
-from degarble.harness.anatomy.layouts import LAYOUTS
-from degarble.harness.anatomy.recipes import RECIPE_NAMES
-from degarble.harness.checkpoint.convert.registry import CONVERSIONS
-from degarble.harness.checkpoint.findings import RULES
+from degarble.harness import api
+from degarble.harness.base import errors
+from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
+from degarble.harness.checkpoint.audit.rules.findings import RULES
+from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
 from degarble.harness.cli.crash import EXIT_CRASHED
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
 from degarble.harness.cli.main import EXIT_PIPE_CLOSED
-from degarble.harness.engine.conventions import REGISTRY
+from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import DIALECTS
 from degarble.harness.formats.element_formats import ELEMENT_FORMATS
 from degarble.harness.history.records import MEASURES
+from degarble.harness.model.components import components
+from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.recipes import RECIPE_NAMES
+from degarble.harness.museum.sites import roles_of
 from degarble.harness.plugins.night_options import OPTIONS
 from degarble.harness.plugins.pytest_plugin import MARKERS, PATH_OPTIONS
-from degarble.harness.protocols import BACKEND_ENTRY_POINT_GROUP
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs.museum_sites import roles_of
-from degarble.kernels.common.targets import TARGETS
+from degarble.harness.report.verdict import Verdict
+from degarble.kernels.runtime.targets import TARGETS
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.house.command_line import commands, parameters
 from degarble.suites.house.repository import ROOT, modules, shown, tree

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.history.records import Run
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

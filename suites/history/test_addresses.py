@@ -7,9 +7,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
 from degarble.harness.history.addresses import address_of
-from degarble.suites.test_masking import SPELLINGS
+from degarble.suites.base.test_masking import SPELLINGS
 
 if TYPE_CHECKING:
     from pathlib import Path

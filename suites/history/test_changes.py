@@ -7,7 +7,7 @@ carried over, coarse, or none at all.
 import numpy as np
 import pytest
 
-from degarble.harness.errors import ShapeMismatch
+from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.history.changes import TESTED, WINDOWS, Watch, changes_of, threshold
 
 SERIES = 61 * 40

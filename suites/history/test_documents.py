@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
 from degarble.harness.history.documents import failures_of, read_check, values_of
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 
 LINES: list[dict[str, Any]] = [
     {"layer": 3, "component": "attn.wq_a", "output": "a", "budgets": 0.2,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 
 TODAY = date(2026, 11, 22)
 W2 = "layers.3.ffn.experts.w2"

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.history.panel import MOST, MOST_BANDS, history_of, history_panel
 from degarble.harness.history.store import Store, Stream
-from degarble.harness.record.blocks import Details, Facts, Sentence, Table
-from degarble.harness.record.tones import Tone
-from degarble.harness.record.trend_blocks import Trends
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.blocks import Details, Facts, Sentence, Table
+from degarble.harness.report.severity import Tone
+from degarble.harness.report.trend_blocks import Trends
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import W2, history, night, run
 
 

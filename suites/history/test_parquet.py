@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.errors import UnwritablePath
+from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.history.parquet import COLUMNS, write_parquet
 from degarble.harness.history.store import Store
 from degarble.suites.history.history_cases import W2, budget, history

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument, Refused, UnknownName
+from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
 from degarble.harness.history.records import MEASURES, measure_named
 from degarble.suites.history.history_cases import run
 

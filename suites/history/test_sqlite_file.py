@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
 from degarble.harness.history.store import Store
 from degarble.suites.history.history_cases import run
 from degarble.suites.history.hostile_stores import FILES, KINDS, SCHEMAS, sound_store

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from degarble.harness.errors import (
+from degarble.harness.base.errors import (
     InvalidArgument,
     Refused,
     UnknownName,
@@ -22,7 +22,7 @@ from degarble.harness.errors import (
 )
 from degarble.harness.history.store import Store
 from degarble.harness.plugins.presence import find_programs
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import PLACES, W2, history, night, run
 
 KINDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.needs("postgres"))]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.findings import RULES
+from degarble.harness.checkpoint.audit.rules.findings import RULES
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.checkpoint.rules import Rule
+    from degarble.harness.checkpoint.audit.rules.rule import Rule
 
 PAGE = ROOT / "docs" / "audit.md"
 HEAD = "## The rules\n"

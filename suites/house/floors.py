@@ -30,47 +30,45 @@ def _row(floor: int, below: str) -> Unit:
     return Unit(floor, frozenset(below.split()))
 
 
-_GROUND = (
-    "masking durable errors private_folder compiled_loops input_files protocols version formats"
-    " anatomy"
-)
-_KNOWING = "references record checkpoint"
+_GROUND = "base formats model"
+_KNOWING = "references report capture.files checkpoint"
 _DOING_AND_TELLING = "kernels engine history reports"
-_BINDING = "pairings talk runs"
-_ALL_BELOW_EDGE = f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} {_BINDING}"
+_BINDING = "chat inference backends generate capture commands museum nightly"
+_BELOW_BINDING = f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING}"
+_ALL_BELOW_EDGE = f"{_BELOW_BINDING} {_BINDING}"
 
 UNITS: Mapping[str, Unit] = {
     # F0 ground: beyond doubt, because every floor above rests on it
-    "masking": _row(0, ""),
-    "durable": _row(0, ""),
-    "errors": _row(0, "masking"),
-    "input_files": _row(0, "errors"),
-    "private_folder": _row(0, "errors"),
-    "compiled_loops": _row(0, "private_folder"),
-    "protocols": _row(0, ""),
-    "version": _row(0, ""),
-    "formats": _row(0, "errors compiled_loops"),
-    "anatomy": _row(0, "errors formats input_files"),
-    # F1 knowing: never each other
+    "base": _row(0, ""),
+    "formats": _row(0, "base"),
+    "model": _row(0, "base formats"),
+    # F1 knowing: never each other, but for the files of captures, which hold records
     "references": _row(1, _GROUND),
-    "record": _row(1, _GROUND),
+    "report": _row(1, _GROUND),
+    "capture.files": _row(1, f"{_GROUND} report"),
     "checkpoint": _row(1, _GROUND),
     # F2 doing: a witness that imports the other witness repeats its mistakes
-    "kernels": _row(2, "errors private_folder formats anatomy"),
+    "kernels": _row(2, "base formats model"),
     # F3 judging and telling: reports and history read an old run without torch or a checkpoint
     "engine": _row(3, f"{_GROUND} {_KNOWING}"),
-    "history": _row(3, "masking errors input_files record"),
-    "reports": _row(3, "errors record"),
-    # F4 binding
-    "pairings": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING}"),
-    "talk": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} pairings"),
-    "runs": _row(4, f"{_GROUND} {_KNOWING} {_DOING_AND_TELLING} pairings talk"),
+    "history": _row(3, "base report"),
+    "reports": _row(3, "base report"),
+    # F4 binding: each reads those above it here
+    "chat": _row(4, _BELOW_BINDING),
+    "inference": _row(4, f"{_BELOW_BINDING} chat"),
+    "backends": _row(4, f"{_BELOW_BINDING} chat inference"),
+    "generate": _row(4, f"{_BELOW_BINDING} chat inference backends"),
+    "capture": _row(4, f"{_BELOW_BINDING} chat inference backends generate"),
+    "commands": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture"),
+    "museum": _row(4, f"{_BELOW_BINDING} chat inference backends generate capture commands"),
+    "nightly": _row(4, f"{_BELOW_BINDING} {_BINDING.removesuffix(' nightly')}"),
     # F5 edge
     "api": _row(5, _ALL_BELOW_EDGE),
-    "plugins": _row(5, f"{_ALL_BELOW_EDGE} api serve"),
+    "plugins": _row(5, f"{_ALL_BELOW_EDGE} api"),
     "serve": _row(5, f"{_ALL_BELOW_EDGE} api"),
-    "cli": _row(5, f"{_ALL_BELOW_EDGE} api serve plugins"),
-    "suites": _row(5, f"{_ALL_BELOW_EDGE} api plugins serve cli"),
+    "vllm": _row(5, f"{_ALL_BELOW_EDGE} api serve"),
+    "cli": _row(5, f"{_ALL_BELOW_EDGE} api serve vllm plugins"),
+    "suites": _row(5, f"{_ALL_BELOW_EDGE} api plugins serve vllm cli"),
     "conftest": _row(5, "plugins"),
 }
 
@@ -78,7 +76,8 @@ UNITS: Mapping[str, Unit] = {
 def unit_of(module: str) -> str | None:
     """Name the unit of a module: degarble.harness.formats.codec belongs to formats."""
     parts = module.removeprefix("degarble.").removeprefix("harness.").split(".")
-    return parts[0] if parts[0] in UNITS else None
+    names = (".".join(parts[:2]), parts[0])
+    return next((name for name in names if name in UNITS), None)
 
 
 def violations(sources: Mapping[str, ast.Module]) -> list[str]:

@@ -64,9 +64,9 @@ def test_the_table_itself_goes_down() -> None:
             "degarble.harness.attic.planted: belongs to no floor",
         ),
         (
-            "degarble.harness.errors",
+            "degarble.harness.base.errors",
             "from degarble.harness.missing import x\n",
-            "degarble.harness.errors:1: imports degarble.harness.missing",
+            "degarble.harness.base.errors:1: imports degarble.harness.missing",
         ),
     ],
 )
@@ -91,9 +91,11 @@ def test_planted_cycle_through_a_deferred_import_is_found() -> None:
 
 def test_a_name_counts_as_its_module() -> None:
     planted = {
-        "degarble.harness.errors": ast.parse(""),
-        "degarble.kernels.a": ast.parse("from degarble.harness.errors import Refused"),
+        "degarble.harness.base.errors": ast.parse(""),
+        "degarble.kernels.a": ast.parse("from degarble.harness.base.errors import Refused"),
     }
     assert violations(planted) == []
-    assert unit_of("degarble.harness.errors") == "errors"
+    assert unit_of("degarble.harness.base.errors") == "base"
+    assert unit_of("degarble.harness.capture.files.reader") == "capture.files"
+    assert unit_of("degarble.harness.capture.filter") == "capture"
     assert unit_of("degarble.suites.house.floors") == "suites"

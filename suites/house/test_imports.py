@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 # Loaded at every start of pytest or of the command line, or promised to run without torch.
 LIGHT = (
-    "degarble.harness.errors",
-    "degarble.harness.protocols",
-    "degarble.harness.version",
+    "degarble.harness.base.errors",
+    "degarble.harness.base.protocols",
+    "degarble.harness.base.version",
+    "degarble.harness.capture.files.",
     "degarble.harness.plugins.",
     "degarble.harness.cli.",
-    "degarble.harness.record.",
+    "degarble.harness.report.",
+    "degarble.harness.vllm.",
     "degarble.reports.",
 )
 
 # Most of them derive from vLLM's classes: without it the refusal is typed, whatever comes first.
-BOUND = "degarble.harness.plugins.vllm.bound."
+BOUND = "degarble.harness.vllm.bound."
 NEEDS_VLLM = {f"{BOUND}{name}" for name in ("start", "model", "layers", "upstream")}
 # Of the plugins these are loaded beside a model, or are programs of their own: torch is there.
-BESIDE = (BOUND, "degarble.harness.plugins.vllm.engine.", "degarble.harness.plugins.vllm.readback")
+BESIDE = (BOUND, "degarble.harness.vllm.engine.", "degarble.harness.vllm.verify_weights")
 
 
 def failures(light: list[str], others: list[str], extra_path: Path) -> dict[str, str]:

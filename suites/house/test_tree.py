@@ -5,25 +5,21 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from degarble.harness import errors
+from degarble.harness.base import errors
 from degarble.suites.house.repository import FOLDERS, ROOT, modules, shown, tree
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-# Suites that judge more than one module together.
-ACROSS = {
-    "suites/anatomy/test_transformers.py": "tensors, layouts and name maps against one oracle",
-    "suites/cli/test_messages.py": "help and refusals of every command, as snapshots",
-    "suites/kernels/test_memory_checker.py": "every kernel, watched by a memory checker",
-    "suites/nights/test_night.py": "a whole night, which pytest runs on a user's checkpoint",
-    "suites/references/test_random_models_against_transformers.py": "both models, one oracle",
-    "suites/references/test_v32_against_transformers.py": "a whole model against one oracle",
-    "suites/references/test_v4_against_transformers.py": "a whole model against one oracle",
-    "suites/references/test_models.py": "both models, composed of all components",
+# Folders of suites that stand for themselves.
+ALONE = ("house", "bench", "campaigns", "golden", "nights", "support")
+# A folder of more files is several rooms. Suites are to be merged: their numbers only fall.
+FULLEST = 25
+FULLER = {
+    "suites/bench": 77,
+    "suites/formats": 29,
+    "suites/kernels/gemm": 30,
+    "suites/references": 30,
 }
 
 
@@ -55,41 +51,39 @@ def test_link_tree_leads_type_checkers_to_the_folders() -> None:
 
 
 def test_suites_mirror_what_they_judge() -> None:
-    """suites/formats/test_codec_oracles.py stands for harness/formats/codec.py."""
-    free = {"house", "bench", "faults", "campaigns", "golden"}
+    """suites/formats/test_codec.py lies there because harness/formats is a package."""
     orphans = []
     for path in modules():
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] != "suites" or not parts[-1].startswith("test_") or parts[1] in free:
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "suites" or not path.name.startswith("test_") or parts[1] in ALONE:
             continue
-        homes = [ROOT / top / "/".join(parts[1:-1]) for top in (".", "harness")]
-        if shown(path) not in ACROSS and not any(
-            has_module(home, parts[-1].removeprefix("test_")) for home in homes
-        ):
+        inner = "/".join(parts[1:-1])
+        homes = [ROOT / top / inner for top in (".", "harness")]
+        if not any(home.is_dir() for home in homes):
             orphans.append(shown(path))
     assert not orphans, "\n" + "\n".join(orphans)
-    assert all((ROOT / name).exists() for name in ACROSS)
+
+
+def test_no_folder_is_too_full() -> None:
+    files = Counter(
+        shown(path.parent) for path in modules() if path.name not in ("__init__.py", "conftest.py")
+    )
+    full = {folder: count for folder, count in files.items() if count > FULLEST}
+    assert {f: n for f, n in full.items() if n > FULLER.get(f, FULLEST)} == {}
+    assert all(folder.startswith("suites/") for folder in FULLER)
 
 
 def test_every_module_of_faults_has_a_suite() -> None:
     """Its own, or those over the registry, which fail where a family that is listed has no case."""
     home, suites = ROOT / "harness/engine/faults", ROOT / "suites/engine/faults"
     stems = {path.stem for path in home.glob("*.py")} - {"__init__"}
-    families = {stem for stem in stems if re.match(r"[mo]\d\d_", stem)}
+    families = {path.stem for path in home.glob("*/*.py")} - {"__init__"}
     listed = (home / "registry.py").read_text(encoding="utf-8")
     assert [stem for stem in sorted(families) if f"    {stem},\n" not in listed] == []
-    over_all = ("engine/test_diagnose.py", "engine/faults/test_registry_behaviours.py")
+    over_all = ("engine/diagnose/test_diagnose.py", "engine/faults/test_registry_behaviours.py")
     assert all((ROOT / "suites" / name).exists() for name in over_all)
     alone = {path.stem.removeprefix("test_") for path in suites.glob("test_*.py")}
-    assert stems - families - alone == set()
-
-
-def has_module(home: Path, stem: str) -> bool:
-    """Tell whether a module or folder shares the suite's stem, or the beginning of it."""
-    words = stem.split("_")
-    stems = {"_".join(words[:end]) for end in range(len(words), 0, -1)}
-    modules_there = {path.stem for path in home.iterdir()} if home.is_dir() else set()
-    return any(name in stems or name.startswith(f"{words[0]}_") for name in modules_there)
+    assert stems - alone == set()
 
 
 def error_tree(docstring: str) -> dict[str, str]:

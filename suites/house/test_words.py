@@ -17,8 +17,8 @@ EXEMPT = {
 
 # Methods that somebody else calls by this name: (file, name) to reason
 THEIRS = {
-    ("harness/plugins/vllm/bound/config.py", "override_quantization_method"): "vLLM's hook",
-    ("harness/plugins/vllm/bound/metrics.py", "log_engine_initialized"): "vLLM's hook",
+    ("harness/vllm/bound/config.py", "override_quantization_method"): "vLLM's hook",
+    ("harness/vllm/bound/metrics.py", "log_engine_initialized"): "vLLM's hook",
 }
 
 # Calls that are needed: (file, call) to reason
@@ -28,7 +28,10 @@ NEEDED = {
     ("suites/references/transformers_cases.py", "torch.load"): OWN_FILE,
     ("suites/references/transformers_oracle.py", "torch.save"): OWN_FILE,
     ("suites/references/transformers_oracle.py", "torch.load"): OWN_FILE,
-    ("suites/anatomy/test_config.py", "import of pickle"): "own records travel between processes",
+    (
+        "suites/model/config/test_config.py",
+        "import of pickle",
+    ): "own records travel between processes",
 }
 
 

@@ -5,10 +5,10 @@ beyond the cache) and the bytes of each: caches are full of 0xAA before, so that
 that is written and should not be, or the other way round. Blocks are coded by harness.formats and
 references.rounding, which know nothing of kernels; addresses are counted entry by entry.
 
-Kept honest by suites/kernels/test_simt_kv_write.py, which plants errors in what came back, and by
-test_kv_problem.py: what is decoded is what the references make of the row.
-Entries of V3.2 have their scales inside: those bytes count as values here, and none as scales.
-Shape letters: T tokens, L width (512, 128 or 576), N pages, B bytes of a page.
+Kept honest by suites/kernels/cache/test_simt_kv_write.py, which plants errors in what came back,
+and by test_kv_problem.py: what is decoded is what the references make of the row. Entries of V3.2
+have their scales inside: those bytes count as values here, and none as scales. Shape letters: T
+tokens, L width (512, 128 or 576), N pages, B bytes of a page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats import scalar_codecs as codecs
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common.kv_problem import (
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import (
     ENTRIES,
     KEY,
     KEY_WIDTH,
@@ -32,7 +32,7 @@ from degarble.kernels.common.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.references import rounding
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
@@ -239,7 +239,7 @@ def read_by_definition(cache_NB: Tensor, indices_R: Tensor, pages: Pages) -> Ten
 
 def on_device(case: Case) -> Tensor:
     """Run a case on the GPU; the cache comes back."""
-    from degarble.kernels import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
 
     claims = None
     if case.problem.duplicates == "last":
@@ -261,7 +261,7 @@ def on_device(case: Case) -> Tensor:
 
 def read_on_device(cache_NB: Tensor, indices_R: Tensor, problem: ReadProblem) -> Tensor:
     """Gather on the GPU; rows come back."""
-    from degarble.kernels import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.cache import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
 
     shape = (problem.count, problem.pages.width)
     out = torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")

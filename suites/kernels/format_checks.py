@@ -1,7 +1,8 @@
 """Compare the probe kernel on a GPU with the CPU, byte for byte.
 
-Owns the checks that suites/kernels/test_simt_probe_formats.py runs one by one, and a script for
-machines without pytest. From the root of the repository, with torch and the CuTe DSL importable:
+Owns the checks that suites/support/probes/test_simt_probe_formats.py runs one by one, and a script
+for machines without pytest. From the root of the repository, with torch and the CuTe DSL
+importable:
 
     PYTHONPATH=.types:$PYTHONPATH python3 -m degarble.suites.kernels.format_checks
 
@@ -19,22 +20,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DegarbleError
+from degarble.harness.base.errors import DegarbleError
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.scalar_codecs import nvfp4_tensor_encode_scale
-from degarble.kernels.common.probes import GROUPS, SAMPLES, Sample, expected
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import target_of_device
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
+from degarble.suites.support.probes.probes import GROUPS, SAMPLES, Sample, expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from degarble.kernels.common.targets import Target
+    from degarble.kernels.runtime.targets import Target
 
 UNCACHED = CompileSettings()
 MATRICES = ((1, 16), (3, 48), (130, 80), (256, 1024), (300, 336))
@@ -91,7 +92,7 @@ def difference(name: str, got: Tensor, want: Tensor) -> str:
 
 def group_on_device(group: str, settings: CompileSettings) -> Tensor:
     """Run a group of probes on the GPU; int64 [N, S] on the CPU."""
-    from degarble.kernels import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
+    from degarble.suites.support.probes import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
 
     kernel = probe.compile_probe(group, target_of_device(), settings)
     return probe.run_samples(kernel, len(GROUPS[group]))
@@ -113,7 +114,7 @@ def tensor_differences(group: str) -> list[tuple[str, str]]:
 
 def native_on_device(target: Target) -> Tensor:
     """Run the processor's own conversions; int64 [N, S] on the CPU."""
-    from degarble.kernels import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
+    from degarble.suites.support.probes import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
 
     kernel = probe.compile_native(target, UNCACHED)
     return probe.run_samples(kernel, len(probe.native_probes(target)))
@@ -121,7 +122,7 @@ def native_on_device(target: Target) -> Tensor:
 
 def native_differences() -> list[tuple[str, str]]:
     """Return, for every conversion instruction, how it and our formula differ."""
-    from degarble.kernels import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
+    from degarble.suites.support.probes import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
 
     target = target_of_device()
     got = native_on_device(target)
@@ -135,7 +136,7 @@ def native_differences() -> list[tuple[str, str]]:
 
 def quantised_on_device(matrix: Matrix) -> tuple[Tensor, Tensor]:
     """Quantise a matrix on the GPU; codes and scale storage on the CPU."""
-    from degarble.kernels import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
+    from degarble.suites.support.probes import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
 
     values_MK = matrix.values()
     encode_scale = nvfp4_tensor_encode_scale(values_MK.float().abs().max().reshape(1))
@@ -164,7 +165,7 @@ def quantise_difference(matrix: Matrix) -> str:
 
 def cached_differences(folder: Path) -> list[tuple[str, str]]:
     """Run the codecs twice, compiled and then loaded from `folder`."""
-    from degarble.kernels import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
+    from degarble.suites.support.probes import simt_probe_formats as probe  # noqa: PLC0415  needs the DSL
 
     settings, target = CompileSettings(cache_folder=folder), target_of_device()
     compiled = probe.compile_probe("codecs", target, settings)

@@ -6,7 +6,7 @@ NaN before, and so are the padding of scale tiles and rows behind D; none of it 
 The sum over all of D is judged as well: a few wrong numbers hide in a bound for the worst case.
 
 Kept honest by suites/kernels/test_sm90_gemm_*.py: damaged results are seen, and kernels with faults
-planted by suites/kernels/gemm_faults.py are told from whole ones on an H200.
+planted by suites/kernels/gemm/gemm_faults.py are told from whole ones on an H200.
 Shape letters: M rows of D, N columns of D, K inner, G groups of K, P = K / 2 bytes
 """
 
@@ -23,14 +23,15 @@ from degarble.harness.formats.arrays import decode_array, decode_pairs
 from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up, to_layout
 from degarble.harness.formats.types import NibbleOrder
-from degarble.kernels.common.gemm_problem import (
+from degarble.kernels.gemm.problem import (
     OPERANDS,
     TACTICS,
     GemmForm,
     GemmProblem,
     choose_form,
 )
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.settings import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,10 @@ def bf16_sides(case: Case, device: str) -> Sides:
 
 def nvfp4_operand(case: Case, rows: int, side: int, device: str) -> tuple[Any, Tensor]:
     """Draw codes, scales among NaN padding, a decode scale; and the values without that scale."""
-    kernels, blocks = import_module("degarble.kernels.sm90_gemm_nvfp4"), case.problem.inner // 16
+    kernels, blocks = (
+        import_module("degarble.kernels.gemm.sm90_gemm_nvfp4"),
+        case.problem.inner // 16,
+    )
     codes_MP = _bytes(case, (rows, case.problem.inner // 2), (0, 256 - side), device)
     if case.spread in {"sparse", "zeros"}:
         codes_MP[:, ::3] = 0
@@ -178,7 +182,7 @@ def nvfp4_sides(case: Case, device: str) -> Sides:
 
 def fp8_sides(case: Case, device: str) -> Sides:
     """Draw E4M3 operands with block scales."""
-    kernels, p = import_module("degarble.kernels.sm90_gemm_fp8_block"), case.problem
+    kernels, p = import_module("degarble.kernels.gemm.sm90_gemm_fp8_block"), case.problem
     groups, blocks = ceil_div(p.inner, 128), ceil_div(p.columns, 128)
     a = _drawn(case, (p.rows, p.inner), 0, device).to(torch.float8_e4m3fn)
     b = _drawn(case, (p.columns, p.inner), 1, device).to(torch.float8_e4m3fn)
@@ -203,7 +207,7 @@ SIDES = {"bf16": bf16_sides, "nvfp4": nvfp4_sides, "fp8_block": fp8_sides}
 
 def entry(operands: str) -> Any:
     """Return the entry point of a kernel."""
-    return getattr(import_module(f"degarble.kernels.sm90_gemm_{operands}"), f"gemm_{operands}")
+    return getattr(import_module(module_of(f"sm90_gemm_{operands}")), f"gemm_{operands}")
 
 
 def on_device(case: Case, sides: Sides) -> Tensor:

@@ -2,7 +2,7 @@
 
 Owns the readings: bytes that barriers expect, TMA boxes and stores, matrix instructions, registers.
 Refuses to pass over what it cannot find: a reading that is missing fails. Kept honest by
-suites/kernels/test_sm90_gemm_bf16.py, which reads PTX with another number in it.
+suites/kernels/gemm/test_sm90_gemm_bf16.py, which reads PTX with another number in it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.compiling import CompiledKernel
-    from degarble.kernels.common.gemm_problem import GemmForm
+    from degarble.kernels.gemm.problem import GemmForm
+    from degarble.kernels.runtime.compiling import CompiledKernel
 
 _EXPECT = re.compile(r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]+\], (%r\d+|\d+);")
 _LOAD = re.compile(r"cp\.async\.bulk\.tensor\.[23]d\.shared::c")

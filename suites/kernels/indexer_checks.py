@@ -3,12 +3,12 @@
 Owns the cases (heads, pages, ragged sequences, spreads), the pages as a cache has them (in any
 order, NaN in pages and entries that nobody may read, nonsense in the table behind the last page),
 the exact scores in float64, and the budget: BF16's is the one by which `check` judges a run
-(harness.engine.budget_indexer); FP8 wgmma cuts at 13 bits and has its own, derived below.
+(harness.engine.budget.indexer); FP8 wgmma cuts at 13 bits and has its own, derived below.
 -inf is compared exactly. Scores are NaN before a launch.
 
-Kept honest by suites/kernels/test_sm90_indexer_scores.py, which damages results, and by the faults
-of suites/kernels/indexer_faults.py. The kernel is that of the installed GPU.
-Shape letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
+Kept honest by suites/kernels/indexer/test_sm90_indexer_scores.py, which damages results, and by the
+faults of suites/kernels/indexer/indexer_faults.py. The kernel is that of the installed GPU. Shape
+letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.engine.budget_near import Near, stored
-from degarble.harness.engine.budget_rules import U
-from degarble.kernels.common import indexer_problem as facts
-from degarble.kernels.common.indexer_problem import KeyPages, ScoresForm, ScoresProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.targets import SM90A, SM100A, target_of_device
+from degarble.harness.engine.budget.bounded_values import Near, stored
+from degarble.harness.engine.budget.rules import U
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +109,7 @@ def _drawn(case: ScoresCase, shape: tuple[int, ...], generator: torch.Generator)
 
 def sides(case: ScoresCase, device: str) -> Sides:
     """Draw operands and lay keys into pages."""
-    from degarble.kernels.sm90_indexer_scores import Scored  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer.sm90_indexer_scores import Scored  # noqa: PLC0415  needs the DSL
 
     p, generator = case.problem, _generator(case, device)
     by_head = (p.tokens, p.heads)
@@ -162,7 +163,7 @@ def paged(case: ScoresCase, generator: torch.Generator) -> tuple[Tensor, Tensor,
 
 def kernels_here() -> Any:
     """Return the module of the GPU that is installed."""
-    return import_module(f"degarble.kernels.{MODULES[target_of_device().name]}")
+    return import_module(module_of(MODULES[target_of_device().name]))
 
 
 def on_device(case: ScoresCase, given: Any, form: ScoresForm | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
 Owns the factor of a row in the order of attention_rows, the turn of its tail with every product and
 sum rounded, spreads of values, and the table of turns. Kept honest by
-suites/kernels/common/test_attention_rows.py: at most one BF16 step from the references, everywhere.
-Shape letters: T tokens, R rows, L width (512 or 128), P positions.
+suites/kernels/primitives/test_attention_rows.py: at most one BF16 step from the references,
+everywhere. Shape letters: T tokens, R rows, L width (512 or 128), P positions.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.types import End, Pairing, Rope
 from degarble.harness.formats.ulps import value_ulp_distance
-from degarble.kernels.common import attention_rows as rows
+from degarble.harness.model.types import End, Pairing, Rope
+from degarble.kernels.primitives import attention_rows as rows
 from degarble.references import elementary
 from degarble.references.numerics import Numerics
 

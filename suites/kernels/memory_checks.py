@@ -23,50 +23,50 @@ from unittest import mock
 
 import torch
 
-from degarble.harness.errors import DegarbleError, UnknownName
-from degarble.kernels.common import attention_rows as rows
-from degarble.kernels.common import kv_problem, moe_problem
-from degarble.kernels.common import sparse_attention_problem as attention
-from degarble.kernels.common.compiling import CompiledKernel, current_stream
-from degarble.kernels.common.embed_problem import EmbedProblem
-from degarble.kernels.common.fp8_quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.common.latent_query_problem import QueryProblem
-from degarble.kernels.common.scale_problem import ScaleProblem
-from degarble.kernels.common.settings import CompileSettings
-from degarble.kernels.common.slots_problem import KINDS, SlotsProblem
-from degarble.kernels.common.targets import target_of_device
+from degarble.harness.base.errors import DegarbleError, UnknownName
+from degarble.kernels.attention import problem as attention
+from degarble.kernels.attention.latent_query_problem import QueryProblem
+from degarble.kernels.cache.slots_problem import KINDS, SlotsProblem
+from degarble.kernels.moe import problem as moe_problem
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem
+from degarble.kernels.primitives.fp8_quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.rows.embed_problem import EmbedProblem
+from degarble.kernels.rows.scale_problem import ScaleProblem
+from degarble.kernels.runtime.compiling import CompiledKernel, current_stream
+from degarble.kernels.runtime.modules import MODULES, module_of
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.kernels import (
-    attention_checks,
     cache_checks,
-    compressor_checks,
     gemm_checks,
-    grouped_checks,
-    grouped_fp8_checks,
-    head_checks,
     indexer_checks,
-    indexer_operand_checks,
     latent_checks,
     mhc_checks,
+    row_checks,
+)
+from degarble.suites.kernels.attention import attention_checks
+from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
+from degarble.suites.kernels.gemm import grouped_checks, grouped_fp8_checks, w4a16_checks
+from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
+from degarble.suites.kernels.moe import moe_checks
+from degarble.suites.kernels.quantise import quantise_checks
+from degarble.suites.kernels.rows import (
+    head_checks,
     mhc_project_checks,
-    moe_checks,
-    paged_pool_checks,
-    quantise_checks,
     residual_checks,
     router_checks,
-    row_checks,
-    topk_checks,
-    w4a16_checks,
-    wgmma_checks,
 )
+from degarble.suites.support.probes import wgmma_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KERNELS = "degarble.kernels"
 SETTINGS = CompileSettings()
 SEED = 61
 SOURCES = Path(__file__).parents[2] / "kernels"
-OF_SHARED = {"sm90_moe_nvfp4": "common/moe_few"}  # a module's kernels that lie in another one
+PROBES = Path(__file__).parents[1] / "support" / "probes"
+OF_SHARED = {"sm90_moe_nvfp4": "moe/few_rows"}  # a module's kernels that lie in another one
 _DEFINED = re.compile(r"(?m)^@cute\.kernel\ndef (\w+)\(")
 _IN_PTX = re.compile(r"\.entry kernel_cutlass_(\w+?_kernel)_")
 
@@ -79,10 +79,20 @@ class Group:
     kernels: tuple[str, ...]
 
 
+def file_of(module: str) -> Path:
+    """Return the file of a kernel's module, or of a probe's."""
+    if module not in MODULES:
+        return PROBES / f"{module}.py"
+    inner = MODULES[module].removeprefix("degarble.kernels.").replace(".", "/")
+    return SOURCES / f"{inner}.py"
+
+
 def kernels_of(module: str) -> set[str]:
     """Return the names of all kernels that a module launches, its own name in front."""
-    files = [name for name in (module, OF_SHARED.get(module)) if name]
-    texts = [(SOURCES / f"{name}.py").read_text(encoding="utf-8") for name in files]
+    files = [file_of(module)]
+    if module in OF_SHARED:
+        files.append(SOURCES / f"{OF_SHARED[module]}.py")
+    texts = [file.read_text(encoding="utf-8") for file in files]
     return {f"{module}.{name}" for text in texts for name in _DEFINED.findall(text)}
 
 
@@ -119,7 +129,7 @@ def _experts() -> None:
 
 
 def _shared_expert() -> None:
-    kernels = import_module(f"{KERNELS}.sm90_shared_expert")
+    kernels = import_module("degarble.kernels.moe.sm90_shared_expert")
     for tokens in (5, 33, 130):  # tiles of few rows, of 64 and of 128
         case = moe_checks.Case(kernels.problem_of(tokens, 256, 384, 10.0), seed=SEED)
         given = moe_checks.given_of(case)
@@ -202,7 +212,9 @@ def _rows() -> None:
 def _sums() -> None:
     for case in residual_checks.fuzzed(SEED, 6):
         residual_checks.on_device(case)
-    scale, queries = (import_module(f"{KERNELS}.simt_{name}") for name in ("scale", "latent_query"))
+    scale, queries = (
+        import_module(module_of(f"simt_{name}")) for name in ("scale", "latent_query")
+    )
     scale.scale(torch.randn(5, 33, device="cuda"), ScaleProblem(165, 0.5), SETTINGS)
     problem = QueryProblem(5, 8, 192, 40)
     operands = queries.Operands(
@@ -216,13 +228,13 @@ def _sums() -> None:
 def _quantised() -> None:
     for case in quantise_checks.fuzzed(SEED, 10):
         quantise_checks.on_device(case)
-    fp8 = import_module(f"{KERNELS}.simt_quantise_fp8")
+    fp8 = import_module("degarble.kernels.quantise.simt_quantise_fp8")
     for scales in SCALES:
         fp8.quantise_fp8(_normal(7, 384), Fp8Problem(7, 384, scales), SETTINGS)
 
 
 def _looked_up() -> None:
-    embed, slots = (import_module(f"{KERNELS}.simt_{name}") for name in ("embed", "slots"))
+    embed, slots = (import_module(module_of(f"simt_{name}")) for name in ("embed", "slots"))
     id_T = torch.tensor([0, 99, -1, 100, 7], device="cuda")
     embed.embed(id_T, _normal(100, 264), EmbedProblem(5, 100, 264), SETTINGS)
     for kind in KINDS:
@@ -247,7 +259,7 @@ def _probes() -> None:
 def _planted() -> None:
     crowded, runtime = (
         import_module(name)
-        for name in ("degarble.suites.kernels.common.crowded_kernel", "cutlass.cute.runtime")
+        for name in ("degarble.suites.kernels.runtime.crowded_kernel", "cutlass.cute.runtime")
     )
     short = torch.zeros(16, device="cuda")
     kernel = crowded.compile_crowded(128, target_of_device(), SETTINGS)

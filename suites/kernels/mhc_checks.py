@@ -6,7 +6,7 @@ logits of these cases stay below 32, where float32 has steps of 2**-19, and are 
 gate passes on a quarter of that, a mix not more than all. A collapsed value is rounded to BF16 once
 on top of what its gates are off.
 
-Kept honest by suites/kernels/test_simt_mhc.py, which plants errors in what came back.
+Kept honest by suites/kernels/rows/test_simt_mhc.py, which plants errors in what came back.
 Shape letters: T tokens, S streams, D width, N coefficients.
 """
 
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.common import mhc_problem as facts
-from degarble.kernels.common.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.rows import mhc_problem as facts
+from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.runtime.settings import CompileSettings
 from degarble.references import mixing
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
@@ -133,7 +133,7 @@ def given(case: Case) -> dict[str, Tensor]:
 
 def on_device(case: Case) -> dict[str, Tensor]:
     """Run a part on the GPU; what it wrote comes back by name."""
-    from degarble.kernels import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
 
     inputs = {name: tensor.cuda() for name, tensor in given(case).items()}
     written = [name for name in kernels.wanted(case.problem) if name not in inputs]

@@ -3,10 +3,10 @@
 Owns the definitions of RMSNorm, fused or not, and of the product of few rows, each in the order
 that its problem states, and the cases. Outputs are filled with 0xAA before a launch, so a byte that
 nobody writes is seen, and padding of scales has to be zero. The arithmetic itself is compared with
-float64 by suites/kernels/common.
+float64 by suites/kernels/rows.
 
-Kept honest by suites/kernels/test_simt_rmsnorm.py and test_simt_gemv_bf16.py, which plant errors.
-Shape letters: M rows, K columns, N columns of a product, T lanes, S slots or steps.
+Kept honest by suites/kernels/rows/test_simt_rmsnorm.py and test_simt_gemv_bf16.py, which plant
+errors. Shape letters: M rows, K columns, N columns of a product, T lanes, S slots or steps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import to_layout
 from degarble.harness.formats.quantise import quantise
-from degarble.kernels.common import gemv_problem, operands, rmsnorm_problem
-from degarble.kernels.common.gemv_problem import GemvProblem
-from degarble.kernels.common.quantise_problem import BLOCK, LAYOUTS
-from degarble.kernels.common.rmsnorm_problem import NormProblem
-from degarble.kernels.common.settings import CompileSettings
+from degarble.kernels.gemm import gemv_problem
+from degarble.kernels.gemm.gemv_problem import GemvProblem
+from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS
+from degarble.kernels.rows import rmsnorm_problem
+from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.settings import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.simt_rmsnorm import Normed
+    from degarble.kernels.rows.simt_rmsnorm import Normed
 
 SETTINGS = CompileSettings()
 POISON = 0xAA
@@ -131,7 +133,7 @@ def norm_by_definition(case: NormCase, device: str) -> tuple[Tensor, Tensor | No
 
 def poisoned(problem: NormProblem, device: str = "cuda") -> Normed:
     """Allocate outputs full of 0xAA."""
-    from degarble.kernels.simt_rmsnorm import empty_outputs  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows.simt_rmsnorm import empty_outputs  # noqa: PLC0415  needs the DSL
 
     out = empty_outputs(problem, torch.device(device))
     for tensor in out:
@@ -142,7 +144,7 @@ def poisoned(problem: NormProblem, device: str = "cuda") -> Normed:
 
 def norm_on_device(case: NormCase) -> Normed:
     """Run a case on the GPU; outputs stay there."""
-    from degarble.kernels.simt_rmsnorm import rmsnorm  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows.simt_rmsnorm import rmsnorm  # noqa: PLC0415  needs the DSL
 
     scale = case.decode_scale
     return rmsnorm(
@@ -271,7 +273,7 @@ def product_by_definition(x_MK: Tensor, weight_NK: Tensor, out: str) -> Tensor:
 
 def product_on_device(case: GemvCase) -> Tensor:
     """Run a case on the GPU, into poisoned memory; the result stays there."""
-    from degarble.kernels import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
 
     p = case.problem
     out = torch.empty((p.rows, p.columns), dtype=operands.DTYPES[p.out], device="cuda")

@@ -2,7 +2,7 @@
 
 Owns the operands as a launch hands them over, the result that references.tensor_core defines from
 them, and the comparison of every bit. The model's answer is a stand-in where there is no GPU; it is
-told apart by name. Kept honest by suites/kernels/test_sm100_gemm_nvfp4_model.py.
+told apart by name. Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4_model.py.
 Shape letters: M rows of D, N columns of D, K inner, B blocks of K
 """
 
@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.harness.formats.packing import unpack_nibbles
-from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.references import tensor_core
 from degarble.suites.kernels import gemm_checks, sm100_model, tcgen05_words
 from degarble.suites.kernels.sm100_memories import Matrix, Undefined, require
@@ -155,7 +155,7 @@ class Verdict(NamedTuple):
 
 def verdict(case: gemm_checks.Case) -> Verdict:
     """Run a case on the GPU, D full of NaN before, rows behind it as well; compare every bit."""
-    p, entry = case.problem, import_module("degarble.kernels.sm100_gemm_nvfp4").gemm_nvfp4
+    p, entry = case.problem, import_module("degarble.kernels.gemm.sm100_gemm_nvfp4").gemm_nvfp4
     want, sides = drawn(case, "cuda"), gemm_checks.nvfp4_sides(case, "cpu")
     shape = (p.rows + gemm_checks.ROWS_BEHIND, p.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")

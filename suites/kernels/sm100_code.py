@@ -3,8 +3,8 @@
 Owns the readings, all of them numbers that stand in the text: bytes that barriers expect, boxes,
 matrix instructions and the words that they take, copies of scales, columns of tensor memory, places
 in shared memory, registers and spills. Words are compared with those that tcgen05_words makes. A
-reading that is missing fails. Kept honest by suites/kernels/test_sm100_gemm_nvfp4.py, which reads
-PTX with other numbers in it.
+reading that is missing fails. Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py, which
+reads PTX with other numbers in it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.gemm_code import expected_bytes
 from degarble.suites.kernels.sm100_memories import CODE_BYTES
 from degarble.suites.kernels.sm100_model import CORE_STRIDE, SCALE_STRIDE, SWIZZLE
 
 if TYPE_CHECKING:
-    from degarble.kernels.common.compiling import CompiledKernel
-    from degarble.kernels.common.gemm_problem import GemmForm
+    from degarble.kernels.gemm.problem import GemmForm
+    from degarble.kernels.runtime.compiling import CompiledKernel
 
 REGISTERS = 255  # of a thread; CUDA C++ Programming Guide 13.0
 KINDS = {

@@ -5,7 +5,8 @@ copies to tensor memory, matrix instructions by their descriptors. Arithmetic is
 references.tensor_core. Nothing that was compiled is read or run here.
 
 Refuses what hardware leaves undefined: tensor memory that was not allocated, reserved bits, scales
-that differ between groups of lanes. Kept honest by suites/kernels/common/test_tcgen05.py.
+that differ between groups of lanes. Kept honest by
+suites/kernels/gemm/tcgen05/test_instructions.py.
 """
 
 from __future__ import annotations

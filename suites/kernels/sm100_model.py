@@ -1,13 +1,13 @@
 """A host model of the sm_100a GEMM kernels: the same roles, rings and places, on numbers.
 
 Owns a stand-in for a thread block: loading, multiplying and storing take turns over rings with the
-form's own stages, bytes and arrivals (kernels.common.gemm_problem, gemm_tensor_memory, the walk of
+form's own stages, bytes and arrivals (kernels.gemm.problem, gemm_tensor_memory, the walk of
 gemm_schedule), descriptors are ours (tcgen05_words), memories those of sm100_memories. Engines
 finish as late as they may, so what waits too little reads poison, and a phase that never ends is
 told. Nothing that was compiled runs here: it shows that facts and protocol fit together, bit for
 bit with references.tensor_core, and nothing about a chip.
 
-Kept honest by suites/kernels/test_sm100_gemm_nvfp4_model.py, which plants faults.
+Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4_model.py, which plants faults.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common import gemm_tensor_memory as tensor_memory
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.sm100_memories import (
     BASE,
@@ -38,7 +38,7 @@ from degarble.suites.kernels.sm100_memories import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem
+    from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 
 LATE = 8  # turns of all roles that a thread waits, once the next tile may begin
 FIRST = ("loads", "tensor")  # which engine goes first where all roles wait
@@ -386,7 +386,7 @@ def pair_of(form: GemmForm, matrices: dict[str, Matrix]) -> tuple[Block, Block]:
 
 def tiles_of(problem: GemmProblem, form: GemmForm, number: int, count: int) -> list[Any]:
     """Return the tiles of one of so many thread blocks."""
-    from degarble.kernels.common.gemm_schedule import tile_of  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm.schedule import tile_of  # noqa: PLC0415  needs the DSL
 
     tiles = facts.cluster_tiles(problem, form.tactic)
     return [tile_of(i, tiles, form.tactic.group) for i in range(number, tiles[0] * tiles[1], count)]

@@ -4,7 +4,7 @@
 
 Nothing of it was run. Data sheet: 9 PFLOP/s of dense FP4, 8 TB/s, 148 multiprocessors. Published
 figures are others' (shared facts on kernels; sources in docs/design-notes/sm100_gemm.md). Kept
-honest by suites/kernels/test_sm100_gemm_nvfp4.py: the note shows what this prints.
+honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py: the note shows what this prints.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.common import gemm_problem as facts
-from degarble.kernels.common import gemm_tensor_memory as tensor_memory
-from degarble.kernels.common.gemm_problem import GemmForm, GemmProblem, choose_form
-from degarble.kernels.common.targets import SM100A
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem, choose_form
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime.targets import SM100A
 
 PEAK, BANDWIDTH, PROCESSORS = 9e15, 8e12, 148
 # 9 PFLOP/s are 32,768 operations a clock of each of 148 multiprocessors at 1.86 GHz.

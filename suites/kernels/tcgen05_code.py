@@ -6,7 +6,8 @@ told at run time, such as a stage, is passed over. Reads of tensor memory are fo
 behind which their numbers may be used.
 
 Refuses text that it does not understand. Kept honest by
-suites/kernels/common/test_tcgen05_code.py: text written by hand, and other numbers in it.
+suites/kernels/gemm/tcgen05/test_instructions_code.py: text written by hand, and other numbers in
+it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.suites.kernels import memory_checks as checks
 
 PROGRAM = "compute-sanitizer"
@@ -86,12 +86,13 @@ def test_every_kernel_is_watched() -> None:
     """A module that defines a kernel is in a group, or its kernels are those of one that is."""
     kept = {name for group in checks.GROUPS.values() for name in group.kernels}
     there = {
-        str(path.relative_to(checks.SOURCES).with_suffix(""))
-        for pattern in ("sm90_*.py", "simt_*.py", "common/*.py")
-        for path in checks.SOURCES.glob(pattern)
-        if "@cute.kernel" in path.read_text()
+        path.stem
+        for folder in (checks.SOURCES, checks.PROBES)
+        for path in folder.rglob("*.py")
+        if "@cute.kernel" in path.read_text() and not path.stem.startswith("sm100_")
     }
-    assert there - NOT_WATCHED == kept | set(checks.OF_SHARED.values())
+    shared = {name.rpartition("/")[2] for name in checks.OF_SHARED.values()}
+    assert there - NOT_WATCHED == kept | shared
     assert all(map(checks.kernels_of, kept)), "a module without a kernel"
 
 

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.errors import Refused
+from degarble.harness.base.errors import Refused
+from degarble.harness.inference.ranks import place_in, together
+from degarble.harness.nightly.night import Night, require_no_workers, today
+from degarble.harness.nightly.pages import write_night
+from degarble.harness.nightly.ranks import follow, lead, over_ranks
+from degarble.harness.nightly.record import Asked
+from degarble.harness.nightly.table import STEPS
 from degarble.harness.plugins.presence import DEVICES
-from degarble.harness.runs.night import Night, require_no_workers, today
-from degarble.harness.runs.night_pages import write_night
-from degarble.harness.runs.night_ranks import follow, lead, over_ranks
-from degarble.harness.runs.night_record import Asked
-from degarble.harness.runs.night_table import STEPS
-from degarble.harness.runs.ranks import place_in, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.nightly.record import StepResult
     from degarble.harness.plugins.night_options import NightOptions
     from degarble.harness.plugins.pytest_plugin import RunOptions
-    from degarble.harness.runs.night_record import StepResult
 
 FOLDER = Path("out") / "nights"
 MARKS = ("b200", "h200", "night")

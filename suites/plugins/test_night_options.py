@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.plugins.night_options import NightOptions, night_options
 
 

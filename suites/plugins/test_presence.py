@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.plugins import presence
 
 if TYPE_CHECKING:

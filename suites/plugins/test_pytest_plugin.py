@@ -248,7 +248,7 @@ def test_what_several_workers_omit_is_counted_once(house: House) -> None:
 def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
     """In real processes, with the plugin's files lying as a wheel lays them."""
     shutil.copytree(ROOT / "harness" / "plugins", tmp_path / "degarble" / "harness" / "plugins")
-    shutil.copy(ROOT / "harness" / "errors.py", tmp_path / "degarble" / "harness")
+    shutil.copytree(ROOT / "harness" / "base", tmp_path / "degarble" / "harness" / "base")
     (tmp_path / "pytest.ini").touch()
     suite = tmp_path / "degarble" / "suites" / "test_planted.py"
     suite.parent.mkdir()

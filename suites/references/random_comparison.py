@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.errors import DegarbleError
-from degarble.harness.runs.model import open_model
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.inference.model import open_model
 from degarble.references.numerics import SOURCES
 from degarble.references.state import Sequence
 

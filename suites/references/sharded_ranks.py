@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from degarble.harness.anatomy.config import V4Config, V32Config
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import Recipe, Rule
-from degarble.harness.anatomy.sharding import plan
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import Recipe, Rule
+from degarble.harness.model.sharding import plan
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Mode, Numerics
 from degarble.references.sharded import ShardedModel, Teams
 from degarble.references.state import Sequence
@@ -31,8 +31,8 @@ from degarble.references.weights import InputAmax, quantised_weights, random_wei
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 V4 = small_v4(
     vocab_size=64, num_hidden_layers=3, compress_ratios=(4, 0, 128, 0), hidden_size=64, head_dim=64,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.components import components
-from degarble.harness.anatomy.config import Dspark
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
-from degarble.harness.errors import InvalidArgument, NotBuilt, UnknownName
+from degarble.harness.base.errors import InvalidArgument, NotBuilt, UnknownName
+from degarble.harness.model.components import components
+from degarble.harness.model.config.config import Dspark
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.references.state import Rows, Sequence, Step
 from degarble.references.weights import quantised_weights, random_weights
@@ -24,8 +24,8 @@ from degarble.references.weights import quantised_weights, random_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 V32 = small_v32(num_hidden_layers=2)

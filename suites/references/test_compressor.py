@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.types import End, Pairing, Rope
+from degarble.harness.model.types import End, Pairing, Rope
 from degarble.references import compressor, elementary
 from degarble.references.numerics import Numerics
 

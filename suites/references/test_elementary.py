@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import V3_2, V4_PRO, small_v4
-from degarble.harness.anatomy.types import End, Pairing, Rope, Yarn
+from degarble.harness.model.presets import V3_2, V4_PRO, small_v4
+from degarble.harness.model.types import End, Pairing, Rope, Yarn
 from degarble.references import elementary, latent_attention
 from degarble.references.numerics import HeadNorm, Numerics
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import Recipe, Rule
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references import experts
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -20,8 +20,8 @@ from degarble.references.weights import quantised_weights, random_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 V4 = small_v4(hidden_size=64, moe_intermediate_size=48, swiglu_limit=0.7)
 V32 = small_v32(hidden_size=64, moe_intermediate_size=48)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import V3_2, small_v32
-from degarble.harness.anatomy.types import Yarn
+from degarble.harness.model.presets import V3_2, small_v32
+from degarble.harness.model.types import Yarn
 from degarble.references import latent_attention
 from degarble.references.numerics import Numerics
 

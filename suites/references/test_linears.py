@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.errors import UnknownName
+from degarble.harness.base.errors import UnknownName
 from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight

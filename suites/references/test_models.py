@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import Recipe, Rule
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references import attention, indexer
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
 from degarble.references.weights import quantised_weights, random_weights
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.base.protocols import ComponentCall
 
 V4 = small_v4(
     vocab_size=64, num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), hidden_size=32, head_dim=24,

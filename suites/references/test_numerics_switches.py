@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import Recipe, Rule
-from degarble.harness.errors import DtypeMismatch, UnknownName
+from degarble.harness.base.errors import DtypeMismatch, UnknownName
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import (
     SOURCES,
     DecodedOperands,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 V4 = small_v4(
     num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), hidden_size=64, q_lora_rank=32,

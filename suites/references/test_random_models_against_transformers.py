@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from degarble.harness.anatomy.config import V32Config
-from degarble.harness.anatomy.config_json import config_from_dict, config_to_dict
-from degarble.harness.anatomy.presets import small_v32
+from degarble.harness.model.config.config import V32Config
+from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
+from degarble.harness.model.presets import small_v32
 from degarble.references import elementary
 from degarble.references.latent_attention import softmax_scale
 from degarble.suites.references.random_comparison import disagreement

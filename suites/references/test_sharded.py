@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import distributed
 
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.anatomy.sharding import plan
-from degarble.harness.anatomy.types import Box
-from degarble.harness.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.presets import small_v4
+from degarble.harness.model.sharding import plan
+from degarble.harness.model.types import Box
 from degarble.references.sharded import RankWeights, Teams, sliced
 from degarble.references.weights import random_weights
+from degarble.suites.museum.torchrun import run_ranks
 from degarble.suites.references.sharded_ranks import CASES, EXACT
-from degarble.suites.references.torchrun import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.codec import decode
 from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
 from degarble.references import tensor_core as tc

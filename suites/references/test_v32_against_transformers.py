@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import small_v32
-from degarble.harness.anatomy.types import MlpType, Yarn
+from degarble.harness.model.presets import small_v32
+from degarble.harness.model.types import MlpType, Yarn
 from degarble.references.binding import Bound
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.suites.references.transformers_cases import (
     Case,
@@ -29,8 +29,8 @@ from degarble.suites.references.transformers_cases import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import V32Config
-    from degarble.harness.anatomy.types import Block
+    from degarble.harness.model.config.config import V32Config
+    from degarble.harness.model.types import Block
 
 NUMERICS = Numerics.definition(torch.float32, SOURCES["transformers"])
 LENGTHS = (160, 97, 12)  # of a ragged batch: beyond the top-k, and not

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.presets import small_v4
-from degarble.harness.anatomy.types import LayerType, MlpType, Yarn
+from degarble.harness.model.presets import small_v4
+from degarble.harness.model.types import LayerType, MlpType, Yarn
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
+from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.suites.references.transformers_cases import (
     Case,
@@ -27,8 +27,8 @@ from degarble.suites.references.transformers_cases import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import V4Config
-    from degarble.harness.anatomy.types import Block
+    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.types import Block
 
 NUMERICS = Numerics.definition(torch.float32, SOURCES["transformers"])
 LENGTHS = (300, 171, 45)  # of a ragged batch: beyond window, top-k and a ratio of 128, and not

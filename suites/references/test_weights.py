@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.presets import small_v4, small_v32
-from degarble.harness.anatomy.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
 from degarble.references.weights import (
@@ -25,8 +25,8 @@ from degarble.references.weights import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
 
 V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 V32 = small_v32(num_hidden_layers=2)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
     from degarble.references.binding import Bound
     from degarble.suites.references.transformers_oracle import Seen
 

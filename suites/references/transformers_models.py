@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.config_json import config_to_dict
-from degarble.harness.anatomy.parameters import parameters
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.parameters import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.harness.anatomy.parameters import Parameter
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
 
 warnings.filterwarnings("ignore")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from degarble.harness.record.page import Page, Provenance, Subject
-from degarble.harness.record.replay_panel import (
+from degarble.harness.report.page import Page, Provenance, Subject
+from degarble.harness.report.replay_panel import (
     Along,
     CloseLook,
     Histogram,
@@ -16,7 +16,7 @@ from degarble.harness.record.replay_panel import (
     TextRecord,
     WorstElement,
 )
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.replay_panel import LOOKS, replay_panel, text_panel
 
 ROLES = ("attn.norm", "attn.wq_a", "ffn.experts.w2")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from degarble.harness.record.blocks import Column, ColumnKind, Sentence, Table, Tone
-from degarble.harness.record.page import (
+from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table, Tone
+from degarble.harness.report.page import (
     Finding,
     Page,
     Panel,
@@ -11,7 +11,7 @@ from degarble.harness.record.page import (
     Provenance,
     Subject,
 )
-from degarble.harness.record.verdict import Origin, Verdict
+from degarble.harness.report.verdict import Origin, Verdict
 
 ORIGIN = Origin(
     23,

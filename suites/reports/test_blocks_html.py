@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from degarble.harness.record.blocks import (
+from degarble.harness.report.blocks import (
     Bar,
     Bars,
     Block,
@@ -16,9 +16,9 @@ from degarble.harness.record.blocks import (
     Table,
     Tone,
 )
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.blocks_html import badge, block_element
-from degarble.suites.record.page_cases import HOSTILE, HOSTILE_SVG, every_block
+from degarble.suites.reports.page_cases import HOSTILE, HOSTILE_SVG, every_block
 from degarble.suites.reports.test_markup import Reader
 
 PLAIN = [Reader(str(block_element(block))).elements for block in every_block("plain")]

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.harness.errors import ShapeMismatch
-from degarble.harness.record.blocks import Catalogue, Column, ColumnKind, Entry, Sentence
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.report.blocks import Catalogue, Column, ColumnKind, Entry, Sentence
 from degarble.reports.blocks_html import block_element
 from degarble.suites.reports.test_markup import Reader
 

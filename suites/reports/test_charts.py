@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from degarble.harness.record.replay_panel import ReplayRecord
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.replay_panel import ReplayRecord
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.charts import run_chart
 from degarble.suites.reports.replay_cases import replay
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from degarble.harness.record.blocks import Look, Looks, Sentence, Tab, Tabs
+from degarble.harness.report.blocks import Look, Looks, Sentence, Tab, Tabs
 from degarble.reports.blocks_html import block_element
 
 

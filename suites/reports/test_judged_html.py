@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from degarble.harness.record.judged_blocks import (
+from degarble.harness.report.judged_blocks import (
     Files,
     JudgedMap,
     Profile,
@@ -10,7 +10,7 @@ from degarble.harness.record.judged_blocks import (
     Voice,
     Voices,
 )
-from degarble.harness.record.tones import Tone
+from degarble.harness.report.severity import Tone
 from degarble.reports.judged_html import (
     files_element,
     judged_map_element,

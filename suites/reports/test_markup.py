@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from degarble.harness.record.wording import visible
+from degarble.harness.report.number_text import visible
 from degarble.reports.markup import escape, h
-from degarble.suites.record.page_cases import HOSTILE
+from degarble.suites.reports.page_cases import HOSTILE
 
 
 class Reader(HTMLParser):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.record.blocks import (
+from degarble.harness.report.blocks import (
     Code,
     Column,
     ColumnKind,
@@ -18,16 +18,16 @@ from degarble.harness.record.blocks import (
     Sentence,
     Table,
 )
-from degarble.harness.record.page import Page, Panel, PanelKind
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.page import Page, Panel, PanelKind
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import page_html
-from degarble.suites.record.page_cases import HOSTILE, page_of
+from degarble.suites.reports.page_cases import HOSTILE, page_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from degarble.suites.reports.browser import Window
+    from degarble.suites.commands.browser import Window
 
 pytestmark = pytest.mark.needs("chromium", "selenium")
 
@@ -63,7 +63,7 @@ PAGE = replace(
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
-    from degarble.suites.reports.browser import chromium  # noqa: PLC0415  only with selenium
+    from degarble.suites.commands.browser import chromium  # noqa: PLC0415  only with selenium
 
     with chromium(tmp_path_factory.mktemp("profile")) as opened:
         yield opened

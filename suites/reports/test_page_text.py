@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_text import SIGNS, page_text
-from degarble.suites.record.page_cases import HOSTILE, page_of
+from degarble.suites.reports.page_cases import HOSTILE, page_of
 from degarble.suites.reports.report_cases import PAGE
 from degarble.suites.snapshots import assert_as_kept
 

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.record.blocks import BLOCKS, Details, Look, Looks, Tabs
-from degarble.harness.record.judged_blocks import JudgedMap, Reading, Voices
-from degarble.harness.record.page_json import page_from_json, page_to_json
-from degarble.harness.record.replay_panel import ReplayRecord, TextRecord
-from degarble.harness.record.tones import Tone
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.blocks import BLOCKS, Details, Look, Looks, Tabs
+from degarble.harness.report.judged_blocks import JudgedMap, Reading, Voices
+from degarble.harness.report.page_json import page_from_json, page_to_json
+from degarble.harness.report.replay_panel import ReplayRecord, TextRecord
+from degarble.harness.report.severity import Tone
+from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.replay_panel import replay_panel, text_panel
-from degarble.suites.record.page_cases import HOSTILE
+from degarble.suites.reports.page_cases import HOSTILE
 from degarble.suites.reports.replay_cases import FILES, replay, replay_page, texts
 
 if TYPE_CHECKING:
-    from degarble.harness.record.page import Panel
+    from degarble.harness.report.page import Panel
 
 DIFFERS = Verdict.DIFFERS
 

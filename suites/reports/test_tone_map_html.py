@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.harness.errors import ShapeMismatch
-from degarble.harness.record.blocks import Mark, Tone, ToneMap
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.report.blocks import Mark, Tone, ToneMap
 from degarble.reports.tone_map_html import tone_map_element
 from degarble.suites.reports.test_markup import Reader
 

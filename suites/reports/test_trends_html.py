@@ -2,8 +2,8 @@
 
 import math
 
-from degarble.harness.record.tones import Tone
-from degarble.harness.record.trend_blocks import Trend, Trends
+from degarble.harness.report.severity import Tone
+from degarble.harness.report.trend_blocks import Trend, Trends
 from degarble.reports.page_text import sparks
 from degarble.reports.trends_html import trends_element
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from degarble.harness.record.blocks import Cell, Column, ColumnKind, HeatScale
-from degarble.harness.record.page import PanelKind
-from degarble.harness.record.verdict import Origin
+from degarble.harness.report.blocks import Cell, Column, ColumnKind, HeatScale
+from degarble.harness.report.page import PanelKind
+from degarble.harness.report.verdict import Origin
 from degarble.reports import words
 
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.testclient import TestClient
 
-from degarble.harness.runs.generate import Manner, Talker
-from degarble.harness.runs.model import open_model
+from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.inference.generation import Limits
+from degarble.harness.inference.model import open_model
+from degarble.harness.inference.sampling import Sampling
 from degarble.harness.serve.app import Counted, Service
+from degarble.harness.serve.auth import Gate
 from degarble.harness.serve.capturing import Switch
-from degarble.harness.serve.desk import Desk
 from degarble.harness.serve.engine import Engine
-from degarble.harness.serve.gate import Gate
+from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.metrics import Metrics
-from degarble.harness.serve.words import Bounds
-from degarble.harness.talk.generation import Limits
-from degarble.harness.talk.sampling import Sampling
+from degarble.harness.serve.served_model import Desk
 from degarble.suites.hang_guard import until
 
 if TYPE_CHECKING:

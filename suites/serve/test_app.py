@@ -10,11 +10,11 @@ import httpx2
 import openai
 import pytest
 
-from degarble.harness.serve.asked import completion_asked
-from degarble.harness.serve.words import Bounds
+from degarble.harness.serve.completion_request import completion_asked
+from degarble.harness.serve.messages import Bounds
 from degarble.suites.hang_guard import until
-from degarble.suites.runs.talking_cases import WORDS, write_speaker
 from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running
+from degarble.suites.serve.talking_cases import WORDS, write_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

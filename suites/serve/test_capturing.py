@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.record.capture_reader import Capture
-from degarble.harness.record.capture_writer import CaptureWriter
-from degarble.harness.record.verdict import Verdict
-from degarble.harness.runs import capture_asked
-from degarble.harness.runs.check import CheckRun, Wanted
-from degarble.harness.runs.model import open_model
+from degarble.harness.capture import options as capture_asked
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.inference.generation import Limits
+from degarble.harness.inference.model import open_model
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.report.verdict import Verdict
 from degarble.harness.serve.capturing import Switch
 from degarble.harness.serve.engine import Line, Ticket
-from degarble.harness.serve.words import Ask
-from degarble.harness.talk.generation import Limits
-from degarble.harness.talk.sampling import Sampling
-from degarble.suites.cli.calls import call
-from degarble.suites.runs.talking_cases import write_speaker
+from degarble.harness.serve.messages import Ask
+from degarble.suites.commands.calls import call
 from degarble.suites.serve.proven_cases import TINY
 from degarble.suites.serve.serving_cases import running
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     from pathlib import Path

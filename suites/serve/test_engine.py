@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.inference.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.speaker import Speaker
 from degarble.harness.serve.engine import Engine
+from degarble.harness.serve.messages import Ask, Failed, Heard, Piece
 from degarble.harness.serve.metrics import Metrics
 from degarble.harness.serve.refusals import ApiError
 from degarble.harness.serve.scoring import Scoring
-from degarble.harness.serve.words import Ask, Failed, Heard, Piece
-from degarble.harness.talk.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
-from degarble.harness.talk.sampling import Sampling
-from degarble.harness.talk.speaker import Speaker
 from degarble.suites.hang_guard import HANG_SECONDS, until
-from degarble.suites.talk.speaking_cases import Letters, ids, speaker
+from degarble.suites.inference.speaking_cases import Letters, ids, speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

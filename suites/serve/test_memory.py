@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.anatomy.presets import V3_2, V4_FLASH
-from degarble.harness.serve.asked import completion_asked
+from degarble.harness.inference.generation import Limits
+from degarble.harness.inference.sampling import Sampling
+from degarble.harness.model.presets import V3_2, V4_FLASH
+from degarble.harness.serve.completion_request import completion_asked
 from degarble.harness.serve.memory import MemoryBound, bytes_of
+from degarble.harness.serve.messages import Ask, Bounds
 from degarble.harness.serve.refusals import ApiError
-from degarble.harness.serve.words import Ask, Bounds
-from degarble.harness.talk.generation import Limits
-from degarble.harness.talk.sampling import Sampling
 from degarble.suites.hang_guard import until
-from degarble.suites.runs.talking_cases import write_speaker
 from degarble.suites.serve.serving_cases import Running, running
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.anatomy.config import Config
+    from degarble.harness.model.config.config import Config
 
 WIDE = {"prompt": [[7, 8] * 40] * 8, "n": 2, "max_tokens": 1, "echo": True, "logprobs": 20}
 

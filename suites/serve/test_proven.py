@@ -9,8 +9,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from degarble.harness.errors import InvalidArgument
-from degarble.harness.runs import night_codecs
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.nightly import codecs as night_codecs
+from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.proven import (
     FAILED,
     READY,
@@ -22,7 +23,6 @@ from degarble.harness.serve.proven import (
     main,
 )
 from degarble.harness.serve.transport import Listener, bound_socket
-from degarble.harness.serve.words import Bounds
 from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.serve import proven_cases as cases
 

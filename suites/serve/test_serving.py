@@ -22,12 +22,12 @@ import pytest
 import torch
 
 from degarble.harness.cli.commands.serving import TOKEN_VARIABLE
+from degarble.harness.inference.speaker import Speaker
 from degarble.harness.serve import serving
 from degarble.harness.serve.transport import Listener, bound_socket
-from degarble.harness.talk.speaker import Speaker
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 from degarble.suites.hang_guard import HANG_SECONDS
-from degarble.suites.runs.talking_cases import write_speaker
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     import socket

@@ -6,9 +6,9 @@ import pytest
 
 from degarble.harness.serve import smoke as smoking
 from degarble.harness.serve.smoke import Said, Server, alike, garbage, main, smoke
-from degarble.suites.runs.talking_cases import write_speaker
 from degarble.suites.serve import proven_cases as cases
 from degarble.suites.serve.serving_cases import running
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     from pathlib import Path

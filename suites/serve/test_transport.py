@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 
-from degarble.harness.errors import InvalidArgument
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.serve.transport import Listener, bound_socket
 from degarble.suites.hang_guard import HANG_SECONDS, until
-from degarble.suites.runs.talking_cases import write_speaker
 from degarble.suites.serve.serving_cases import BOUNDS, Running, running
+from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from degarble.harness.serve.words import Bounds
+    from degarble.harness.serve.messages import Bounds
 
 QUICK = replace(
     BOUNDS, head_seconds=1.0, body_seconds=1.0, stall_seconds=0.5, connections=4, new_tokens=4000

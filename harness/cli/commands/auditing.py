@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.options import CheckpointPath, ReportFolder
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import InvalidArgument
-from degarble.harness.record.files import require_folder
+from degarble.harness.report.files import require_folder
 
 ONLY = ("structure",)
 LOADER_MAPS = ("vllm",)
@@ -59,12 +59,12 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     """
     _check(options, terminal)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs import audit as run  # noqa: PLC0415
-    from degarble.harness.runs.audit_document import audit_document  # noqa: PLC0415
-    from degarble.harness.runs.audit_page import audit_page  # noqa: PLC0415
-    from degarble.harness.runs.audit_text import audit_text  # noqa: PLC0415
-    from degarble.harness.runs.machine import provenance  # noqa: PLC0415
-    from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415
+    from degarble.harness.commands.audit import audit as run  # noqa: PLC0415
+    from degarble.harness.commands.audit.document import audit_document  # noqa: PLC0415
+    from degarble.harness.commands.audit.page import audit_page  # noqa: PLC0415
+    from degarble.harness.commands.audit.text import audit_text  # noqa: PLC0415
+    from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415
+    from degarble.harness.history.machine import provenance  # noqa: PLC0415
 
     wanted = run.Wanted(options.checkpoint, options.only is None, options.loader, options.against)
     with spread(terminal) as workers:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from degarble.harness.anatomy.recipes import RECIPE_NAMES
+from degarble.harness.base.errors import EXIT_AGREES
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES
+from degarble.harness.model.recipes import RECIPE_NAMES
 
 SCALE_RULES = ("amax", "mse", "four-over-six")
 TARGETS = (
@@ -81,7 +81,7 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
     values.one_of("--scale-rule", options.scale_rule, SCALE_RULES)
     values.existing("--calibration", options.calibration)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs import quantise as run  # noqa: PLC0415
+    from degarble.harness.commands import quantise as run  # noqa: PLC0415
 
     job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
     with spread(terminal) as workers:
@@ -99,8 +99,8 @@ def convert(options: ConvertOptions, terminal: Terminal) -> int:
     values.existing("SRC", options.source)
     values.one_of("--to", options.to, TARGETS)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.checkpoint.convert.job import job_for  # noqa: PLC0415
-    from degarble.harness.runs.convert import convert as run  # noqa: PLC0415
+    from degarble.harness.checkpoint.transform.convert.job import job_for  # noqa: PLC0415
+    from degarble.harness.commands.convert import convert as run  # noqa: PLC0415
 
     job = job_for(options.source, options.to)
     listen = partial(terminal.work, "convert")

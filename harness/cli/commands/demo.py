@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS
 from degarble.harness.cli.command import command
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS
-from degarble.harness.record.files import usable_folder
-from degarble.harness.record.wording import visible
+from degarble.harness.report.files import usable_folder
+from degarble.harness.report.number_text import visible
 
 if TYPE_CHECKING:
-    from degarble.harness.record.page import Page
-    from degarble.harness.record.replay_panel import ReplayRecord
-    from degarble.harness.runs.demo import Story
+    from degarble.harness.museum.demo import Story
+    from degarble.harness.report.page import Page
+    from degarble.harness.report.replay_panel import ReplayRecord
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     Exit status 0 when the healthy run agrees and the planted fault is named, 1 if not.
     """
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs.check_page import page_of, replay_record, write_check_page  # noqa: PLC0415
-    from degarble.harness.runs.demo import demo_fault, tell_story  # noqa: PLC0415
-    from degarble.harness.runs.demo_page import demo_telling  # noqa: PLC0415
-    from degarble.harness.runs.machine import provenance  # noqa: PLC0415
+    from degarble.harness.commands.check.page import page_of, replay_record, write_check_page  # noqa: PLC0415
+    from degarble.harness.history.machine import provenance  # noqa: PLC0415
+    from degarble.harness.museum.demo import demo_fault, tell_story  # noqa: PLC0415
+    from degarble.harness.museum.demo_page import demo_telling  # noqa: PLC0415
     from degarble.reports.page_text import page_text  # noqa: PLC0415
 
     fault = demo_fault(options.fault)

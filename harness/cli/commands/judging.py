@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.imports import importing
@@ -25,10 +26,9 @@ from degarble.harness.cli.options import (
     Strict,
 )
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, InvalidArgument
-from degarble.harness.record.files import is_stream, require_folder, write_text
-from degarble.harness.record.progress import size
-from degarble.harness.runs.ranks import place_in
+from degarble.harness.inference.ranks import place_in
+from degarble.harness.report.files import is_stream, require_folder, write_text
+from degarble.harness.report.progress import size
 
 DEVICES = ("cpu", "cuda")
 
@@ -136,7 +136,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     values.strict(options.backend, wanted=options.strict)
     values.exactly_one(prompt=options.prompt, prompts=options.prompts)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs.generate import prompts_from  # noqa: PLC0415
+    from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415
 
     prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
     place = place_in(os.environ)
@@ -154,17 +154,17 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
 
 
 def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
+    from degarble.harness.capture.amax import capture_amax  # noqa: PLC0415  as above
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.capture_amax import capture_amax  # noqa: PLC0415  as above
 
     return capture_amax(options.checkpoint, prompts, options.out, partial(first_pass, terminal))
 
 
 def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
+    from degarble.harness.capture import capture as run  # noqa: PLC0415  as above
+    from degarble.harness.capture.filter import Wanted  # noqa: PLC0415  as above
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
-    from degarble.harness.engine.conventions import read_options  # noqa: PLC0415  as above
-    from degarble.harness.runs import capture as run  # noqa: PLC0415  as above
-    from degarble.harness.runs.capture_filter import Wanted  # noqa: PLC0415  as above
+    from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415  as above
 
     how = run.How(
         Wanted.of(options.layers, options.components, options.tokens),
@@ -178,7 +178,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     )
 
     if options.backend == "vllm":
-        from degarble.harness.plugins.vllm_capture import from_vllm  # noqa: PLC0415  an engine
+        from degarble.harness.vllm.capture import from_vllm  # noqa: PLC0415  an engine
 
         return from_vllm(options.checkpoint, prompts, options.out, how)
 
@@ -189,7 +189,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     watch = partial(first_pass, terminal)
     record = run.capture
     if not place_in(os.environ).alone:
-        from degarble.harness.runs.capture_ranks import capture_over_ranks  # noqa: PLC0415  above
+        from degarble.harness.capture.ranks import capture_over_ranks  # noqa: PLC0415  above
 
         record = capture_over_ranks
     return record(options.checkpoint, prompts, options.out, watch, how, told)
@@ -209,13 +209,13 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
     if options.report is not None:
         require_folder("--report", options.report)
     with importing():  # torch, which --help and --version do without
-        from degarble.harness.engine.conventions import read_options  # noqa: PLC0415
-        from degarble.harness.runs import check as run  # noqa: PLC0415
-        from degarble.harness.runs.check_document import (  # noqa: PLC0415
+        from degarble.harness.commands.check import check as run  # noqa: PLC0415
+        from degarble.harness.commands.check.document import (  # noqa: PLC0415
             check_document,
             sentence_of,
         )
-        from degarble.harness.runs.check_text import check_text  # noqa: PLC0415
+        from degarble.harness.commands.check.text import check_text  # noqa: PLC0415
+        from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415
 
     wanted = run.Wanted(
         options.capture,
@@ -231,7 +231,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         opened = stack.enter_context(run.CheckRun(wanted))
         looker = None
         if options.report is not None:
-            from degarble.harness.runs.check_look import Looker  # noqa: PLC0415  as above
+            from degarble.harness.commands.check.output_statistics import Looker  # noqa: PLC0415  as above
 
             looker = Looker(opened.model.config)
         components = len({call.component for call in opened.capture.calls})
@@ -251,9 +251,9 @@ def _ran_again(
     wanted: Any, options: CheckOptions, terminal: Terminal
 ) -> AbstractContextManager[Any]:
     """Run the prompts of a capture on a backend; what is to be checked is that run."""
+    from degarble.harness.backends.registry import AskedBackend  # noqa: PLC0415  as above
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.backends import AskedBackend  # noqa: PLC0415  as above
-    from degarble.harness.runs.check_again import ran_again  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.again import ran_again  # noqa: PLC0415  as above
 
     asked = AskedBackend(options.backend, options.strict, settings_here())
     return ran_again(wanted, asked, partial(first_pass, terminal), terminal.say)
@@ -271,12 +271,12 @@ def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
 
 def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> str:
     """Write the page, and JUnit beside it; give the page."""
-    from degarble.harness.record.page import Subject  # noqa: PLC0415  as above
-    from degarble.harness.runs.audit import identity_of  # noqa: PLC0415  as above
-    from degarble.harness.runs.check_document import as_page, junit, sentence_of  # noqa: PLC0415
-    from degarble.harness.runs.check_page import write_check_page  # noqa: PLC0415  as above
-    from degarble.harness.runs.check_texts import texts_of  # noqa: PLC0415  as above
-    from degarble.harness.runs.machine import provenance  # noqa: PLC0415  as above
+    from degarble.harness.commands.audit.audit import identity_of  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.document import as_page, junit, sentence_of  # noqa: PLC0415
+    from degarble.harness.commands.check.page import write_check_page  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.texts import texts_of  # noqa: PLC0415  as above
+    from degarble.harness.history.machine import provenance  # noqa: PLC0415  as above
+    from degarble.harness.report.page import Subject  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
     names = [options.capture, options.reference]
@@ -299,14 +299,14 @@ def compare(options: CompareOptions, terminal: Terminal) -> int:
     if options.report is not None:
         require_folder("--report", options.report)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs import compare_runs as run  # noqa: PLC0415
+    from degarble.harness.commands.check import compare_runs as run  # noqa: PLC0415
 
     found = run.compare_runs(options.first, options.second, partial=options.partial)
     terminal.say(*run.compared_lines(found))
     document = run.compared_document(found)
     if options.report is not None:
-        from degarble.harness.runs.machine import provenance  # noqa: PLC0415  as above
-        from degarble.harness.runs.report_folder import write_page  # noqa: PLC0415  as above
+        from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415  as above
+        from degarble.harness.history.machine import provenance  # noqa: PLC0415  as above
 
         names = " ".join(each.resolve().name for each in (options.first, options.second))
         page = run.compared_page(found, provenance(f"degarble compare {names}"))

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
 from degarble.harness.cli.spread import asked_processes
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
-from degarble.harness.record.verdict import Verdict
+from degarble.harness.report.verdict import Verdict
 
 _SHOWN = 3  # roles in a line of the list; the JSON has all of them
 
@@ -58,7 +58,7 @@ def list_faults(_options: ListOptions, terminal: Terminal) -> int:
     from rich.table import Table  # noqa: PLC0415  start-up time
 
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.museum_sites import roles_of  # noqa: PLC0415  imports torch
+    from degarble.harness.museum.sites import roles_of  # noqa: PLC0415  imports torch
 
     rows = []
     table = Table(box=None, pad_edge=False)
@@ -83,9 +83,10 @@ def list_faults(_options: ListOptions, terminal: Terminal) -> int:
 def run_faults(options: RunOptions, terminal: Terminal) -> int:
     """Plant faults in the embedded models; exit status 1 when one is missed."""
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
-    from degarble.harness.runs import museum, museum_text  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.museum_lines import lines_to  # noqa: PLC0415  imports torch
-    from degarble.harness.runs.workers import workers_for  # noqa: PLC0415  imports torch
+    from degarble.harness.inference.workers import workers_for  # noqa: PLC0415  imports torch
+    from degarble.harness.museum import museum  # noqa: PLC0415  imports torch
+    from degarble.harness.museum import text as museum_text  # noqa: PLC0415  imports torch
+    from degarble.harness.museum.lines import lines_to  # noqa: PLC0415  imports torch
 
     families = {fault.family for fault in MODEL_FAULTS.values()}
     for identity in options.ids or ():

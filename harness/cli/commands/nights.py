@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
 from degarble.harness.cli.options import ReportFolder
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED, InvalidArgument
-from degarble.harness.record.files import require_folder
+from degarble.harness.report.files import require_folder
 
 EXPORT_SUFFIXES = (".parquet",)
 
@@ -160,10 +160,10 @@ def add(app: typer.Typer) -> None:
 def add_run(options: AddOptions, terminal: Terminal) -> int:
     """Add the result of a check to the store; adding it twice changes nothing."""
     from degarble.harness.history.documents import read_check, values_of  # noqa: PLC0415  numpy
+    from degarble.harness.history.machine import machine  # noqa: PLC0415  as above
     from degarble.harness.history.records import Run  # noqa: PLC0415  as above
     from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
-    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as above
-    from degarble.harness.runs.machine import machine  # noqa: PLC0415  as above
+    from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as above
 
     document = read_check(options.file)
     now = datetime.now(UTC)
@@ -186,7 +186,7 @@ def add_run(options: AddOptions, terminal: Terminal) -> int:
 
 def runs(options: ListOptions, terminal: Terminal) -> int:
     """List every run of the store."""
-    from degarble.harness.history.asked import runs_document, runs_lines  # noqa: PLC0415  numpy
+    from degarble.harness.history.query import runs_document, runs_lines  # noqa: PLC0415  numpy
 
     with _opened(options.store) as store:
         found = store.runs()
@@ -196,8 +196,8 @@ def runs(options: ListOptions, terminal: Terminal) -> int:
 
 def trends(options: TrendOptions, terminal: Terminal) -> int:
     """Draw the difference of each component over the nights."""
-    from degarble.harness.history import asked  # noqa: PLC0415  numpy
-    from degarble.harness.runs.history_page import history_pages, history_text  # noqa: PLC0415
+    from degarble.harness.commands.history_page import history_pages, history_text  # noqa: PLC0415
+    from degarble.harness.history import query as asked  # noqa: PLC0415  numpy
 
     if options.report is not None:
         require_folder("--report", options.report)
@@ -215,7 +215,7 @@ def trends(options: TrendOptions, terminal: Terminal) -> int:
 
 def changes(options: ChangeOptions, terminal: Terminal) -> int:
     """Name the nights and commits that moved a component; exit status 1 when there are any."""
-    from degarble.harness.history import asked  # noqa: PLC0415  numpy
+    from degarble.harness.history import query as asked  # noqa: PLC0415  numpy
 
     with _opened(options.store) as store:
         found = asked.histories(store, _question(options))
@@ -225,7 +225,7 @@ def changes(options: ChangeOptions, terminal: Terminal) -> int:
 
 def compare(options: RunsOptions, terminal: Terminal) -> int:
     """Set two runs of the store beside each other."""
-    from degarble.harness.history.asked import compared  # noqa: PLC0415  numpy
+    from degarble.harness.history.query import compared  # noqa: PLC0415  numpy
 
     with _opened(options.store) as store:
         lines, document = compared(store, options.first, options.second)
@@ -244,7 +244,7 @@ def export(options: ExportOptions, terminal: Terminal) -> int:
         )
     values.writable("FILE.parquet", options.file)
     from degarble.harness.history.parquet import write_parquet  # noqa: PLC0415  numpy
-    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  as above
+    from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as above
 
     with _opened(options.store) as store:
         rows = write_parquet(store, options.file)
@@ -258,7 +258,7 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
 
     CMD runs in a work tree of each commit, and writes there, to --result, the JSON of a check.
     """
-    from degarble.harness.runs.bisect import Search, bisected  # noqa: PLC0415  numpy
+    from degarble.harness.nightly.bisect import Search, bisected  # noqa: PLC0415  numpy
 
     search = Search(
         command=tuple(options.words),
@@ -278,7 +278,7 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
 @contextmanager
 def _opened(url: str) -> Iterator[Any]:
     """Open a store to read it; rows that were skipped are named, also where a question fails."""
-    from degarble.harness.history.asked import skipped_lines  # noqa: PLC0415  numpy
+    from degarble.harness.history.query import skipped_lines  # noqa: PLC0415  numpy
     from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
 
     with Opened(url) as store:
@@ -293,7 +293,7 @@ def _answer(
     store: Any, terminal: Terminal, document: dict[str, Any], status: int | None = None
 ) -> int:
     """Write the document; what agrees over a part of the rows is undecided over all of them."""
-    from degarble.harness.record.verdict import Verdict  # noqa: PLC0415  start-up time
+    from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  start-up time
 
     document["skipped"] = [asdict(row) for row in store.skipped]
     status = document["verdict"].exit_status if status is None else status
@@ -306,6 +306,6 @@ def _answer(
 
 
 def _question(options: TrendOptions | ChangeOptions) -> Any:
-    from degarble.harness.history.asked import Question  # noqa: PLC0415  numpy
+    from degarble.harness.history.query import Question  # noqa: PLC0415  numpy
 
     return Question(options.component, options.subject, options.machine, options.measure)

@@ -9,18 +9,18 @@ from typing import Annotated
 
 import typer
 
+from degarble.harness.base.errors import (
+    EXIT_AGREES,
+    InvalidArgument,
+    MissingDependency,
+)
+from degarble.harness.base.input_files import regular_file
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.commands.talking import ARITHMETICS
 from degarble.harness.cli.options import CheckpointPath
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.errors import (
-    EXIT_AGREES,
-    InvalidArgument,
-    MissingDependency,
-)
-from degarble.harness.input_files import regular_file
-from degarble.harness.record.files import require_folder
+from degarble.harness.report.files import require_folder
 
 TOKEN_VARIABLE = "DEGARBLE_SERVE_TOKEN"  # noqa: S105  the name of a variable
 _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 512
@@ -96,8 +96,8 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
     token = _token(options, os.environ.get(TOKEN_VARIABLE))
     _require_packages()
     # Imports torch, which --help and --version do without.
+    from degarble.harness.serve.messages import Bounds  # noqa: PLC0415  as above
     from degarble.harness.serve.serving import Serving, serve  # noqa: PLC0415
-    from degarble.harness.serve.words import Bounds  # noqa: PLC0415  as above
 
     bounds = Bounds(
         prompt_tokens=options.max_prompt_tokens,

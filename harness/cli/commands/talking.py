@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from degarble.harness.base.errors import EXIT_AGREES, InvalidArgument, Refused
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.first_pass import first_pass
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.cli.options import Backend, CheckpointPath, Prompt, Prompts, Strict
 from degarble.harness.cli.terminal import Terminal, tell_refusal
-from degarble.harness.errors import EXIT_AGREES, InvalidArgument, Refused
-from degarble.harness.record.wording import number, visible
+from degarble.harness.report.number_text import number, visible
 
 ARITHMETICS = ("definition", "bf16", "twin")
 EFFORTS = ("low", "high", "max")
@@ -93,9 +93,9 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     """
     _require(options, terminal)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.runs import generate as run  # noqa: PLC0415
-    from degarble.harness.runs.backends import AskedBackend  # noqa: PLC0415
-    from degarble.harness.runs.generate import speaking_model  # noqa: PLC0415
+    from degarble.harness.backends.registry import AskedBackend  # noqa: PLC0415
+    from degarble.harness.generate import generate as run  # noqa: PLC0415
+    from degarble.harness.generate.generate import speaking_model  # noqa: PLC0415
 
     prompts: list[Any] = [options.prompt]
     if options.prompts is not None:
@@ -167,10 +167,10 @@ def _require(options: GenerateOptions, terminal: Terminal) -> None:
 
 def _manner(options: GenerateOptions, conversations: bool) -> Any:
     """Make the record of how to speak; some options are of a chat alone."""
-    from degarble.harness.runs import generate as run  # noqa: PLC0415  imports torch
-    from degarble.harness.talk.generation import Limits  # noqa: PLC0415  as above
-    from degarble.harness.talk.sampling import Sampling  # noqa: PLC0415  as above
-    from degarble.harness.talk.turns import CHAT, THINKING, Style  # noqa: PLC0415  as above
+    from degarble.harness.chat.turns import CHAT, THINKING, Style  # noqa: PLC0415  as above
+    from degarble.harness.generate import generate as run  # noqa: PLC0415  imports torch
+    from degarble.harness.inference.generation import Limits  # noqa: PLC0415  as above
+    from degarble.harness.inference.sampling import Sampling  # noqa: PLC0415  as above
 
     given = (options.system, options.tools, options.effort)
     chat = options.chat or options.thinking or conversations or any(x is not None for x in given)
@@ -215,7 +215,7 @@ def _speak(talker: Any, prompts: list[Any], terminal: Terminal) -> Any:
 
 def _converse(talker: Any, terminal: Terminal) -> None:
     """Read what a person says line by line, and answer; Ctrl-C ends an answer, Ctrl-D the talk."""
-    from degarble.harness.runs.dialogue import Dialogue  # noqa: PLC0415  imports torch
+    from degarble.harness.generate.dialogue import Dialogue  # noqa: PLC0415  imports torch
 
     dialogue, asking = Dialogue(talker), sys.stdin.isatty()
     if isinstance(sys.stdin, TextIOWrapper):

@@ -1,1 +1,1 @@
-"""Known ways to go wrong, one family a file: how to make each, and how to recognise it."""
+"""Known faults, a family a file: how to plant each and how to recognise it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.faults.family import Case, Match
-from degarble.harness.record.wording import number, share
+from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
     from torch import Tensor

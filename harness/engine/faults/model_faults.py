@@ -20,7 +20,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.anatomy.components import component_named
+from degarble.harness.model.components import component_named
 from degarble.references.binding import plain_call
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.anatomy.components import Component
-    from degarble.harness.anatomy.recipes import Recipe
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.protocols import ComponentCall
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import Bound
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.types import LayerType, MlpType
 from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
 from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
@@ -34,6 +33,7 @@ from degarble.harness.engine.faults.rebinding import (
 )
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.types import LayerType, MlpType
 from degarble.references.linears import weight_values
 
 if TYPE_CHECKING:

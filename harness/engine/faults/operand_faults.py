@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.harness.anatomy.parameters import parameter_named
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
 from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
@@ -23,6 +21,8 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.packing import pack_nibbles
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.types import Rounding
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.parameters import parameter_named
 from degarble.references import experts
 from degarble.references.facts import V4Facts, V32Facts
 from degarble.references.linears import holds_codes
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.engine.faults.weight_faults import Words
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.types import BlockFormat
-    from degarble.harness.protocols import ComponentCall
 
     Parts = Mapping[str, Tensor]
     Making = Callable[[Scene, Parts, Parts], Parts | None]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.anatomy.config import V4Config
-from degarble.references import components_v4, components_v32
+from degarble.harness.model.config.config import V4Config
+from degarble.references.components import v4 as components_v4
+from degarble.references.components import v32 as components_v32
 from degarble.references.facts import Facts, V4Facts, V32Facts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import Scene
-    from degarble.harness.protocols import ComponentCall
 
     Inputs = Mapping[str, Tensor]
     Weights = Mapping[str, Any]

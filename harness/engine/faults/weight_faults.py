@@ -5,8 +5,9 @@ part, one expert, half of the experts, a run of rows), the same change for plant
 `of_tensor` lifts the faults of quantised tensors, `of_values` what is done to numbers. A change
 returns None where it cannot be; `needs` says by format alone where it can.
 
-Kept honest by suites/engine/faults/test_weight_faults.py and suites/engine/test_diagnose.py.
-Shape letters: N rows, K elements of a row, R and C block scales along them.
+Kept honest by suites/engine/faults/test_weight_faults.py and
+suites/engine/diagnose/test_diagnose.py. Shape letters: N rows, K elements of a row, R and C block
+scales along them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.anatomy.parameters import parameter_named
-from degarble.harness.anatomy.types import Dtype, Kind
 from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, with_weights
-from degarble.harness.engine.faults.spots import (
+from degarble.harness.engine.faults.weight_regions import (
     expert_of,
     full_name,
     matrices,
@@ -28,6 +27,8 @@ from degarble.harness.engine.faults.spots import (
 )
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.family import Fault
     from degarble.harness.engine.faults.model_faults import Scene, Sight
-    from degarble.harness.engine.faults.spots import Spot
+    from degarble.harness.engine.faults.weight_regions import Spot
     from degarble.harness.formats.quantised import QuantisedTensor
     from degarble.harness.formats.types import BlockFormat
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.cli.commands import demo as command
-from degarble.harness.record.page_json import page_from_json
-from degarble.suites.cli.calls import call
-from degarble.suites.runs.demo_cases import whole_story
+from degarble.harness.report.page_json import page_from_json
+from degarble.suites.commands.calls import call
+from degarble.suites.museum.demo_cases import whole_story
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.runs.demo import Story
+    from degarble.harness.museum.demo import Story
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             step(str(number))
         return whole_story()
 
-    monkeypatch.setattr("degarble.harness.runs.demo.tell_story", tell)
+    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", tell)
     return asked
 
 
@@ -91,7 +91,7 @@ def test_an_unwritable_place_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    monkeypatch.setattr("degarble.harness.runs.demo.tell_story", pytest.fail)
+    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", pytest.fail)
     (tmp_path / "file").touch()
     result = call(capsys, "demo", "--out", tmp_path / place)
     assert result.status == 2
@@ -105,7 +105,7 @@ def test_a_story_that_does_not_hold_is_status_1(
     story = whole_story()
     found = tuple(replace(each, diagnosed=None) for each in story.sick.found)
     blind = replace(story, sick=replace(story.sick, found=found))
-    monkeypatch.setattr("degarble.harness.runs.demo.tell_story", lambda *_: blind)
+    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", lambda *_: blind)
     result = call(capsys, "demo", "--out", tmp_path)
     assert result.status == 1
     assert "the fault planted on purpose is not named" in result.out

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.runs import museum
-from degarble.harness.runs.museum import Museum
-from degarble.harness.runs.museum_plants import Cause, Outcome, Place
-from degarble.suites.cli.calls import call
+from degarble.harness.museum import museum
+from degarble.harness.museum.museum import Museum
+from degarble.harness.museum.plants import Cause, Outcome, Place
+from degarble.suites.commands.calls import call
 
 if TYPE_CHECKING:
     from pathlib import Path

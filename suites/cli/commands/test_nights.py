@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.history.store import Store
-from degarble.suites.cli.calls import call
+from degarble.suites.commands.calls import call
 from degarble.suites.history.history_cases import W2, history, night
 
 CHECK = {

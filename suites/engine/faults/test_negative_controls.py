@@ -15,10 +15,10 @@ from degarble.harness.engine.faults.negative_controls import (
 )
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
+from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
-from degarble.suites.engine.faults.planting import V4, has_effect, run, same
+from degarble.suites.engine.planting import V4, has_effect, run, same
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.engine.faults import rebinding
-from degarble.suites.engine.faults.planting import run
+from degarble.suites.engine.planting import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

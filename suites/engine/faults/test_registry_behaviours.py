@@ -1,8 +1,8 @@
 """Every family of behaviour, from the registry: what is planted is reproduced, and nothing else.
 
 The proof that each of them owes is in planting.py. Families of weights, scales, formats, layouts
-and loading owe theirs to suites/engine/test_diagnose.py; a family that is in neither fails here, so
-that a new one cannot come without a case.
+and loading owe theirs to suites/engine/diagnose/test_diagnose.py; a family that is in neither fails
+here, so that a new one cannot come without a case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from degarble.harness.engine.faults.model_faults import Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine.diagnosing import FAULTS as OF_WEIGHTS
-from degarble.suites.engine.faults.planting import alarms, cases, prove
+from degarble.suites.engine.planting import alarms, cases, prove
 
 if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import ModelFault

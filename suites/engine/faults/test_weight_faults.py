@@ -30,7 +30,7 @@ def test_every_family_has_three_variants_and_words() -> None:
         assert fault.remedy.endswith(".")
 
 
-# It takes what another layer's call was given: suites/runs/test_museum_plants.py runs both.
+# It takes what another layer's call was given: suites/museum/test_plants.py runs both.
 WHOLE_RUNS = {"M12.layer_view"}
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.references.binding import Bound
-from degarble.references.model_v4 import ModelV4
-from degarble.references.model_v32 import ModelV32
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
 from degarble.references.tiny import figures, words

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.anatomy.parameters import parameters
-from degarble.harness.anatomy.types import Kind
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.types import Kind
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.references.tiny.outliers import readers_of, with_outliers
-from degarble.references.tiny.trainable import TrainableV4
-from degarble.references.tiny.trainable_v32 import TrainableV32
+from degarble.references.tiny.trainable.v4 import TrainableV4
+from degarble.references.tiny.trainable.v32 import TrainableV32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.anatomy.config import Config
-    from degarble.references.tiny.trainable_common import Trainable
+    from degarble.harness.model.config.config import Config
+    from degarble.references.tiny.trainable.common import Trainable
 
 
 def _set(model: Trainable, weights: dict[str, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from degarble.references.tiny import train
 from degarble.references.tiny.batches import KINDS, Batches, example
 from degarble.references.tiny.language import Mixture
 from degarble.references.tiny.optimiser import Optimiser, orthogonal
-from degarble.references.tiny.trainable_common import Ablation
+from degarble.references.tiny.trainable.common import Ablation
 
 if TYPE_CHECKING:
     from pathlib import Path

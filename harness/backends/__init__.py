@@ -1,0 +1,1 @@
+"""Backends: the registry, and whose callable computes which component."""

@@ -1,0 +1,1 @@
+"""The backend of our kernels, component by component."""

@@ -1,0 +1,195 @@
+"""The backend `cutedsl`: our kernels in the place of a model's components, one row a role.
+
+Owns the table of pairings, the conventions that our kernels follow where sources disagree, the
+decision for every component of a bound model (a kernel, or the reason why there is none), and the
+calls that take inputs to the GPU and bring outputs back. Nothing falls to the reference silently:
+the table of a run has launches for one part of the components and reasons for all others.
+
+Refuses machines without a GPU that kernels were written for. Kept honest by
+suites/backends/cutedsl/test_backend.py, with a stand-in for the kernels, and test_cutedsl_h200.py.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.backends.cutedsl import (
+    attention,
+    experts,
+    indexer,
+    latent,
+    linears,
+    mixing,
+    rows,
+)
+from degarble.harness.backends.cutedsl.parts import NoKernelError, Part, Prepared, Work
+from degarble.harness.backends.pairings import Paired, replace_call
+from degarble.harness.base.errors import Refused
+from degarble.harness.model.parameters import parameter_named
+from degarble.harness.report.kernel_table import KernelTable
+from degarble.references.numerics import HeadNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.cutedsl.parts import Compute
+    from degarble.harness.model.recipes import Recipe
+    from degarble.references.binding import Bound
+
+    Pairing = Callable[[Part], Compute]
+
+NAME = "cutedsl"
+# What our kernels do where the sources disagree; a run with them is judged by a twin that does too.
+CONVENTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "head_norm": HeadNorm.ONCE,
+        "routing_weight_before_w2": False,
+        "attention_in_storage_dtype": False,
+    }
+)
+_ACT_QUANT = ".act_quant"
+
+PAIRINGS: Mapping[str, Pairing] = {
+    "embed": rows.embed,
+    "head": linears.wide,
+    "attn.q_norm": rows.norm,
+    "attn.kv_norm": latent.latent_norm,
+    "attn.wq_a": linears.linear,
+    "attn.wq_b": linears.linear,
+    "attn.wkv": linears.linear,
+    "attn.wkv_a": linears.linear,
+    "attn.wkv_b": linears.linear,
+    "attn.wo_a": linears.grouped,
+    "attn.wo_b": linears.linear,
+    "attn.wo": linears.linear,
+    "attn.q_head_norm_rope": rows.query_heads,
+    "attn.rope": rows.rope,
+    "attn.kv_norm_rope": rows.latent_row,
+    "attn.inverse_rope": rows.inverse_rope,
+    "attn.compressor.proj": linears.compressor,
+    "attn.compressor.write": rows.cache_row,
+    "attn.indexer.wq_b": linears.linear,
+    "attn.indexer.wk": linears.linear,
+    "attn.indexer.compressor.proj": linears.compressor,
+    "hc_head": mixing.head,
+    "attn.hc_pre": mixing.pre,
+    "ffn.hc_pre": mixing.pre,
+    "attn.hc_post": mixing.post,
+    "ffn.hc_post": mixing.post,
+    "attn.compressor.pool": attention.pool,
+    "attn.indexer.q": indexer.queries,
+    "attn.indexer.k": indexer.keys,
+    "attn.indexer.weights_proj": indexer.weights,
+    "attn.indexer.compressor.pool": indexer.pooled,
+    "attn.indexer.scores": indexer.scores,
+    "attn.indexer.topk": indexer.topk,
+    "ffn.experts.combine": experts.combine,
+    "ffn.moe_sum": experts.moe_sum,
+    "ffn.gate": linears.wide,
+    "ffn.topk": experts.topk,
+    "ffn.w13": linears.linear,
+    "ffn.act": experts.shared_act,
+    "ffn.w2": linears.linear,
+    "ffn.experts.w13": experts.w13,
+    "ffn.experts.w13.act_quant": experts.w13_act_quant,
+    "ffn.experts.act_quant": experts.routed_act,
+    "ffn.experts.w2": experts.w2,
+    "ffn.shared.w13": linears.linear,
+    "ffn.shared.act": experts.shared_act,
+    "ffn.shared.w2": linears.linear,
+}
+# Roles that a family has in a form of its own.
+_OF_V4: Mapping[str, Pairing] = {
+    "norm": rows.norm,
+    "attn.norm": rows.norm,
+    "ffn.norm": rows.norm,
+    "attn.kv_write": rows.cache_row,
+    "attn.attend": attention.attend,
+}
+_OF_V32: Mapping[str, Pairing] = {
+    "norm": rows.residual_norm,
+    "attn.norm": rows.residual_norm,
+    "ffn.norm": rows.residual_norm,
+    "attn.kv_write": latent.cache_row,
+    "attn.attend": latent.attend,
+}
+
+
+class KernelCall:
+    """A component by kernels: inputs go to the GPU, outputs come back to where the inputs were."""
+
+    def __init__(self, name: str, compute: Compute, kernels: Kernels, table: KernelTable) -> None:
+        self._name, self._compute = name, compute
+        self._kernels, self._table = kernels, table
+        self._kept: dict[tuple[str, str], Any] = {}
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Compute it, and note what was launched."""
+        there = self._kernels.device
+        home = next(iter(inputs.values())).device
+        given = {name: each.to(there) for name, each in inputs.items()}
+        work = Work(given, Prepared(weights, there, self._kept), self._kernels)
+        made = self._compute(work)
+        self._table.note(self._name, self._kernels.taken())
+        return {name: each.to(home) for name, each in made.items()}
+
+
+def use_kernels(bound: Bound, recipe: Recipe, kernels: Kernels) -> Paired:
+    """Put kernels in the place of every component that has one."""
+    computes: dict[str, Compute] = {}
+    reasons: dict[str, str] = {}
+    for part in parts_of(bound, recipe, kernels.target):
+        found = decided(part)
+        if isinstance(found, str):
+            reasons[part.component.name] = found
+        else:
+            computes[part.component.name] = found
+    table = KernelTable(kernels.target, reasons)
+    for name, compute in computes.items():
+        replace_call(bound, name, KernelCall(name, compute, kernels, table), f"backend {NAME}")
+    return Paired(NAME, tuple(computes), tuple(reasons), table)
+
+
+def decided(part: Part) -> Compute | str:
+    """Pair a component with kernels, or say why none computes it."""
+    role = part.component.role
+    family = _OF_V4 if part.v4 else _OF_V32
+    pairing = family.get(role) or PAIRINGS.get(role)
+    if pairing is None and role.endswith(_ACT_QUANT):
+        pairing = linears.act_quant
+    if pairing is None:
+        return "no kernel of this version computes it"
+    try:
+        return pairing(part)
+    except NoKernelError as reason:
+        return str(reason)
+    except Refused as error:  # a problem that the kernel's own contract does not have
+        return f"{error.name} = {error.shown_value}: the kernel takes {error.expectation}"
+
+
+def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[Part]:
+    """Every component of a bound model, in its order, with what a pairing decides by."""
+    made = []
+    for name in bound.calls:
+        component, facts = bound.bound_to(name)
+        prefix = f"{component.block.prefix}." if component.block else ""
+        known = {
+            local: parameter_named(bound.config, prefix + local) for local in bound.weights_of(name)
+        }
+        made.append(
+            Part(
+                component,
+                facts,
+                {local: recipe.format_of(each).weight for local, each in known.items()},
+                {local: each.shape for local, each in known.items()},
+                {local: str(each.row.dtype) for local, each in known.items()},
+                target,
+            )
+        )
+    return made

@@ -1,0 +1,383 @@
+"""Linears of every recipe in place of the references': which GEMM answers, and what it is handed.
+
+Owns the choice by the formats of weight and activation, rows of activations as values or codes, and
+the products that stay float32 (head, router, compressors). Weights that a recipe stores in FP8 or
+MXFP4 behind BF16 activations are multiplied as BF16: each value is a code by a power of two.
+
+Gives the reason where no kernel fits, and refuses scales that a kernel cannot take. Kept honest by
+suites/backends/cutedsl/test_backend.py. Shape letters: M rows, N outputs, K inputs, P = K / 2
+bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.backends.cutedsl.parts import NoKernelError, own
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held, rows_of_form
+from degarble.kernels.gemm.problem import GemmProblem, choose_form
+from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
+from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.runtime.targets import SM90A
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.backends.cutedsl.parts import Compute, Outputs, Part, Work
+    from degarble.harness.formats.weight import Weight
+
+_ACT_QUANT = ".act_quant"
+_TILE = 128  # rows of FP8 weights that share a scale
+_FP8_SCALES = {"UE8M0": "ue8m0", "F32": "float32"}
+# A code by a power of two has at most four significant bits, so that BF16 holds it.
+_EXACT_IN_BF16 = ("BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32", "MXFP4", "MXFP8")
+
+
+class Rows(NamedTuple):
+    """Activations as they reach a linear: values [M, K], or codes with their scales."""
+
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    block_scale: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+    def some(self, index: Tensor) -> Rows:
+        """Some of the rows."""
+        parts = (None if part is None else part[index] if part.ndim else part for part in self)
+        return Rows(*parts)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one weight is multiplied: by which kernel, and the problem of one row."""
+
+    kernel: str
+    problem: GemmProblem | W4A16Problem
+
+
+def way_of(part: Part, name: str) -> Way:
+    """Choose the kernel of a weight; raise the reason where there is none."""
+    activation, weight = part.facts.activation(name), part.format_of(name)
+    outputs, inner = part.shapes[name][-2:]
+    if activation is None and weight == "NVFP4":
+        return Way("sm90_gemm_w4a16", W4A16Problem(1, outputs, inner, LINEAR.name))
+    if activation is None and weight in _EXACT_IN_BF16:
+        problem = GemmProblem(1, outputs, inner)
+    elif activation == weight == "NVFP4":
+        problem = GemmProblem(1, outputs, inner, "nvfp4", "e4m3")
+    elif activation and activation.startswith("FP8_1X128") and weight.startswith("FP8_128X128"):
+        kinds = [each.rpartition("_")[2] for each in (activation, weight)]
+        if kinds[0] != kinds[1]:
+            raise NoKernelError(f"{activation} activations beside {weight} weights")
+        problem = GemmProblem(1, outputs, inner, "fp8_block", _FP8_SCALES[kinds[0]])
+    else:
+        raise NoKernelError(f"no kernel multiplies {activation or 'BF16'} by {weight}")
+    if part.target != SM90A.name:
+        raise NoKernelError(f"the GEMM of {problem.operands} has run on {SM90A.name} alone")
+    choose_form(problem, part.target)
+    return Way(f"sm90_gemm_{problem.operands}", problem)
+
+
+def product(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+    """Rows by one weight, BF16 [M, N]."""
+    multiply = {
+        "sm90_gemm_bf16": _by_bf16,
+        "sm90_gemm_nvfp4": _by_nvfp4,
+        "sm90_gemm_fp8_block": _by_fp8,
+        "sm90_gemm_w4a16": _by_w4a16,
+    }[way.kernel]
+    return multiply(work, way, name, rows)
+
+
+def _by_bf16(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+    a = own(_known(rows.values))
+    problem = replace(way.problem, rows=a.shape[0])
+    return work.run(way.kernel, problem, a=a, b=work.weights.bf16(name))[0]
+
+
+def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+    codes, scale = own(_known(rows.codes)), _known(rows.tensor_scale)
+    if scale.numel() > 1 and bool((scale != scale[:1]).any()):
+        raise InvalidArgument(
+            f"tensor scales in front of {name}", f"{scale.numel()} rows with scales of their own",
+            "one input scale for all rows of a product",
+            "Quantise with --calibration, so that the checkpoint has input scales.",
+        )  # fmt: skip
+    b_codes, b_scales, b_scale = work.weights.made(name, "nvfp4 in 128x4", partial(nvfp4, work))
+    (made,) = work.run(
+        way.kernel, replace(way.problem, rows=codes.shape[0]),
+        a=codes, a_scales=own(to_layout(_known(rows.block_scale), SWIZZLE_128X4)),
+        a_decode_scale=own(scale.reshape(-1)[:1].float()),
+        b=b_codes, b_scales=b_scales, b_decode_scale=b_scale,
+    )  # fmt: skip
+    return made
+
+
+def nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, block scales in a layout, and decode scale of a weight, on the device."""
+    return tuple(map(work.weights.there, nvfp4_parts(weight, layout)))
+
+
+def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, block scales in a layout, and the decode scale [1], where the weight is."""
+    tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
+    tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN)
+    tensor = tensor.with_layout(SWIZZLE_128X4 if layout == SWIZZLE_128X4.name else LINEAR)
+    return tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
+
+
+def _by_fp8(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+    codes = own(_known(rows.codes)).view(torch.float8_e4m3fn)
+
+    def fp8(weight: Weight) -> tuple[Tensor, Tensor]:
+        tensor = weight.quantised()
+        return tuple(map(work.weights.there, (tensor.codes, tensor.block_scale)))  # type: ignore[return-value]
+
+    b, b_scales = work.weights.made(name, "fp8", fp8)
+    (made,) = work.run(
+        way.kernel, replace(way.problem, rows=codes.shape[0]), a=codes,
+        a_scales=own(_known(rows.block_scale)), b=b.view(torch.float8_e4m3fn), b_scales=b_scales,
+    )  # fmt: skip
+    return made
+
+
+def _by_w4a16(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+    x = _known(rows.values)
+    codes, scales, scale = work.weights.made(
+        name, "nvfp4", partial(nvfp4, work, layout=LINEAR.name)
+    )
+    made = [
+        work.run(
+            way.kernel, replace(way.problem, rows=some.shape[0]),
+            x=own(some), codes=codes, scales=scales, decode_scale=scale,
+        )[0]
+        for some in _pieces(x, LARGEST_ROWS)
+    ]  # fmt: skip
+    return _joined(made)
+
+
+def _known(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a recipe says in which form activations arrive"
+    return tensor
+
+
+def _pieces(x: Tensor, rows: int) -> Sequence[Tensor]:
+    return x.split(rows) if len(x) else (x,)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def rows_in(work: Work) -> Rows:
+    """The activations of a call: codes where they arrive as such."""
+    given = work.inputs
+    if "codes" not in given:
+        return Rows(values=work.bf16())
+    return Rows(
+        codes=given["codes"],
+        block_scale=given["block_scale"],
+        tensor_scale=given.get("tensor_scale"),
+    )
+
+
+def linear(part: Part) -> Compute:
+    """One linear, or several over one input, outputs side by side."""
+    ways = {name: way_of(part, name) for name in part.shapes}
+
+    def compute(work: Work) -> Outputs:
+        rows = rows_in(work)
+        made = [product(work, way, name, rows) for name, way in ways.items()]
+        return {"out": made[0] if len(made) == 1 else torch.cat(made, dim=-1)}
+
+    return compute
+
+
+def _act_quant_fp8(columns: int, scales: str) -> Compute:
+    """E4M3 codes and a scale for 128 values of a row."""
+    Fp8Problem(1, columns, scales)
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        problem = Fp8Problem(x.shape[0], x.shape[1], scales)  # of wo_a: all groups side by side
+        codes, block_scale = work.run("simt_quantise_fp8", problem, values=x)
+        return {"codes": codes.view(torch.uint8), "block_scale": block_scale}
+
+    return compute
+
+
+def _grouped_fp8(part: Part, way: Way) -> Compute:
+    """One product a group; a tile of 128 x 128 weights under one scale may have several groups."""
+    name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
+    require_group_rows(rank)
+
+    def fp8(work: Work, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+        there = work.weights.there
+        return [(there(codes), there(scales)) for codes, scales in by_group(weight, groups, rank)]
+
+    def compute(work: Work) -> Outputs:
+        rows = rows_in(work)
+        codes, scales = _known(rows.codes), _known(rows.block_scale)
+        weights = work.weights.made(name, "fp8 by group", partial(fp8, work))
+        pairs = zip(codes.chunk(groups, 1), scales.chunk(groups, 1), weights, strict=True)
+        problem = replace(way.problem, rows=codes.shape[0])
+        made = [
+            work.run(
+                way.kernel, problem, a=own(a).view(torch.float8_e4m3fn), a_scales=own(of_a),
+                b=b.view(torch.float8_e4m3fn), b_scales=of_b,
+            )[0]
+            for a, of_a, (b, of_b) in pairs
+        ]  # fmt: skip
+        return {"out": torch.cat(made, dim=-1)}
+
+    return compute
+
+
+def require_group_rows(rank: int) -> None:
+    """Refuse groups of FP8 whose tiles of scales are partly others'."""
+    if rank % _TILE and _TILE % rank:
+        raise NoKernelError(f"groups of {rank} rows share scales of {_TILE} with parts of others")
+
+
+def by_group(weight: Weight, groups: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """FP8 codes and scales of each group's rows; a tile under one scale may have several groups."""
+    tensor, found = weight.quantised(), []
+    for group in range(groups):
+        rows = slice(group * rank, (group + 1) * rank)
+        tiles = slice(rows.start // _TILE, -(-rows.stop // _TILE))
+        found.append((tensor.codes[rows], tensor.block_scale[tiles]))
+    return found
+
+
+def grouped(part: Part) -> Compute:
+    """V4's wo_a: one matrix for each group of heads, a product each."""
+    name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
+    whole = replace(part, shapes={name: (rank, part.shapes[name][1])})
+    way = way_of(whole, name)
+    if way.kernel == "sm90_gemm_fp8_block":
+        return _grouped_fp8(part, way)
+    if way.kernel != "sm90_gemm_bf16":
+        raise NoKernelError(f"groups of {part.format_of(name)} have no kernel; BF16 and FP8 do")
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        x_TGK = x.reshape(x.shape[0], groups, -1)
+        weight = work.weights.bf16(name).reshape(groups, rank, -1)
+        problem = replace(way.problem, rows=x.shape[0])
+        made = [
+            work.run(way.kernel, problem, a=own(x_TGK[:, group]), b=own(weight[group]))[0]
+            for group in range(groups)
+        ]
+        return {"out": torch.cat(made, dim=-1)}
+
+    return compute
+
+
+def wide_product(work: Work, x: Tensor, weight: Tensor, columns: int) -> Tensor:
+    """BF16 rows by a BF16 weight in float32, a few rows a launch."""
+    inner = x.shape[1]
+    most = max(rows for rows in ROWS if inner <= inner_held(rows))
+    made = [
+        work.run(
+            "simt_gemv_bf16", GemvProblem(some.shape[0], columns, inner),
+            x=own(some), weight=weight,
+        )[0]
+        for some in _pieces(x, most)
+    ]  # fmt: skip
+    return _joined(made)
+
+
+def _require_wide(part: Part) -> None:
+    for name, (outputs, inner) in part.shapes.items():
+        if part.format_of(name) != "BF16" or part.facts.activation(name) is not None:
+            raise NoKernelError(f"float32 sums of a {part.format_of(name)} weight have no kernel")
+        GemvProblem(1, outputs, inner)
+        assert rows_of_form(1) == 1, "one row is a form of its own"
+
+
+def wide(part: Part) -> Compute:
+    """Head and router: sums stay float32."""
+    _require_wide(part)
+
+    def compute(work: Work) -> Outputs:
+        name = part.name
+        weight = work.weights.bf16(name)
+        return {"out": wide_product(work, work.bf16(), weight, part.shapes[name][0])}
+
+    return compute
+
+
+def compressor(part: Part) -> Compute:
+    """Latent and gate: float32 where weights are plain, BF16 behind NVFP4 codes."""
+    if all(part.facts.activation(name) == "NVFP4" for name in part.shapes):
+        ways = {name: way_of(part, name) for name in part.shapes}
+
+        def by_codes(work: Work) -> Outputs:
+            rows = rows_in(work)
+            return _latent_and_gate(
+                {name: product(work, way, name, rows) for name, way in ways.items()}
+            )
+
+        return by_codes
+    _require_wide(part)
+
+    def compute(work: Work) -> Outputs:
+        x = work.bf16()
+        return _latent_and_gate(
+            {
+                name: wide_product(work, x, work.weights.bf16(name), shape[0])
+                for name, shape in part.shapes.items()
+            }
+        )
+
+    return compute
+
+
+def _latent_and_gate(made: dict[str, Tensor]) -> Outputs:
+    by_part = {name.rpartition(".")[2]: each for name, each in made.items()}
+    return {"latent": by_part["wkv"], "gate": by_part["wgate"]}
+
+
+def input_scale(work: Work, names: Sequence[str]) -> Tensor:
+    """The decode scale of activations in front of weights that share them: the largest [1]."""
+    scales = [work.weights.source[name].input_scale for name in names]
+    known = [scale.float().reshape(()) for scale in scales if scale is not None]
+    if len(known) < len(scales):
+        raise InvalidArgument(
+            f"input scale of {names[0]}", None, "a scale of the activations in front of it",
+            "Quantise with --calibration: the kernel takes no scale of a row.",
+        )  # fmt: skip
+    return work.weights.there(torch.stack(known).amax().reshape(1))
+
+
+def act_quant(part: Part) -> Compute:
+    """NVFP4 codes and linear scales of the input of a linear."""
+    names = tuple(part.shapes)
+    activation = part.facts.activation(names[0])
+    if activation is not None and activation.startswith("FP8_1X128"):
+        return _act_quant_fp8(part.shapes[names[0]][-1], _FP8_SCALES[activation.rpartition("_")[2]])
+    if activation != "NVFP4":
+        raise NoKernelError(f"no kernel quantises activations to {activation}")
+    QuantiseProblem(1, part.shapes[names[0]][-1], LINEAR.name)
+
+    def compute(work: Work) -> Outputs:
+        x, scale = work.bf16(), input_scale(work, names)
+        problem = QuantiseProblem(x.shape[0], x.shape[1], LINEAR.name)
+        codes, scales = work.run("simt_quantise_nvfp4", problem, values=x, decode_scale=scale)
+        return {
+            "codes": codes,
+            "block_scale": scales.reshape(x.shape[0], -1),
+            "tensor_scale": scale.reshape(()),
+        }
+
+    return compute

@@ -1,0 +1,1 @@
+"""Whole decoder layers of our kernels in CUDA graphs."""

@@ -1,0 +1,313 @@
+"""One decoding step of a V4 layer by our kernels, streams in to streams out, nobody waiting.
+
+Owns the wiring: which kernel writes what the next one reads, for each type of layer. Tokens,
+positions and owners lie on the device, so that a step can be captured in a CUDA graph and follows
+them at every replay. A token is written into its window's ring and its compressor's ring; an entry
+that it completes goes to its page; what is attended to is listed on the device. Kernels alone
+compute: torch allocates, views, and widens latents behind NVFP4 compressors (`widened`).
+
+Kept honest by suites/backends/graph/test_layer.py, by stand-ins, and test_decoder_h200.py. Shape
+letters: B lanes (a token each), S streams, D hidden, H heads, L latent width, N indexer heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.backends.graph.matrices import (
+    CodedGroups,
+    coded_product,
+    dense_product,
+    multiply,
+    widely,
+)
+from degarble.harness.backends.graph.memory import PAGE
+from degarble.harness.backends.graph.steps import Steps, widened
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.cache.compressor_problem import PoolProblem
+from degarble.kernels.cache.slots_problem import CHOSEN, ENTRIES, WINDOW
+from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.indexer.operand_problem import WIDTH as KEY_WIDTH
+from degarble.kernels.indexer.operand_problem import OperandProblem
+from degarble.kernels.indexer.problem import KeyPages, ScoresProblem
+from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.primitives.attention_rows import WIDTH
+from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
+from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.rows.mhc_problem import MixProblem
+from degarble.kernels.rows.mhc_projection_problem import ProjectProblem
+from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Many
+
+    from torch import Tensor
+
+    from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.graph.memory import LayerMemory, Room
+    from degarble.harness.backends.graph.weights import (
+        AttentionWeights,
+        Compressing,
+        EndWeights,
+        FfnWeights,
+        Indexing,
+        LayerWeights,
+        Mixing,
+    )
+    from degarble.harness.model.config.config import V4Config
+    from degarble.references.numerics import Switches
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a step's layers share: slots of the window, of the tokens themselves, of all entries."""
+
+    window: Tensor
+    own: Tensor
+    visible: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Stepping(Steps):
+    """V4's layers, a row a lane."""
+
+    def __init__(self, kernels: Kernels, config: V4Config, switches: Switches, room: Room) -> None:
+        super().__init__(kernels, config, switches, room, room.lanes)
+        self.config = config
+
+    def through(
+        self,
+        ends: EndWeights,
+        layers: Many[LayerWeights],
+        memories: Many[LayerMemory],
+        embedded: Tensor,
+    ) -> Tensor:
+        """Streams [B, S, D] behind the last layer."""
+        del ends
+        streams = embedded.reshape(self.rows, -1, embedded.shape[1])
+        seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
+        lists = self.lists(tuple(sorted(seen)))
+        for weights, memory in zip(layers, memories, strict=True):
+            streams = self.layer(weights, memory, lists, streams)
+        return streams
+
+    def behind(self, ends: EndWeights, hidden: Tensor) -> Tensor:
+        """Streams mixed and normed."""
+        return self.normed(ends.norm, self.mixed(ends.mixing, hidden, "head")[0])
+
+    def lists(self, ratios: tuple[int, ...]) -> Lists:
+        """Slots for all layers of a step; `ratios` are those of layers that see every entry."""
+        window, own = self.slots(WINDOW, self.room.window, 0)
+        visible = {
+            ratio: self.slots(ENTRIES, self.room.columns(ratio), ratio)[0] for ratio in ratios
+        }
+        assert own is not None, "a window tells the tokens' own slots"
+        return Lists(window, own, visible)
+
+    # ---- parts that every layer has --------------------------------------------------------------
+
+    def mixed(self, mixing: Mixing, streams: Tensor, part: str) -> tuple[Tensor, ...]:
+        """MHC in front of a sublayer ("all"), or of the head."""
+        kind = "head" if part == "head" else "layer"
+        products, squares = self.kernels.run(
+            "simt_mhc_project", ProjectProblem(streams.shape[0], streams.shape[2], kind),
+            streams=streams, split=mixing.split,
+        )  # fmt: skip
+        return self.kernels.run(
+            "simt_mhc", self._mix(streams, part), streams=streams, products=products,
+            squares=squares, base=mixing.base, scale=mixing.scale,
+        )  # fmt: skip
+
+    def spread(self, x: Tensor, streams: Tensor, pre: tuple[Tensor, ...]) -> Tensor:
+        """MHC behind a sublayer."""
+        _, post, mix = pre
+        return self.kernels.run(
+            "simt_mhc", self._mix(streams, "post"), streams=streams, layer=x, post=post, mix=mix
+        )[0]
+
+    def _mix(self, streams: Tensor, part: str) -> MixProblem:
+        c = self.config
+        told = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+        return MixProblem(streams.shape[0], streams.shape[2], part, *told)
+
+    # ---- a layer ---------------------------------------------------------------------------------
+
+    def layer(
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, streams: Tensor
+    ) -> Tensor:
+        """Streams in [B, S, D], streams out."""
+        pre = self.mixed(weights.attn.mixing, streams, "all")
+        x = self.normed(weights.attn.norm, pre[0])
+        streams = self.spread(self._attention(weights, memory, lists, x), streams, pre)
+        pre = self.mixed(weights.ffn.mixing, streams, "all")
+        x = self.normed(weights.ffn.norm, pre[0])
+        return self.spread(self._ffn(weights.ffn, x), streams, pre)
+
+    def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:
+        limit, clamped = self.config.swiglu_limit or None, self.switches.shared_expert_clamped
+        width = self.config.moe_intermediate_size
+        shared = self.gated(w.shared, x, width, limit if clamped else None)
+        return self.routed(w.routed, x, shared, limit)
+
+    def _attention(
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, x: Tensor
+    ) -> Tensor:
+        w, run, c = weights.attn, self.kernels.run, self.config
+        table, positions = self.turns(weights.rope), self.lanes.positions
+        qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x))
+        heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), -1, WIDTH)
+        of_heads = HeadsProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
+        (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
+        self._write_latent(weights, memory, lists, multiply(self.kernels, w.wkv, x))
+        near, far = KeyList(self.room.window, self.room.pages(0)), None
+        more = {"window_slots": lists.window, "window_cache": memory.window}
+        ratio = weights.block.ratio
+        if ratio:
+            slots = self._entries(weights, memory, lists, (x, qr))
+            assert memory.entries is not None, "a layer that compresses has entries"
+            far = KeyList(slots.shape[1], self.room.pages(ratio))
+            more |= {"entries_slots": slots, "entries_cache": memory.entries}
+        told = AttentionProblem(len(x), heads.shape[1], near, far, "decode")
+        out = run("sm90_sparse_attention", told, q=q, sink=w.sink, **more)[0]
+        return multiply(self.kernels, w.wo_b, self._turned_back(w, out, table))
+
+    def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
+        """Inverse RoPE and wo_a: one kernel, or more where groups are narrow."""
+        lanes, heads = out.shape[:2]
+        positions, groups = self.lanes.positions, w.wo_a
+        if isinstance(groups, CodedGroups):
+            return coded_product(self.kernels, groups, out, (table, positions))
+        if groups.dense:
+            back = BackProblem(lanes, heads, len(table))
+            (turned,) = self.kernels.run(
+                "simt_inverse_rope", back, heads=out, turns=table, positions=positions
+            )
+            return dense_product(self.kernels, groups.weight, turned.flatten(1))
+        columns, inner = groups.weight.shape[0] // groups.groups, groups.weight.shape[1]
+        problem = GroupedProblem(lanes, groups.groups, columns, inner, WIDTH, len(table))
+        return self.kernels.run(
+            "sm90_gemm_grouped", problem, a=out.flatten(1), b=groups.weight, turns=table,
+            positions=positions,
+        )[0]  # fmt: skip
+
+    def _write_latent(
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, latent: Tensor
+    ) -> None:
+        """Norm, turn and write the token's row into the window's ring."""
+        norm, table = weights.attn.kv_norm, self.turns(weights.rope)
+        told = (len(table), self.config.rms_norm_eps, norm.kind)
+        self.kernels.run(
+            "simt_kv_write", WriteProblem(len(latent), self.room.pages(0), *told), values=latent,
+            weight=norm.weight, turns=table, positions=self.lanes.positions, slots=lists.own,
+            cache=memory.window,
+        )  # fmt: skip
+
+    # ---- compressed entries ----------------------------------------------------------------------
+
+    def _entries(
+        self, weights: LayerWeights, memory: LayerMemory, lists: Lists, given: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Carry the compressor on; slots of the entries that each token attends to."""
+        w, ratio = weights.attn, weights.block.ratio
+        assert w.compressor is not None, "a layer with a ratio compresses"
+        assert memory.ring is not None, "and carries rows"
+        assert memory.entries is not None, "into entries"
+        made = self._pooled(w.compressor, memory.ring, ratio, given[0])
+        pages = self.room.pages(ratio)
+        self._write_entries(weights, w.compressor, made, memory.entries, pages)
+        if w.indexer is None:
+            return lists.visible[ratio]
+        chosen = self._chosen(weights, w.indexer, memory, given)
+        return self.slots(CHOSEN, chosen.shape[1], ratio, chosen)[0]
+
+    def _pooled(
+        self, weights: Compressing, ring: Tensor, ratio: int, x: Tensor
+    ) -> tuple[Tensor, ...]:
+        lanes, width = len(x), weights.ape.shape[1] // (ring.shape[1] // ratio)
+        told, table = self.lanes, self.tables(ratio).slots
+        return self.kernels.run(
+            "simt_compressor", PoolProblem(lanes, lanes, lanes, lanes, ratio, width),
+            projected=self._projected(weights, x), ape=weights.ape, rings=ring,
+            closing=told.members, owners=told.members, starts=told.positions,
+            offsets=told.offsets, ring_of=told.owners, table=table,
+        )  # fmt: skip
+
+    def _projected(self, weights: Compressing, x: Tensor) -> Tensor:
+        """Latents, then gates, in float32."""
+        if weights.joined is not None:
+            return widely(self.kernels, weights.joined, x)
+        return widened([multiply(self.kernels, each, x) for each in weights.apart])
+
+    def _write_entries(
+        self,
+        weights: LayerWeights,
+        of: Compressing,
+        made: tuple[Tensor, ...],
+        cache: Tensor,
+        pages: Pages,
+    ) -> None:
+        """Norm, turn at the window's first position, and write what was completed."""
+        values, positions, slots = made
+        table = self.turns(weights.rope)
+        told = (len(table), self.config.rms_norm_eps, of.norm.kind)
+        self.kernels.run(
+            "simt_kv_write", WriteProblem(len(values), pages, *told), values=values,
+            weight=of.norm.weight, turns=table, positions=positions, slots=slots, cache=cache,
+        )  # fmt: skip
+
+    def _chosen(
+        self, weights: LayerWeights, w: Indexing, memory: LayerMemory, given: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Numbers of the chosen entries, ascending, -1 behind them."""
+        (x, qr), ratio, run = given, weights.block.ratio, self.kernels.run
+        assert memory.keys is not None, "an indexer has keys"
+        assert memory.key_ring is not None, "and carries rows"
+        self._write_keys(weights, w, (memory.keys, memory.key_ring), x)
+        heads, table = w.weights.shape[0], self.turns(weights.rope)
+        q = multiply(self.kernels, w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
+        operand = self._operand(len(x), heads, "interleaved", len(table))
+        positions = self.lanes.positions
+        (q,) = run("simt_indexer_operand", operand, rows=q, turns=table, positions=positions)
+        stored = self.switches.indexer_in_storage_dtype
+        of_heads = self.scaled(
+            dense_product(self.kernels, w.weights, x), w.factor,
+            torch.bfloat16 if self.switches.indexer_weights_in_storage_dtype else torch.float32,
+        )  # fmt: skip
+        columns, lanes = self.room.columns(ratio), self.room.lanes
+        pages = KeyPages("bf16", PAGE, len(memory.keys))
+        arithmetic = "stored" if stored else "float32"
+        problem = ScoresProblem(len(x), heads, columns, lanes, pages, ratio, arithmetic)
+        (scores,) = run(
+            "sm90_indexer_scores", problem, queries=q,
+            weights=of_heads, positions=positions,
+            sequences=self.lanes.members, table=self.tables(ratio).pages, pages=memory.keys,
+        )  # fmt: skip
+        count = min(self.config.index_topk, columns)
+        return run("simt_indexer_topk", TopkProblem(len(x), columns, count), scores=scores)[0]
+
+    def _write_keys(
+        self, weights: LayerWeights, w: Indexing, kept: tuple[Tensor, Tensor], x: Tensor
+    ) -> None:
+        """Pool, norm and turn on a page aside; transform there; then into the lane's pages."""
+        keys, ring = kept
+        lanes = len(x)
+        values, positions, slots = self._pooled(w.compressor, ring, weights.block.ratio, x)
+        aside = Pages("bf16", PAGE, -(-lanes // PAGE), width=KEY_WIDTH)
+        page = torch.empty(aside.count, aside.stride, dtype=torch.uint8, device=x.device)
+        of_page = values, positions, self.lanes.places
+        self._write_entries(weights, w.compressor, of_page, page, aside)
+        rows = page.view(torch.bfloat16).reshape(-1, 1, KEY_WIDTH)[:lanes]
+        operand = self._operand(lanes, 1, "none", 0)
+        (made,) = self.kernels.run("simt_indexer_operand", operand, rows=rows)
+        pages = Pages("bf16", PAGE, len(keys), width=KEY_WIDTH)
+        self.kernels.run(
+            "simt_kv_write", WriteProblem(lanes, pages, source="row"), values=made.flatten(1),
+            slots=slots, cache=keys,
+        )  # fmt: skip
+
+    def _operand(self, tokens: int, heads: int, pairing: str, positions: int) -> OperandProblem:
+        s = self.switches
+        told = (str(s.indexer_format), s.indexer_hadamard)
+        return OperandProblem(tokens, heads, pairing, *told, positions=positions)

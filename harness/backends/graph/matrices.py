@@ -1,0 +1,281 @@
+"""Weights of a decoder layer as kernels multiply them, and one way to multiply each.
+
+Owns the record of a matrix (which GEMM, its operands on the device, the scale in front of it), the
+way there from a checkpoint's weight, and the product of a few rows: quantised as the recipe has it,
+in the layout that the GEMM reads, without arithmetic of torch in between. Experts are stacked for
+the grouped kernel. Gives the reason where no kernel fits.
+
+Kept honest by suites/backends/graph/test_layer.py. Shape letters: M rows, N outputs, K inputs, E
+experts, D hidden, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.backends.cutedsl.linears import (
+    Way,
+    by_group,
+    nvfp4_parts,
+    require_group_rows,
+    way_of,
+)
+from degarble.harness.backends.cutedsl.parts import NoKernelError, exact_bf16, own
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
+from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem, turns_first
+from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
+from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.backends.cutedsl.kernels import Kernels
+    from degarble.harness.backends.cutedsl.parts import Part
+    from degarble.harness.formats.weight import Weight
+
+BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
+GROUPED_FP8 = "sm90_gemm_grouped_fp8"
+TILE_OF_FP8 = 128  # rows of weights that share a scale
+STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight [N, K]: the GEMM that multiplies it, what that is handed, and its problem."""
+
+    way: Way
+    operands: Mapping[str, Tensor]
+    input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        found: int = getattr(self.way.problem, "outputs", 0) or self.way.problem.columns
+        return found
+
+
+def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
+    """Lay a weight out for its GEMM; raise the reason where there is none."""
+    way, weight = way_of(part, name), weights[name]
+    if way.kernel == BF16:
+        return Matrix(way, {"b": own(exact_bf16(name, weight).to(device))})
+    if way.kernel == FP8:
+        tensor = weight.quantised()
+        codes = own(tensor.codes.to(device)).view(torch.float8_e4m3fn)
+        return Matrix(way, {"b": codes, "b_scales": own(tensor.block_scale.to(device))})
+    layout = SWIZZLE_128X4 if way.kernel == NVFP4 else LINEAR
+    codes, scales, decode = nvfp4_on(device, weight, layout.name)
+    if way.kernel == W4A16:
+        return Matrix(way, {"codes": codes, "scales": scales, "decode_scale": decode})
+    operands = {"b": codes, "b_scales": scales, "b_decode_scale": decode}
+    return Matrix(way, operands, input_scale_of([weight], name).to(device))
+
+
+def nvfp4_on(device: Any, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+    """Codes, scales in a layout, and the decode scale [1], on the device."""
+    return tuple(own(each.to(device)) for each in nvfp4_parts(weight, layout))
+
+
+def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
+    """The decode scale of the activations in front of weights that share them [1]."""
+    known = [each.input_scale for each in weights if each.input_scale is not None]
+    if len(known) < len(weights):
+        raise NoKernelError(f"no input scale in front of {name}: quantise with --calibration")
+    return torch.stack([each.float().reshape(()) for each in known]).amax().reshape(1)
+
+
+def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
+    """Quantise rows as the matrix asks for, and multiply: BF16 [M, N]."""
+    way, (rows, inner) = matrix.way, x_MK.shape
+    if way.kernel == BF16:
+        given: dict[str, Tensor | None] = {"a": x_MK}
+    elif way.kernel == W4A16:
+        given = {"x": x_MK}
+    elif way.kernel == FP8:
+        kind = kind_of(matrix.operands["b_scales"])
+        codes, scales = kernels.run("simt_quantise_fp8", Fp8Problem(rows, inner, kind), values=x_MK)
+        given = {"a": codes, "a_scales": scales}
+    else:
+        problem = QuantiseProblem(rows, inner, SWIZZLE_128X4.name)
+        codes, scales = kernels.run(
+            "simt_quantise_nvfp4", problem, values=x_MK, decode_scale=matrix.input_scale
+        )
+        given = {"a": codes, "a_scales": scales, "a_decode_scale": matrix.input_scale}
+    problem_here = replace(way.problem, rows=rows)
+    return kernels.run(way.kernel, problem_here, **given, **matrix.operands)[0]
+
+
+def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
+    """BF16 rows by a BF16 weight in float32: a GEMV for few rows, else the grouped GEMM.
+
+    Columns that are no whole vectors of a GEMM's have a GEMV for every few rows.
+    """
+    (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
+    most = max(each for each in ROWS if inner <= inner_held(each))
+    if rows <= most or columns % COLUMNS_MULTIPLE:
+        made = [
+            kernels.run(
+                "simt_gemv_bf16", GemvProblem(len(some), columns, inner), x=own(some),
+                weight=weight_NK,
+            )[0]
+            for some in x_MK.split(most)
+        ]  # fmt: skip
+        return made[0] if len(made) == 1 else torch.cat(made)
+    grouped = GroupedProblem(rows, 1, columns, inner, out="fp32")
+    return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
+
+
+def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """Matrices over one input as one, rows below rows, or as they are where they do not stack.
+
+    FP8 has whole tiles of rows under a scale, NVFP4 a scale of its own for every matrix.
+    """
+    first = matrices[0]
+    outputs = [each.outputs for each in matrices]
+    whole = first.way.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
+    kernels = {each.way.kernel for each in matrices}
+    if kernels not in ({BF16}, {FP8}) or not whole:
+        return tuple(matrices)
+    operands = {
+        name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
+    }
+    problem = replace(first.way.problem, columns=sum(outputs))
+    return (Matrix(Way(first.way.kernel, problem), operands),)
+
+
+# ---- experts and wo_a ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """NVFP4 experts side by side, as sm90_moe_nvfp4 reads them: the tensors of both products."""
+
+    tensors: Mapping[str, Tensor]
+
+
+def experts_of(
+    names: Sequence[tuple[str, str, str]], weights: Mapping[str, Weight], device: Any
+) -> Experts:
+    """Stack experts; `names` are those of w1, w3 and w2 of each."""
+    first: list[list[tuple[Tensor, ...]]] = []
+    second: list[list[tuple[Tensor, ...]]] = []
+    scales: dict[str, list[Tensor]] = {"w13": [], "w2": []}
+    for one, three, two in names:
+        both = [weights[one], weights[three]]
+        first.append([nvfp4_on(device, each) for each in both])
+        second.append([nvfp4_on(device, weights[two])])
+        scales["w13"].append(input_scale_of(both, one))
+        scales["w2"].append(input_scale_of([weights[two]], two))
+    made: dict[str, Tensor] = {}
+    for name, found in (("w13", first), ("w2", second)):
+        for place, part in enumerate(("codes", "scales", "decode_scale")):
+            stacked = torch.stack([torch.stack([m[place] for m in each]) for each in found])
+            stacked = stacked if name == "w13" else stacked[:, 0]
+            made[f"{name}_{part}"] = own(stacked.squeeze(-1) if part == "decode_scale" else stacked)
+        made[f"{name}_input_scale"] = own(torch.cat(scales[name]).to(device))
+    return Experts(made)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """V4's wo_a: groups of BF16 as one grouped GEMM that turns heads, or one dense matrix."""
+
+    weight: Tensor  # BF16 [G N, K of a group], dense: [G N, G K] with zeros beside the groups
+    groups: int
+    dense: bool
+
+
+def groups_of(weight: Tensor, groups: int) -> Groups:
+    """Decide how groups are multiplied: narrow ones are padded with zeros to one whole matrix."""
+    if groups == 1 or weight.shape[0] // groups % STEP_OF_GROUPS == 0:
+        return Groups(weight, groups, dense=False)
+    (rows, inner), each = weight.shape, weight.shape[0] // groups
+    whole = weight.new_zeros(rows, groups * inner)
+    for group in range(groups):
+        own_rows = slice(group * each, (group + 1) * each)
+        whole[own_rows, group * inner : (group + 1) * inner] = weight[own_rows]
+    return Groups(whole, groups, dense=True)
+
+
+@dataclass(frozen=True)
+class CodedGroups:
+    """V4's wo_a in FP8: whole, all groups one matrix [G N, K]; narrow groups one by one."""
+
+    way: Way  # of one group
+    parts: tuple[tuple[Tensor, Tensor], ...]  # codes [N, K] and scales of each, or of all at once
+    groups: int
+    whole: bool
+
+    def problem(self, rows: int, turned: int = 0, positions: int = 0) -> GroupedFp8Problem:
+        """Return the product of all groups, with heads of `turned` values or with codes."""
+        (codes, scales), *_ = self.parts
+        columns, inner = len(codes) // self.groups, codes.shape[1]
+        return GroupedFp8Problem(
+            rows, self.groups, columns, inner, kind_of(scales), turned, positions
+        )
+
+
+def kind_of(scales: Tensor) -> str:
+    """Name the format of FP8's block scales."""
+    return "ue8m0" if scales.dtype is torch.uint8 else "float32"
+
+
+def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
+    """Leave wo_a as it is, or cut it by groups that are narrower than a tile of the grouped kernel.
+
+    A tile of 128 rows under one scale may have several groups.
+    """
+    name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
+    way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
+    if way.kernel != FP8:
+        raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
+    require_group_rows(rank)
+    whole = rank % STEP_OF_GROUPS == 0 and part.shapes[name][1] % TILE_OF_FP8 == 0
+    cut = by_group(weight, 1, groups * rank) if whole else by_group(weight, groups, rank)
+    found = (tuple(own(each.to(device)) for each in of) for of in cut)
+    parts = tuple((codes.view(torch.float8_e4m3fn), scales) for codes, scales in found)
+    return CodedGroups(way, parts, groups, whole)
+
+
+def coded_product(
+    kernels: Kernels, groups: CodedGroups, heads: Tensor, turning: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Turn heads [M, H, L] back, quantise and multiply them: in one launch where that is faster."""
+    (rows, count, width), (table, positions) = heads.shape, turning
+    given = {"turns": table, "positions": positions}
+    (b, of_b), *_ = groups.parts
+    if groups.whole and not turns_first(rows):
+        problem = groups.problem(rows, width, len(table))
+        return kernels.run(GROUPED_FP8, problem, a=heads.flatten(1), b=b, b_scales=of_b, **given)[0]
+    kind = kind_of(of_b)
+    told = Fp8Problem(rows, count * width, kind, turned=width, positions=len(table))
+    codes, scales = kernels.run("simt_quantise_fp8", told, values=heads.flatten(1), **given)
+    if groups.whole:
+        problem = groups.problem(rows)
+        return kernels.run(GROUPED_FP8, problem, a=codes, a_scales=scales, b=b, b_scales=of_b)[0]
+    return group_by_group(kernels, groups, codes, scales)
+
+
+def group_by_group(kernels: Kernels, groups: CodedGroups, codes: Tensor, scales: Tensor) -> Tensor:
+    """Multiply narrow groups. Trap: torch cuts codes and joins outputs."""
+    count, problem = len(groups.parts), replace(groups.way.problem, rows=len(codes))
+    cut = zip(codes.chunk(count, 1), scales.chunk(count, 1), groups.parts, strict=True)
+    made = [
+        kernels.run(FP8, problem, a=own(a), a_scales=own(of_a), b=b, b_scales=of_b)[0]
+        for a, of_a, (b, of_b) in cut
+    ]
+    return torch.cat(made, dim=1)
+
+
+def dense_product(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
+    """BF16 by BF16."""
+    problem = GemmProblem(x_MK.shape[0], *weight_NK.shape)
+    return kernels.run(BF16, problem, a=x_MK, b=weight_NK)[0]

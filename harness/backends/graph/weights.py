@@ -1,0 +1,319 @@
+"""A model's weights, layer by layer, as the kernels of a decoder layer read them.
+
+Owns the records (one a layer, one for the ends) and the way there from a bound model: which
+parameter of which component goes where, in which dtype and order. What the recipe decides is
+decided by the same rules as component by component; what no kernel computes in a whole layer is
+refused with its reason. Weights are laid out once and stay on the device.
+
+Kept honest by suites/backends/graph/test_layer.py. Shape letters: D hidden, F columns of a
+compressor, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.backends.cutedsl import rope_tables as turning
+from degarble.harness.backends.cutedsl.backend import parts_of
+from degarble.harness.backends.cutedsl.linears import way_of
+from degarble.harness.backends.cutedsl.parts import NoKernelError, exact_bf16, own
+from degarble.harness.backends.cutedsl.rows import norm_weight
+from degarble.harness.backends.graph.matrices import (
+    NVFP4,
+    CodedGroups,
+    Experts,
+    Groups,
+    Matrix,
+    coded_groups_of,
+    experts_of,
+    groups_of,
+    matrix_of,
+    side_by_side,
+)
+from degarble.harness.base.errors import NotBuilt
+from degarble.kernels.rows.mhc_projection_problem import split_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.backends.cutedsl.parts import Part
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.recipes import Recipe
+    from degarble.harness.model.types import Block, Rope
+    from degarble.references.binding import Bound
+
+_NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """mHC of a sublayer or of the head: the projection in three BF16 parts, base and scale."""
+
+    split: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm's weight, and its kind for kernels."""
+
+    weight: Tensor
+
+    @property
+    def kind(self) -> str:
+        """Its dtype by the kernels' name."""
+        return "fp32" if self.weight.dtype is torch.float32 else "bf16"
+
+
+@dataclass(frozen=True)
+class Compressing:
+    """A compressor: one BF16 matrix [2 F, D] of latents and gates, or two behind NVFP4 codes."""
+
+    joined: Tensor | None
+    apart: tuple[Matrix, ...]
+    ape: Tensor  # float32 [ratio, F]
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Indexing:
+    """The indexer's queries, weights of heads, what these are multiplied by, and keys."""
+
+    wq_b: Matrix
+    weights: Tensor  # BF16 [N, D]
+    compressor: Compressing
+    factor: float = 1.0  # 1 where it is a power of two, which is part of the matrix then
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Attention of a layer."""
+
+    mixing: Mixing
+    norm: Norm
+    wq_a: Matrix
+    q_norm: Norm
+    wq_b: Matrix
+    wkv: Matrix
+    kv_norm: Norm
+    sink: Tensor  # float32 [H]
+    wo_a: Groups | CodedGroups
+    wo_b: Matrix
+    compressor: Compressing | None
+    indexer: Indexing | None
+
+
+# Gate and up, then down: one expert of NVFP4, or matrices, of which the last is down.
+Gated = Experts | tuple[Matrix, ...]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The router and its experts."""
+
+    gate: Tensor  # BF16 [E, D]
+    source: Tensor  # float32 bias [E], or int64 table [V, K]
+    experts: Experts
+
+
+@dataclass(frozen=True)
+class FfnWeights:
+    """Experts of a layer, and the shared one."""
+
+    mixing: Mixing
+    norm: Norm
+    routed: Routed
+    shared: Gated
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer."""
+
+    block: Block
+    rope: Rope
+    attn: AttentionWeights
+    ffn: FfnWeights
+
+
+@dataclass(frozen=True)
+class EndWeights:
+    """In front of the layers, and behind them."""
+
+    embed: Tensor  # BF16 [V, D]
+    mixing: Mixing
+    norm: Norm
+    head: Tensor  # BF16 [V, D]
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Refuse what has no kernel, with the reason that was given."""
+    try:
+        yield
+    except NoKernelError as reason:
+        raise NotBuilt(
+            name, str(reason), "a recipe whose components all have kernels that work in one step",
+            "Leave --graph out: components run one by one.",
+        ) from reason  # fmt: skip
+
+
+class Laid:
+    """Weights of a bound model of either family on the way to the device."""
+
+    def __init__(self, bound: Bound, recipe: Recipe, device: torch.device) -> None:
+        self._bound, self._device = bound, device
+        self._parts = {each.component.name: each for each in parts_of(bound, recipe, "sm_90a")}
+
+    def _of(self, component: str) -> tuple[Part, Mapping[str, Weight]]:
+        return self._parts[component], self._bound.weights_of(component)
+
+    def _there(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return own(weight.values(dtype).to(self._device))
+
+    def _exact(self, name: str, weights: Mapping[str, Weight]) -> Tensor:
+        return own(exact_bf16(name, weights[name]).to(self._device))
+
+    def _bf16(self, component: str) -> Tensor:
+        part, weights = self._of(component)
+        if part.format_of(part.name) != "BF16":
+            raise NoKernelError(f"{component} is {part.format_of(part.name)}")
+        return self._exact(part.name, weights)
+
+    def _norm(self, component: str, name: str | None = None) -> Norm:
+        part, weights = self._of(component)
+        name = name or part.name
+        return Norm(self._there(weights[name], _NORMS[norm_weight(part, name)]))
+
+    def _matrix(self, component: str) -> Matrix:
+        part, weights = self._of(component)
+        return matrix_of(part, part.name, weights, self._device)
+
+    def _factored(self, component: str, factor: float) -> tuple[Tensor, float]:
+        """A BF16 weight with its factor, or beside it where that is no power of two."""
+        weight = self._bf16(component)
+        if torch.frexp(torch.tensor(factor)).mantissa == 0.5:
+            return weight * factor, 1.0
+        return weight, factor
+
+    def _routed(self, p: str, count: int) -> Routed:
+        part, weights = self._of(f"{p}experts.w13")
+        second, down = self._of(f"{p}experts.w2")
+        stem = "ffn.experts.{}.{}"
+        names = [tuple(stem.format(e, n) for n in ("w1", "w3", "w2")) for e in range(count)]
+        one, three, two = names[0]  # a recipe treats all experts alike
+        ways = way_of(part, one), way_of(part, three), way_of(second, two)
+        if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
+            raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
+        source, of_source = self._of(f"{p}topk")
+        dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
+        every = {**weights, **down}
+        return Routed(
+            self._bf16(f"{p}gate"), self._there(of_source[source.name], dtype),
+            experts_of(names, every, self._device),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _gated(self, prefix: str) -> Gated:
+        """A shared expert, or a dense layer."""
+        first, weights = self._of(f"{prefix}w13")
+        second, down = self._of(f"{prefix}w2")
+        ends = {name.rpartition(".")[2]: name for name in first.shapes}
+        one, three = ends["w1"], ends["w3"]
+        ways = way_of(first, one), way_of(first, three), way_of(second, second.name)
+        if all(way.kernel == NVFP4 for way in ways):
+            return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
+        both = side_by_side(
+            [matrix_of(first, name, weights, self._device) for name in (one, three)]
+        )
+        return *both, matrix_of(second, second.name, down, self._device)
+
+
+class Laying(Laid):
+    """V4's."""
+
+    def __init__(
+        self, bound: Bound, config: V4Config, recipe: Recipe, device: torch.device
+    ) -> None:
+        super().__init__(bound, recipe, device)
+        self.config = config
+
+    def layer(self, block: Block) -> LayerWeights:
+        """All of one layer."""
+        with refusing(f"decoder layer {block.prefix}"):
+            attn, ffn = self._attention(block), self._ffn(block)
+        return LayerWeights(block, self.config.rope(block), attn, ffn)
+
+    def ends(self) -> EndWeights:
+        """What lies around the layers."""
+        with refusing("ends of a decoder"):
+            return EndWeights(
+                self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
+            )
+
+    def _mixing(self, component: str) -> Mixing:
+        _, weights = self._of(component)
+        ends = {name.rpartition("_")[2]: weights[name] for name in weights}
+        split = own(split_weight(ends["fn"].values(torch.float32)).to(self._device))
+        base, scale = (self._there(ends[end], torch.float32) for end in ("base", "scale"))
+        return Mixing(split, base, scale)
+
+    def _attention(self, block: Block) -> AttentionWeights:
+        p = f"{block.prefix}.attn."
+        sink = self._of(f"{p}attend")
+        return AttentionWeights(
+            self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), self._matrix(f"{p}wq_a"),
+            self._norm(f"{p}q_norm"), self._matrix(f"{p}wq_b"), self._matrix(f"{p}wkv"),
+            self._norm(f"{p}kv_norm_rope"),
+            self._there(sink[1][sink[0].name], torch.float32),
+            self._groups(f"{p}wo_a"), self._matrix(f"{p}wo_b"),
+            self._compressing(f"{p}compressor.") if block.ratio else None,
+            self._indexing(f"{p}indexer.") if f"{p}indexer.scores" in self._parts else None,
+        )  # fmt: skip
+
+    def _groups(self, component: str) -> Groups | CodedGroups:
+        part, weights = self._of(component)
+        if part.facts.activation(part.name) is not None:
+            return coded_groups_of(part, weights[part.name], self._device)
+        return groups_of(self._exact(part.name, weights), self.config.o_groups)
+
+    def _compressing(self, prefix: str) -> Compressing:
+        part, weights = self._of(f"{prefix}proj")
+        names = {name.rpartition(".")[2]: name for name in part.shapes}
+        ordered = [names["wkv"], names["wgate"]]
+        pool, of_pool = self._of(f"{prefix}pool")
+        by_end = {name.rpartition(".")[2]: name for name in pool.shapes}
+        joined: Tensor | None = None
+        apart: tuple[Matrix, ...] = ()
+        if all(part.format_of(name) == "BF16" for name in ordered):
+            joined = torch.cat([self._exact(name, weights) for name in ordered])
+        else:
+            apart = tuple(matrix_of(part, name, weights, self._device) for name in ordered)
+        norm = self._norm(f"{prefix}pool", by_end["norm"])
+        return Compressing(joined, apart, self._there(of_pool[by_end["ape"]], torch.float32), norm)
+
+    def _indexing(self, prefix: str) -> Indexing:
+        c = self.config
+        weights, factor = self._factored(
+            f"{prefix}weights_proj", float((c.index_head_dim * c.index_n_heads) ** -0.5)
+        )
+        compressor = self._compressing(f"{prefix}compressor.")
+        return Indexing(self._matrix(f"{prefix}wq_b"), weights, compressor, factor)
+
+    def _ffn(self, block: Block) -> FfnWeights:
+        p = f"{block.prefix}.ffn."
+        routed = self._routed(p, self.config.n_routed_experts)
+        shared = self._gated(f"{p}shared.")
+        return FfnWeights(self._mixing(f"{p}hc_pre"), self._norm(f"{p}norm"), routed, shared)
+
+
+def table_of_turns(rope: Rope, positions: int, device: torch.device) -> Tensor:
+    """Cosines and sines of every position that a memory has room for."""
+    return turning.table_of(rope, positions).to(device)

@@ -1,0 +1,161 @@
+"""Which component is computed by whom: a backend's callables put in the place of the reference's.
+
+Owns the pairing of names. A backend names components in full (`layers.3.attn.wq_b`) or by role
+(`attn.wq_b`: in every block); a full name goes before a role. What it leaves out falls to torch,
+and the record says so. A foreign callable is watched: what it raises is told with its component,
+file and line, and what it returns must be the component's outputs.
+
+Refuses names that the model does not have, and what is no callable. Kept honest by
+suites/backends/test_registry.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnknownName
+from degarble.harness.model.sites import Port, Site
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.report.kernel_table import KernelTable
+    from degarble.references.binding import Bound
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Who computes what: components of the backend, and those that fell to torch.
+
+    A backend of our own keeps a table of its launches, with a reason for each that fell.
+    """
+
+    backend: str = "torch"
+    taken: tuple[str, ...] = ()
+    fallen: tuple[str, ...] = ()
+    table: KernelTable | None = None
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        made: dict[str, Any] = {"name": self.backend, "components": list(self.taken)}
+        made["torch"] = list(self.fallen)
+        return made if self.table is None else made | {"kernels": self.table.document()}
+
+    def lines(self) -> list[str]:
+        """Tell it by role; nothing where torch computes all."""
+        if self.backend == "torch":
+            return []
+        told = [f"Backend {self.backend} computes {len(self.taken)} components."]
+        if self.fallen:
+            roles = dict.fromkeys(_role(name) for name in self.fallen)
+            told.append(f"{len(self.fallen)} fell to torch: {', '.join(roles)}")
+        return told if self.table is None else told + self.table.lines()
+
+    def require_whole(self) -> None:
+        """Refuse a mixture of the backend's components and torch's."""
+        if self.fallen:
+            roles = dict.fromkeys(_role(name) for name in self.fallen)
+            reasons = {} if self.table is None else self.table.reasons
+            why = dict.fromkeys(f"{_role(n)}: {reason}" for n, reason in reasons.items())
+            raise InvalidArgument(
+                "--strict", f"{len(self.fallen)} components fall to torch: {', '.join(roles)}",
+                f"every component by backend {self.backend}",
+                f"Leave --strict out. {'; '.join(why)}".strip(),
+            )  # fmt: skip
+
+
+@dataclass(eq=False)
+class Watched:
+    """A foreign callable in a component's place. `whose` begins the name of an error."""
+
+    component: str
+    call: ComponentCall
+    outputs: tuple[str, ...]
+    whose: str
+    file: str | None = None  # in which its code stands, where that is known
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Run it; what it raises or returns wrongly is refused by name."""
+        name = f"{self.whose}: {self.component}"
+        try:
+            made = self.call(inputs, weights)
+        except (Exception, SystemExit) as error:
+            raise failed(name, error, self.file) from error
+        if not isinstance(made, Mapping) or set(made) != set(self.outputs):
+            found = sorted(made) if isinstance(made, Mapping) else type(made).__name__
+            raise InvalidArgument(
+                name, found, f"a dict of {', '.join(self.outputs)}",
+                "Return every output of the component by its name.",
+            )  # fmt: skip
+        for key, each in made.items():
+            if not isinstance(each, torch.Tensor):
+                raise InvalidArgument(
+                    f"{name}: {key}", type(each).__name__, "a tensor", "Return tensors."
+                )
+        return made
+
+
+def failed(name: str, error: BaseException, file: str | None = None) -> InvalidArgument:
+    """Refuse what foreign code raised, with file and line."""
+    place = place_of(error, file)
+    if isinstance(error, DegarbleError):  # its own words say what to do, and none may be cut off
+        found = f"{error.name} = {error.shown_value}"
+        return InvalidArgument(f"{name}: {place}", found, error.expectation, error.remedy)
+    words = f"{place}: {type(error).__name__}: {error}"
+    return InvalidArgument(name, words, "code that runs", "Correct it at this line.")
+
+
+def place_of(error: BaseException, file: str | None = None) -> str:
+    """The last line of `file` on the way to an error; without it, the last line at all."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if each.filename == file] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "outside of any file"
+
+
+def pair(bound: Bound, name: str, offered: Mapping[str, ComponentCall]) -> Paired:
+    """Put a backend's callables in place; the names are checked before anything is changed."""
+    chosen: dict[str, tuple[str, ComponentCall]] = {}
+    for exact in (False, True):
+        for key, call in offered.items():
+            found = [key] if key in bound.calls else _with_role(bound, key)
+            if not found:
+                known = {*bound.calls, *(_role(each) for each in bound.calls)}
+                raise UnknownName.among(f"component of backend {name}", key, known)
+            if not callable(call):
+                raise InvalidArgument(
+                    f"backend {name}: {key}", type(call).__name__,
+                    "a callable of inputs and weights", "See harness/base/protocols.py.",
+                )  # fmt: skip
+            if (key in bound.calls) is exact:
+                chosen |= dict.fromkeys(found, (key, call))
+    for component, (_, call) in chosen.items():
+        replace_call(bound, component, call, f"backend {name}")
+    taken = tuple(each for each in bound.calls if each in chosen)
+    return Paired(name, taken, tuple(each for each in bound.calls if each not in chosen))
+
+
+def replace_call(
+    bound: Bound, component: str, call: ComponentCall, whose: str, file: str | None = None
+) -> None:
+    """Put one foreign callable in a component's place."""
+    what, _ = bound.bound_to(component)
+    bound.calls[component] = Watched(component, call, what.outputs, whose, file)
+
+
+def _with_role(bound: Bound, role: str) -> list[str]:
+    return [name for name in bound.calls if _role(name) == role]
+
+
+def _role(component: str) -> str:
+    """A component's name without its block."""
+    return Site(component, Port.OUT).role

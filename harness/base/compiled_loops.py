@@ -1,0 +1,78 @@
+"""Compile inner loops with numba, and cache them where nobody else can write.
+
+A cached loop is unpickled and run, so whoever can write the cache runs code as the user who loads
+it. Numba takes any folder that it can write; here the folder is ours alone, and what lies in it is
+checked before numba reads it. Imported by modules of loops, which are imported inside functions:
+numba is heavy.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numba
+
+from degarble.harness.base.private_folder import (
+    CODE_OF_LOOPS,
+    cache_folder,
+    make_private,
+    require_private_tree,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_CONFIG: Any = numba.config  # made of variables at run time, so unknown to type checkers
+
+
+def compiled(function: F) -> F:
+    """Compile a loop at its first use, without fast-math; it releases the GIL."""
+    return compiled_with()(function)
+
+
+def compiled_with(**options: Any) -> Callable[[F], F]:
+    """Compile as `compiled` does, with numba's own options besides."""
+
+    def decorate(function: F) -> F:
+        folder = _usable_folder(_CONFIG.CACHE_DIR)
+        if folder is not None:
+            cached = _cached_in(folder, function, options)
+            if cached is not None:
+                return cast("F", cached)
+        return cast("F", numba.njit(nogil=True, **options)(function))  # anew in every process
+
+    return decorate
+
+
+def _cached_in(folder: Path, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Compile with a cache below `folder`; None where numba cannot write there."""
+    before = _CONFIG.CACHE_DIR
+    _CONFIG.CACHE_DIR = str(folder)  # read when the cache is made, and only then
+    try:
+        loop = numba.njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:
+        return None
+    finally:
+        _CONFIG.CACHE_DIR = before
+    # Trap: where this folder cannot be written, numba takes another one.
+    return loop if Path(loop.stats.cache_path).is_relative_to(folder) else None
+
+
+@cache
+def _usable_folder(named: str) -> Path | None:
+    """Return the folder of our loops, checked once a process; None where there can be none.
+
+    `named` is what NUMBA_CACHE_DIR says; of that folder we use one below it, which can be private.
+    """
+    try:
+        folder = Path(named) / "degarble" if named else cache_folder(os.environ) / "loops"
+        make_private(folder)
+        require_private_tree(folder, CODE_OF_LOOPS)
+    except (OSError, RuntimeError):  # nothing can be written there, or there is no home
+        return None
+    return folder

@@ -1,0 +1,158 @@
+"""Read code that this process will run from folders that nobody else could have written into.
+
+Whoever can write cached code, a kernel or a compiled loop, runs it as the user who loads it. So the
+folder and its entries have to belong to the caller or to root, and be writable by the owner alone.
+Open descriptors are checked, never a path that another user could exchange in between.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import UnreadableFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is not waited for
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True)
+class CachedCode:
+    """What a cache holds, and how its user names another folder."""
+
+    what: str
+    elsewhere: str
+
+
+CODE_OF_KERNELS = CachedCode(
+    "compiled kernels", "DEGARBLE_KERNEL_CACHE names another folder, or off."
+)
+CODE_OF_LOOPS = CachedCode("compiled loops", "NUMBA_CACHE_DIR names another folder.")
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of the user's caches, by default."""
+    base = environment.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "degarble"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for the caller alone; its parents as usual."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def read_private(
+    folder: Path, entry: str, files: Sequence[str], code: CachedCode = CODE_OF_KERNELS
+) -> dict[str, bytes] | None:
+    """Return the files of an entry, None where one is missing; refuse what others can write."""
+    try:
+        with opened_private(folder, code) as outer, _opened(entry, outer, code) as inner:
+            state = os.fstat(inner)
+            _require_private(folder / entry, state, code)
+            hidden = not state.st_mode & _OTHERS  # nobody else reaches its files, whatever they say
+            return {
+                name: _read(folder / entry / name, inner, code, hidden=hidden) for name in files
+            }
+    except FileNotFoundError:
+        return None
+
+
+def require_private_tree(folder: Path, code: CachedCode) -> None:
+    """Refuse a folder in which others could have written anything, at any depth.
+
+    Once it is closed to others, only its owner adds to it.
+    """
+    with opened_private(folder, code) as outer:
+        hidden = not os.fstat(outer).st_mode & _OTHERS
+        for place, folders, files, descriptor in os.fwalk(".", dir_fd=outer):
+            _require_private(folder / place, os.fstat(descriptor), code, modes=not hidden)
+            for name in (*folders, *files):
+                with suppress(FileNotFoundError):  # another process replaced it just now
+                    state = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    path = folder / place / name
+                    if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+                        raise _unsafe(path, "not an ordinary file", code)
+                    _require_private(path, state, code, modes=not hidden)
+
+
+@contextmanager
+def opened_private(folder: Path, code: CachedCode = CODE_OF_KERNELS) -> Iterator[int]:
+    """Give the descriptor of a folder, every parent of which has been checked."""
+    real = Path(os.path.realpath(folder))
+    descriptor = os.open(real.anchor, _FOLDER)
+    try:
+        for name in real.parts[1:]:
+            _require_parent(real, os.fstat(descriptor), code)
+            try:
+                below = os.open(name, _FOLDER, dir_fd=descriptor)
+            except NotADirectoryError as error:  # also a link that was put here just now
+                raise _unsafe(folder, "not a folder", code) from error
+            os.close(descriptor)
+            descriptor = below
+        _require_private(folder, os.fstat(descriptor), code)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _opened(entry: str, folder: int, code: CachedCode) -> Iterator[int]:
+    try:
+        descriptor = os.open(entry, _FOLDER, dir_fd=folder)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise _unsafe(Path(entry), error.strerror or "not a folder", code) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path, folder: int, code: CachedCode, *, hidden: bool) -> bytes:
+    try:
+        descriptor = os.open(path.name, _FILE, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unsafe(path, error.strerror or "not a file", code) from error
+    with os.fdopen(descriptor, "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise _unsafe(path, "not an ordinary file", code)
+        _require_private(path, state, code, modes=not hidden)
+        return file.read()
+
+
+def _require_private(
+    path: Path, state: os.stat_result, code: CachedCode, *, modes: bool = True
+) -> None:
+    if state.st_uid not in (0, os.geteuid()):
+        raise _unsafe(path, f"owned by user {state.st_uid}", code)
+    if modes and state.st_mode & _OTHERS_WRITE:
+        raise _unsafe(path, f"mode {stat.S_IMODE(state.st_mode):o}", code)
+
+
+def _require_parent(path: Path, state: os.stat_result, code: CachedCode) -> None:
+    """Refuse a parent in which anybody may exchange the folder; the sticky bit prevents that."""
+    if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
+        raise _unsafe(path, "in a folder that anybody may write", code)
+
+
+def _unsafe(path: Path, found: str, code: CachedCode) -> UnreadableFile:
+    return UnreadableFile(
+        f"cache of {code.what} {path}", found,
+        "a folder that you or root own, and nobody else can write: its code is run",
+        f"Remove it if you did not make it (rm -r '{path}'), or close it: chmod -R go-w '{path}'."
+        f" {code.elsewhere}",
+    )  # fmt: skip

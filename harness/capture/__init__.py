@@ -1,0 +1,1 @@
+"""Record any run: the references, a torch model, or an engine."""

@@ -1,0 +1,198 @@
+"""`degarble capture --amax-only` as one run: what stood in front of every linear, and how much.
+
+Owns the observer that measures inputs (a linear's, and each expert's own) and the run over prompts
+in BF16 arithmetic, where no activation is quantised. V3.2 runs in its naive form, so that wkv_b,
+which the absorbed form dissolves, has an input. The file is docs/calibration.md's; it is there
+whole or not at all. Experts that no token reached are recorded with 0 tokens, and told.
+
+Refuses inputs that are not finite, by component; an amax file that is there already; and all that
+generating refuses. What keeps it honest: suites/capture/test_amax.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, UnwritablePath
+from degarble.harness.checkpoint.transform.quantise.calibration import FILE, Amax, Calibration
+from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.inference.model import HELD_VALUES, open_model
+from degarble.harness.model.components import components
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.types import Kind
+from degarble.harness.report.files import usable_folder, write_text
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.inference.streamed_weights import StreamedWeights
+    from degarble.harness.model.config.config import Config
+
+    # Shows how far the first pass is; nothing where the weights are held.
+    Watch = Callable[[StreamedWeights | None], AbstractContextManager[Any]]
+
+STEP = 8192  # tokens that go through the layers together
+
+
+class InputRanges:
+    """An observer: the largest magnitude in front of every linear, and its tokens."""
+
+    def __init__(self, config: Config) -> None:
+        linear = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
+        self._largest: dict[str, float] = {}
+        self._tokens: dict[str, int] = defaultdict(int)
+        self._linears: dict[str, tuple[str, ...]] = {}
+        self._experts: dict[str, dict[int, list[str]]] = {}
+        for component in components(config):
+            names = tuple(name for name in component.weights if name in linear)
+            if ".experts." in component.name:
+                by_number: dict[int, list[str]] = defaultdict(list)
+                for name in names:
+                    by_number[int(name.split(".experts.")[1].split(".")[0])].append(name)
+                self._experts[component.name] = dict(by_number)
+            self._linears[component.name] = names
+
+    def __call__(
+        self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> None:
+        """Look at the input of a component that reads linears."""
+        del outputs
+        names = self._linears.get(component, ())
+        if not names or "x" not in inputs:
+            return
+        x_T = inputs["x"].abs().amax(-1).float()
+        if not bool(x_T.isfinite().all()):
+            raise InvalidArgument(
+                f"input of {component}", f"{int((~x_T.isfinite()).sum())} rows not finite",
+                "finite activations", "Audit the checkpoint: degarble audit CKPT.",
+            )  # fmt: skip
+        if component not in self._experts:
+            for name in names:
+                self._see(name, float(x_T.max()), x_T.shape[0])
+            return
+        experts_TK = inputs["experts"]
+        x_TK = x_T if x_T.ndim == 2 else x_T[:, None].expand(-1, experts_TK.shape[1])
+        for number in experts_TK.unique().tolist():
+            own = x_TK[experts_TK == number]
+            for name in self._experts[component].get(number, ()):
+                self._see(name, float(own.max()), len(own))
+
+    def _see(self, name: str, amax: float, tokens: int) -> None:
+        self._largest[name] = max(self._largest.get(name, 0.0), amax)
+        self._tokens[name] += tokens
+
+    def calibration(self) -> Calibration:
+        """The records; experts of a layer that ran and met no token have 0 tokens."""
+        records = {name: Amax(self._largest[name], self._tokens[name]) for name in self._tokens}
+        for by_number in self._experts.values():
+            names = [name for group in by_number.values() for name in group]
+            if any(name in records for name in names):
+                records |= {name: Amax(0.0, 0) for name in names if name not in records}
+        return Calibration.of(records)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was written, and what it says."""
+
+    folder: Path
+    tokens: int
+    calibration: Calibration
+
+    @property
+    def unreached(self) -> list[str]:
+        """The experts' linears that no token reached."""
+        return sorted(name for name, each in self.calibration.records.items() if not each.tokens)
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        records = self.calibration.records
+        first = f"Wrote {len(records):,} amax records of {self.tokens:,} tokens: {self.folder}"
+        if not self.unreached:
+            return [first]
+        told = f"  {len(self.unreached):,} flagged: no token reached them, such as"
+        return [first, f"{told} {self.unreached[0]}", "  Calibrate with more tokens."]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        seen = [each.tokens for n, each in self.calibration.records.items() if ".experts." in n]
+        return {
+            "verdict": None,
+            "origins": [],
+            "cosines": [],
+            "capture": str(self.folder),
+            "tokens": self.tokens,
+            "linears": len(self.calibration.records),
+            "fewest_tokens_of_an_expert": min(seen, default=None),
+            "unreached": self.unreached,
+            "fingerprint": self.calibration.fingerprint,
+        }
+
+
+def capture_amax(
+    source: Path,
+    prompts: list[Any],
+    folder: Path,
+    watch: Watch,
+    held_values: int = HELD_VALUES,
+) -> Captured:
+    """Run prompts through a checkpoint's reference, and write the records into `folder`."""
+    usable_folder("--out", folder)
+    if (folder / FILE).exists():
+        raise UnwritablePath(
+            "--out", str(folder / FILE), "a folder without amax records", "Choose another folder."
+        )
+    with open_model(source, "bf16", absorbed=False, held_values=held_values) as model:
+        ranges = InputRanges(model.config)
+        model.speaker.bound.observer = ranges
+        chat = any(isinstance(prompt, list) for prompt in prompts)
+        talker = Talker(model, Manner(chat=chat))
+        ids = [talker.ids_of(prompt) for prompt in prompts]
+        _require_fitting(ids, model.speaker.context)
+        with watch(model.streamed):
+            for group in _groups(ids):
+                _run(talker, ranges, group)
+    found = ranges.calibration()
+    write_text(folder / FILE, found.to_bytes().decode())
+    return Captured(folder, sum(len(each) for each in ids), found)
+
+
+def _require_fitting(ids: list[list[int]], context: int) -> None:
+    for number, each in enumerate(ids):
+        if not 0 < len(each) <= context:
+            raise InvalidArgument(
+                f"prompt {number}", f"{len(each)} tokens", f"1 to {context}, the model's context",
+                "Split the prompt, or leave it out.",
+            )  # fmt: skip
+
+
+def _groups(ids: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Prompts that go through the layers together; a long one goes alone."""
+    group: list[list[int]] = []
+    for each in ids:
+        if group and sum(map(len, group)) + len(each) > STEP:
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
+
+
+def _run(talker: Talker, ranges: InputRanges, group: list[list[int]]) -> None:
+    speaker, sequences = talker.model.speaker, [Sequence() for _ in group]
+    longest = max(len(each) for each in group)
+    for begin in range(0, longest, STEP):
+        some = [n for n, each in enumerate(group) if len(each) > begin]
+        tokens = [torch.tensor(group[n][begin : begin + STEP]) for n in some]
+        hidden = speaker.hidden([sequences[n] for n in some], tokens)
+        # The head's product is not needed, only what goes into it.
+        ranges("head", {"x": speaker.normed(hidden)}, {})

@@ -1,0 +1,1 @@
+"""Record an engine's run: its modules, ranks and session."""

@@ -1,0 +1,136 @@
+"""Captures of single ranks made one: parts put side by side, terms summed, wholes held together.
+
+Owns the step from what each rank saw to our sites. The ranks' captures have the same steps and the
+same calls, one map's. A part lies along one dimension in the order of ranks, slot by slot where the
+engine fused several; its padding is cut off. Terms are summed in float64 and kept in float32, so
+that joining rounds nothing that a rank did not round. Of wholes the first rank's is kept, and where
+another one's has other bytes the capture says so, by site and rank: that is a finding.
+
+Refuses ranks that saw other steps or calls, parts that do not make the whole, and a place for rows
+of which one rank has more. Kept honest by suites/capture/engine/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.engine.maps import WHOLE, Held
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.types import site_of
+from degarble.harness.capture.files.writer import CaptureWriter, Sent, SentCall
+from degarble.harness.capture.snapshots import Snapshots
+from degarble.harness.model.sites import Port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.capture.engine.maps import Seen, Share, Sighting
+    from degarble.harness.capture.files.types import Call, Kept
+
+APART = "ranks_apart"  # the fact that lists sites whose copies differ between ranks
+_OWN = ("requests", "ended")  # facts of a rank that are the engine's
+_MOST_APART = 100
+_AGAIN = "Capture all ranks of one engine again, together."
+
+
+def join_ranks(
+    folders: Sequence[Path], sightings: Iterable[Sighting], out: Path, facts: Mapping[str, Any]
+) -> list[str]:
+    """Write one capture from those of all ranks, in their order; return the sites that differ."""
+    ranks = [Capture.open(folder) for folder in folders]
+    known = {each.component: each for each in sightings}
+    _require_alike(ranks)
+    apart: dict[str, None] = {}
+    with CaptureWriter(out, facts) as writer:
+        joiner = _Joiner(ranks, known, apart)
+        calls = iter(zip(*(rank.calls for rank in ranks), strict=True))
+        waiting = next(calls, None)
+        for step in ranks[0].steps:
+            writer.step(step)
+            while waiting is not None and waiting[0].step == step.number:
+                writer.call(joiner.joined(waiting))
+                waiting = next(calls, None)
+        told = list(apart)
+        own = {name: ranks[0].facts[name] for name in _OWN if name in ranks[0].facts}
+        writer.finish(ranks=len(ranks), **own, **({APART: told[:_MOST_APART]} if told else {}))
+    return told
+
+
+def _require_alike(ranks: Sequence[Capture]) -> None:
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        if rank.steps != first.steps or [c.component for c in rank.calls] != [
+            c.component for c in first.calls
+        ]:
+            raise InvalidArgument(
+                f"capture of rank {number}", f"{len(rank.steps)} steps, {len(rank.calls)} calls",
+                f"those of rank 0: {len(first.steps)} steps, {len(first.calls)} calls", _AGAIN,
+            )  # fmt: skip
+
+
+class _Joiner:
+    """Joins calls; bytes that come again are stored once."""
+
+    def __init__(
+        self, ranks: Sequence[Capture], known: Mapping[str, Sighting], apart: dict[str, None]
+    ) -> None:
+        self._ranks, self._known, self._apart = ranks, known, apart
+        self._snapshots = Snapshots()
+
+    def joined(self, calls: Sequence[Call]) -> SentCall:
+        """One call of all ranks."""
+        first, sighting = calls[0], self._known[calls[0].component]
+        sides: list[dict[str, Sent]] = []
+        for port, places in ((Port.IN, sighting.inputs), (Port.OUT, sighting.outputs)):
+            kept = [each.inputs if port is Port.IN else each.outputs for each in calls]
+            sides.append({
+                name: self._sent(str(site_of(first.component, port, name)), places[name], tensors)
+                for name in kept[0] if all(tensors := [each.get(name) for each in kept])
+            })  # fmt: skip
+        return SentCall(first.step, first.component, sides[0], sides[1])
+
+    def _sent(self, site: str, seen: Seen, kept: Sequence[Kept | None]) -> Sent:
+        here = [each for each in kept if each is not None]
+        if seen.share.held is Held.WHOLE:
+            for rank, each in enumerate(here):
+                if (each.sha256, each.shape) != (here[0].sha256, here[0].shape):
+                    self._apart.setdefault(f"{site}: rank {rank} is not as rank 0")
+            tensor = self._ranks[0].tensor(here[0])
+        else:
+            tensors = [rank.tensor(each) for rank, each in zip(self._ranks, here, strict=True)]
+            tensor = joined(site, seen.share, tensors)
+        snapshot = self._snapshots.take(tensor)
+        return Sent(snapshot.payload, tuple(tensor.shape), here[0].rows)
+
+
+def joined(name: str, share: Share, tensors: Sequence[Tensor]) -> Tensor:
+    """The whole tensor, from what each rank has of it."""
+    if share == WHOLE:
+        return tensors[0]
+    if len({each.shape for each in tensors}) > 1:
+        raise InvalidArgument(
+            name, [list(each.shape) for each in tensors], "one shape on every rank", _AGAIN
+        )
+    if share.held is Held.TERM:
+        if len(tensors) == 1:
+            return tensors[0]
+        return torch.stack([each.to(torch.float64) for each in tensors]).sum(0).float()
+    slots = len(share.extents)
+    own = tensors[0].shape[share.dim]
+    if own % slots or own // slots * len(tensors) < max(share.extents):
+        raise InvalidArgument(
+            name, f"{own} of dimension {share.dim} on each of {len(tensors)} ranks",
+            f"{slots} equal slots that make {list(share.extents)}", "Correct the engine's map.",
+        )  # fmt: skip
+    runs = [each.split(own // slots, share.dim) for each in tensors]
+    whole = [
+        torch.cat([run[slot] for run in runs], share.dim).narrow(share.dim, 0, extent)
+        for slot, extent in enumerate(share.extents)
+    ]
+    return torch.cat(whole, share.dim) if slots > 1 else whole[0].contiguous()

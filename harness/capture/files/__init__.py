@@ -1,0 +1,1 @@
+"""Captures on disk: written, read and checked."""

@@ -1,0 +1,241 @@
+"""A capture as it is read: steps, calls, and tensors whose bytes are checked on the way.
+
+Owns opening. A complete capture has exactly the parts of its manifest; of an incomplete one, whose
+run was killed, the parts that are there are read. Tensors are read when they are asked for, so a
+capture larger than memory opens at once.
+
+Refuses, by file and tensor: another format or a newer version; missing, foreign or cut parts; calls
+out of order, and tensors that lie nowhere; bytes that are not those that were hashed.
+Kept honest by suites/capture/files/test_reader.py, and a capture of version 1 that is kept there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from degarble.harness.base.errors import InvalidArgument, Undecided, UnreadableFile
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.capture.files.facts import require_known_types
+from degarble.harness.capture.files.parts import NAME, file_of, read_part
+from degarble.harness.capture.files.types import (
+    AGAIN,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Fields,
+    malformed,
+    object_of,
+)
+from degarble.harness.report.number_text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from degarble.harness.capture.files.parts import Part
+    from degarble.harness.capture.files.types import Call, Kept, Step
+
+LARGEST_MANIFEST = 64 << 20
+# safetensors' word to numpy's; what numpy lacks is read as codes of the same width
+_NUMPY = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "F16": "float16",
+    "U32": "uint32", "I32": "int32", "F32": "float32", "U64": "uint64", "I64": "int64",
+    "F64": "float64", "BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "F8_E8M0": "uint8",
+}  # fmt: skip
+_TORCH = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "F16": "float16",
+    "U32": "uint32", "I32": "int32", "F32": "float32", "U64": "uint64", "I64": "int64",
+    "F64": "float64", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Recorded tensors of one run. `facts` is what the run said of itself (docs/capture.md)."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    complete: bool
+    tool_version: str
+    hash: str  # of the manifest, and through it of every tensor, where the capture is complete
+    parts: tuple[Part, ...]
+    steps: tuple[Step, ...]
+    calls: tuple[Call, ...]
+    places: Mapping[str, Part]
+
+    @classmethod
+    def open(cls, path: Path) -> Capture:
+        """Open a capture and check all of it but the tensors' bytes."""
+        text = _manifest_text(path)
+        manifest = Fields(object_of(text, MANIFEST), MANIFEST)
+        _require_known(path, manifest)
+        complete = manifest.raw.get("complete")
+        if not isinstance(complete, bool):
+            raise malformed(f"{MANIFEST}: complete", complete, "true or false")
+        parts = tuple(_parts(path, manifest, complete=complete))
+        places = _places(parts)
+        calls = tuple(call for part in parts for call in part.calls)
+        steps = tuple(step for part in parts for step in part.steps)
+        if complete and len(calls) != manifest.count("calls"):
+            raise malformed(f"{MANIFEST}: calls", manifest.raw["calls"], f"{len(calls)}")
+        tool = Fields(manifest.record("tool"), f"{MANIFEST}: tool").text("version")
+        digest = hashlib.sha256(text).hexdigest()
+        facts = manifest.record("facts")
+        require_known_types(facts)
+        made = cls(path, facts, complete, tool, digest, parts, steps, calls, places)
+        made._require_consistent()
+        return made
+
+    def require_complete(self) -> None:
+        """Refuse to judge a part of a run as if it were the whole."""
+        if not self.complete:
+            raise Undecided(
+                f"capture {self.path.name}", "incomplete", "a capture whose run came to its end",
+                "Capture the run again, or add --partial to judge the calls that are there.",
+            )  # fmt: skip
+
+    def read(self, kept: Kept) -> bytearray:
+        """The bytes of a tensor, checked against their hash."""
+        if kept.at is None:
+            raise InvalidArgument(
+                "tensor", "statistics only", "a tensor whose bytes were captured",
+                "Capture again without --statistics-only.",
+            )  # fmt: skip
+        part = self.places[kept.at]
+        data = part.read(kept.at)
+        if hashlib.sha256(data).hexdigest() != kept.sha256:
+            name = f"{part.path.name}: tensor {visible(kept.at[:200])}"
+            raise malformed(name, "other bytes", "the bytes that were hashed")
+        return data
+
+    def array(self, kept: Kept) -> NDArray[Any]:
+        """A tensor for numpy; BF16 and 8-bit floats, which it lacks, as codes."""
+        return np.frombuffer(self.read(kept), _NUMPY[kept.dtype]).reshape(kept.shape)
+
+    def tensor(self, kept: Kept) -> Tensor:
+        """A tensor for torch, in its own dtype."""
+        import torch  # noqa: PLC0415  an old run is told without torch
+
+        data, dtype = self.read(kept), getattr(torch, _TORCH[kept.dtype])
+        if not data:
+            return torch.empty(kept.shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(kept.shape)
+
+    def inputs(self, call: Call) -> dict[str, Tensor]:
+        """What a call was given, before it ran."""
+        return {name: self.tensor(kept) for name, kept in call.inputs.items()}
+
+    def outputs(self, call: Call) -> dict[str, Tensor]:
+        """What a call returned."""
+        return {name: self.tensor(kept) for name, kept in call.outputs.items()}
+
+    def by_component(self) -> dict[str, list[Call]]:
+        """The calls of each component, in the order in which they ran."""
+        found: dict[str, list[Call]] = defaultdict(list)
+        for call in self.calls:
+            found[call.component].append(call)
+        return dict(found)
+
+    def damage(self) -> Iterator[str]:
+        """Read every stored tensor; tell of each whose bytes are not those that were hashed."""
+        for kept in self._stored():
+            try:
+                self.read(kept)
+            except UnreadableFile as error:
+                yield str(error)
+
+    def require_undamaged(self) -> None:
+        """Read every stored tensor; refuse the first whose bytes are not those that were hashed."""
+        for kept in self._stored():
+            self.read(kept)
+
+    def _stored(self) -> Iterable[Kept]:
+        """Return a record of each stored tensor; several for one with several hashes."""
+        kept = (kept for call in self.calls for _, kept in call.sites() if kept.at is not None)
+        return {(each.at, each.sha256): each for each in kept}.values()
+
+    def _require_consistent(self) -> None:
+        numbers = {step.number for step in self.steps}
+        for place, call in enumerate(self.calls):
+            name = f"call {call.number} ({call.component})"
+            if call.number != place or call.step not in numbers:
+                raise malformed(name, (call.number, call.step), f"number {place}, of a known step")
+            for site, kept in call.sites():
+                if kept.at is not None:
+                    self._require_stored(f"{name}: {site}", kept)
+
+    def _require_stored(self, name: str, kept: Kept) -> None:
+        part = self.places.get(str(kept.at))
+        if part is None:
+            raise malformed(name, kept.at, "a tensor of one of the parts")
+        stored = part.tensors[str(kept.at)]
+        if (stored.dtype, stored.end - stored.begin) != (kept.dtype, kept.nbytes):
+            found = f"{stored.dtype} {list(stored.shape)}"
+            raise malformed(name, found, f"{kept.dtype} {list(kept.shape)}")
+
+
+def _places(parts: tuple[Part, ...]) -> dict[str, Part]:
+    places: dict[str, Part] = {}
+    for part in parts:
+        for name in part.tensors:
+            if places.setdefault(name, part) is not part:
+                raise malformed(f"{part.path.name}: tensor {visible(name[:200])}", "twice", "once")
+    return places
+
+
+def _manifest_text(path: Path) -> bytes:
+    try:
+        return read_small_file(path / MANIFEST, LARGEST_MANIFEST)
+    except UnreadableFile as error:
+        raise UnreadableFile(
+            error.name, error.value, f"a capture: a folder with {MANIFEST}, {error.expectation}",
+            "Record one with degarble capture.",
+        ) from error  # fmt: skip
+
+
+def _require_known(path: Path, manifest: Fields) -> None:
+    found = manifest.raw.get("format"), manifest.raw.get("version")
+    if found[0] != FORMAT:
+        raise UnreadableFile(
+            str(path / MANIFEST), found[0], f"format {FORMAT}", "Name the folder of a capture."
+        )
+    if type(found[1]) is not int or not 1 <= found[1] <= VERSION:
+        raise UnreadableFile(
+            f"{path / MANIFEST}: version", found[1], f"1 to {VERSION}",
+            "Read it with the version of degarble that wrote it, or a newer one.",
+        )  # fmt: skip
+
+
+def _parts(path: Path, manifest: Fields, *, complete: bool) -> Iterator[Part]:
+    """The parts in order: those of the manifest, or those that a killed run left."""
+    if not complete:
+        numbers = sorted(int(m[1]) for each in path.iterdir() if (m := NAME.fullmatch(each.name)))
+        for place, number in enumerate(numbers):
+            if place != number:
+                raise malformed(file_of(place), "missing", f"a part in front of {file_of(number)}")
+            yield read_part(path / file_of(number))
+        return
+    listed = manifest.raw.get("parts")
+    if not isinstance(listed, list):
+        raise malformed(f"{MANIFEST}: parts", listed, "a list")
+    for number, raw in enumerate(listed):
+        stated = Fields(raw, f"{MANIFEST}: part {number}")
+        file = file_of(number)
+        if stated.text("file") != file:
+            raise malformed(f"{MANIFEST}: part {number}", stated.raw["file"], file)
+        if not (path / file).exists():
+            raise UnreadableFile(file, "missing", "every part of the manifest", AGAIN)
+        part = read_part(path / file)
+        said = (stated.count("bytes"), stated.text("head_sha256"))
+        if said != (part.size, part.head_sha256):
+            raise malformed(file, f"{part.size} bytes, another head", "the part of the manifest")
+        yield part

@@ -1,0 +1,342 @@
+"""A capture as it is written: tensors and calls go in, parts come out behind the caller's back.
+
+Owns the thread that hashes and writes, the bound on what waits in memory, and the manifest, which
+says `complete` only when every part is on the disk. Bytes that are there already are stored once,
+whatever sites they belong to. The caller waits only while the bound is reached. Needs no torch.
+
+Refuses a folder that holds a capture already, and what the system refuses to write: at the next
+call or at the end, whichever comes first; what was written until then stays, and is readable.
+Kept honest by suites/capture/files/test_writer.py and test_capture_crash.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.base.version import VERSION as TOOL_VERSION
+from degarble.harness.capture.files import parts
+from degarble.harness.capture.files.types import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Call,
+    Kept,
+    Step,
+    site_of,
+)
+from degarble.harness.model.sites import Port
+from degarble.harness.report.files import usable_folder, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+PART_BYTES = 64 << 20
+PART_CALLS = 2048
+PART_SECONDS = 2.0  # a slow run loses at most this much, and the step in which it dies
+MEMORY_BYTES = 512 << 20  # that wait to be written
+_BACKGROUND = 10  # niceness of the writing thread: the run goes first
+
+
+@dataclass(eq=False)
+class Payload:
+    """The bytes of one tensor, which nobody changes any more; one object for all its sites.
+
+    `stored` is False where only the hash is wanted. `data` is let go when it is written.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | None
+    stored: bool = True
+    sha256: str = ""
+    at: str | None = None
+    sent: bool = False
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = 0 if self.data is None else self.data.nbytes
+
+
+class Sent(NamedTuple):
+    """A tensor at a site, on its way: the payload, and how it is seen there."""
+
+    payload: Payload
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    statistics: Mapping[str, float] | None = None
+
+
+@dataclass
+class SentCall:
+    """A call on its way."""
+
+    step: int
+    component: str
+    inputs: dict[str, Sent]
+    outputs: dict[str, Sent]
+    changed: tuple[str, ...] = ()
+
+
+class Tally(NamedTuple):
+    """What was written so far."""
+
+    calls: int
+    tensors: int
+    stored_bytes: int
+    shown_bytes: int  # what the same sites would take without sharing
+
+
+class CaptureWriter:
+    """Writes one capture. Use it as a context; it is complete only if `finish` was called."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        memory_bytes: int = MEMORY_BYTES,
+        part_bytes: int = PART_BYTES,
+        part_seconds: float = PART_SECONDS,
+        name: str = "--out",
+    ) -> None:
+        """`name` is what the caller's user calls the folder, for refusals."""
+        require_free(folder, name)
+        self.folder = usable_folder(name, folder)
+        self._facts = dict(facts)
+        self._memory_bytes = memory_bytes
+        part_bytes = min(part_bytes, max(1, memory_bytes // 4))
+        self._pack = _Packer(folder, part_bytes, part_seconds)
+        self._waiting: deque[Step | SentCall | None] = deque()
+        self._changed = threading.Condition()
+        self._in_memory = 0
+        self._hurry = False
+        self._finished = False
+        self._error: BaseException | None = None
+        write_text(folder / MANIFEST, self._manifest(complete=False))
+        self._thread = threading.Thread(target=self._work, name="capture", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        if not self._finished and not self._pack.written:
+            # Nothing was captured: a refusal leaves nothing half-written.
+            with suppress(OSError):
+                (self.folder / MANIFEST).unlink()
+
+    def step(self, step: Step) -> None:
+        """Begin a forward pass; the calls that follow belong to it."""
+        self._send(step, 0)
+
+    def call(self, call: SentCall) -> None:
+        """Take one call. Waits while too much is in memory; raises what writing met."""
+        fresh = 0
+        for each in (*call.inputs.values(), *call.outputs.values()):
+            if not each.payload.sent:
+                each.payload.sent = True
+                fresh += each.payload.nbytes
+        self._send(call, fresh)
+
+    def finish(self, **more: Any) -> Tally:
+        """Write what is left and mark the capture complete; `more` facts are known only now."""
+        self._stop()
+        if self._error is not None:
+            raise self._error
+        parts.sync(self.folder, [each["file"] for each in self._pack.written])
+        self._facts |= more
+        write_text(self.folder / MANIFEST, self._manifest(complete=True))
+        self._finished = True
+        return self.tally
+
+    @property
+    def tally(self) -> Tally:
+        """What was taken so far."""
+        return self._pack.tally
+
+    def _send(self, item: Step | SentCall, nbytes: int) -> None:
+        with self._changed:
+            while self._in_memory and self._in_memory + nbytes > self._memory_bytes:
+                if self._error is not None:
+                    break
+                self._hurry = True
+                self._changed.notify_all()
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            self._in_memory += nbytes
+            self._waiting.append(item)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        if self._thread.is_alive():
+            with self._changed:
+                self._waiting.append(None)
+                self._changed.notify_all()
+            self._thread.join()
+
+    def _work(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND)
+        try:
+            while (item := self._next()) is not None:
+                if isinstance(item, Step):
+                    self._pack.steps.append(item)
+                else:
+                    self._pack.add(item)
+                if self._pack.is_due():
+                    self._flush()
+            self._flush()
+        except BaseException as error:  # noqa: BLE001  it is raised where the caller waits
+            with self._changed:
+                self._error = error
+                self._waiting.clear()
+                self._changed.notify_all()
+
+    def _next(self) -> Step | SentCall | None:
+        with self._changed:
+            while not self._waiting:
+                if self._hurry:
+                    break
+                self._changed.wait()
+            if self._waiting:
+                return self._waiting.popleft()
+        self._flush()
+        return self._next()
+
+    def _flush(self) -> None:
+        self._pack.flush()
+        with self._changed:
+            self._in_memory -= self._pack.freed()
+            self._hurry = False
+            self._changed.notify_all()
+
+    def _manifest(self, *, complete: bool) -> str:
+        raw = {
+            "format": FORMAT,
+            "version": VERSION,
+            "complete": complete,
+            "tool": {"name": "degarble", "version": TOOL_VERSION},
+            "facts": self._facts,
+            "parts": self._pack.written if complete else [],
+            "calls": self._pack.tally.calls if complete else None,
+        }
+        return json.dumps(raw, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+class _Packer:
+    """Gathers calls into parts. Lives in the writing thread."""
+
+    def __init__(self, folder: Path, part_bytes: int, part_seconds: float) -> None:
+        self.steps: list[Step] = []
+        self.written: list[dict[str, Any]] = []
+        self.tally = Tally(0, 0, 0, 0)
+        self._folder = folder
+        self._part_bytes = part_bytes
+        self._part_seconds = part_seconds
+        self._calls: list[Call] = []
+        self._payloads: list[Payload] = []
+        self._gathered = 0
+        self._freed = 0
+        self._begun = time.monotonic()
+        self._known: dict[tuple[str, str], str] = {}  # dtype and hash to the stored tensor's name
+
+    def add(self, sent: SentCall) -> None:
+        """Hash what a call brings, and keep it for the part that comes."""
+        number = self.tally.calls
+        both = [
+            {name: self._kept(each, number, f"{site_of(sent.component, port, name)}")
+             for name, each in side.items()}
+            for port, side in ((Port.IN, sent.inputs), (Port.OUT, sent.outputs))
+        ]  # fmt: skip
+        call = Call(number, sent.step, sent.component, both[0], both[1], sent.changed)
+        self._calls.append(call)
+        shown = sum(kept.nbytes for side in both for kept in side.values())
+        tensors = self.tally.tensors + sum(map(len, both))
+        self.tally = self.tally._replace(
+            calls=number + 1, tensors=tensors, shown_bytes=self.tally.shown_bytes + shown
+        )
+
+    def is_due(self) -> bool:
+        """Whether a part is worth writing."""
+        return (
+            self._gathered >= self._part_bytes
+            or len(self._calls) >= PART_CALLS
+            or time.monotonic() - self._begun >= self._part_seconds
+        )
+
+    def flush(self) -> None:
+        """Write what was gathered as one part."""
+        self._begun = time.monotonic()
+        if not (self._calls or self.steps):
+            return
+        named = [(str(each.at), each.dtype, each.shape) for each in self._payloads]
+        number = len(self.written)
+        head = parts.head_of(number, named, self.steps, self._calls)
+        datas = [each.data for each in self._payloads if each.data is not None]
+        file = parts.file_of(number)
+        parts.write_part(self._folder / file, head, datas)
+        self.written.append(
+            {
+                "file": file,
+                "bytes": len(head) + self._gathered,
+                "head_sha256": hashlib.sha256(head).hexdigest(),
+            }
+        )
+        self.tally = self.tally._replace(stored_bytes=self.tally.stored_bytes + self._gathered)
+        for each in self._payloads:
+            each.data = None
+        self._freed += self._gathered
+        self._gathered = 0
+        self.steps, self._calls, self._payloads = [], [], []
+
+    def freed(self) -> int:
+        """Bytes let go since this was asked last."""
+        freed, self._freed = self._freed, 0
+        return freed
+
+    def _kept(self, sent: Sent, call: int, site: str) -> Kept:
+        payload = sent.payload
+        if not payload.sha256:
+            self._take(payload, f"{call:06} {site}")
+        return Kept(
+            payload.dtype, sent.shape, payload.sha256, payload.at, sent.rows, sent.statistics
+        )
+
+    def _take(self, payload: Payload, name: str) -> None:
+        """Hash a payload; gather it, unless its bytes are known."""
+        assert payload.data is not None, "a payload is hashed before it is let go"
+        payload.sha256 = hashlib.sha256(payload.data).hexdigest()
+        key = (payload.dtype, payload.sha256)
+        if payload.stored:
+            payload.at = self._known.setdefault(key, name)
+        if payload.at == name:
+            self._payloads.append(payload)
+            self._gathered += payload.nbytes
+        else:
+            payload.data = None
+            self._freed += payload.nbytes
+
+
+def require_free(folder: Path, name: str = "--out") -> None:
+    """Refuse a folder in which a capture lies; makes nothing."""
+    taken = (folder / MANIFEST).exists()
+    if folder.is_dir():
+        taken = taken or any(parts.NAME.fullmatch(each.name) for each in folder.iterdir())
+    if taken:
+        raise UnwritablePath(
+            name,
+            str(folder),
+            "a folder without a capture",
+            f"Choose another folder, or remove what a killed run left: rm -r '{folder}'",
+        )

@@ -1,0 +1,55 @@
+"""The boundary around a captured run: what is refused leaves nothing half-written.
+
+A checkpoint may be refused at its last weight, when parts were written already. A kernel or a patch
+that is not ours may return tensors that the next components cannot take; torch then raises
+anything, which is refused by name. Without foreign code such an error is ours.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnwritablePath
+from degarble.harness.capture.files.types import MANIFEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+
+@contextmanager
+def foreign_code(folder: Path, whose: Sequence[str]) -> Iterator[None]:
+    """Run a capture, with foreign code by its options; what a refusal leaves is removed.
+
+    Where the disk takes no more, the parts stay: they are whole, and the run cannot be repeated.
+    """
+    there = folder.exists()
+    try:
+        yield
+    except UnwritablePath:
+        if whose:
+            _remove(folder, keep=there)
+        raise
+    except DegarbleError:
+        _remove(folder, keep=there)
+        raise
+    except Exception as error:
+        if not whose:
+            raise
+        _remove(folder, keep=there)
+        raise InvalidArgument(
+            " and ".join(whose), f"{type(error).__name__}: {error}",
+            "outputs and weights that the components behind can take",
+            "Look at shapes and dtypes of what was replaced.",
+        ) from error  # fmt: skip
+
+
+def _remove(folder: Path, *, keep: bool) -> None:
+    """Take the parts of a refused capture away; a folder that was there before stays."""
+    for file in (*folder.glob("part-*.safetensors*"), folder / MANIFEST):
+        with suppress(OSError):
+            file.unlink()
+    if not keep:
+        with suppress(OSError):
+            folder.rmdir()

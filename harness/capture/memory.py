@@ -1,0 +1,70 @@
+"""A capture without a disk: any torch model, run once, every component's inputs and outputs.
+
+Owns the writer that keeps in memory what a recorder sends, as a run that judging reads like a
+capture. Bytes that are seen at several places are held once. What is kept costs memory: large
+models are captured into a folder. Refuses what recorders refuse.
+Kept honest by suites/capture/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.capture.files.types import Call, Kept
+from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.types import Step
+    from degarble.harness.capture.files.writer import Sent, SentCall
+
+
+@dataclass(eq=False)
+class MemoryRun:
+    """Steps, calls and tensors of a run; also what a recorder writes to."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    _sent: list[SentCall] = field(default_factory=list)
+
+    def step(self, step: Step) -> None:
+        """Begin a forward pass."""
+        self.steps.append(step)
+
+    def call(self, call: SentCall) -> None:
+        """Keep one call."""
+        inputs, outputs = (
+            {name: _kept(each) for name, each in side.items()}
+            for side in (call.inputs, call.outputs)
+        )
+        number = len(self.calls)
+        self.calls.append(Call(number, call.step, call.component, inputs, outputs, call.changed))
+        self._sent.append(call)
+
+    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call was given, before it ran."""
+        return {name: _tensor(each) for name, each in self._sent[call.number].inputs.items()}
+
+    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call returned."""
+        return {name: _tensor(each) for name, each in self._sent[call.number].outputs.items()}
+
+
+def _kept(sent: Sent) -> Kept:
+    """The record of a tensor that lies in memory: its bytes are not hashed."""
+    return Kept(sent.payload.dtype, sent.shape, "", "memory", sent.rows, sent.statistics)
+
+
+def _tensor(sent: Sent) -> Tensor:
+    dtype = TORCH_DTYPES[sent.payload.dtype]
+    if not sent.payload.data:
+        return torch.empty(sent.shape, dtype=dtype)
+    # Trap: frombuffer shares the bytes; whoever reads a run may not write into it.
+    return torch.frombuffer(sent.payload.data, dtype=dtype).reshape(sent.shape)

@@ -1,0 +1,270 @@
+"""Any torch model into a capture: which module is which component, and what its tensors are called.
+
+A place says: these modules, run one after the other, are this component; their tensors have these
+names. A module may belong to several places: one that fuses components gives the inputs of its
+first and the outputs of its last. Tensors of [batch, time, ...] become one row a token, as ours.
+`places_by_name` makes a map for a model that nobody knows, a component a leaf module.
+
+Refuses modules that the model does not have, tensors that a module was not given or did not return,
+and modules that run in another order than the place says. Kept honest by
+suites/capture/test_modules.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.capture.files.types import Phase, site_of
+from degarble.harness.model.sites import Port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from degarble.harness.capture.recorder import Recorder, Taken
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+_HASHED_BYTES = 1 << 26  # copied to the host at a time
+_PLAIN = MappingProxyType({0: "x"})
+_OUT = MappingProxyType({(0, 0): "out"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Modules that are a component.
+
+    `inputs`: of the first module, argument to name. `outputs`: (which module, which of the tensors
+    that it returns) to name; tensors of one name lie side by side.
+    """
+
+    component: str
+    modules: tuple[str, ...]
+    inputs: Mapping[Any, str] = field(default_factory=lambda: _PLAIN)
+    outputs: Mapping[tuple[int, int], str] = field(default_factory=lambda: _OUT)
+
+    def __post_init__(self) -> None:
+        for port, names in ((Port.IN, self.inputs), (Port.OUT, self.outputs)):
+            for name in names.values():
+                site_of(self.component, port, name)
+
+
+@dataclass
+class _Under:
+    """A place that is on its way."""
+
+    next: int = 0
+    taken: dict[str, Taken] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class ModuleRecorder:
+    """Hooks that feed a recorder. Use `recording`."""
+
+    def __init__(self, recorder: Recorder, places: Iterable[Place]) -> None:
+        self._recorder = recorder
+        self._places = [place for place in places if recorder.chooses(place.component)]
+        self._under: dict[str, _Under] = {}
+        self._shape = (0, 0)
+
+    def install(self, model: nn.Module, stack: ExitStack) -> None:
+        """Hook every module of the map, and the model itself for its steps."""
+        known = dict(model.named_modules())
+        by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
+        for place in self._places:
+            for number, name in enumerate(place.modules):
+                if name not in known:
+                    raise UnknownName.among(f"module of {place.component}", name, known)
+                by_module[name].append((place, number))
+        begin = model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        stack.callback(begin.remove)
+        for name, members in by_module.items():
+            before, after = partial(self._before, members), partial(self._after, members)
+            module = known[name]
+            for hook in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ):
+                stack.callback(hook.remove)
+
+    def _begin(self, _model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pass: its token ids are the first tensor, [batch, time] or [time]."""
+        first = next(
+            (each for each in (named.get("input_ids"), *given, *named.values())
+             if isinstance(each, torch.Tensor)), None,
+        )  # fmt: skip
+        if first is None or not first.ndim:
+            raise InvalidArgument(
+                "model", "no tensor", "a tensor of tokens as its first argument",
+                "Call the model with its tokens.",
+            )  # fmt: skip
+        extents = first.shape[:-1] if first.is_floating_point() else first.shape
+        batch, time = (extents[0], extents[1]) if len(extents) > 1 else (1, *extents, 1)[:2]
+        self._shape = (batch, time)
+        cache: Any = named.get("past_key_values")
+        past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        ids = [0] * (batch * time)
+        if not first.is_floating_point() and first.ndim <= 2:
+            ids = first.reshape(-1).tolist()
+        positions = list(range(past, past + time)) * batch
+        owners = [number for number in range(batch) for _ in range(time)]
+        phase = Phase.DECODE if past and time == 1 else Phase.PREFILL
+        self._under.clear()
+        self._recorder.begin(phase, ids, positions, owners)
+
+    def _before(
+        self,
+        members: list[tuple[Place, int]],
+        _module: nn.Module,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> None:
+        if self._recorder.idle:
+            return
+        for place, number in members:
+            if number:
+                continue
+            under = self._under[place.component] = _Under()
+            for key, name in place.inputs.items():
+                under.inputs[name] = self._rows(_argument(place, key, given, named))
+            under.taken = self._recorder.before(place.component, under.inputs)
+
+    def _after(
+        self,
+        members: list[tuple[Place, int]],
+        _module: nn.Module,
+        _given: tuple[Any, ...],
+        _named: dict[str, Any],
+        returned: Any,
+    ) -> None:
+        if self._recorder.idle:
+            return
+        tensors = returned if isinstance(returned, (tuple, list)) else [returned]
+        for place, number in members:
+            under = self._under.get(place.component)
+            if under is None or under.next != number:
+                raise InvalidArgument(
+                    f"module of {place.component}", place.modules[number],
+                    f"modules that run in the order {', '.join(place.modules)}",
+                    "Correct the map from modules to sites.",
+                )  # fmt: skip
+            under.next += 1
+            for (which, at), name in place.outputs.items():
+                if which == number:
+                    under.parts[name].append(self._rows(_returned(place, number, tensors, at)))
+            if under.next == len(place.modules):
+                self._finish(place, self._under.pop(place.component))
+
+    def _finish(self, place: Place, under: _Under) -> None:
+        outputs = {
+            name: parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            for name, parts in under.parts.items()
+        }
+        self._recorder.after(place.component, under.taken, under.inputs, outputs)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """One row a token, where batch and time lie apart."""
+        if tensor.ndim >= 2 and tuple(tensor.shape[:2]) == self._shape:
+            return tensor.flatten(0, 1)
+        return tensor
+
+
+@contextmanager
+def recording(model: nn.Module, places: Iterable[Place], recorder: Recorder) -> Iterator[None]:
+    """Record every forward pass of a model; the hooks are gone behind it."""
+    with ExitStack() as stack:
+        ModuleRecorder(recorder, places).install(model, stack)
+        yield
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return SHA-256 over every parameter and buffer: name, dtype, shape and bytes.
+
+    Buffers that are left out of the state dict count too: scales often live in such buffers.
+    """
+    digest = hashlib.sha256()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        _hash_tensor(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised tensor of torchao is a wrapper
+        for inner in tensor.__tensor_flatten__()[0]:
+            _hash_tensor(digest, f"{name}.{inner}", getattr(tensor, inner))
+        return
+    if tensor.is_meta:
+        return  # it has no bytes
+    flat = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    for piece in flat.detach().contiguous().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
+        digest.update(memoryview(piece.cpu().numpy()))
+
+
+def places_by_name(model: nn.Module) -> list[Place]:
+    """One component for each module without modules of its own, named after it.
+
+    A model that is such a module itself has the name of its class.
+    """
+    found: dict[str, str] = {}
+    if next(model.children(), None) is None:
+        return [Place(component_of(type(model).__name__), ("",))]
+    for name, module in model.named_modules():
+        if name and next(module.children(), None) is None:
+            component = component_of(name)
+            if component in found:
+                raise InvalidArgument(
+                    "module", name, f"another name than {found[component]} as a component",
+                    "Write the map from modules to sites yourself.",
+                )  # fmt: skip
+            found[component] = name
+    return [Place(component, (name,)) for component, name in found.items()]
+
+
+def component_of(module: str) -> str:
+    """`model.layers.3.mlp.0` as the name of a component: `layers.3.mlp_0`."""
+    match = _BLOCK.search(module)
+    prefix = f"layers.{int(match[1])}." if match else ""
+    words: list[str] = []
+    for word in module[match.end() if match else 0 :].split("."):
+        plain = re.sub(r"[^a-z0-9_]", "_", word.lower())
+        if words and not plain[:1].isalpha():
+            words[-1] += f"_{plain}"
+        else:
+            plain = plain if plain[:1].isalpha() else f"m{plain}"
+            words.append(f"{plain}_" if plain in set(Port) else plain)
+    return prefix + ".".join(words)
+
+
+def _argument(place: Place, key: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    found = given[key] if isinstance(key, int) and key < len(given) else named.get(str(key))
+    if isinstance(key, int) and key >= len(given) and len(named) > key - len(given):
+        found = list(named.values())[key - len(given)]
+    return _required(place, f"argument {key}", found)
+
+
+def _returned(place: Place, number: int, tensors: Any, at: int) -> Tensor:
+    found = tensors[at] if at < len(tensors) else None
+    return _required(place, f"tensor {at} that {place.modules[number]} returns", found)
+
+
+def _required(place: Place, name: str, found: Any) -> Tensor:
+    if not isinstance(found, torch.Tensor):
+        raise InvalidArgument(
+            f"{name}, for {place.component}", type(found).__name__, "a tensor",
+            "Correct the map from modules to sites.",
+        )  # fmt: skip
+    return found

@@ -1,0 +1,124 @@
+"""What is asked of a live server's capture: which requests, which parts of the model, how much.
+
+Owns the record, its reading from JSON, the matching of request ids, and the numbers of sequences.
+An id is asked for as the client sent it (X-Request-Id); servers put words around it, so it matches
+an id of which it is one or several whole words. Without ids the next requests are taken, as many as
+are asked for. A capture ends with its bytes, its seconds, or when it is told to.
+
+Refuses fields that it does not know, values of another kind, and bounds beyond the server's own.
+Kept honest by suites/capture/test_options.py.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.filter import Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MOST_BYTES = 1 << 30  # of tensors, on each rank
+MOST_REQUESTS = 64
+MOST_SECONDS = 3600.0
+_BYTES, _SECONDS = 256 << 20, 600.0
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_WORDS = ("layers", "components", "tokens")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One capture of a live server. `requests`: ids; empty: the next `count` ones."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    requests: tuple[str, ...] = ()
+    count: int = 1
+    nbytes: int = _BYTES
+    seconds: float = _SECONDS
+
+    @classmethod
+    def of_json(cls, raw: Mapping[str, Any]) -> Asked:
+        """Read what a client asks for."""
+        known = {"requests", "count", "max_bytes", "seconds", *_WORDS}
+        strange = sorted(raw.keys() - known)
+        if strange:
+            raise _wrong("capture", strange[0], f"one of {', '.join(sorted(known))}")
+        words = []
+        for name in _WORDS:
+            said = raw.get(name)
+            if said is not None and not (isinstance(said, str) and len(said) <= 1000):
+                raise _wrong(name, said, "a text as --layers, --components and --tokens take")
+            words.append(said)
+        requests = raw.get("requests") or []
+        if not isinstance(requests, list) or len(requests) > MOST_REQUESTS:
+            raise _wrong("requests", requests, f"a list of at most {MOST_REQUESTS} ids")
+        for each in requests:
+            if not (isinstance(each, str) and REQUEST_ID.fullmatch(each)):
+                raise _wrong("requests", each, "ids of letters, digits, and . _ : -")
+        return cls(
+            Wanted.of(*words),
+            tuple(dict.fromkeys(requests)),
+            int(_number(raw, "count", len(requests) or 1, 1, MOST_REQUESTS)),
+            int(_number(raw, "max_bytes", _BYTES, 1, MOST_BYTES)),
+            _number(raw, "seconds", _SECONDS, 1, MOST_SECONDS),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Tell it again, as of_json reads it."""
+        found: dict[str, Any] = {
+            name: None if words is None else ",".join(words)
+            for name, words in self.wanted.document().items()
+        }
+        found |= {"requests": list(self.requests), "count": self.count}
+        return found | {"max_bytes": self.nbytes, "seconds": self.seconds}
+
+
+class Roll:
+    """Which requests are captured, in the order in which they came."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.ids: list[str] = []
+        self._ends = time.monotonic() + asked.seconds
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self._ends
+
+    def owner(self, request: str) -> int | None:
+        """The number of a request's sequence; None for one that nobody asked for."""
+        if request in self.ids:
+            return self.ids.index(request)
+        if self.late or len(self.ids) >= self._room or not self._matches(request):
+            return None
+        self.ids.append(request)
+        return len(self.ids) - 1
+
+    @property
+    def _room(self) -> int:
+        return MOST_REQUESTS if self.asked.requests else self.asked.count
+
+    def _matches(self, request: str) -> bool:
+        if not self.asked.requests:
+            return True
+        return any(
+            re.search(rf"(?:^|-){re.escape(each)}(?:-|$)", request) for each in self.asked.requests
+        )
+
+
+def _number(raw: Mapping[str, Any], name: str, usual: float, low: float, high: float) -> float:
+    found = raw.get(name)
+    if found is None:
+        return usual
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not low <= found <= high:
+        raise _wrong(name, found, f"a number from {low:g} to {high:g}")
+    return found
+
+
+def _wrong(name: str, value: object, expectation: str) -> InvalidArgument:
+    return InvalidArgument(name, str(value)[:200], expectation, "See docs/capture.md.")

@@ -1,0 +1,170 @@
+"""`degarble capture` under torchrun: each rank holds its shards alone, their captures become one.
+
+Owns what one rank does (bind its boxes, run the prompts together with the others, write what its
+components saw), and where each tensor of a shard lies in the whole. Rank 0 joins; what results is
+judged as any capture. The model is cut by tensor parallelism as vLLM cuts it
+(harness.model.sharding); sums over ranks run behind the components that they belong to.
+
+Refuses numbers of ranks that the model cannot be cut into, cuts that leave a rank padding (what it
+saw would be no part of ours), and kernels in the place of components: those are not cut.
+Kept honest by suites/capture/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import distributed
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.capture.capture import Captured, How, capture
+from degarble.harness.capture.engine.maps import TERM, WHOLE, Seen, Share, Sighting, part
+from degarble.harness.capture.engine.ranks import join_ranks
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.writer import require_free
+from degarble.harness.inference.ranks import together
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.sharding import plan
+from degarble.harness.model.sites import Port, Site
+from degarble.harness.report.files import require_folder
+from degarble.references.sharded import ShardedModel, Teams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from degarble.harness.capture.capture import Watch
+    from degarble.harness.capture.files.types import Kept
+    from degarble.harness.inference.model import OpenModel
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.sharding import Plan
+    from degarble.references.binding import Bound
+
+_BLOCK = 128  # vLLM cuts V4's shared expert in whole blocks of it
+_HEADS = 1  # dimension of what has one part a head: [T, H, D] and [T, H * D] alike
+_LAST = -1
+
+
+class _Cut(NamedTuple):
+    """What of a component's tensors a rank has: slots along a dimension; none where all of it."""
+
+    inputs: int = 0
+    outputs: int = 0
+    dim: int = _LAST
+    terms: tuple[Port, ...] = ()
+
+
+_QUANTISED = _Cut(1, 1)
+# Of a role what no line names is whole on every rank.
+_CUTS: Mapping[str, _Cut] = {
+    "attn.wq_b": _Cut(outputs=1),
+    "attn.q_head_norm_rope": _Cut(1, 1, _HEADS),
+    "attn.rope": _Cut(1, 1, _HEADS),
+    "attn.attend": _Cut(1, 1, _HEADS),
+    "attn.inverse_rope": _Cut(1, 1, _HEADS),
+    "attn.wo_a.act_quant": _QUANTISED,
+    "attn.wo_a": _QUANTISED,
+    "attn.wo_b.act_quant": _QUANTISED,
+    "attn.wo_b": _Cut(1),
+    "attn.wo.act_quant": _QUANTISED,
+    "attn.wo": _Cut(1),
+    "ffn.w13": _Cut(outputs=2),
+    "ffn.act": _Cut(2, 1),
+    "ffn.w2.act_quant": _QUANTISED,
+    "ffn.w2": _Cut(1),
+    "ffn.shared.w13": _Cut(outputs=2),
+    "ffn.shared.act": _Cut(2, 1),
+    "ffn.shared.w2.act_quant": _QUANTISED,
+    "ffn.shared.w2": _Cut(1),
+    "ffn.experts.w13": _Cut(outputs=2),
+    "ffn.experts.act_quant": _Cut(2, 1),
+    "ffn.experts.w2": _Cut(1, terms=(Port.OUT,)),
+    "ffn.experts.combine": _Cut(terms=(Port.IN,)),
+}
+_CARRIED = frozenset({"x", "q", "out", "codes", "block_scale"})  # not positions, weights, scalars
+
+
+def capture_over_ranks(
+    source: Path,
+    prompts: list[Any],
+    folder: Path,
+    watch: Watch,
+    how: How | None = None,
+    told: Callable[[int], None] = lambda _nbytes: None,
+) -> Captured:
+    """Run prompts on all ranks together; `folder` receives the one capture that they make."""
+    how = how or How()
+    if how.foreign:
+        raise InvalidArgument(
+            how.foreign[0].split()[0], " ".join(how.foreign), "the references, over several ranks",
+            "Start one process. Kernels of a running engine: `capture --backend vllm`.",
+        )  # fmt: skip
+    require_free(folder)
+    require_folder("--out", folder)
+    with together():
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        places = [folder.with_name(f".{folder.name}.rank-{n}") for n in range(world)]
+        shutil.rmtree(places[rank], ignore_errors=True)  # of a run that was interrupted
+        try:
+            silent = told if rank == 0 else (lambda _nbytes: None)
+            found = capture(source, prompts, places[rank], watch, _sharded(how, world), silent)
+            distributed.barrier()
+            if rank == 0:
+                first = Capture.open(places[0])
+                join_ranks(places, sightings_of(first, world), folder, first.facts)
+            distributed.barrier()
+        finally:
+            shutil.rmtree(places[rank], ignore_errors=True)
+    return replace(found, folder=folder, capture=Capture.open(folder))
+
+
+def _sharded(how: How, world: int) -> How:
+    def share(model: OpenModel) -> Bound:
+        made = plan_over(model.config, world)
+        teams = Teams.of(made)
+        assert teams is not None, "every rank is one of the plan's"
+        numerics = model.speaker.bound.numerics
+        recipe = model.recipe if model.arithmetic == "twin" else None
+        return ShardedModel(made, teams, numerics, model.checkpoint.weights, recipe).bound
+
+    return replace(how, share=share)
+
+
+def plan_over(config: Config, world: int) -> Plan:
+    """The plan of a model over so many ranks."""
+    if isinstance(config, V4Config) and config.moe_intermediate_size % (_BLOCK * world):
+        raise ShapeMismatch(
+            "moe_intermediate_size", config.moe_intermediate_size,
+            f"a multiple of {_BLOCK} times {world} ranks: engines pad the shared expert otherwise",
+            "Choose another number of ranks for this model.",
+        )  # fmt: skip
+    return plan(config, tp=world)
+
+
+def sightings_of(first: Capture, world: int) -> Iterable[Sighting]:
+    """Where the tensors of rank 0's components lie in the whole."""
+    inputs: dict[str, dict[str, Seen]] = {}
+    outputs: dict[str, dict[str, Seen]] = {}
+    for call in first.calls:  # later calls may bring what the first one had not: a state
+        cut = _CUTS.get(Site(call.component, Port.OUT).role, _Cut())
+        for port, kept, found in (
+            (Port.IN, call.inputs, inputs), (Port.OUT, call.outputs, outputs)
+        ):  # fmt: skip
+            found.setdefault(call.component, {}).update(_seen(cut, port, kept, world))
+    return [Sighting(name, inputs[name], outputs[name]) for name in inputs]
+
+
+def _seen(cut: _Cut, port: Port, kept: Mapping[str, Kept], world: int) -> dict[str, Seen]:
+    slots = cut.inputs if port is Port.IN else cut.outputs
+    found = {}
+    for name, each in kept.items():
+        share: Share = WHOLE
+        if name in _CARRIED and port in cut.terms:
+            share = TERM
+        elif name in _CARRIED and slots and len(each.shape) > 1:
+            extent = each.shape[cut.dim] * world // slots
+            share = part(*[extent] * slots, dim=cut.dim)
+        found[name] = Seen(str(port), share=share)
+    return found

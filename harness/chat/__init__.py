@@ -1,0 +1,1 @@
+"""Chat encodings, tokenizers and parsing of completions."""

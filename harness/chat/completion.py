@@ -1,0 +1,66 @@
+"""What a model said, taken apart: reasoning, content, tool calls.
+
+Owns the reading of a finished turn. Refuses what departs from the encoding (no end of thinking, a
+special mark inside a content, anything behind the calls), by name: a garbled model fails here
+first, and where it did is evidence. A turn that was cut off at its token limit has no EOS; `whole`
+says whether that is refused.
+
+Source: facts of the official encoders, section 12.3. Kept honest by suites/chat/test_completion.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.chat.dsml import ToolCall, read
+from degarble.harness.chat.special_tokens import DSML, END_THINK, EOS, STRUCTURE
+from degarble.harness.chat.turns import THINKING
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the assistant."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+    def message(self) -> dict[str, Any]:
+        """The turn as a message of a conversation."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.calls:
+            made["tool_calls"] = [call.document() for call in self.calls]
+        return made
+
+
+def parse(text: str, mode: str, block: str, *, whole: bool = True) -> Turn:
+    """Take a turn apart; `block` names the family's tool calls."""
+    reasoning, rest, opening = "", text, f"\n\n<{DSML}{block}"
+    if mode == THINKING:
+        reasoning, mark, rest = text.partition(END_THINK)
+        if not mark or opening in reasoning:
+            raise _refused("reasoning", reasoning, f"an end of thinking, {END_THINK}")
+    content, called, calls_text = rest.partition(opening)
+    calls: list[ToolCall] = []
+    if called and EOS not in content:
+        calls = read(calls_text, block)
+    else:
+        content, mark, behind = rest.partition(EOS)
+        if behind or (whole and not mark):
+            raise _refused("turn", behind or content[-40:], f"{EOS} at the end, once")
+    for name, said in (("content", content), ("reasoning", reasoning)):
+        for mark in STRUCTURE:
+            if mark in said:
+                raise _refused(name, mark, "a text without marks of the encoding")
+    return Turn(content, reasoning, tuple(calls))
+
+
+def _refused(name: str, found: str, expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} of the completion", found[-200:], expected,
+        "The model left the encoding; read its text as it is.",
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""A checkpoint's tokenizer: text to ids and back, and a text that grows id by id.
+
+Owns the loading of tokenizer.json through the package `tokenizers`, the ids that begin and end a
+text (from config.json and generation_config.json), and Growing, which lets out a text only as far
+as its last character is complete. Special tokens are encoded where they stand in a text, and shown
+as they are: what a garbled model says is evidence.
+
+Refuses a checkpoint without tokenizer.json, one that the package cannot read, and one that knows
+ids which the model does not have. Kept honest by suites/chat/test_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, MissingDependency, UnreadableFile
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.chat import special_tokens as marks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+FILE = "tokenizer.json"
+LARGEST_FILE = 64 << 20  # V4's has 7 MB
+_LARGEST_CONFIG = 1 << 20
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back. `begin` is None where a model's texts begin with nothing special."""
+
+    codec: Any  # tokenizers.Tokenizer
+    begin: int | None
+    ends: frozenset[int]
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path, config: Mapping[str, Any], vocabulary: int) -> Tokenizer:
+        """Load the tokenizer beside a checkpoint whose model knows `vocabulary` ids."""
+        path = folder / FILE
+        if not path.is_file():
+            raise UnreadableFile(
+                FILE, str(path), "the model's tokenizer beside its weights",
+                "Copy tokenizer.json from the model's own repository into the checkpoint.",
+            )  # fmt: skip
+        codec = _codec(path)
+        known = codec.get_vocab(with_added_tokens=True)
+        largest = max(known.values(), default=-1)
+        if largest >= vocabulary:
+            raise InvalidArgument(
+                f"ids of {path}", largest, f"ids below the model's {vocabulary}",
+                "Use the tokenizer of this very model.",
+            )  # fmt: skip
+        stated = _generation_config(folder) | dict(config)
+        return cls(codec, _begin(stated, known), _ends(stated, known))
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Ids of a text; BOS in front unless the text brings it, or `begin` is False."""
+        try:
+            ids: list[int] = self.codec.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the package has no narrower class
+            raise InvalidArgument(
+                "text", text, f"text that the tokenizer can encode ({error})",
+                "Use words that the model knows.",
+            ) from error  # fmt: skip
+        if begin and self.begin is not None and ids[:1] != [self.begin]:
+            ids = [self.begin, *ids]
+        return ids
+
+    def unknown(self, text: str) -> list[str]:
+        """The words of a text that become the one id of unknown words, each as often as said."""
+        mark = getattr(self.codec.model, "unk_token", None)
+        number = None if mark is None else self.codec.token_to_id(mark)
+        if number is None:
+            return []
+        made = self.codec.encode(text, add_special_tokens=False)
+        places = [
+            place for each, place in zip(made.ids, made.offsets, strict=True) if each == number
+        ]
+        said = [text[begin:end] for begin, end in places]
+        return [word for word in said if word.strip() != mark]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens as they are."""
+        text: str = self.codec.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def knows(self, *tokens: str) -> bool:
+        """Whether each of these is one token."""
+        return all(self.codec.token_to_id(token) is not None for token in tokens)
+
+
+class Growing:
+    """The text of ids that arrive one by one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._from = 0  # ids before this one are out, and no longer looked at
+        self._shown = ""  # what is out of the text since then
+
+    def add(self, number: int) -> str:
+        """Take one id in, and let out what is complete."""
+        self._ids.append(number)
+        text = self._tokenizer.decode(self._ids[self._from :])
+        if text.endswith(_INCOMPLETE) or not text.startswith(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        self._shown = text
+        if len(self._ids) - self._from > 32 and piece:
+            # Trap: a decoder may treat the first id otherwise (a space), so one stays in view.
+            self._from = len(self._ids) - 1
+            self._shown = self._tokenizer.decode(self._ids[self._from :])
+        return piece
+
+    def rest(self) -> str:
+        """Let out what is left, complete or not."""
+        text = self._tokenizer.decode(self._ids[self._from :])
+        piece = text[len(self._shown) :]
+        self._shown = text
+        return piece
+
+
+def _codec(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Codec  # noqa: PLC0415  only where texts are needed
+    except ImportError as error:
+        raise MissingDependency(
+            "tokenizers", "absent", "the package that reads tokenizer.json",
+            "pip install tokenizers",
+        ) from error  # fmt: skip
+    raw = read_small_file(path, LARGEST_FILE)
+    try:
+        return Codec.from_str(raw.decode())
+    except Exception as error:  # whatever it is, the package refused this file
+        raise UnreadableFile(
+            str(path), str(error), "a tokenizer.json that the package `tokenizers` reads",
+            "Copy it from the model's own repository again.",
+        ) from error  # fmt: skip
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(read_small_file(path, _LARGEST_CONFIG))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(
+            str(path), str(error), "a JSON object", "Repair it, or remove it."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _begin(stated: Mapping[str, Any], known: Mapping[str, int]) -> int | None:
+    number = stated.get("bos_token_id", known.get(marks.BOS, known.get("<bos>")))
+    return number if type(number) is int else None
+
+
+def _ends(stated: Mapping[str, Any], known: Mapping[str, int]) -> frozenset[int]:
+    number = stated.get("eos_token_id", known.get(marks.EOS, known.get("<eos>")))
+    several = number if isinstance(number, list) else [number]
+    return frozenset(each for each in several if type(each) is int)

@@ -1,0 +1,1 @@
+"""Audit a checkpoint: structure, numbers, comparison with a reference, loading."""

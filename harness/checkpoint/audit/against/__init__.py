@@ -1,0 +1,1 @@
+"""Compare a checkpoint with a reference, weight by weight."""

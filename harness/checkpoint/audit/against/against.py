@@ -1,0 +1,156 @@
+"""A checkpoint beside another one: every weight's values against the reference's.
+
+Owns the walk over both (`measure_against`: one pass over the bytes of either side, by threads of
+this process) and `audit_against`, which judges the table that the walk makes. The two are apart, so
+that tables of several machines can be joined and judged as one; `places` shares the work out as in
+numbers.py. Layouts, formats, names, fusing and sharding may differ: weights are paired by
+against/pairs.py and compared as float32 values. Memory is bounded by a window of rows a worker.
+
+Refuses references of another model, and checkpoints without a weight in common.
+Kept honest by suites/checkpoint/audit/against/test_against.py: every planted fault is named, and a
+healthy conversion by any of our jobs raises no alarm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.checkpoint.audit.against.checks import judge_table
+from degarble.harness.checkpoint.audit.against.configs import judge_configs
+from degarble.harness.checkpoint.audit.against.pairs import pairs_of, stored_there
+from degarble.harness.checkpoint.audit.against.rows import compare
+from degarble.harness.checkpoint.audit.against.table import AgainstTable
+from degarble.harness.checkpoint.audit.rules.findings import in_order
+from degarble.harness.checkpoint.view.positioned import PositionedReader
+from degarble.harness.checkpoint.view.weight_units import stored_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.view.view import Checkpoint
+
+
+@dataclass(frozen=True)
+class AgainstAudit:
+    """What a comparison found: findings, the worst first, and the table behind them."""
+
+    findings: list[Finding]
+    table: AgainstTable
+
+
+def bytes_against(checkpoint: Checkpoint, reference: Checkpoint) -> int:
+    """Return how many bytes a comparison reads, of both sides; `progress` adds up to it."""
+    return pairs_of(named_alike(checkpoint, reference), reference).nbytes
+
+
+def named_alike(checkpoint: Checkpoint, reference: Checkpoint) -> Checkpoint:
+    """Spell the checkpoint's names by the reference's config.
+
+    A config that is damaged, or counts other layers, must not decide what is compared.
+    """
+    named = checkpoint.named_by(reference.model)
+    return named if named.names is not None else checkpoint
+
+
+def measure_against(
+    checkpoint: Checkpoint,
+    reference: Checkpoint,
+    *,
+    workers: int = 1,
+    places: Collection[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> AgainstTable:
+    """Compare all weights, or those of some `places` (Unit.place), by so many threads.
+
+    `progress` is told of bytes that are done, of both sides, by the thread that did them.
+    """
+    if workers < 1:
+        raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
+    checkpoint = named_alike(checkpoint, reference)
+    found = pairs_of(checkpoint, reference)
+    table = AgainstTable.empty(p for p in found.pairs if places is None or p.unit.place in places)
+    if places is None:
+        table.unlike.update(found.unlike)
+        table.only_here.update(found.only_here)
+        table.only_there.update(found.only_there)
+    walk = _Walk(checkpoint, reference, table, progress)
+    if workers == 1:
+        walk.work()
+        return table
+    with ThreadPoolExecutor(workers) as pool:
+        threads = [pool.submit(walk.work) for _ in range(workers)]
+        try:
+            for each in as_completed(threads):
+                each.result()
+        except BaseException:
+            walk.stop()  # Trap: the pool waits for its threads, and they would walk on to the end
+            raise
+    return table
+
+
+def judge_against(
+    checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
+) -> list[Finding]:
+    """Judge a table of the whole checkpoint; the worst findings first."""
+    configs = judge_configs(checkpoint, reference)
+    values = judge_table(named_alike(checkpoint, reference), reference, table)
+    return in_order([*configs, *values])
+
+
+def audit_against(
+    checkpoint: Checkpoint,
+    reference: Checkpoint,
+    *,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> AgainstAudit:
+    """Compare a checkpoint with the reference and judge what was found."""
+    table = measure_against(checkpoint, reference, workers=workers, progress=progress)
+    return AgainstAudit(judge_against(checkpoint, reference, table), table)
+
+
+class _Walk:
+    """The pairs that wait, shared by threads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        reference: Checkpoint,
+        table: AgainstTable,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._sides = checkpoint, reference
+        self._table = table
+        self._progress = progress
+        self._waiting = deque(range(len(table)))
+
+    def stop(self) -> None:
+        """Let every thread end with the pair that it is at."""
+        self._waiting.clear()
+
+    def work(self) -> None:
+        """Take pairs until none is left."""
+        here, there = self._sides
+        with PositionedReader(_sizes(here)) as ours, PositionedReader(_sizes(there)) as theirs:
+            while True:
+                try:
+                    index = self._waiting.popleft()  # atomic
+                except IndexError:
+                    return
+                pair = self._table.pairs[index]
+                stored = ours.over(stored_of(here, pair.unit))
+                beside = theirs.over(stored_there(there, pair))
+                first = pair.rows[0] if pair.rows else 0
+                self._table.put(index, compare(stored, beside, first))
+                if self._progress:
+                    self._progress(pair.nbytes)
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[Path, int]:
+    return {shard.file: shard.file_size for shard in checkpoint.shards}

@@ -1,0 +1,316 @@
+"""What a comparison says about each weight: judged by how much its formats explain.
+
+Owns the thresholds. `explained` is the error of an ideal conversion to the stored format, joined
+(as squares) with what the reference's own format leaves of a common origin, if it is quantised
+itself. A weight that is farther off than that is looked at again: a gain, another tensor, another
+order, lost signs, or a coarser format on its way. What nothing explains is an error above a fifth
+of the weight, which no chain of 4-bit formats reaches, and a warning below.
+
+Kept honest by suites/checkpoint/audit/against/test_against.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.checkpoint.audit.against.misfits import Reason
+from degarble.harness.checkpoint.audit.against.reasons import Reasons
+from degarble.harness.checkpoint.audit.numbers.judging import indices, percent
+from degarble.harness.checkpoint.audit.numbers.table import FORMATS
+from degarble.harness.checkpoint.audit.rules import against as rules
+from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Findings, Place
+from degarble.harness.checkpoint.audit.structure.structure import is_known_extra
+from degarble.harness.checkpoint.read.types import ProblemKind, shown
+from degarble.harness.checkpoint.view.weight_units import layer_in, without_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.view.view import Checkpoint
+
+# Relative errors that a format leaves of trained weights, rounded up: what a reference in that
+# format may itself be off from what both were made of.
+OWN_ERROR: Mapping[str, float] = {"NVFP4": 0.11, "MXFP4": 0.14, "MXFP8": 0.04}
+_FP8_ERROR = 0.04
+GAIN_OFF, GAIN_SHARP = 0.05, 0.01
+SHARP = 1.1  # times the floor: nothing else was on the way
+UNEXPLAINED = 0.2
+FAR = 1.5  # times what is explained, where that is more than UNEXPLAINED
+ABOVE, SLIGHTLY = 1.25, 1.02
+NEXT_TO_NOTHING = 2.0**-8  # relative: twice what one rounding to bfloat16 leaves, on any way
+_AGAIN = "Convert it again from its source, and compare once more."
+
+
+def judge_table(
+    checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
+) -> list[Finding]:
+    """Judge every row of a table."""
+    judging = _Judging(checkpoint, reference, table)
+    judging.unpaired()
+    judging.not_finite()
+    judging.integers()
+    judging.values()
+    return judging.findings.sorted()
+
+
+def explained_errors(table: AgainstTable) -> NDArray[np.float64]:
+    """Return for each row the relative error that formats explain."""
+    own = np.array([_own_error(row) for row in table["reference_format"]])
+    floor = np.nan_to_num(table["floor"], nan=0.0)
+    explained: NDArray[np.float64] = np.hypot(floor, own)
+    return explained
+
+
+def _own_error(number: int) -> float:
+    name = FORMATS[number]
+    return _FP8_ERROR if name.startswith("FP8") else OWN_ERROR.get(name, 0.0)
+
+
+class _Judging:
+    """A table that is judged, and what was found."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
+        self.table = table
+        self._checkpoint, self._reference = checkpoint, reference
+        self.findings = Findings()
+        self._reasons = Reasons(checkpoint, reference, table)
+        self._gain_is_off = _gain_is_off(table)
+
+    def report(self, rule: Rule, index: int, message: str, remedy: str, **more: object) -> None:
+        """Report one weight; `message` follows its name."""
+        unit, row = self.table.pairs[index].unit, self.table.row(index)
+        told = ("cosine", "gain", "error", "floor", "over_floor")
+        evidence = {name: _rounded(row[name]) for name in told}
+        place = Place(None, unit.name, unit.layer)
+        self.findings.add(rule, place, f"{shown(unit.name)} {message}", remedy, **evidence, **more)
+
+    def unpaired(self) -> None:
+        """Report shapes that differ; tell what only one side has."""
+        for name, told in self.table.unlike.items():
+            self.findings.add(
+                rules.SHAPE, Place(None, name), f"{shown(name)} has the shape {told}.", _AGAIN
+            )
+        for name in self._missing():
+            self.findings.add(
+                rules.MISSING,
+                Place(None, name, layer_in(name)),
+                f"{shown(name)} of the reference is missing.",
+                "Look for it under another name, or in a shard that is missing.",
+            )
+        for where, names in (
+            ("this checkpoint", self.table.only_here),
+            ("the reference", self.table.only_there),
+        ):
+            for why in dict.fromkeys(names.values()):
+                members = [name for name, told in names.items() if told == why]
+                self.findings.add(
+                    rules.NOT_COMPARED,
+                    NOWHERE,
+                    f"{len(members)} weights of {where} are not compared, {shown(members[0])} for"
+                    f" one: {why}.",
+                    "Nothing to do if the conversion left them out on purpose.",
+                    weights=len(members),
+                    examples=[shown(name) for name in members[:8]],
+                )
+
+    def _missing(self) -> list[str]:
+        """Name what the reference has and no tensor here could hold under another name."""
+        table = self.table
+        if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_SHARD]:
+            return []  # what a lost shard held is told by the shard
+        names = self._checkpoint.names
+        there = {*self._checkpoint.table.suffixes, *(names.present if names else ())}
+        roles = {without_numbers(pair.there) for pair in table.pairs}
+        return [
+            name
+            for name in table.only_there
+            if not self._is_left_out(name)
+            and name not in there
+            and (without_numbers(name) in roles or not table.only_here)
+        ]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Tell what a healthy conversion leaves out: drafters, an engine's buffers, a tied head."""
+        config, model = self._checkpoint.config, self._reference.model
+        if model is not None:
+            parameter = self._reference.names and self._reference.names.present.get(name)
+            block = parameter.block if parameter else None
+            return block is not None and block.is_drafter
+        if is_known_extra(name):
+            return True
+        layers, layer = config.get("num_hidden_layers"), layer_in(name)
+        if type(layers) is int and layer is not None and layer >= layers:
+            return layers == self._reference.config.get("num_hidden_layers")
+        tied = config.get("tie_word_embeddings") and name.partition(".")[0] == "lm_head"
+        return bool(tied) or name.startswith("mtp.")
+
+    def not_finite(self) -> None:
+        """Report values that are finite in the reference alone."""
+        for index in indices(self.table["odd_here"] > 0):
+            count = int(self.table["odd_here"][index])
+            self.report(
+                rules.NOT_FINITE,
+                index,
+                f"has {count} values that are NaN or infinite, and finite in the reference.",
+                _AGAIN,
+                count=count,
+            )
+
+    def integers(self) -> None:
+        """Report tables of integers that differ."""
+        whole = self.table["format"] == 1
+        for index in indices(whole & (self.table["equal"] < 1) & (self.table["elements"] > 0)):
+            share = 1 - float(self.table["equal"][index])
+            message = f"differs from the reference in {percent(share)} of its numbers."
+            self.report(rules.INTEGERS, index, message, _AGAIN, share=share)
+
+    def values(self) -> None:
+        """Report weights that are farther off than formats explain."""
+        table = self.table
+        explained = np.maximum(explained_errors(table), NEXT_TO_NOTHING)
+        numbers = (table["format"] != 1) & (table["elements"] > 0)
+        error, over = table["error"], table["error"] / explained
+        far = numbers & (~(over <= ABOVE) | self._gain_is_off)
+        for index in indices(far):
+            self._far(index, float(explained[index]))
+        for index in indices(numbers & ~far & (table["bad_rows"] > 0)):
+            self._rows(index)
+        told = np.zeros(len(numbers), bool)
+        for index in indices(numbers & ~far & (table["bad_rows"] == 0) & (table["misfits"] > 0)):
+            reason = self._reasons.of_elements(index, last=True)
+            if reason is not None:
+                told[index] = True
+                self._reason(index, reason)
+        exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
+        slightly = numbers & ~far & ~told & exact & (table["bad_rows"] == 0)
+        slightly &= table["over_floor"] > SLIGHTLY
+        self._slightly(indices(slightly & (error > NEXT_TO_NOTHING)))
+
+    def _reason(self, index: int, reason: Reason) -> None:
+        """Report what elements have in common; a factor by its name, if it has one."""
+        if reason.rule is rules.GAIN:
+            gain = float(self.table["gain"][index]) / float(_ideal_gains(self.table)[index])
+            named = self._reasons.of_gain(index, gain)
+            reason = reason._replace(message=f"{reason.message[:-1]}{named}.")
+        self.report(reason.rule, index, reason.message, _AGAIN)
+
+    def _far(self, index: int, explained: float) -> None:
+        table = self.table
+        error, residual = float(table["error"][index]), float(table["residual"][index])
+        wrong = not residual <= max(UNEXPLAINED, FAR * explained) or table["gain"][index] < 0
+        if wrong:
+            reason = self._reasons.of_values(index)
+            if reason is None and table["bad_rows"][index] > 0:
+                reason = self._reasons.of_rows(index)
+            told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
+            self._reason(index, reason or Reason(rules.VALUES, f"{told}."))
+            return
+        reason = self._reasons.of_rows(index) if table["bad_rows"][index] > 0 else None
+        reason = reason or self._reasons.of_elements(index)
+        if reason is not None:
+            self._reason(index, reason)
+        elif self._gain_is_off[index]:
+            gain = float(table["gain"][index]) / float(_ideal_gains(table)[index])
+            told = self._reasons.of_gain(index, gain)
+            self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{told}.", _AGAIN)
+        elif table["bad_rows"][index] > 0:
+            self._rows(index)
+        else:
+            self._above(index, error / explained)
+
+    def _above(self, index: int, times: float) -> None:
+        """Tell a coarser format on the way, bytes of another rounding, or nothing known."""
+        coarser = self._reasons.coarser(index)
+        reason = None if coarser else self._reasons.of_elements(index, last=True)
+        if coarser is not None:
+            self._coarser(index, coarser)
+        elif reason is not None:
+            self._reason(index, reason)
+        else:
+            self.report(
+                rules.ABOVE_FORMAT,
+                index,
+                f"is off by {_share(float(self.table['error'][index]))}, {times:.3g} times what its"
+                " format explains.",
+                "See which rule made it, and whether it was converted more than once.",
+                times=_rounded(times),
+            )
+
+    def _rows(self, index: int) -> None:
+        reason = self._reasons.of_rows(index)
+        if reason is not None:
+            self._reason(index, reason)
+            return
+        count, first = (int(self.table[name][index]) for name in ("bad_rows", "first_bad_row"))
+        self.report(
+            rules.ROWS,
+            index,
+            f"has {count} rows that are not the reference's, the first of them row {first}.",
+            "Look for a part that was never written, or was written elsewhere.",
+            rows=count,
+            first=first,
+        )
+
+    def _coarser(self, index: int, formats: str) -> None:
+        """Tell once a role: layers are made alike."""
+        name = self.table.pairs[index].unit.name
+        self.findings.add(
+            rules.COARSER,
+            Place(None, name),
+            f"{shown(name)} has the error that {formats} leaves: it was stored in that before.",
+            "Nothing to do; converting from a finer source would be more exact.",
+            format=formats,
+        )
+
+    def _slightly(self, rows: list[int]) -> None:
+        """Tell once a role: layers are made alike."""
+        for index in rows:
+            unit, over = self.table.pairs[index].unit, float(self.table["over_floor"][index])
+            self.findings.add(
+                rules.SLIGHTLY_ABOVE,
+                Place(None, unit.name),
+                f"{shown(unit.name)} has {over:.3f} times the error of an ideal conversion.",
+                "Nothing is wrong; a rule that rounds to nearest would leave less.",
+                over_floor=_rounded(over),
+            )
+
+
+def _ideal_gains(table: AgainstTable) -> NDArray[np.float64]:
+    """Return the gains of ideal conversions; 1 where there is none."""
+    gains: NDArray[np.float64] = np.nan_to_num(table["floor_gain"], nan=1.0)
+    return np.where((gains > 0.5) & (gains < 2), gains, 1.0)
+
+
+def _gain_is_off(table: AgainstTable) -> NDArray[np.bool_]:
+    """Tell which gains no rounding explains: between a least-squares optimal one's and 1.
+
+    Where nothing but the stored format explains the rest, a gain is measured sharply; where another
+    format was on the way, or in the reference, its own gain may be off by a few parts in a hundred.
+    """
+    ideal = _ideal_gains(table)
+    floor = np.nan_to_num(table["floor"], nan=0.0)
+    exact = np.array([_own_error(number) == 0 for number in table["reference_format"]], bool)
+    sharp = exact & (table["residual"] <= SHARP * np.hypot(floor, NEXT_TO_NOTHING))
+    noise = 4 * np.nan_to_num(table["residual"]) / np.sqrt(np.maximum(table["elements"], 1))
+    slack = np.where(sharp, np.minimum(GAIN_SHARP + noise, GAIN_OFF), GAIN_OFF)
+    least = np.minimum(np.minimum(ideal, 1.0), np.nan_to_num(table["cosine"], nan=1.0) ** 2)
+    inside = table["gain"] <= (1 + slack) * np.maximum(ideal, 1.0)
+    inside &= table["gain"] >= (1 - slack) * least
+    off: NDArray[np.bool_] = ~inside & (table["reference_energy"] > 0)
+    return off
+
+
+def _share(value: float) -> str:
+    return percent(value) if value < 100 else f"{value:.3g} times"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

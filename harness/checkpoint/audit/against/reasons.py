@@ -1,0 +1,444 @@
+"""Why a weight is not the reference's: causes that are tried on its values, until one undoes it.
+
+Owns the trials. On some panels of rows from the middle of the weight: signs, packing orders, block
+scales that belong to other blocks, rows in another order, another tensor of the reference (found by
+sketch, then read). A cause is named only where undoing it leaves the weight like the reference;
+without one there is no reason, and the numbers stand for themselves. Gains are named when they are
+a number that stands in the weight, or a power of two.
+
+Kept honest by suites/checkpoint/audit/against/test_against.py, where each cause is planted.
+Shape letters: M rows, K columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from degarble.harness.checkpoint.audit.against.codes import SLACK
+from degarble.harness.checkpoint.audit.against.floor import CHAINS, fits, ideal_in
+from degarble.harness.checkpoint.audit.against.misfits import (
+    MOSTLY,
+    Reason,
+    codes_told,
+    lines_told,
+    values_told,
+)
+from degarble.harness.checkpoint.audit.against.pairs import stored_there
+from degarble.harness.checkpoint.audit.against.signs import ALIKE, cosine, signs_told, turned_lines
+from degarble.harness.checkpoint.audit.rules import against as rules
+from degarble.harness.checkpoint.audit.statistics.inference_order import BLOCK, ORDERS
+from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.view.weight_units import stored_of
+from degarble.harness.formats.row_orders import ROW_ORDERS
+from degarble.harness.model.storage import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.view.stored import StoredWeight
+    from degarble.harness.checkpoint.view.view import Checkpoint
+
+PANEL, PANELS = 128, 8  # rows that are looked at, from the middle of a weight
+SKETCHES_ALIKE = 0.9
+NAMED_GAIN = 0.01
+LOOKED_AT = 3  # weights of one role in one block; others like them have the same cause
+GAIN_SPREAD = 0.1  # of blocks under scales that are not theirs
+_PROBES = 16  # rows that are looked for among all rows
+_MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
+_MOST_LOOKED_AT = 1 << 22  # elements that are looked at one by one for a cause
+_ROW_OFF = 0.25  # of a row's squares
+_STRONG = 2.0**-4  # of the squares of most rows, or columns
+MOSTLY_VALUES = 0.25  # of plain values that another rounding on the way leaves otherwise
+SORTED_ALIKE = 1 - 2.0**-16  # cosine of sorted values: the same ones
+_FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
+
+
+class Reasons:
+    """The causes of one comparison. Weights are read again, a panel each."""
+
+    def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
+        self._checkpoint, self._reference, self._table = checkpoint, reference, table
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._last: dict[tuple[str, str], Reason | None] = {}
+        self._dense: Counter[tuple[str, str]] = Counter()
+        self._coarser: dict[tuple[str, str], list[str | None]] = {}
+
+    def of_values(self, index: int) -> Reason | None:
+        """Return why the values of a weight are wrong, if any cause undoes it."""
+        if not self._table["energy"][index] and not self._table["odd_here"][index]:
+            return Reason(rules.VALUES, "is zero throughout; the reference is not.")
+        unit = self._table.pairs[index].unit
+        key = unit.role, unit.place
+        other = self._other_tensor(index)
+        if other is not None:
+            return other
+        if 0 < 2 * int(self._table["bad_rows"][index]) <= int(self._table["height"][index]):
+            reason = self.of_rows(index)
+            if reason is not None:
+                return reason
+        self._seen[key] += 1
+        if self._seen[key] <= LOOKED_AT:
+            self._last[key] = self._tried(index)
+        return self._last[key]
+
+    def of_rows(self, index: int) -> Reason | None:
+        """Return why rows of a weight are not the reference's: turned signs, or nothing known."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2:
+            return None
+        begin = int(self._table["first_bad_row"][index]) // PANEL * PANEL
+        end = min(begin + PANELS * PANEL, here.shape[0])
+        ours = row_values(here.rows(begin, end)).float()
+        theirs = row_values(there.rows(first + begin, first + end)).float()
+        turned = turned_lines(ours, theirs, begin)
+        if turned is not None:
+            return Reason(
+                rules.SIGN, f"has the reference's magnitudes, and every sign turned in {turned}."
+            )
+        return self._zero_lines(index) or self._moved_lines(index) or self.of_elements(index)
+
+    def of_elements(self, index: int, *, last: bool = False) -> Reason | None:
+        """Return what elements that do not fit have in common; None where they prove nothing.
+
+        `last`: nothing else explains them.
+        """
+        table = self._table
+        height, rows = int(table["height"][index]), int(table["misfit_rows"][index])
+        if not table["misfits"][index]:
+            return None
+        here, there, _ = self._both(index)
+        if here.format is None:
+            return self._values_told(index, last=last)
+        unit = table.pairs[index].unit
+        if last and rows > MOSTLY * height:
+            self._dense[unit.role, unit.place] += 1
+            if self._dense[unit.role, unit.place] > LOOKED_AT:
+                return None  # weights of a role are made in one way, here by another rounding
+        return self._codes_told(index, here, there)
+
+    def _codes_told(self, index: int, here: StoredWeight, there: StoredWeight) -> Reason | None:
+        if len(here.shape) != 2:
+            return None
+        begin, end, first = self._window(index)
+        ours = here.rows(begin, end)
+        theirs = row_values(there.rows(first + begin, first + end)).float()
+        return codes_told(ours, theirs, begin)
+
+    def _window(self, index: int) -> tuple[int, int, int]:
+        """Return the rows that are looked at: all of a small matrix, else from the first misfit."""
+        here, _, first = self._both(index)
+        height, width = here.shape
+        begin = 0
+        if height * width > _MOST_LOOKED_AT:
+            begin = int(self._table["first_misfit"][index]) // PANEL * PANEL
+        step = max(PANEL, _MOST_LOOKED_AT // width // PANEL * PANEL)
+        return begin, min(begin + step, height), first
+
+    def _values_told(self, index: int, *, last: bool) -> Reason | None:
+        """Tell plain values that differ: a few of them, or any number if nothing else explains it.
+
+        Another rounding on the way leaves many in another dtype, and none in the reference's own.
+        """
+        here, there, _ = self._both(index)
+        stored = here.form.parts[Part.VALUE].dtype
+        alike = there.format is None and there.form.parts[Part.VALUE].dtype == stored
+        share = self._table["misfits"][index] / self._table["judged_elements"][index]
+        if share > MOSTLY_VALUES and not (last and alike):
+            return None
+        begin, x, y = 0, _flat(here), _flat(there)
+        if len(here.shape) == 2:
+            begin, end, first = self._window(index)
+            x = row_values(here.rows(begin, end)).float()
+            y = row_values(there.rows(first + begin, first + end)).float()
+        if there.format is not None:
+            wrong = (x - y).abs() > SLACK * y.abs()
+        else:
+            wrong = (x != y.to(TORCH_DTYPES[stored]).float()) & ~(x.isnan() & y.isnan())
+        # Nothing differs where signs of zero do, or bits of NaN.
+        return values_told(x, y, wrong, begin) if bool(wrong.any()) else None
+
+    def _zero_lines(self, index: int) -> Reason | None:
+        """Tell rows, or columns, of zeros that are none in the reference."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        ours = row_values(here.rows(0, here.shape[0])).float()
+        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        for what, axis in (("row", 1), ("column", 0)):
+            energy = theirs.double().square().sum(axis)
+            # Weak lines become zeros in a healthy conversion as well.
+            lines = ~(ours != 0).any(axis) & (energy > _STRONG * energy.median())
+            if bool(lines.any()) and not bool(lines.all()):
+                told = lines_told(what, [int(i) for i in lines.nonzero()])
+                return Reason(rules.ROWS, f"is zero in {told}, where the reference is not.")
+        return None
+
+    def _moved_lines(self, index: int) -> Reason | None:
+        """Tell some rows that are other rows of the reference, or packed in another order."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        ours = row_values(here.rows(0, here.shape[0])).float()
+        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        off = (ours - theirs).square().sum(1) > _ROW_OFF * theirs.square().sum(1)
+        rows = off.nonzero().flatten()
+        if not len(rows) or not bool(ours.isfinite().all()):
+            return None
+        told = lines_told("row", [int(i) for i in rows])
+        packed = _packing(ours[rows], theirs[rows])
+        if packed is not None:
+            return Reason(rules.ORDER, f"{packed.message[:-1]} in {told}.")
+        rows = rows[:_PROBES]
+        cosines, found = (_unit_rows(ours[rows]) @ _unit_rows(theirs).T).max(1)
+        if float(cosines.median()) < ALIKE or bool((found == rows).any()):
+            return None
+        return Reason(
+            rules.ORDER,
+            f"has the reference's rows in other places in {told}: row {int(rows[0])} is its row"
+            f" {int(found[0])}.",
+        )
+
+    def of_gain(self, index: int, gain: float) -> str:
+        """Name a gain, as `, which is ...`; empty for one without a name."""
+        inputs = float(self._table["input_scale"][index])
+        decode = float(self._table["decode_scale"][index])
+        if decode == 1.0:
+            return ", and its tensor scale is 1: the real one was lost"
+        known = {
+            "its input scale": inputs,
+            "one over its input scale": 1 / inputs if inputs else math.nan,
+            "its tensor scale": decode,
+            "one over its tensor scale": 1 / decode if decode else math.nan,
+            "the square of its tensor scale, so it was stored the other way round": decode**2,
+            "the root of its tensor scale, so it was applied twice": math.sqrt(max(decode, 0.0)),
+            "448 / 256, the full scales of amax and four-over-six": 448 / 256,
+            "256 / 448, the full scales of four-over-six and amax": 256 / 448,
+        }
+        for name, value in known.items():
+            if math.isfinite(value) and abs(gain - value) <= NAMED_GAIN * abs(value):
+                return f", which is {name}"
+        power = round(math.log2(gain)) if gain > 0 and math.isfinite(gain) else 0
+        if power and abs(gain * 2.0**-power - 1) <= NAMED_GAIN:
+            return f", which is 2^{power}"
+        return ""
+
+    def coarser(self, index: int) -> str | None:
+        """Name the coarser format whose error a weight has, or two; None if none explains it."""
+        unit = self._table.pairs[index].unit
+        known = self._coarser.setdefault((unit.role, unit.place), [])
+        if len(known) >= LOOKED_AT and len(set(known)) == 1:
+            return known[0]
+        known.append(self._coarser_of(index))
+        return known[-1]
+
+    def _coarser_of(self, index: int) -> str | None:
+        ours, theirs = self._panels(index)
+        whole = float(theirs.double().square().sum())
+        if not whole or not bool(theirs.isfinite().all()):
+            return None
+        error = math.sqrt(float((ours - theirs).double().square().sum()) / whole)
+        own = float(np.nan_to_num(self._table["floor"][index]))
+        for chain in CHAINS:
+            if not all(fits(fmt, theirs.shape[1]) for fmt in chain):
+                continue
+            made = theirs
+            for fmt in chain:
+                made = ideal_in(fmt, made)
+            left = math.sqrt(float((made - theirs).double().square().sum()) / whole)
+            if _FINER * left <= error <= _COARSER * math.hypot(left, own):
+                return ", then ".join(fmt.name.partition("_")[0] for fmt in chain)
+        return None
+
+    def _tried(self, index: int) -> Reason | None:
+        ours, theirs = self._panels(index)
+        if not (bool(ours.isfinite().all()) and bool(theirs.isfinite().all())):
+            return None
+        signs = signs_told(ours, theirs, self._first(index))
+        return (
+            (Reason(rules.SIGN, signs) if signs else None)
+            or _packing(ours, theirs)
+            or self._zero_lines(index)
+            or self.of_elements(index)
+            or self._block_scales(index, ours, theirs)
+            or self._row_order(index, ours)
+            or self._other_order(index)
+        )
+
+    def _other_order(self, index: int) -> Reason | None:
+        """Look for columns in other places, a transposed matrix, and a vector in another order."""
+        here, there, first = self._both(index)
+        if math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        if len(here.shape) != 2:
+            x, y = (_flat(each).flatten() for each in (here, there))
+            if len(x) > 1 and cosine(x.sort().values, y.sort().values) > SORTED_ALIKE:
+                return Reason(rules.ORDER, "has the reference's values in another order.")
+            return None
+        height, width = here.shape
+        ours = row_values(here.rows(0, height)).float()
+        theirs = row_values(there.rows(first, first + height)).float()
+        if cosine(ours, theirs.T.reshape(height, width)) >= ALIKE:
+            return Reason(rules.ORDER, "is the reference's transposed, in its shape.")
+        step = max(1, width // _PROBES)
+        probes = torch.arange(0, width, step)
+        cosines, found = (_unit_rows(ours.T[probes]) @ _unit_rows(theirs.T).T).max(1)
+        if float(cosines.median()) < ALIKE:
+            return None
+        moved = (found != probes).nonzero()
+        if not len(moved):
+            return None
+        place = int(moved[0])
+        return Reason(
+            rules.ORDER,
+            f"has the reference's columns in other places: column {int(probes[place])} is its"
+            f" column {int(found[place])}.",
+        )
+
+    def _panels(self, index: int) -> tuple[Tensor, Tensor]:
+        here, there, first = self._both(index)
+        if len(here.shape) != 2:
+            return _flat(here), _flat(there)
+        begin = _first_row(here.shape[0])
+        end = min(begin + PANELS * PANEL, here.shape[0])
+        pair = here.rows(begin, end), there.rows(first + begin, first + end)
+        return row_values(pair[0]).float(), row_values(pair[1]).float()
+
+    def _first(self, index: int) -> int:
+        """Return the number of the first row of the panels."""
+        shape = stored_of(self._checkpoint, self._table.pairs[index].unit).shape
+        return _first_row(shape[0]) if len(shape) == 2 else 0
+
+    def _both(self, index: int) -> tuple[StoredWeight, StoredWeight, int]:
+        pair = self._table.pairs[index]
+        first = pair.rows[0] if pair.rows else 0
+        here = stored_of(self._checkpoint, pair.unit)
+        return here, stored_there(self._reference, pair), first
+
+    def _other_tensor(self, index: int) -> Reason | None:
+        """Look for the weight among the reference's others of its shape."""
+        table, pairs = self._table, self._table.pairs
+        own = table.sketches[index, 0].astype(np.float32)
+        same = table["elements"] == table["elements"][index]
+        same &= table["height"] == table["height"][index]
+        same[index] = False
+        others = np.flatnonzero(same)
+        if not len(others) or table["elements"][index] < own.size:
+            return None
+        sketches = table.sketches[others, 1].astype(np.float32)
+        lengths = np.linalg.norm(sketches, axis=1) * np.linalg.norm(own)
+        cosines = np.divide(sketches @ own, lengths, out=np.zeros(len(others)), where=lengths > 0)
+        best = int(others[int(np.argmax(cosines))])
+        if cosines.max() < SKETCHES_ALIKE or len(pairs[best].unit.name) == 0:
+            return None
+        ours, theirs = self._panels(index)[0], self._panels(best)[1]
+        if bool((ours == ours.flatten()[0]).all()):
+            return None  # one number throughout is nobody's
+        if ours.shape != theirs.shape or cosine(ours, theirs) < ALIKE:
+            return None
+        name = shown(pairs[best].there)
+        return Reason(rules.OTHER_TENSOR, f"holds what the reference calls {name}.")
+
+    def _block_scales(self, index: int, ours: Tensor, theirs: Tensor) -> Reason | None:
+        """Tell whether every block is right up to a factor of its own."""
+        here, _, _ = self._both(index)
+        if here.format is None or len(here.shape) != 2:
+            return None
+        height, width = here.format.block
+        rows = ours.shape[0] // height * height
+        columns = ours.shape[1] // width * width
+        if not rows or not columns:
+            return None
+        x, y = (_in_blocks(values[:rows, :columns], height, width) for values in (ours, theirs))
+        products, xx, yy = (x * y).sum(1), (x * x).sum(1), (y * y).sum(1)
+        known = (xx > 0) & (yy > 0)
+        if not bool(known.any()):
+            return None
+        cosines = products[known] / (xx[known] * yy[known]).sqrt()
+        gains = (products[known] / yy[known]).abs().clamp(min=1e-300)
+        if bool(((xx == 0) & (yy > 0)).any()):
+            return None  # zeros have no scale that would make values of them
+        if float(cosines.median()) < ALIKE or bool((gains.max() / gains.min()) < 1 + GAIN_SPREAD):
+            return None
+        low, high = float(gains.quantile(0.01)), float(gains.quantile(0.99))
+        return Reason(
+            rules.BLOCK_SCALE,
+            f"has the reference's codes under other block scales: blocks are {low:.3g} to"
+            f" {high:.3g} times the reference's.",
+        )
+
+    def _row_order(self, index: int, ours: Tensor) -> Reason | None:
+        """Look for some rows among all rows of the reference's weight."""
+        here, there, first = self._both(index)
+        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+            return None
+        height = here.shape[0]
+        theirs = row_values(there.rows(first, first + height)).float()
+        begin = _first_row(height)
+        probes = torch.arange(0, len(ours), max(1, len(ours) // _PROBES))[:_PROBES]
+        table = _unit_rows(ours[probes]) @ _unit_rows(theirs).T
+        cosines, found = table.max(1)
+        own = table[torch.arange(len(probes)), begin + probes]
+        if float(cosines.median()) < ALIKE or float(own.median()) >= ALIKE:
+            return None
+        name = _order_of(table, (begin + probes).tolist(), height)
+        told = f", in the order `{name}`" if name else ""
+        moved = int((own < ALIKE).nonzero()[0])
+        return Reason(
+            rules.ORDER,
+            f"has the reference's rows in other places{told}: row {int(begin + probes[moved])} is"
+            f" its row {int(found[moved])}.",
+        )
+
+
+def _first_row(height: int) -> int:
+    return max(0, height // 2 - PANELS * PANEL // 2) // PANEL * PANEL
+
+
+def _packing(ours: Tensor, theirs: Tensor) -> Reason | None:
+    if ours.ndim != 2 or ours.shape[1] % BLOCK:
+        return None
+    blocks = ours.reshape(ours.shape[0], -1, BLOCK)
+    for name, order in list(ORDERS.items())[1:]:
+        for places in (order, np.argsort(order)):
+            moved = blocks[:, :, torch.from_numpy(np.ascontiguousarray(places))]
+            if cosine(moved.reshape(ours.shape), theirs) >= ALIKE:
+                return Reason(
+                    rules.ORDER, f"is packed in the order `{name}`: read so, it is the reference's."
+                )
+    return None
+
+
+def _in_blocks(values: Tensor, height: int, width: int) -> Tensor:
+    rows, columns = values.shape
+    blocks = values.double().view(rows // height, height, columns // width, width)
+    return blocks.permute(0, 2, 1, 3).reshape(-1, height * width)
+
+
+def _unit_rows(values: Tensor) -> Tensor:
+    lengths: Tensor = values.norm(dim=1, keepdim=True)
+    return values / lengths.clamp(min=1e-30)
+
+
+def _order_of(cosines: Tensor, rows: list[int], height: int) -> str:
+    """Name the known order that takes every row to one that is alike; `cosines` [rows, height]."""
+    for name, order in ROW_ORDERS.items():
+        if name == "as_stored" or height % order.multiple:
+            continue
+        for told, place in ((name, order.source), (f"{name}, undone", order.destination)):
+            places = torch.tensor([place(row, height) for row in rows])
+            if bool((cosines[torch.arange(len(rows)), places] >= ALIKE).all()):
+                return told
+    return ""
+
+
+def _flat(stored: StoredWeight) -> Tensor:
+    values = stored.values().float()
+    return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)

@@ -1,0 +1,1 @@
+"""Prove which bytes of a checkpoint reach which parameter of an engine."""

@@ -1,0 +1,368 @@
+"""Loader maps of engines that anatomy knows, made from its tables: vLLM 0.33 for V4 and V3.2.
+
+Owns `engine_map`, which turns two layouts (the checkpoint's and the engine's) into the rules that
+an engine's own loader has: renames of prefixes, paths and suffixes, stacks for its fusions, splits
+for its sharding style. Every rule is derived from one member of each kind of parameter, and the
+finished map is tried on all of these: a map that anatomy contradicts never leaves this module.
+
+Which formats vLLM builds: for V4 FP8 linears whatever the file holds, with NVFP4 or MXFP4 experts,
+the drafter's like the others; for V3.2 what the quantisation config says of each module, with the
+indexer's wk dequantised. Its own mappers know DeepSeek's names of V4 and transformers' of V3.2;
+for other spellings the map says in a caveat that it is ours. Names are those of vLLM's models,
+without the module `routed_experts` that 0.33 puts around the parameters of experts.
+Source: vLLM 0.33 models/deepseek_v4, models/deepseek_v32.
+Kept honest by suites/checkpoint/audit/loader/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import PartnersMismatch, UnknownName
+from degarble.harness.checkpoint.audit.loader.maps import (
+    Convert,
+    Elsewhere,
+    Engine,
+    LoaderMap,
+    Rename,
+    Split,
+    Stack,
+)
+from degarble.harness.checkpoint.audit.loader.names import NameRules, Outcome
+from degarble.harness.checkpoint.audit.loader.sources import require_unfused
+from degarble.harness.checkpoint.audit.structure.inventory import NVFP4, Inventory, stored_recipe
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.layouts import Layout, Spelling, layout_named
+from degarble.harness.model.parameters import Parameter, parameters
+from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
+from degarble.harness.model.sharding import STYLES
+from degarble.harness.model.storage import Part, parts_of, suffixes_named
+from degarble.harness.model.tensors import slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Fusion
+    from degarble.harness.model.recipes import Formats
+    from degarble.harness.model.sharding import Cut
+
+ENGINES = ("vllm",)
+# It is fused with weights_proj, which is BF16: vLLM 0.33 models/deepseek_v32 (wk_weights_proj).
+_DEQUANTISED = "attn.indexer.wk"
+_DIVISORS = "compressed-tensors"
+_NO_DRAFTER = "the checkpoint has no drafter"
+_READS = {V4Config.family: Spelling.DEEPSEEK, V32Config.family: Spelling.HUGGINGFACE}
+
+
+class Ranks(NamedTuple):
+    """How an engine is spread."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+
+ONE_RANK = Ranks()
+
+
+def engine_map(
+    inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK, built: Recipe | None = None
+) -> LoaderMap:
+    """Make the map by which an engine loads a checkpoint of this inventory.
+
+    `built`: the formats that it builds, where they are not its own choice.
+    """
+    config = inventory.config
+    if engine not in ENGINES:
+        raise UnknownName.among("engine", engine, ENGINES)
+    require_unfused(inventory, engine)
+    source = inventory.layout.with_recipe(stored_recipe(inventory))
+    layout = layout_for(inventory, engine)
+    recipe, converted = (built, ()) if built else _engine_recipe(inventory, source)
+    return _Maker(config, source, layout.with_recipe(recipe), ranks).make(converted)
+
+
+def layout_for(inventory: Inventory, name: str) -> Layout:
+    """Return an engine's layout for a checkpoint: its way of scales, no drafter where none is."""
+    layout = layout_named(name, inventory.config)
+    if inventory.layout.suffixes == _DIVISORS:  # another method, with parameters of its own
+        layout = replace(layout, suffixes=_DIVISORS)
+    blocks = {each.parameter.block for each in inventory.found}
+    if not any(block is not None and block.is_drafter for block in blocks):
+        layout = replace(layout, no_drafter=_NO_DRAFTER)
+    return layout
+
+
+def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[Convert, ...]]:
+    """Return the formats that vLLM builds, and what it converts on the way."""
+    config, stored = inventory.config, source.recipe_for(inventory.config)
+    if inventory.fused:
+        return stored, ()  # somebody wrote it for this engine: as what it is built
+    formats = {each.weight for each in inventory.linears}
+    if isinstance(config, V4Config) and source.suffixes != _DIVISORS:
+        if formats == {BF16}:
+            return recipe_named("bf16", config), ()
+        experts = {each.weight for each in inventory.linears if _is_routed(each.parameter)}
+        if NVFP4 not in experts:
+            return recipe_named("official", config), ()
+        like = Rule("mtp.*.ffn.experts.*", NVFP4, NVFP4)
+        rules = recipe_named("nvfp4-experts", config).rules
+        return Recipe("nvfp4-experts, the drafter's too", (like, *rules)), ()
+    wk = [each for each in inventory.linears if each.parameter.row.name == _DEQUANTISED]
+    if all(each.weight == BF16 for each in wk):
+        return stored, ()
+    rule = Rule(f"*.{_DEQUANTISED}", BF16)
+    recipe = Recipe(f"{stored.name}, wk dequantised", (rule, *stored.rules))
+    return recipe, (Convert(r"\.indexer\.wk$", "BF16"),)
+
+
+def _is_routed(parameter: Parameter) -> bool:
+    return parameter.expert is not None and not (parameter.block and parameter.block.is_drafter)
+
+
+class _Path(NamedTuple):
+    """One kind of parameter, with its path before and after, fused or not."""
+
+    parameter: Parameter
+    before: str
+    after: str
+    fusion: Fusion | None
+
+
+class _Maker:
+    """Derives the rules of one map."""
+
+    def __init__(self, config: Config, source: Layout, engine: Layout, ranks: Ranks) -> None:
+        self._config = config
+        self._source = source
+        self._engine = engine
+        self._ranks = ranks
+        fusions = {row: each for each in engine.fusions for row in each.members}
+        self._kinds = [each for each in _one_of_each_kind(config) if not self._omitted(each)]
+        self._paths = [
+            _Path(
+                each,
+                source.path_of(each, config),
+                engine.path_of(each, config),
+                fusions.get(each.row.name),
+            )
+            for each in self._kinds
+        ]
+
+    def make(self, converted: tuple[Convert, ...]) -> LoaderMap:
+        """Return the finished map."""
+        made = LoaderMap(
+            f"{self._engine.name} for {self._config.family}",
+            Engine(self._engine, self._engine.recipe, "vllm"),
+            *self._ranks,
+            convert=converted,
+            elsewhere=tuple(self._elsewhere()),
+            rename=tuple(dict.fromkeys((*self._path_renames(), *self._suffix_renames()))),
+            stack=() if self._source.fusions else tuple(self._stacks()),
+            caveats=tuple(self._caveats()),
+        )
+        try:
+            made = replace(made, split=tuple(dict.fromkeys(self._splits())))
+            self._try(made)
+        except PartnersMismatch:
+            pass  # a finding: the proof lays the same parameters out, and meets it again
+        return made
+
+    def _caveats(self) -> Iterator[str]:
+        if self._source.fusions:
+            yield (
+                f"the {self._engine.name} loader for {self._config.family} has no names for stacked"
+                " experts; this is one that copies parameters by their own names"
+            )
+        elif self._source.spelling is not _READS[self._config.family]:
+            yield (
+                f"the {self._engine.name} mapper for {self._config.family} does not know the names"
+                f" of this checkpoint ({self._source.spelling}); these renames are degarble's"
+            )
+
+    def _omitted(self, parameter: Parameter) -> bool:
+        layouts = (self._source, self._engine)
+        return any(each.omits(parameter, self._config) for each in layouts)
+
+    def _elsewhere(self) -> Iterator[Elsewhere]:
+        """Yield what the checkpoint has and this engine's model leaves to another."""
+        seen = set()
+        for parameter in _one_of_each_kind(self._config):
+            reason = self._engine.omits(parameter, self._config)
+            block = parameter.block
+            if not reason or reason == _NO_DRAFTER or block is None:
+                continue
+            prefix = _prefix(self._source.path_of(parameter, self._config))
+            if prefix not in seen:
+                seen.add(prefix)
+                yield Elsewhere(f"^{re.escape(prefix)}", reason)
+
+    def _path_renames(self) -> Iterator[Rename]:
+        """Yield rules for paths that differ by more than their beginning, then for beginnings."""
+        beginnings: dict[str, Counter[str]] = defaultdict(Counter)
+        for each in self._paths:
+            before, after = _prefix(each.before), _prefix(each.after)
+            if each.before.removeprefix(before) == each.after.removeprefix(after):
+                beginnings[before][after] += 1
+            elif each.after.endswith(each.before.removeprefix(before)):
+                inner = each.after.removesuffix(each.before.removeprefix(before))
+                beginnings[before][inner] += 1
+        usual = {before: counts.most_common(1)[0][0] for before, counts in beginnings.items()}
+        general = {}
+        specific = {}
+        for each in self._paths:
+            before = _prefix(each.before)
+            moved = usual.get(before, before) + each.before.removeprefix(before)
+            end = r"(?=\.)" if each.parameter.kind.has_suffix else "$"
+            if moved != each.after:
+                pattern, replacement = _numbered(each.parameter, each.before, each.after)
+                specific[f"^{pattern}{end}"] = replacement
+            elif usual.get(before, before) != before:
+                pattern, replacement = _numbered(each.parameter, before, usual[before])
+                general[f"^{pattern}"] = replacement
+        if "^" in general:  # what stands outside of blocks has no beginning: name it by itself
+            del general["^"]
+            for each in self._paths:
+                if each.parameter.block is None and each.before != each.after:
+                    end = r"(?=\.)" if each.parameter.kind.has_suffix else "$"
+                    specific[f"^{re.escape(each.before)}{end}"] = each.after
+        # Longer paths first: `ffn.gate.bias` begins like `ffn.gate`.
+        ordered = sorted(specific.items(), key=lambda rule: -len(rule[0]))
+        yield from (Rename(*rule) for rule in (*ordered, *general.items()))
+
+    def _suffix_renames(self) -> Iterator[Rename]:
+        """Yield rules for suffixes; where one suffix becomes several, the rare ones come first."""
+        pairs: dict[str, dict[str, list[_Path]]] = defaultdict(lambda: defaultdict(list))
+        for each in self._paths:
+            ours, theirs = (self._format(side, each) for side in (self._source, self._engine))
+            if ours.weight != theirs.weight:
+                continue  # another format has other parts, whatever they are called
+            for part in (stored.part for stored in parts_of(each.parameter, ours)):
+                if part is not Part.VALUE:
+                    before = suffixes_named(self._source.suffixes).suffix(part, ours.weight)
+                    after = suffixes_named(self._engine.suffixes).suffix(part, ours.weight)
+                    pairs[before][after].append(each)
+        for before, by_after in pairs.items():
+            ordered = sorted(by_after.items(), key=lambda item: len(item[1]))
+            for after, paths in ordered[:-1]:
+                for each in paths:
+                    pattern, _ = _numbered(each.parameter, each.after, each.after, groups=False)
+                    yield Rename(f"^({pattern}){re.escape(before)}$", rf"\1{after}")
+            after = ordered[-1][0]
+            if after != before:
+                yield Rename(f"{re.escape(before)}$", after)
+
+    def _format(self, layout: Layout, path: _Path) -> Formats:
+        return layout.recipe_for(self._config).format_of(path.parameter)
+
+    def _stacks(self) -> Iterator[Stack]:
+        """Yield one rule a member of each fused parameter."""
+        rules = {}
+        for parameter, _, after, fusion in self._paths:
+            if fusion is None:
+                continue
+            fused = self._engine.path_of(parameter, self._config, fusion.target)
+            own = after.removeprefix(fused.removesuffix(fusion.target))
+            pattern, _ = _numbered(parameter, own, own, name="expert")
+            into = f".{fusion.target}{'_' if fusion.stacked else '.'}"
+            slot = fusion.members.index(parameter.row.name)
+            rules[rf"\.{pattern}\."] = Stack(rf"\.{pattern}\.", into, slot)
+        yield from rules.values()
+
+    def _splits(self) -> Iterator[Split]:
+        """Yield one rule a stored part of each parameter that the engine cuts."""
+        style = STYLES[self._config.family, "vllm"]
+        for each in self._paths:
+            parameter = each.parameter
+            cut = style.get(parameter.row.name)
+            if cut is None or (parameter.expert is not None and self._ranks.ep > 1):
+                continue
+            yield from self._split(each, cut)
+
+    def _split(self, path: _Path, cut: Cut) -> Iterator[Split]:
+        parameter, fusion = path.parameter, path.fusion
+        for slot in slots(self._config, self._engine, self._partners(parameter, fusion)):
+            if slot.parameter.name != parameter.name or not slot.shape:
+                continue
+            formats = self._format(self._engine, path)
+            unit = next(s.unit for s in parts_of(parameter, formats) if s.part is slot.part)
+            name, _ = _numbered(parameter, slot.tensor, slot.tensor, groups=False)
+            multiple = max(cut.multiple // unit[cut.dim], 1)
+            yield Split(f"^{name}$", cut.dim, multiple)
+
+    def _partners(self, parameter: Parameter, fusion: Fusion | None) -> list[Parameter]:
+        if fusion is None:
+            return [parameter]
+        return [
+            each
+            for each in self._kinds
+            if each.row.name in fusion.members
+            and (each.block, each.expert) == (parameter.block, parameter.expert)
+        ]
+
+    def _try(self, made: LoaderMap) -> None:
+        """Follow one of each kind; where both layouts have a part, names must meet."""
+        wanted = {slot.key: slot for slot in slots(self._config, self._engine, self._kinds)}
+        rules = NameRules(made, {slot.tensor for slot in wanted.values()})
+        for slot in slots(self._config, self._source, self._kinds):
+            place = wanted.get(slot.key)
+            sides = (self._source, self._engine)
+            formats = {side.recipe_for(self._config).format_of(slot.parameter) for side in sides}
+            if place is None or len(formats) > 1:
+                continue
+            found = rules.resolve(slot.tensor)
+            assert found.outcome is Outcome.PLACED, f"{slot.tensor} is {found}"
+            assert found.target == place.tensor, f"{slot.tensor} goes to {found.target}"
+
+
+def _one_of_each_kind(config: Config) -> list[Parameter]:
+    """Return each row once a kind of block and a drafter block, and two experts of it."""
+    found: dict[tuple[object, ...], Parameter] = {}
+    for parameter in parameters(config):
+        block = parameter.block
+        if parameter.expert not in (None, 0, 1):
+            continue
+        kind: tuple[object, ...] = ()
+        if block is not None:
+            drafter = block.index if block.is_drafter else None
+            kind = (block.scope, drafter, block.layer_type, block.mlp_type)
+        found.setdefault((kind, parameter.row.name, parameter.expert), parameter)
+    return list(found.values())
+
+
+def _prefix(path: str) -> str:
+    """Return the beginning of a path up to the number of its block; nothing outside of blocks."""
+    match = re.match(r"(?:model\.)?(?:layers|mtp)\.\d+\.(?:mtp_block\.)?", path)
+    return match[0] if match else ""
+
+
+def _numbered(
+    parameter: Parameter, before: str, after: str, *, groups: bool = True, name: str = ""
+) -> tuple[str, str]:
+    """Return a pattern for a path with any layer and expert in it, and its replacement.
+
+    `groups` False: numbers are matched and not kept. A drafter's number stays as it is.
+    """
+    pattern = re.escape(before)
+    block = parameter.block
+    number = 0
+    kinds = []
+    if block is not None and not block.is_drafter:
+        kinds.append(
+            (rf"layers\.{block.index}\.", f"layers.{block.index}.", r"layers\.", "layers.", "")
+        )
+    if parameter.expert is not None:
+        e = parameter.expert
+        kinds.append((rf"experts\.{e}\.", f"experts.{e}.", r"experts\.", "experts.", name))
+    for escaped, plain, start, plain_start, group in kinds:
+        if escaped not in pattern:
+            continue
+        number += 1
+        digits = rf"(?P<{group}>\d+)" if group else r"(\d+)" if groups else r"\d+"
+        pattern = pattern.replace(escaped, rf"{start}{digits}\.", 1)
+        after = after.replace(plain, rf"{plain_start}\{number}.", 1)
+    return pattern, after

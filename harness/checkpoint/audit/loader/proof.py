@@ -1,0 +1,357 @@
+"""The loader proof: element by element, which bytes of a checkpoint reach which parameter.
+
+Owns `prove`: it applies the rules of a loader map to every stored tensor, works out which box of it
+each rank copies into which box of which parameter, and compares the covers on both sides with the
+whole. Where the engine's layout is known to anatomy, it also compares what is written with what
+belongs there: part, parameter, rows. Nothing is copied, no element is walked.
+
+Its rules are in rules/loader.py; loader/findings.py words what is found. A tensor that fits no slot
+is written nowhere, as in an engine that asserts. Refuses a checkpoint that is fused unlike the
+engine, and an engine's layout without a known config.
+Kept honest by suites/checkpoint/audit/loader/test_proof.py, which moves numbered elements by the
+moves of the proof, and test_loader_faults.py, the faults of the first field report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
+from degarble.harness.checkpoint.audit.loader.boxes import ByteRuns, byte_runs, cover
+from degarble.harness.checkpoint.audit.loader.coverage import NO_SLOT, SCALES
+from degarble.harness.checkpoint.audit.loader.engine import layout_for
+from degarble.harness.checkpoint.audit.loader.findings import LoaderFindings
+from degarble.harness.checkpoint.audit.loader.maps import (
+    AS_STORED,
+    Engine,
+    compiled,
+    unknown_parameters,
+)
+from degarble.harness.checkpoint.audit.loader.reads import Reads
+from degarble.harness.checkpoint.audit.loader.report import Missing, Told, is_told, key_of
+from degarble.harness.checkpoint.audit.loader.routes import Routes
+from degarble.harness.checkpoint.audit.loader.sources import require_unfused
+from degarble.harness.checkpoint.audit.loader.targets import EngineTargets, listed_targets, ranks_of
+from degarble.harness.checkpoint.audit.loader.writes import Transfer, Writer
+from degarble.harness.checkpoint.audit.rules import loader as rules
+from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe, take_inventory
+from degarble.harness.checkpoint.read.types import shown, unknown_name
+from degarble.harness.model.sharding import plan
+from degarble.harness.model.types import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from degarble.harness.checkpoint.audit.loader.coverage import Wrong
+    from degarble.harness.checkpoint.audit.loader.maps import LoaderMap
+    from degarble.harness.checkpoint.audit.loader.names import Outcome
+    from degarble.harness.checkpoint.audit.loader.sources import Source
+    from degarble.harness.checkpoint.audit.loader.targets import RankTargets, Target
+    from degarble.harness.checkpoint.audit.loader.writes import Written
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.read.types import TensorEntry
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.model.layouts import Layout
+
+_ARRANGED = "experts are stored in the order of {} kernels; rows inside them are not judged"
+_MOST_FATES = 8  # tensors that one finding tells the fate of
+
+
+@dataclass(frozen=True)
+class LoaderProof:
+    """What a loader map does with a checkpoint. Made by `prove`.
+
+    `unread`: boxes of stored tensors that have a place and reach nothing. `unwritten`: boxes of
+    parameters, by rank and name. `outcomes`: by stored tensor. Single transfers are worked out
+    again when they are asked for: there can be millions. `stopped`: partners that the engine fuses
+    do not fit into one tensor, so that its parameters cannot be laid out, and nothing is proven.
+    """
+
+    map: LoaderMap
+    entries: Mapping[str, TensorEntry]
+    findings: list[Finding]
+    unread: Mapping[str, tuple[Box, ...]]
+    unwritten: Mapping[tuple[int, str], tuple[Box, ...]]
+    outcomes: Mapping[str, Outcome]
+    counts: Mapping[str, int]
+    _held: Callable[[range], Iterator[RankTargets]]
+    _writer: Writer
+    stopped: bool = False
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that were proven."""
+        return range(0) if self.stopped else ranks_of(self.map)
+
+    def held(self) -> Iterator[RankTargets]:
+        """Yield what each rank holds, one after the other."""
+        return self._held(self.ranks)
+
+    def fills(self, parameter: str, rank: int) -> tuple[Transfer, ...]:
+        """Return what is written to a parameter of a rank."""
+        if rank not in self.ranks:
+            raise InvalidArgument("rank", rank, f"one of {list(self.ranks)}", "Choose another.")
+        (held,) = self._held(range(rank, rank + 1))
+        if parameter not in held.targets:
+            raise unknown_name(f"parameter of rank {rank}", parameter, held.targets)
+        return self._writer.transfers(held, held.targets[parameter])
+
+    def reaches(self, tensor: str) -> Iterator[tuple[int, str, Transfer]]:
+        """Yield (rank, parameter, transfer) for all that a stored tensor goes into."""
+        if tensor not in self.entries:
+            raise unknown_name("stored tensor", tensor, self.entries)
+        names = self._writer.routes.leading_to(tensor)
+        for held in self._held(self.ranks):
+            for name in names & held.targets.keys():
+                for transfer in self._writer.transfers(held, held.targets[name]):
+                    if tensor == transfer.source or tensor in transfer.made_from:
+                        yield held.rank, name, transfer
+
+    def bytes_of(self, transfer: Transfer) -> tuple[ByteRuns, ...]:
+        """Return the bytes that a transfer reads; a conversion reads its tensors as wholes."""
+        if transfer.made_from:
+            entries = (self.entries[name] for name in transfer.made_from)
+            return tuple(byte_runs(each, Box.whole(each.shape)) for each in entries)
+        return (byte_runs(self.entries[transfer.source], transfer.source_box),)
+
+    def summary(self) -> dict[str, int]:
+        """Return counts and bytes, for a report."""
+        found: dict[str, int] = defaultdict(int, self.counts)
+        for name, outcome in self.outcomes.items():
+            found[f"tensors {outcome}"] += 1
+            found[f"bytes {outcome}"] += self.entries[name].nbytes
+        for name, boxes in self.unread.items():
+            found["bytes unread"] += sum(byte_runs(self.entries[name], b).nbytes for b in boxes)
+        unwritten = (box.count for boxes in self.unwritten.values() for box in boxes)
+        return {**found, "elements unwritten": sum(unwritten)}
+
+
+def prove(checkpoint: Checkpoint, loader_map: LoaderMap) -> LoaderProof:
+    """Work out what the loader of `loader_map` does with every byte of a checkpoint."""
+    return _Prover(checkpoint, loader_map).prove()
+
+
+class _Prover:
+    """Works one proof out."""
+
+    def __init__(self, checkpoint: Checkpoint, loader_map: LoaderMap) -> None:
+        names = checkpoint.names
+        self._checkpoint = checkpoint
+        self._map = loader_map
+        self._inventory = None if names is None else take_inventory(names)
+        if self._inventory is not None:
+            engine = loader_map.parameters
+            require_unfused(self._inventory, engine.name if isinstance(engine, Engine) else "")
+        self._findings = LoaderFindings(self._inventory)
+        self._fills = [(compiled("fill", each.match), each.value) for each in loader_map.fill]
+        self._layout = self._engine_layout()
+        self._engine = self._engine_targets()
+        self._routes = Routes(
+            checkpoint, loader_map, self._inventory, _Known(self._names), self._findings
+        )
+        self._writer = Writer(loader_map, self._routes)
+        self._reads = Reads()
+        self._refused: set[str] = set()  # sources that fit no slot, which has its finding
+        self._other_format: set[str] = set()  # parameters that have a finding as a whole
+        self._told = Told()
+        self._missing: list[Missing] = []
+        self._counts: Counter[str] = Counter()
+
+    def prove(self) -> LoaderProof:
+        """Return the proof."""
+        unwritten: dict[tuple[int, str], tuple[Box, ...]] = {}
+        stopped = False
+        for caveat in (*self._map.caveats, *self._arranged()):
+            self._findings.caveat(caveat)
+        try:
+            self._routes.follow()
+            self._judge_formats()
+            for held in self._held(ranks_of(self._map)):
+                self._counts["ranks"] += 1
+                self._counts["parameters"] += len(held.targets)
+                for target in held.targets.values():
+                    missing = self._judge(held, target)
+                    if missing:
+                        unwritten[held.rank, target.name] = missing
+            self._report_missing()
+            self._findings.dead(self._routes.dead() + self._writer.splits.dead())
+        except LayoutMismatch as error:
+            self._findings.partners_differ(error)
+            stopped = True
+        unread = {} if stopped else self._judge_sources()
+        return LoaderProof(
+            self._map,
+            self._checkpoint.entries,
+            self._findings.sorted(),
+            unread,
+            unwritten,
+            self._routes.outcomes,
+            self._counts,
+            self._held,
+            self._writer,
+            stopped,
+        )
+
+    def _arranged(self) -> Iterator[str]:
+        if self._inventory is not None and self._inventory.fused:
+            # Torch comes with it, and other checkpoints need none of it.
+            from degarble.harness.checkpoint.transform.convert.stated_order import (  # noqa: PLC0415
+                stated_backend,
+            )
+
+            backend = stated_backend(self._checkpoint)
+            if backend is not None:
+                yield _ARRANGED.format(backend.name)
+
+    def _names(self) -> set[str]:
+        """Return the names of all parameters: stages differ, ranks of a stage do not."""
+        first = ranks_of(self._map)[:: max(self._map.tp, self._map.ep)]
+        return {name for held in self._held(first) for name in held.targets}
+
+    def _engine_layout(self) -> Layout | None:
+        """Return the layout of the engine's parameters with its recipe; None for a list."""
+        engine = self._map.parameters
+        if not isinstance(engine, Engine):
+            return None
+        if self._inventory is None:
+            raise unknown_parameters(f"parameters of the map {self._map.name}")
+        layout = engine.layout
+        if isinstance(layout, str):
+            layout = layout_for(self._inventory, layout)
+        recipe = stored_recipe(self._inventory) if engine.recipe == AS_STORED else engine.recipe
+        return layout.with_recipe(recipe)
+
+    def _engine_targets(self) -> EngineTargets | None:
+        engine = self._map.parameters
+        if self._layout is None or self._inventory is None or not isinstance(engine, Engine):
+            return None
+        config = self._inventory.config
+        made = plan(config, self._map.tp, self._map.ep, self._map.pp, engine.style)
+        return EngineTargets(config, self._layout, made)
+
+    def _held(self, ranks: range) -> Iterator[RankTargets]:
+        return listed_targets(self._map, ranks) if self._engine is None else self._engine(ranks)
+
+    def _judge_formats(self) -> None:
+        """Report weights that the engine builds in another format, one finding a weight."""
+        if self._layout is None or self._inventory is None:
+            return
+        recipe = self._layout.recipe_for(self._inventory.config)
+        for found in self._inventory.linears:
+            built = recipe.format_of(found.parameter).weight
+            name = found.parameter.name
+            if built == found.weight or self._layout.omits(found.parameter, self._inventory.config):
+                continue
+            if self._routes.converted.get(name) is None:
+                self._other_format.add(name)
+                self._findings.format(found, built)
+
+    def _judge(self, held: RankTargets, target: Target) -> tuple[Box, ...]:
+        """Judge all writes to one parameter; return what is never written of it."""
+        alike = self._writer.whole(held, target)
+        if alike:
+            for each in alike:
+                self._reads.add_alike((target.name, each.slot), each.experts, each.taken)
+            self._counts["transfers"] += len(target.members)
+            return ()
+        done: list[Written] = []
+        refused: list[Box] = []
+        for write in self._writer.writes(held, target):
+            source = write.source
+            if write.wrong is not None:
+                self._report_wrong(source, target, write.wrong, held.rank)
+                if write.wrong.rule.level is Level.ERROR:
+                    self._told.wrong(source, held.truth(write.member))
+            if not write.arrives:
+                if write.member is not NO_SLOT:
+                    refused.append(write.member.box)
+                self._refused.add(source.name)
+                continue
+            done.append(write)
+            self._reads.add(source, write.taken)
+        self._counts["transfers"] += len(done)
+        return self._judge_cover(held, target, done, tuple(refused))
+
+    def _report_wrong(self, source: Source, target: Target, wrong: Wrong, rank: int) -> None:
+        if source.parameter is None or source.parameter.name not in self._other_format:
+            self._findings.wrong(source, target.name, wrong, rank)
+
+    def _judge_cover(
+        self,
+        held: RankTargets,
+        target: Target,
+        done: list[Written],
+        refused: tuple[Box, ...],
+    ) -> tuple[Box, ...]:
+        """Report what is written twice or never; return what is never written."""
+        boxes = tuple(each.member.box for each in done)
+        covered = cover(target.shape, boxes)
+        if covered.twice and not any(each.wrong for each in done):
+            names = sorted({each.source.name for each in done})[:4]
+            why = f"by {', '.join(map(shown, names))}"
+            self._findings.boxes(rules.WRITTEN_TWICE, target.name, covered.twice, why, held.rank)
+        untold = cover(target.shape, boxes + refused).missing if covered.missing else ()
+        if untold:
+            empty = {
+                key: held.truth(member)
+                for key, member in target.members.items()
+                if any(box.overlaps(member.box) for box in untold)
+            }
+            self._missing.append(Missing(target, untold, empty, held.rank))
+        return covered.missing
+
+    def _report_missing(self) -> None:
+        """Report what is never written, unless the tensor that belongs there has its finding."""
+        lost = {key for key, (_, resolved) in self._routes.lost.items() if is_told(resolved)}
+        explained = lost | self._told.sources
+        for target, boxes, empty, rank in self._missing:
+            truths = [truth for truth in empty.values() if truth is not None]
+            if any(truth.parameter.name in self._other_format for truth in truths):
+                continue
+            filled = [value for pattern, value in self._fills if pattern.search(target.name)]
+            if filled:
+                scale = any(each.part in SCALES for each in truths) or "scale" in target.name
+                self._findings.constant(target.name, filled[0], scale, rank)
+                self._told.places(truths)
+                continue
+            if truths and all(key_of(truth) in explained for truth in truths):
+                self._told.leaves(truths, target.name)
+                continue
+            slots, gone = {slot for _, slot in target.members}, {slot for _, slot in empty}
+            rule = rules.SLOT_UNWRITTEN if len(slots) > 1 and gone != slots else rules.UNWRITTEN
+            why = "; ".join(dict.fromkeys(map(self._routes.fate, truths[:_MOST_FATES])))
+            self._findings.boxes(rule, target.name, boxes, why, rank)
+
+    def _judge_sources(self) -> dict[str, tuple[Box, ...]]:
+        """Report tensors that go nowhere, and what of the placed ones reaches no rank."""
+        for key, (source, resolved) in self._routes.lost.items():
+            told = key[0] in self._other_format or key in self._told.taken
+            if is_told(resolved) and not told:
+                self._findings.lost(source, resolved, self._told.left.get(key, ()))
+        unread: dict[str, tuple[Box, ...]] = {}
+        if self._map.rank is not None:
+            return unread  # the other ranks read the rest
+        for target, expert, placed in self._routes.all_placed():
+            missing, source = self._reads.missing(target, expert, placed), placed.source
+            if missing and source.name in self._checkpoint.entries:
+                stored = tuple(map(source.stored, missing))
+                unread[source.name] = unread.get(source.name, ()) + stored
+            if missing and source.name not in self._refused:
+                self._findings.unread(source, missing)
+        return unread
+
+
+class _Known:
+    """The names of the engine's parameters, worked out when a name is first asked for."""
+
+    def __init__(self, names: Callable[[], set[str]]) -> None:
+        self._make = names
+        self._names: set[str] | None = None
+
+    def __contains__(self, name: object) -> bool:
+        if self._names is None:
+            self._names = self._make()
+        return name in self._names

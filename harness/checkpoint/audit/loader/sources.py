@@ -1,0 +1,179 @@
+"""What a loader is given: the stored tensors of a checkpoint, some of them converted first.
+
+Owns the identity of each tensor (which part of which parameter it is) and the conversions of a map:
+a converted module goes on as new tensors, computed from the parts that the map reads. A tensor that
+is fused already counts as its slots, each a source of its own: engines cut such a tensor slot by
+slot, not as a whole.
+Kept honest by suites/checkpoint/audit/loader/test_proof.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import LayoutMismatch, Refused
+from degarble.harness.checkpoint.audit.loader.maps import FP8, ONE_SCALE, compiled
+from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe
+from degarble.harness.model.recipes import BF16
+from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import slots
+from degarble.harness.model.types import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from degarble.harness.checkpoint.audit.loader.maps import Convert, LoaderMap
+    from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
+    from degarble.harness.checkpoint.read.types import TensorEntry
+    from degarble.harness.checkpoint.view.modules import ModuleTable
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.tensors import Slot
+
+_USUAL_BLOCK = (128, 128)
+_WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE})
+
+
+class Source(NamedTuple):
+    """One tensor that a loader looks at. `parameter` None: no tensor of the model.
+
+    `made_from`: the stored tensors that a converted one was computed from. `inside`: the box of the
+    stored tensor that this source is, where several share it, and `order` its slot there.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameter: Parameter | None
+    part: Part | None
+    made_from: tuple[str, ...] = ()
+    inside: Box | None = None
+    order: int = 0
+
+    def stored(self, box: Box) -> Box:
+        """Translate a box of this source into one of the stored tensor."""
+        if self.inside is None:
+            return box
+        lead = len(self.inside.ranges) - len(box.ranges)
+        own = zip(self.inside.ranges[lead:], box.ranges, strict=True)
+        moved = ((first + start, first + stop) for (first, _), (start, stop) in own)
+        return Box((*self.inside.ranges[:lead], *moved))
+
+
+class Conversion(NamedTuple):
+    """One module that a rule of the map converts, with the parts that it has and that are read."""
+
+    rule: Convert
+    found: Found
+    has: frozenset[Part]
+    reads: frozenset[Part]
+
+
+def require_unfused(inventory: Inventory, engine: str = "") -> None:
+    """Refuse a checkpoint in which parameters share tensors, unless as this engine's do."""
+    if inventory.fused and inventory.layout.name != engine:
+        raise LayoutMismatch(
+            "layout of the checkpoint",
+            inventory.layout.name,
+            "one tensor a part of each parameter",
+            "It is fused for an engine already: prove the checkpoint that it was made from.",
+        )
+
+
+def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Source]:
+    """Yield every stored tensor with its identity."""
+    by_module = {} if inventory is None else {each.module: each for each in inventory.found}
+    fused = {} if inventory is None else _fused(inventory)
+    for module in table.suffixes:
+        found = by_module.get(module)
+        try:
+            parts = table.parts(module)
+        except Refused:  # two tensors for one part: the structure audit tells
+            yield from (_source(entry, None, None) for entry in table.tensors(module))
+            continue
+        for part, entry in parts.items():
+            slots_here = fused.get(entry.name, ())
+            if slots_here and _extents(slots_here) == entry.shape:
+                yield from (_slot_source(entry, *each) for each in slots_here)
+            elif inventory is not None and module in inventory.fused:
+                yield _source(entry, None, None)  # of other extents: the structure audit tells
+            else:
+                yield _source(entry, part, found)
+
+
+def _fused(inventory: Inventory) -> dict[str, list[tuple[Slot, int]]]:
+    """Return the slots of every fused tensor, each with its place among the partners."""
+    layout = inventory.layout.with_recipe(stored_recipe(inventory))
+    orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
+    members = [each for group in inventory.fused.values() for each in group]
+    found: dict[str, list[tuple[Slot, int]]] = defaultdict(list)
+    for slot in slots(inventory.config, layout, members) if members else ():
+        found[slot.tensor].append((slot, orders[slot.parameter.row.name]))
+    return found
+
+
+def _extents(found: Iterable[tuple[Slot, int]]) -> tuple[int, ...]:
+    ranges = zip(*(slot.box.ranges for slot, _ in found), strict=True)
+    return tuple(max(stop for _, stop in each) for each in ranges)
+
+
+def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> Source:
+    return Source(
+        entry.name, entry.dtype, slot.shape, slot.parameter, slot.part, (), slot.box, order
+    )
+
+
+def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Source:
+    if found is None:
+        return Source(entry.name, entry.dtype, entry.shape, None, None)
+    plain = part is Part.CODES and found.weight == BF16
+    known = Part.VALUE if plain else part
+    return Source(entry.name, entry.dtype, entry.shape, found.parameter, known)
+
+
+class Conversions:
+    """Applies the conversions of a map."""
+
+    def __init__(self, loader_map: LoaderMap, table: ModuleTable) -> None:
+        self._rules = [(compiled("convert", each.match), each) for each in loader_map.convert]
+        self._table = table
+        self.used: set[str] = set()
+
+    def of(self, found: Found) -> Conversion | None:
+        """Return the first conversion that applies to a module, unless it is that already."""
+        for pattern, rule in self._rules:
+            if found.weight in (None, rule.to) or not pattern.search(found.module):
+                continue
+            self.used.add(rule.match)
+            has = frozenset(self._parts(found))
+            reads = has & _WEIGHT_PARTS if rule.reads is None else rule.reads
+            return Conversion(rule, found, has, reads)
+        return None
+
+    def _parts(self, found: Found) -> dict[Part, TensorEntry]:
+        parts = self._table.parts(found.module)
+        if found.weight == BF16:
+            parts[Part.VALUE] = parts.pop(Part.CODES)
+        return parts
+
+    def made(self, conversion: Conversion) -> Iterator[Source]:
+        """Yield the tensors that a conversion makes."""
+        rule, found = conversion.rule, conversion.found
+        parts = self._parts(found)
+        origins = tuple(entry.name for part, entry in parts.items() if part in conversion.reads)
+        shape, name = found.parameter.shape, f"{found.module}.weight"
+        if rule.to != FP8:
+            yield Source(name, "BF16", shape, found.parameter, Part.VALUE, origins)
+            return
+        yield Source(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
+        scales: tuple[int, ...] = (1,)
+        if rule.block != ONE_SCALE:
+            # What is not stated has its own finding.
+            blocks = rule.block if isinstance(rule.block, tuple) else _USUAL_BLOCK
+            scales = tuple(-(-extent // each) for extent, each in zip(shape, blocks, strict=True))
+        name = found.module + rule.suffix
+        yield Source(name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins)
+
+    def dead(self) -> list[tuple[str, str]]:
+        """Return the rules that matched no module."""
+        return [("convert", rule.match) for _, rule in self._rules if rule.match not in self.used]

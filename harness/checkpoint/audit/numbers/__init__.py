@@ -1,0 +1,1 @@
+"""Audit numbers: scales, codes and values, alone and among siblings."""

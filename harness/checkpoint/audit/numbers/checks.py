@@ -1,0 +1,307 @@
+"""Checks of one weight by itself: its scales, its codes, its values, its rows.
+
+Owns the thresholds of every rule that needs no sibling. Each check picks the rows of the table that
+break it by columns, so that healthy ones cost nothing. Kept honest by
+suites/checkpoint/audit/numbers/test_numbers.py: each check is shown its fault and a healthy
+neighbour.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from degarble.harness.checkpoint.audit.numbers.judging import (
+    Judging,
+    as_hex,
+    indices,
+    percent,
+    sentinel,
+)
+from degarble.harness.checkpoint.audit.rules import numbers as rules
+from degarble.harness.checkpoint.audit.rules.findings import Place
+from degarble.harness.model.storage import Part
+from degarble.harness.model.types import Kind
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from degarble.harness.checkpoint.audit.rules.rule import Rule
+
+_AGAIN = "Quantise it again from its source, or restore the file that it came from."
+_FIND = "Find out which step wrote it; the source has to be converted again."
+_UNDER_ZERO = "of its blocks hold codes under a scale of zero"
+_SUBNORMAL = "of its block scales are subnormal"
+E2M1_FORMATS = ("NVFP4", "MXFP4")
+
+TINY = 2.0**-60
+SCATTERED_SHARE = 0.05
+VALUES_SCATTERED_SHARE = 0.01
+VANISHED_SHARE = 0.05
+SUBNORMAL_SHARE = 0.01
+FEW_BLOCKS = 256  # fewer may well agree in what many never agree in
+PILE_UP = 4  # times as many scales at the largest number as at the one below it
+CLIPPED_SHARE = 0.005
+FEWEST_CLIPPED = 16  # blocks: an mse rule may bring a handful to the largest scale
+UNUSED_FACTOR = 16
+NOISE_BITS = 7.985  # bits a byte; uniform noise has 8, normally distributed weights 7.93
+NOISE_SAMPLE = 1 << 19  # bytes of codes: with one row in eight counted, 65,536 bytes
+LOW_TOPS = 0.005
+UNWRITTEN_SHARE = 1 / 8
+UNWRITTEN_END = 1 / 4  # columns up to the last one may be padding
+FEWEST_ROWS = 16
+
+
+def check_scales(judging: Judging) -> None:
+    """Check tensor scales, input scales and block scales, each by itself."""
+    _check_scalars(judging, "tensor_scale", "scale_bits", Part.TENSOR_SCALE)
+    _check_scalars(judging, "input_scale", "input_bits", Part.INPUT_SCALE)
+    _check_block_scales(judging)
+    _check_range(judging)
+
+
+def _check_scalars(judging: Judging, column: str, bits: str, part: Part) -> None:
+    table = judging.table
+    value, present = table[column], table[bits] >= 0
+    for index in indices(present & ~np.isfinite(value)):
+        raw = int(table[bits][index])
+        judging.report(
+            rules.SCALE_NOT_FINITE,
+            index,
+            f"is {value[index]}: bits {as_hex(raw)}{sentinel(raw)}.",
+            _AGAIN,
+            part,
+            bits=as_hex(raw),
+        )
+    for index in indices(present & (value <= 0)):
+        told = "zero" if value[index] == 0 else f"negative: {value[index]:.6g}"
+        judging.report(rules.SCALE_NOT_POSITIVE, index, f"is {told}.", _AGAIN, part)
+    decode = table["decode_scale"] if part is Part.TENSOR_SCALE else value
+    for index in indices(present & (decode > 0) & (decode < TINY)):
+        judging.report(
+            rules.SCALE_TINY,
+            index,
+            f"decodes by {decode[index]:.3g}, below 2^-60.",
+            "If the expert is meant to be dead, make sure that every engine treats it as zero.",
+            part,
+            decode_scale=float(decode[index]),
+        )
+
+
+def _check_block_scales(judging: Judging) -> None:
+    table = judging.table
+    blocks = table["blocks"]
+    has_codes = blocks - table["zero_blocks"] > 0
+    for name, rule, told in (
+        ("scale_not_finite", rules.SCALE_NOT_FINITE, "NaN or infinite"),
+        ("scale_negative", rules.SCALE_NOT_POSITIVE, "negative"),
+    ):
+        for index in indices(table[name] > 0):
+            count = int(table[name][index])
+            message = f"has {count} of {blocks[index]} block scales that are {told}."
+            judging.report(rule, index, message, _AGAIN, Part.BLOCK_SCALE, count=count)
+    in_floats = table.of_format("FP8_128X128_F32", "FP8_1X128_F32")
+    constant = (table["scale_distinct"] == 1) & has_codes & (blocks >= FEW_BLOCKS)
+    for index in indices(constant & (table.of_format("NVFP4") | in_floats)):
+        scale = float(table["scale_largest"][index])
+        judging.report(
+            rules.SCALE_CONSTANT,
+            index,
+            f"has the one block scale {scale:g} in all of its {blocks[index]} blocks.",
+            _FIND,
+            Part.BLOCK_SCALE,
+            scale=scale,
+        )
+    for index in indices((table["scale_far"] > SCATTERED_SHARE) & (blocks >= FEW_BLOCKS)):
+        share = float(table["scale_far"][index])
+        low, high = float(table["scale_smallest"][index]), float(table["scale_largest"][index])
+        judging.report(
+            rules.SCALE_SCATTERED,
+            index,
+            f"has {percent(share)} of its block scales far from the others,"
+            f" between {low:.3g} and {high:.3g}.",
+            "Look for memory that was never written, or for bits of another type.",
+            Part.BLOCK_SCALE,
+            share=share,
+        )
+
+
+def _check_range(judging: Judging) -> None:
+    """Check what of its range a matrix uses: zero, subnormal, cut off, unused."""
+    table = judging.table
+    blocks = table["blocks"]
+    with_codes = np.maximum(blocks - table["zero_blocks"], 1)
+    vanished = table["underflown"] / with_codes
+    subnormal = table["scale_subnormal"] / with_codes
+    largest, below = table["scale_at_largest"], np.maximum(table["scale_below_largest"], 1)
+    clipped = (largest > CLIPPED_SHARE * with_codes) & (largest > PILE_UP * below)
+    clipped &= largest >= FEWEST_CLIPPED
+    in_range = table.of_format("NVFP4") & (blocks >= FEW_BLOCKS)
+    checks: tuple[tuple[Rule, NDArray[np.bool_], NDArray[np.float64], str], ...] = (
+        (
+            rules.SCALE_VANISHED,
+            vanished > VANISHED_SHARE,
+            vanished,
+            _UNDER_ZERO,
+        ),
+        (
+            rules.SCALE_UNDERFLOWN,
+            (vanished > 0) & (vanished <= VANISHED_SHARE),
+            vanished,
+            f"{_UNDER_ZERO}, so they decode to zero",
+        ),
+        (rules.SCALE_SUBNORMAL, subnormal > SUBNORMAL_SHARE, subnormal, _SUBNORMAL),
+        (
+            rules.AMAX_CLIPPED,
+            in_range & clipped,
+            largest / with_codes,
+            "of its block scales are the largest that there is, and few are just below",
+        ),
+    )
+    for rule, mask, share, told in checks:
+        for index in indices(mask):
+            amount = float(share[index])
+            message = f"{percent(amount)} {told}."
+            judging.report(rule, index, message, _AGAIN, Part.BLOCK_SCALE, share=amount)
+    for index in indices(in_range & (table["scale_largest"] * UNUSED_FACTOR < 448)):
+        factor = 448 / float(table["scale_largest"][index])
+        judging.report(
+            rules.AMAX_UNUSED,
+            index,
+            f"was made for an amax {factor:.1f} times as large as the largest value in it.",
+            "Harmless unless its block scales are subnormal; see whose amax it was.",
+            Part.TENSOR_SCALE,
+            factor=factor,
+        )
+
+
+def check_codes(judging: Judging) -> None:
+    """Check packed codes: noise, one filled byte, blocks that never reach their maximum."""
+    table = judging.table
+    packed = table.of_format(*E2M1_FORMATS)
+    noise = packed & (table["byte_entropy"] > NOISE_BITS) & (table["elements"] >= 2 * NOISE_SAMPLE)
+    for index in indices(noise):
+        bits = float(table["byte_entropy"][index])
+        judging.report(
+            rules.CODES_RANDOM,
+            index,
+            f"has {bits:.4f} bits of entropy a byte; noise has 8, quantised weights at most 7.95.",
+            "Look for memory that was never written, for another type's bytes, for encryption.",
+            Part.CODES,
+            entropy=bits,
+        )
+    not_zero = table["zeros"] < table["elements"]
+    filled = packed & not_zero & (table["common_byte"] > 0.999) & (table["elements"] >= 4096)
+    for index in indices(filled):
+        judging.report(rules.CODES_CONSTANT, index, "holds one code alone.", _AGAIN, Part.CODES)
+    exact = table["scale_powers"] * 10 > table["blocks"] * 9  # MXFP4 cast without loss
+    low = table.of_format("NVFP4") & ~exact & (table["ordinary"] >= FEW_BLOCKS)
+    for index in indices(low & (table["top_low"] > LOW_TOPS)):
+        share = float(table["top_low"][index])
+        judging.report(
+            rules.BLOCK_MAXIMUM,
+            index,
+            f"has {percent(share)} of its blocks whose largest code is below 4.",
+            "See which rule chose its block scales, or whether they belong to other blocks.",
+            Part.CODES,
+            share=share,
+        )
+
+
+def check_values(judging: Judging) -> None:
+    """Check values: finite, together in size, ids in range; tensors and rows of zeros."""
+    table = judging.table
+    for index in indices(table["not_finite"] > 0):
+        count = int(table["not_finite"][index])
+        message = f"holds {count} of {table['elements'][index]} numbers that are NaN or infinite."
+        judging.report(rules.VALUE_NOT_FINITE, index, message, _AGAIN, count=count)
+    plain = table.of_format("plain") & (table["elements"] >= FEW_BLOCKS)
+    for index in indices(plain & (table["far"] > VALUES_SCATTERED_SHARE)):
+        share = float(table["far"][index])
+        judging.report(
+            rules.VALUE_SCATTERED,
+            index,
+            f"has {percent(share)} of its values a factor of 2^40 or more from the others.",
+            "Look for memory that was never written, or for bits of another type.",
+            share=share,
+        )
+    _check_ids(judging)
+    _check_zero_rows(judging)
+    _check_zero_columns(judging)
+    for name, why in table.unread.items():
+        judging.findings.add(
+            rules.NOT_READ, Place(name), f"{name} was not read: {why}.", "Audit it elsewhere."
+        )
+
+
+def _check_ids(judging: Judging) -> None:
+    model, table = judging.checkpoint.model, judging.table
+    if model is None:
+        return
+    ids = np.array([unit.role.endswith("tid2eid") for unit in table.units], np.bool_)
+    outside = (table["lowest"] < 0) | (table["highest"] >= model.n_routed_experts)
+    for index in indices(ids & outside):
+        low, high = int(table["lowest"][index]), int(table["highest"][index])
+        judging.report(
+            rules.ID_OUT_OF_RANGE,
+            index,
+            f"names experts {low} to {high}; there are {model.n_routed_experts}.",
+            _FIND,
+        )
+
+
+def _check_zero_rows(judging: Judging) -> None:
+    """Check rows of zeros in linears that hold something; whole zeros are judged by siblings."""
+    table = judging.table
+    height, run = table["height"], table["run_rows"]
+    some = (table["zero_rows"] > 0) & (table["zeros"] < table["elements"]) & judging.linear
+    end = table["run_begin"] + run
+    torn = (run >= np.maximum(FEWEST_ROWS, UNWRITTEN_SHARE * height)) & (end < height)
+    for index in indices(some & torn):
+        first, last = int(table["run_begin"][index]), int(end[index]) - 1
+        judging.report(
+            rules.ROWS_UNWRITTEN,
+            index,
+            f"has nothing but zeros in rows {first} to {last} of {height[index]}.",
+            "Look for the part of a fused parameter that was never written there.",
+            rows=[first, last],
+        )
+    for index in indices(some & ~torn):
+        count = int(table["zero_rows"][index])
+        judging.report(
+            rules.ZERO_ROWS,
+            index,
+            f"has {count} rows of zeros out of {height[index]}, the longest run"
+            f" {run[index]} from row {table['run_begin'][index]} on.",
+            "Fine for padding and pruned neurons; compare with the source.",
+            count=count,
+        )
+
+
+def _check_zero_columns(judging: Judging) -> None:
+    """Check runs of zero columns; sampled rows show them, and the count of all zeros has room."""
+    table = judging.table
+    height, run = table["height"], table["run_columns"]
+    width = table["elements"] // np.maximum(height, 1)
+    some = judging.linear & (run >= FEWEST_ROWS) & (run * height <= table["zeros"])
+    some &= table["zeros"] < table["elements"]
+    end = table["column_begin"] + run
+    least = np.where(end < width, UNWRITTEN_SHARE, UNWRITTEN_END) * width
+    for index in indices(some & (run >= least)):
+        first, last = int(table["column_begin"][index]), int(end[index]) - 1
+        judging.report(
+            rules.COLUMNS_UNWRITTEN,
+            index,
+            f"has nothing but zeros in columns {first} to {last} of {width[index]}.",
+            "Look for the rank whose part of the columns was never written there.",
+            columns=[first, last],
+        )
+
+
+def check_norms(judging: Judging) -> None:
+    """Check that no norm is zero."""
+    table = judging.table
+    norms = np.array([unit.kind is Kind.NORM for unit in table.units], np.bool_)
+    for index in indices(norms & (table["zeros"] == table["elements"]) & (table["elements"] > 0)):
+        judging.report(rules.TENSOR_ZERO, index, "is zero throughout.", _FIND)

@@ -1,0 +1,1 @@
+"""The rules of the audit and the findings that name them."""

@@ -1,0 +1,207 @@
+"""Findings of an audit: which rule is broken where, with what evidence, and what to do about it.
+
+Owns the records that every part of the audit reports with, the table RULES of all rules, and the
+gathering of findings that are alike. What breaks one rule in many experts of one layer is one
+finding, with a count and its first examples: a checkpoint has 300,000 tensors, and a list as long
+tells nobody anything. Numbers and names in a finding come from files, so they are shown bounded
+and printable. To add rules, add them to a table (rules_*.py) and that table to RULES.
+
+Refuses two rules of one id. Kept honest by suites/checkpoint/audit/rules/test_findings.py;
+docs/audit.md is written from this table, and suites/house/test_documents.py compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from degarble.harness.checkpoint.audit.rules import against as rules_against
+from degarble.harness.checkpoint.audit.rules import files as rules_files
+from degarble.harness.checkpoint.audit.rules import loader as rules_loader
+from degarble.harness.checkpoint.audit.rules import names as rules_names
+from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
+from degarble.harness.checkpoint.audit.rules import structure as rules_structure
+from degarble.harness.checkpoint.read.types import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from degarble.harness.checkpoint.audit.rules.rule import Level, Rule
+
+
+def _table(*tables: tuple[Rule, ...]) -> Mapping[str, Rule]:
+    found: dict[str, Rule] = {}
+    for rule in (rule for table in tables for rule in table):
+        assert rule.id not in found, f"two rules are called {rule.id}"
+        found[rule.id] = rule
+    return MappingProxyType(found)
+
+
+RULES: Mapping[str, Rule] = _table(
+    rules_files.RULES,
+    rules_structure.RULES,
+    rules_names.RULES,
+    rules_loader.RULES,
+    rules_numbers.RULES,
+    rules_against.RULES,
+)
+
+_EXAMPLES = 8
+_EXPERT = re.compile(r"(\bexperts\.)(\d{1,9})(?!\d)")
+_NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert; not the digit of `w1`
+
+
+class Place(NamedTuple):
+    """Where a rule is broken. A drafter's layer number follows those of the decoder.
+
+    With a layer, findings of that layer that differ in the expert are one; without, those of all.
+    `spread`: a cause that layers share; its findings whose names differ in indices alone are one,
+    which tells the layers.
+    """
+
+    tensor: str | None = None
+    module: str | None = None
+    layer: int | None = None
+    spread: str | None = None
+
+
+NOWHERE = Place()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule broken: at one place, or at `count` places that differ in the expert alone.
+
+    `tensor`, `module` and `message` speak of the first; `evidence` has examples of the others.
+    `by_layer`: how many in each layer, where one cause goes through several; `layer` is None then.
+    """
+
+    level: Level
+    rule: str
+    tensor: str | None
+    module: str | None
+    layer: int | None
+    message: str
+    evidence: Mapping[str, Any]
+    remedy: str
+    count: int = 1
+    by_layer: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers that it stands for."""
+        alone = () if self.layer is None else (self.layer,)
+        return tuple(sorted(self.by_layer)) or alone
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for a JSON report."""
+        return {
+            "level": str(self.level),
+            "rule": self.rule,
+            "tensor": self.tensor,
+            "module": self.module,
+            "layer": self.layer,
+            "layers": list(self.layers),
+            "message": self.message,
+            "evidence": dict(self.evidence),
+            "remedy": self.remedy,
+            "count": self.count,
+        }
+
+
+@dataclass
+class _Group:
+    """Findings that differ in the expert alone."""
+
+    rule: Rule
+    first: Place
+    message: str
+    remedy: str
+    evidence: Mapping[str, Any]
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+    experts: set[int] = field(default_factory=set)
+    layers: Counter[int] = field(default_factory=Counter)
+
+
+class Findings:
+    """Gathers findings; `sorted()` returns them, the worst first."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int | None, str], _Group] = {}
+
+    def add(
+        self, rule: Rule, place: Place, message: str, remedy: str, /, **evidence: object
+    ) -> None:
+        """Take one finding in; of those alike, message and evidence of the first one stay."""
+        assert RULES.get(rule.id) is rule, f"{rule.id} is in no table of RULES"
+        name = place.tensor or place.module or ""
+        anywhere = place.layer is None or place.spread is not None
+        numbers = _NUMBER if place.spread is None else _INDEX
+        alike = numbers.sub("*", name) if anywhere else _EXPERT.sub(r"\1*", name)
+        layer = None if anywhere else place.layer
+        key = (rule.id, layer, f"{alike or message} {place.spread or ''}")
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(rule, place, message, remedy, evidence)
+        group.count += 1
+        if name and len(group.examples) < _EXAMPLES:
+            group.examples.append(shown(name))
+        if place.spread is not None and place.layer is not None:
+            group.layers[place.layer] += 1
+        expert = _EXPERT.search(name)
+        if expert:
+            group.experts.add(int(expert[2]))
+
+    def sorted(self) -> list[Finding]:
+        """Return the findings: by level, rule, layer and name."""
+        return in_order(map(_told, self._groups.values()))
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings for reading: by level, rule, layer and name."""
+    return sorted(
+        findings,
+        key=lambda each: (
+            each.level.weight,
+            each.rule,
+            -1 if each.layer is None else each.layer,
+            each.tensor or each.module or "",
+        ),
+    )
+
+
+def _told(group: _Group) -> Finding:
+    place, evidence, message = group.first, dict(group.evidence), group.message
+    if group.count > 1:
+        evidence["examples"] = group.examples
+        message += f" And {group.count - 1} more like it"
+        message += f", experts {ranges_told(group.experts)}" if group.experts else ""
+        message += f", layers {ranges_told(group.layers)}." if len(group.layers) > 1 else "."
+    return Finding(
+        group.rule.level,
+        group.rule.id,
+        place.tensor and shown(place.tensor),
+        place.module and shown(place.module),
+        None if len(group.layers) > 1 else place.layer,
+        message,
+        MappingProxyType(evidence),
+        group.remedy,
+        group.count,
+        MappingProxyType(dict(group.layers) if len(group.layers) > 1 else {}),
+    )
+
+
+def ranges_told(numbers: Iterable[int]) -> str:
+    """Tell a set of numbers by its runs: `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

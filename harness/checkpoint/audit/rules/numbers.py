@@ -1,0 +1,284 @@
+"""Rules about numbers: scales, codes and values, each by itself and beside its siblings.
+
+Owns the rules that numbers.py judges by and their thresholds in words; the thresholds as numbers
+stand with the checks. An error means that some engine computes wrong numbers from what is stored;
+what healthy checkpoints can contain (dead experts, rows of zeros, experts that no token reached) is
+a warning at most. Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+"""
+
+from __future__ import annotations
+
+from degarble.harness.checkpoint.audit.rules.rule import Level, Rule, rules_in
+
+_REPORT = "field report A"
+_ENGINE = "vLLM 0.33: every 1/scale and every maximum over experts spreads it"
+
+
+def _rule(name: str, level: Level, statement: str, source: str) -> Rule:
+    return Rule(f"numbers.{name}", level, statement, source)
+
+
+# Scales, each by itself
+SCALE_NOT_FINITE = _rule(
+    "scale_not_finite", Level.ERROR, "every scale is a finite number", "faults B007, B008, B056"
+)
+SCALE_NOT_POSITIVE = _rule(
+    "scale_not_positive",
+    Level.ERROR,
+    "no scale is negative, and no tensor or input scale is zero",
+    f"faults B006, B062, B069; {_ENGINE}",
+)
+SCALE_TINY = _rule(
+    "scale_tiny",
+    Level.WARNING,
+    "tensor and input scales are above 2^-60, where kernels that flush or square them lose them",
+    "fault B167: scales about 1e-23 of dead experts became NaN in one kernel",
+)
+SCALE_CONSTANT = _rule(
+    "scale_constant",
+    Level.ERROR,
+    "block scales differ from block to block",
+    f"{_REPORT}, fault 5: a scale of all ones in place of the real one",
+)
+SCALE_SCATTERED = _rule(
+    "scale_scattered",
+    Level.ERROR,
+    "at most 5 % of a matrix's block scales are a factor of 2^20 or more from their median",
+    "faults B024, B039, B069: uninitialised memory, or bits of another type, read as scales",
+)
+SCALE_VANISHED = _rule(
+    "scale_vanished",
+    Level.ERROR,
+    "at most 5 % of the blocks that hold codes have a scale of zero",
+    "faults B062, B069: scales that were never written",
+)
+SCALE_UNDERFLOWN = _rule(
+    "scale_underflown",
+    Level.WARNING,
+    "blocks that hold codes have a scale that is not zero",
+    "fault B017: values below the smallest scale are lost",
+)
+SCALE_SUBNORMAL = _rule(
+    "scale_subnormal",
+    Level.WARNING,
+    "at most 1 % of the block scales are subnormal",
+    "faults B010, B036: kernels that decode subnormal E4M3 wrongly; three bits are lost there",
+)
+AMAX_CLIPPED = _rule(
+    "amax_clipped",
+    Level.WARNING,
+    "block scales do not pile up at their format's largest number",
+    "a tensor scale from too small an amax cuts off the largest weights",
+)
+AMAX_UNUSED = _rule(
+    "amax_unused",
+    Level.NOTE,
+    "the largest block scale is within a factor of 16 of the format's largest",
+    "a tensor scale from another tensor's amax wastes range",
+)
+
+# Scales beside siblings
+SCALE_DIRECTION = _rule(
+    "scale_direction",
+    Level.ERROR,
+    "a tensor scale multiplies where its name says multiply, and divides where it says divide",
+    "faults B001, B011, B014: the magnitude is off by the square of the scale",
+)
+SCALE_IS_ONE = _rule(
+    "scale_is_one",
+    Level.ERROR,
+    "a scale of exactly 1 is what the magnitude of the weight asks for",
+    f"faults B012, B063; {_REPORT}, fault 5: a scale that was dropped, and 1 put in its place",
+)
+SCALE_TWICE = _rule(
+    "scale_twice",
+    Level.ERROR,
+    "no tensor scale is the square of what its siblings have",
+    "faults B012, B063: the scale was applied when it was stored, and is applied again",
+)
+MAGNITUDE = _rule(
+    "magnitude",
+    Level.ERROR,
+    "a matrix is within a factor of 1000 of its siblings, in root mean square",
+    f"fault families M02, M05; {_REPORT}, fault 6",
+)
+MAGNITUDE_FAR = _rule(
+    "magnitude_far",
+    Level.WARNING,
+    "a matrix is within a factor of 64 of its siblings, in root mean square",
+    "fault families M02, M05",
+)
+DEAD_EXPERT = _rule(
+    "dead_expert",
+    Level.WARNING,
+    "the matrices of an expert are of the magnitude of other experts'",
+    "fault B167: experts that training gave up are tiny; not a fault by itself",
+)
+INPUT_DIRECTION = _rule(
+    "input_scale_direction",
+    Level.ERROR,
+    "an input scale multiplies where its name says multiply, and divides where it says divide",
+    "faults B001, B011",
+)
+INPUT_FALLBACK = _rule(
+    "input_scale_fallback",
+    Level.WARNING,
+    "no expert has the largest input scale of all experts, to the last bit, as others have too",
+    "ModelOpt gives experts that no calibration token reached the largest scale of the others",
+)
+INPUT_IS_ONE = _rule(
+    "input_scale_is_one",
+    Level.WARNING,
+    "the input scales of a role are not all exactly 1",
+    "faults B012, B063: a scale that was never measured, and 1 put in its place",
+)
+INPUT_OUTLIER = _rule(
+    "input_scale_outlier",
+    Level.WARNING,
+    "an input scale is within a factor of 64 of its siblings'",
+    "faults B008, B020: too few calibration tokens, or memory that was never written",
+)
+INPUT_ABSENT = _rule(
+    "input_scale_absent",
+    Level.ERROR,
+    "modules of one role all have an input scale, or none has",
+    "fault B006; where the config is known, the rule scales.input_missing says it",
+)
+
+# Codes and values
+CODES_RANDOM = _rule(
+    "codes_random",
+    Level.ERROR,
+    "packed codes are less random than noise: quantised weights leave traces",
+    "fault B069: uninitialised or foreign bytes",
+)
+CODES_CONSTANT = _rule(
+    "codes_constant",
+    Level.ERROR,
+    "codes that are not zero differ from each other",
+    "memory filled with one byte",
+)
+BLOCK_MAXIMUM = _rule(
+    "block_maximum",
+    Level.WARNING,
+    "blocks of NVFP4 reach 4 or 6, because their scale follows from their largest value",
+    "fault B068: scales that belong to other blocks, or that another rule made",
+)
+SCALE_LAYOUT = _rule(
+    "scale_layout",
+    Level.ERROR,
+    "block scales lie in row-major order: scale and code energy of a block go together",
+    "faults B001, B041, B047, B048: swizzled or permuted scales on disk",
+)
+SCALE_LAYOUT_STATED = _rule(
+    "scale_layout_stated",
+    Level.NOTE,
+    "block scales of stacked experts lie in row-major order, which every loader expects",
+    "harness/checkpoint/transform/convert/backends.py: a conversion for one backend's kernels",
+)
+SCALE_UNRELATED = _rule(
+    "scale_unrelated",
+    Level.ERROR,
+    "block scales belong to the codes that they stand beside",
+    "fault families M11, M12: the scales of another matrix, or in an unknown order",
+)
+SCALE_UNDECIDED = _rule(
+    "scale_undecided",
+    Level.NOTE,
+    "it can be told whether block scales belong to their codes",
+    "docs/design-notes/audit_statistics.md",
+)
+NIBBLE_ORDER = _rule(
+    "nibble_order",
+    Level.ERROR,
+    "the low half of a byte holds the even column, as matrices on the same input show",
+    "fault B032: one checkpoint family packs the other way round",
+)
+NIBBLE_ORDER_LIKELY = _rule(
+    "nibble_order_likely",
+    Level.WARNING,
+    "nothing speaks for another packing order than low half first",
+    "fault B032, told from norms, from rows, or from packed siblings alone",
+)
+NIBBLE_ORDER_UNDECIDED = _rule(
+    "nibble_order_undecided",
+    Level.NOTE,
+    "the packing order can be told from what reads the same input",
+    "docs/design-notes/audit_statistics.md",
+)
+DIALECT = _rule(
+    "dialect",
+    Level.NOTE,
+    "the bytes say which producers may have written them",
+    "harness/formats/dialects.py: zero blocks, smallest scales, and how tensor scales are rounded",
+)
+DIALECT_OTHER = _rule(
+    "dialect_other",
+    Level.WARNING,
+    "the bytes are what the producer writes whose names they have",
+    "fault B001: values of one tool under the names of another one",
+)
+VALUE_NOT_FINITE = _rule(
+    "value_not_finite", Level.ERROR, "every weight is a finite number", "NaN spreads to every token"
+)
+VALUE_SCATTERED = _rule(
+    "value_scattered",
+    Level.ERROR,
+    "at most 1 % of a tensor's values are a factor of 2^40 or more from their median",
+    "faults B009, B144: bits of one type read as another; memory that was never written",
+)
+ID_OUT_OF_RANGE = _rule(
+    "id_out_of_range", Level.ERROR, "every expert id is the number of an expert", "fault M26"
+)
+
+# Whole matrices
+TENSOR_ZERO = _rule(
+    "tensor_zero",
+    Level.ERROR,
+    "no matrix or norm that every token meets is all zeros",
+    "faults B058, B151: zeros in place of what was not found",
+)
+ROWS_UNWRITTEN = _rule(
+    "rows_unwritten",
+    Level.ERROR,
+    "no eighth of a linear's rows, in one piece before its last row, is zero",
+    "fault B060 and fused parameters of which one part was never written",
+)
+COLUMNS_UNWRITTEN = _rule(
+    "columns_unwritten",
+    Level.ERROR,
+    "no eighth of a linear's columns in one piece, nor a quarter up to its last one, is zero",
+    "fault B060: the part of one rank, of a linear split by columns, was never written",
+)
+ZERO_ROWS = _rule(
+    "zero_rows",
+    Level.WARNING,
+    "linears have no rows of zeros",
+    "padding, pruned neurons, or a part that was never written",
+)
+IDENTICAL = _rule(
+    "identical",
+    Level.ERROR,
+    "two linears are two different matrices",
+    "faults B052, B056: every layer or expert got the first one's",
+)
+IDENTICAL_TIED = _rule(
+    "identical_tied",
+    Level.NOTE,
+    "embedding, head and drafter are stored once",
+    "V3.2 stores embedding and head again with its drafter",
+)
+PERMUTED = _rule(
+    "permuted",
+    Level.ERROR,
+    "no linear holds the rows of another one in another order",
+    "fault families M14, M16, M20: shuffled for an engine, and stored",
+)
+NOT_READ = _rule(
+    "not_read",
+    Level.WARNING,
+    "every tensor's numbers can be read",
+    "harness/checkpoint/read/tensors.py",
+)
+
+RULES = rules_in(globals())

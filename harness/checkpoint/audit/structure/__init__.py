@@ -1,0 +1,1 @@
+"""Audit structure: tensors, shapes, formats, names, hashes."""

@@ -1,0 +1,63 @@
+"""Fused modules against the parameters whose rows they should hold: an engine's memory on disk.
+
+Owns the check of a module that several parameters share (`gate_up_proj`, a stack of experts): the
+format is inferred from the module itself, then anatomy says which tensors, shapes and dtypes its
+members need in that format, and every one is compared.
+Kept honest by suites/checkpoint/audit/structure/test_module_checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.audit.rules import structure as rules
+from degarble.harness.checkpoint.audit.structure.module_checks import ModuleCheck
+from degarble.harness.model.recipes import BF16, Recipe, Rule
+from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import tensors_of
+
+if TYPE_CHECKING:
+    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.model.parameters import Parameter
+
+
+def check_fused(names: LogicalNames, module: str, members: list[Parameter]) -> ModuleCheck:
+    """Judge one fused module."""
+    check = ModuleCheck()
+    try:
+        form = names.table.form(module)
+        check.weight = BF16 if form.format is None else form.format.name
+        check.has_input_scale = Part.INPUT_SCALE in form.parts
+        activation = check.weight if check.has_input_scale and check.weight == "NVFP4" else BF16
+        recipe = Recipe("as stored", (Rule("*", check.weight, activation),))
+        expected = tensors_of(names.config, names.layout.with_recipe(recipe), members)
+    except Refused as error:
+        check.weight = None
+        check.report(
+            rules.UNREADABLE_MODULE,
+            None,
+            f"is {error.shown_value}, expected {error.expectation}",
+            error.remedy,
+        )
+        return check
+    for tensor in expected:
+        entry = names.table.entries.get(tensor.name)
+        suffix = tensor.name.removeprefix(module)
+        if entry is None:
+            check.report(
+                rules.SCALE_MISSING,
+                None,
+                f"has no {suffix}, as {check.weight} needs",
+                "Look for it under another name, or in a shard that is missing.",
+            )
+        elif entry.shape != tensor.shape:
+            check.report(
+                rules.WRONG_SHAPE,
+                None,
+                f"has a {suffix} of {list(entry.shape)}, expected {list(tensor.shape)}",
+                "Check that config and shards are of one model.",
+                shape=list(entry.shape),
+                expected=list(tensor.shape),
+            )
+    return check

@@ -1,0 +1,173 @@
+"""Verify the content hashes of a checkpoint that has a manifest.json of ours.
+
+Every byte is read once more and hashed, at about 1 GB/s a thread. A shard whose hash differs is
+hashed tensor by tensor, so that the finding names what was changed. Other tools' manifests, and
+shards of holes without a hash, have nothing to verify. Of a checkpoint that is audited a difference
+is a finding; a reference with one is refused, since it would put its own damage down to others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import Refused, UnreadableFile
+from degarble.harness.checkpoint.audit.rules import files as rules
+from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.view.quantisation_configs import CONFIG, HF_QUANT_CONFIG
+from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest, hash_of_file, read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.view.view import Checkpoint
+
+_COMPARED = frozenset({CONFIG, HF_QUANT_CONFIG})  # of the files beside the shards
+_REMEDY = "Write or copy the checkpoint again; remove manifest.json where the change was meant."
+
+
+def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
+    """Read the manifest of a checkpoint that we wrote; None without one."""
+    path = checkpoint.root / MANIFEST
+    if not checkpoint.is_folder or not path.is_file():
+        return None
+    tool = read_object(path).get("tool")
+    ours = isinstance(tool, dict) and tool.get("name") == "degarble"
+    return Manifest.read(checkpoint.root) if ours else None
+
+
+def bytes_hashed(checkpoint: Checkpoint) -> int:
+    """Return how many bytes `judge_manifest` reads; `progress` adds up to it."""
+    try:
+        manifest = manifest_of(checkpoint)
+    except Refused:
+        return 0
+    records = manifest.shards.values() if manifest else ()
+    return sum(record.nbytes for record in records if record.sha256 is not None)
+
+
+def judge_manifest(
+    checkpoint: Checkpoint, threads: int, progress: Callable[[int], None]
+) -> list[Finding] | None:
+    """Hash every file of the manifest again; None where there is nothing to verify."""
+    findings = Findings()
+    try:
+        manifest = manifest_of(checkpoint)
+    except Refused as error:
+        told = f"{shown(MANIFEST)}: {error.shown_value}, expected {error.expectation}."
+        findings.add(rules.MANIFEST, Place(), told, error.remedy, file=MANIFEST)
+        return findings.sorted()
+    if manifest is None:
+        return None
+    for name, why in _changed_files(checkpoint, manifest, _stated(manifest), threads, progress):
+        _report(checkpoint, manifest, name, why, findings)
+    return findings.sorted()
+
+
+def require_as_written(
+    reference: Checkpoint, threads: int, progress: Callable[[int], None]
+) -> bool:
+    """Refuse a reference whose shards or configs are not those of its manifest.
+
+    Return whether there was something to verify. Files that no comparison reads are left out.
+    """
+    try:
+        manifest = manifest_of(reference)
+    except Refused as error:
+        name = f"{MANIFEST} of the reference {shown(str(reference.root))}"
+        raise UnreadableFile(name, error.value, error.expectation, error.remedy) from error
+    if manifest is None:
+        return False
+    read = manifest.shards.keys() | _COMPARED
+    stated = {name: each for name, each in _stated(manifest).items() if name in read}
+    changed = list(_changed_files(reference, manifest, stated, threads, progress))
+    if not changed:
+        return True
+    name, why = changed[0]
+    differ = _differ(_changed_tensors(reference, manifest, name))
+    raise UnreadableFile(
+        f"the reference's file {shown(str(reference.root / name))}"
+        + (f", of {len(changed)} that were changed," if len(changed) > 1 else ""),
+        f"{differ}; {why}" if differ else why,
+        f"the content that the reference's {MANIFEST} states",
+        f"Run `degarble audit {quote(str(reference.root))}`, which tells every change, and write or"
+        f" copy the reference again; remove its {MANIFEST} where the change was meant.",
+    )
+
+
+def _differ(tensors: list[str]) -> str:
+    """Count tensors that were changed; nothing of none."""
+    if not tensors:
+        return ""
+    many = f"{len(tensors)} tensors differ" if len(tensors) > 1 else "1 tensor differs"
+    return f"{many}, {shown(tensors[0])} first"
+
+
+def _stated(manifest: Manifest) -> dict[str, tuple[int, str | None]]:
+    """Return size and hash of every file."""
+    files = {name: (each.nbytes, each.sha256) for name, each in manifest.files.items()}
+    return files | {name: (each.nbytes, each.sha256) for name, each in manifest.shards.items()}
+
+
+def _changed_files(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    stated: Mapping[str, tuple[int, str | None]],
+    threads: int,
+    progress: Callable[[int], None],
+) -> Iterator[tuple[str, str]]:
+    """Hash files again; yield the name of each that differs, and how."""
+
+    def verify(name: str) -> str | None:
+        path, (nbytes, sha256) = checkpoint.root / name, stated[name]
+        try:
+            if path.stat().st_size != nbytes:
+                return f"{path.stat().st_size} bytes, {nbytes} stated"
+            if sha256 is None:
+                return None
+            found = hash_of_file(path)
+        except (OSError, Refused) as error:
+            return f"not readable ({error})"
+        if name in manifest.shards:
+            progress(nbytes)
+        return None if found == sha256 else f"SHA-256 {found[:16]}..., {sha256[:16]}... stated"
+
+    with ThreadPoolExecutor(threads) as pool:
+        for name, why in zip(stated, pool.map(verify, stated), strict=True):
+            if why is not None:
+                yield name, why
+
+
+def _report(
+    checkpoint: Checkpoint, manifest: Manifest, name: str, why: str, findings: Findings
+) -> None:
+    changed = _changed_tensors(checkpoint, manifest, name)
+    where = f": {_differ(changed)}" if changed else ""
+    findings.add(
+        rules.MANIFEST,
+        Place(changed[0] if changed else None),
+        f"{shown(name)} is not what was written ({why}){where}.",
+        _REMEDY,
+        file=shown(name),
+        tensors=[shown(each) for each in changed[:8]],
+    )
+
+
+def _changed_tensors(checkpoint: Checkpoint, manifest: Manifest, name: str) -> list[str]:
+    """Name the tensors of a shard whose bytes are not those that were written."""
+    record = manifest.shards.get(name)
+    found = []
+    for tensor, stated in record.tensors.items() if record is not None else ():
+        entry = checkpoint.entries.get(tensor)
+        if entry is None or stated is None or entry.file.name != name:
+            continue
+        digest = hashlib.sha256()
+        for chunk in checkpoint.chunks(tensor):
+            digest.update(chunk)
+        if digest.hexdigest() != stated:
+            found.append(tensor)
+    return found

@@ -1,0 +1,60 @@
+"""Which parameters of a checkpoint no known loader reads, because of what they are called.
+
+Whole layouts decide, not single names: a checkpoint whose spelling some loader knows has no finding
+here, and what it lacks or has too much is a missing or an unexpected tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.audit.rules import names as rules
+from degarble.harness.checkpoint.audit.rules.findings import Place
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.view.consumers import LOADERS
+
+if TYPE_CHECKING:
+    from degarble.harness.checkpoint.audit.rules.findings import Findings
+    from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
+    from degarble.harness.model.layouts import Layout
+
+_EXAMPLES = 8
+
+
+def report_unread_names(inventory: Inventory, findings: Findings) -> None:
+    """Report the parameters that nobody known reads, as one finding: the cause is the spelling."""
+    config = inventory.config
+    if any(loader.knows(inventory.layout, config) for loader in LOADERS):
+        return
+    known = [layout for loader in LOADERS for layout in loader.layouts(config)]
+    # Of the nearest one: names that several loaders know between them are read by none.
+    unread = min((_unread(inventory, layout) for layout in known), key=len)
+    if not unread:
+        return
+    formats = {each.weight for each in inventory.linears}
+    silent = [each for each in LOADERS if each.is_silent and formats <= each.formats]
+    first, count = unread[0].module, len({each.module for each in unread})
+    findings.add(
+        rules.UNREAD if silent else rules.UNREAD_QUANTISED,
+        Place(None, first),
+        f"No known loader reads {shown(first)}"
+        + (f" and {count - 1} modules more" if count > 1 else "")
+        + (f"; {silent[0].name} leaves them at random." if silent else "."),
+        "Write the names of the release: `degarble convert CKPT OUT --to bf16 --prove` does, for"
+        " quantised sources; else rename them.",
+        modules=count,
+        loaders=[each.what for each in LOADERS if each.layouts(config)],
+        examples=[shown(each.module) for each in unread[:_EXAMPLES]],
+    )
+
+
+def _unread(inventory: Inventory, layout: Layout) -> list[Found]:
+    """Return the parameters that lie in other modules than a layout puts them."""
+    config = inventory.config
+    fused = {row: each.target for each in layout.fusions for row in each.members}
+    return [
+        each
+        for each in inventory.found
+        if each.module
+        != layout.path_of(each.parameter, config, fused.get(each.parameter.row.name, ""))
+    ]

@@ -1,1 +1,0 @@
-"""Conversions between checkpoints: each streams from a view, and each can prove its output."""

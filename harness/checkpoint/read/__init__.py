@@ -1,0 +1,1 @@
+"""Files of a checkpoint: index, safetensors headers, mapped bytes."""

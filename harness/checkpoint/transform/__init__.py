@@ -1,0 +1,1 @@
+"""From checkpoint to checkpoint: units of work and values that all transforms share."""

@@ -1,0 +1,155 @@
+"""The files beside the shards of a converted checkpoint: configs, and what is copied unchanged.
+
+Owns config.json (the source's own, with another `quantization_config`), hf_quant_config.json, and
+the list of companions that may be copied: tokenizer, generation config, templates, licence, README.
+Everything else stays behind and is named with the reason; code never travels. A link that the hub's
+cache made is the file behind it; any other link stays behind.
+
+NVFP4 weights whose inputs have no scale are declared W4A16_NVFP4: told NVFP4, an engine would
+quantise activations with the uninitialised memory of an input_scale that nobody wrote.
+
+Refuses nothing: what cannot be copied safely (links, programs, large or special files) is named.
+Sources: nvidia-modelopt 0.47 torch/export/convert_hf_config.py; vLLM #41769 (reads W4A16_NVFP4).
+Kept honest by suites/checkpoint/transform/test_configs_out.py.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import Refused
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.index import is_of_hub_cache
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.view import quantisation_configs
+from degarble.harness.checkpoint.view.quantisation_configs import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    quantisation,
+)
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.layouts import Spelling
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import BF16
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Layout
+
+LARGEST_COMPANION = 64 << 20  # V4's tokenizer.json has 7 MB
+MOST_COMPANIONS = 256 << 20  # of all of them together
+COMPANIONS = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "preprocessor_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+_PAPERS = ("LICENSE", "LICENCE", "NOTICE", "README")
+_OURS = frozenset(
+    {
+        "conversion.json",
+        "conversion_report.json",
+        "conversion_source.json",
+        "manifest.json",
+        "model.safetensors.index.json",
+    }
+)
+_WEIGHT_ONLY = "W4A16_NVFP4"
+
+
+def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> dict[str, bytes]:
+    """Spell config.json and hf_quant_config.json; the source's other entries stay as they are."""
+    raw = dict(source)
+    raw.pop("quantization_config", None)
+    if isinstance(config, V4Config) and layout.spelling is Spelling.HUGGINGFACE:
+        renamed = json.loads(quantisation_configs.config_files(config, layout)[CONFIG])
+        renamed.pop("quantization_config", None)
+        raw = {**raw, **renamed}
+    stated, beside = declared(config, layout)
+    files = {CONFIG: raw | ({"quantization_config": stated} if stated else {})}
+    if beside:
+        files[HF_QUANT_CONFIG] = beside
+    return {
+        name: (json.dumps(each, ensure_ascii=False, indent=2) + "\n").encode()
+        for name, each in files.items()
+    }
+
+
+def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return `quantization_config` and what hf_quant_config.json says, weights alone where so."""
+    stated, beside = quantisation(config, layout)
+    if is_weight_only(config, layout):
+        return _without_activations(stated), _without_activations(beside)
+    return stated, beside
+
+
+def is_weight_only(config: Config, layout: Layout) -> bool:
+    """Tell whether weights are NVFP4 and no activation in front of them is."""
+    recipe = layout.recipe_for(config)
+    found = {recipe.format_of(each) for each in parameters(config)}
+    return {each.activation for each in found if each.weight == "NVFP4"} == {BF16}
+
+
+def companions(source: Path, taken: Collection[str]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the files that travel unchanged, and the others with the reason why they do not."""
+    copied: dict[str, bytes] = {}
+    passed_over: dict[str, str] = {}
+    room = MOST_COMPANIONS
+    root = source if source.is_dir() else source.parent
+    for path in sorted(root.iterdir()):
+        name = path.name
+        if name in taken or name in _OURS or name == HF_QUANT_CONFIG or _is_shard(name):
+            continue
+        reason = _objection(root, path, room)
+        if not reason:
+            try:
+                copied[name] = read_small_file(path, LARGEST_COMPANION)
+                room -= len(copied[name])
+                continue
+            except Refused as error:
+                reason = error.expectation
+        passed_over[shown(name)] = reason
+    return copied, passed_over
+
+
+def _objection(root: Path, path: Path, room: int) -> str:
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        if not is_of_hub_cache(root, path) or not path.exists():
+            return "a link"
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return "no regular file"
+    known = path.name in COMPANIONS
+    if not known and not (path.name.startswith(_PAPERS) and path.suffix in ("", ".md", ".txt")):
+        return "not on the list of companions"
+    return "too large" if status.st_size > min(LARGEST_COMPANION, room) else ""
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _without_activations(stated: Any) -> Any:
+    """Say W4A16 instead of W4A4, wherever it is said."""
+    if isinstance(stated, dict):
+        return {
+            key: _WEIGHT_ONLY if value == "NVFP4" else _without_activations(value)
+            for key, value in stated.items()
+            if key != "input_activations"
+        }
+    return stated

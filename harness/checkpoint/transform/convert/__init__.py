@@ -1,0 +1,1 @@
+"""Conversions between checkpoints: each streams from a view and can prove its output."""

@@ -1,0 +1,247 @@
+"""The way back, where nothing was lost: the source's own tensors, byte for byte.
+
+Owns the undoing of `vllm` (any backend), `fused-compressor`, `deepgemm-wo-a` and `nvfp4-lossless`.
+What the source held is read from conversion_source.json; every one of its tensors is made again:
+copied, cut out of a fused or stacked tensor, taken out of a backend's order, or its scale moved
+back from words and exponents. Blocks of zeros have no exponent in NVFP4: theirs may come back as
+another one, with the same values.
+
+Refuses, by name, a tensor that was rounded or left out: there is no way back to it. The proof is
+the forward one, with the restored checkpoint as the source. Kept honest by
+suites/checkpoint/transform/convert/test_back.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
+from degarble.harness.checkpoint.transform.convert.endings import SOURCE
+from degarble.harness.checkpoint.transform.convert.fused_compressor import FUSED
+from degarble.harness.checkpoint.transform.convert.job import job_of
+from degarble.harness.checkpoint.transform.convert.restacking import restacked
+from degarble.harness.checkpoint.transform.names import TargetNames
+from degarble.harness.checkpoint.view.fingerprint import fingerprints
+from degarble.harness.checkpoint.view.logical import logical_names
+from degarble.harness.checkpoint.view.modules import ModuleTable
+from degarble.harness.checkpoint.view.view import Checkpoint, model_of
+from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
+from degarble.harness.checkpoint.write.shard_writer import write_shard
+from degarble.harness.checkpoint.write.writer import Ending, beginning, finish, make_shards
+from degarble.harness.formats.arrays import decode_array
+from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.packed_scales import exact_ue8m0, unpack_scales
+from degarble.harness.model.storage import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.transform.convert.job import Job
+    from degarble.harness.checkpoint.transform.units import Chunk, Options
+    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.write.manifest import Manifest
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+
+    Maker = Callable[[], Iterator[Chunk]]
+
+
+@dataclass(frozen=True)
+class Back:
+    """The way back from one converted checkpoint; a producer, like Job."""
+
+    source: Path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what was opened here."""
+        return {"source": self.source}
+
+    @cached_property
+    def state(self) -> SourceState:
+        """The files of the converted checkpoint as they were before they were opened."""
+        return SourceState.of(self.source)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The converted checkpoint."""
+        _ = self.state  # older than anything that is read
+        return Checkpoint.open(self.source)
+
+    @cached_property
+    def forward(self) -> Job:
+        """The job that wrote it; its own source is not read."""
+        return job_of(self.source, self.source)
+
+    @property
+    def options(self) -> Options:
+        """What the conversion was told."""
+        return self.forward.options
+
+    @cached_property
+    def told(self) -> Mapping[str, Any]:
+        """What conversion_source.json says."""
+        path = self.source / SOURCE
+        try:
+            told: dict[str, Any] = json.loads(read_small_file(path, LARGEST_INDEX))
+            return {"tensors": dict(told["tensors"]), "files": dict(told["files"])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnreadableFile(
+                shown(str(path)), repr(error), "what a conversion writes", "Convert again."
+            ) from error
+
+    @cached_property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """The source's tensors, without places."""
+        return {
+            name: TensorEntry(name, dtype, tuple(shape), Path("source"), 0, 0)
+            for name, (dtype, shape) in self.told["tensors"].items()
+        }
+
+    @cached_property
+    def names(self) -> LogicalNames:
+        """The source's names."""
+        model = model_of(json.loads(self.told["files"].get("config.json", "{}")))
+        names = None if model is None else logical_names(model, ModuleTable(self.entries))
+        if names is None:
+            raise LayoutMismatch(
+                f"source of {shown(str(self.source))}",
+                "an unknown model",
+                "V4 or V3.2",
+                "Keep the source itself.",
+            )
+        return names
+
+    @cached_property
+    def target(self) -> TargetNames:
+        """What the source's tensors are called in the converted checkpoint."""
+        whole = self.forward.conversion.whole
+        return TargetNames(None if whole else self.names, self.forward.to)
+
+    def planned(self) -> tuple[PlannedTensor, ...]:
+        """List the source's tensors."""
+        return tuple(PlannedTensor(e.name, e.dtype, e.shape) for e in self.entries.values())
+
+    def __call__(self, tensor: PlannedTensor) -> Iterator[Chunk]:
+        """Yield the bytes of one of the source's tensors."""
+        return self.makers[tensor.name]()
+
+    @cached_property
+    def makers(self) -> Mapping[str, Maker]:
+        """How each tensor is made; what cannot be is refused."""
+        special = {
+            "vllm": restacked,
+            "fused-compressor": _cut_compressors,
+            "deepgemm-wo-a": _flattened,
+            "nvfp4-lossless": _unscaled,
+        }
+        found: dict[str, Maker] = dict(special[self.forward.to](self))
+        for name, entry in self.entries.items():
+            here = self.checkpoint.entries.get(self.target.tensor(name))
+            if name in found or here is None:
+                continue
+            if (here.dtype, here.shape) == (entry.dtype, entry.shape):
+                found[name] = partial(self.checkpoint.chunks, here.name)
+        lost = [name for name in self.entries if name not in found]
+        if lost:
+            raise LayoutMismatch(
+                f"way back from {self.forward.to}",
+                [shown(name) for name in lost[:3]],
+                f"a tensor that was neither rounded nor left out, unlike these {len(lost)}",
+                "Keep the source, or convert to the format that you need.",
+            )
+        return found
+
+    def run(
+        self, target: Path, *, workers: Workers = 1, shard_bytes: int = SHARD_BYTES
+    ) -> Manifest:
+        """Write the source again, or finish a run that was interrupted."""
+        assert self.makers
+        sources = {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
+        plan = WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)
+        files = {name: text.encode() for name, text in self.told["files"].items()}
+        work = partial(write_shard, target, produce=self)
+        with beginning(target, plan):
+            make_shards(target, plan, work, workers, source=self.state)
+        return finish(target, plan, Ending(files))
+
+
+def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:
+    """Undo a conversion; prove it with `prove(target, source)`."""
+    if not (source / SOURCE).is_file():
+        raise LayoutMismatch(
+            shown(str(source)),
+            f"no {SOURCE}",
+            "the output of vllm, fused-compressor, deepgemm-wo-a or nvfp4-lossless",
+            "Formats that were rounded have no way back.",
+        )
+    return Back(source).run(target, workers=workers)
+
+
+def _cut_compressors(back: Back) -> Iterator[tuple[str, Maker]]:
+    for parameter in back.names.present.values():
+        module = back.names.module_of(parameter)
+        fused = f"{back.target.beside(module, FUSED)}.weight"
+        half = {"wkv": 0, "wgate": 1}.get(parameter.name.rpartition(".")[2])
+        own = back.entries.get(f"{module}.weight")
+        if half is None or own is None or fused not in back.checkpoint.entries:
+            continue
+        if own.dtype == "BF16":  # what was decoded has no way back
+            yield own.name, partial(_rows, back, fused, half * own.shape[0], own.shape[0])
+
+
+def _rows(back: Back, name: str, begin: int, count: int) -> Iterator[Tensor]:
+    yield back.checkpoint.tensor(name)[begin : begin + count]
+
+
+def _flattened(back: Back) -> Iterator[tuple[str, Maker]]:
+    options = back.forward.options
+    for parameter in back.names.present.values():
+        module = back.names.module_of(parameter)
+        parts = back.names.table.parts(module)
+        codes, scale = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+        if not parameter.name.endswith(".wo_a") or codes.dtype != "F8_E4M3" or scale is None:
+            continue
+        rounded = options.per == "tensor" or (scale.dtype == "F32" and options.gpu == "sm100")
+        stored = f"{back.target.module(module)}.weight"
+        if len(back.checkpoint.entry(stored).shape) == 3 and not rounded:
+            yield codes.name, partial(back.checkpoint.chunks, stored)
+            yield scale.name, partial(_block_scale, back, back.target.module(module), scale)
+
+
+def _block_scale(back: Back, module: str, scale: TensorEntry) -> Iterator[Tensor]:
+    stored = back.checkpoint.tensor(f"{module}.weight_scale_inv")
+    encodes = back.forward.options.direction == "encode"
+    if stored.dtype is torch.int32:
+        codes = unpack_scales(stored.transpose(-1, -2), scale.shape[1])[:, ::128].flatten(0, 1)
+        yield 254 - codes if encodes else codes  # 2 * 127: the exponent's sign turns
+        return
+    stored = (stored.reciprocal() if encodes else stored).flatten(0, 1)
+    yield stored if scale.dtype == "F32" else exact_ue8m0(stored.clone())
+
+
+def _unscaled(back: Back) -> Iterator[tuple[str, Maker]]:
+    for module in back.names.table.suffixes:
+        stored = back.target.module(module)
+        if f"{stored}.weight_scale_2" not in back.checkpoint.entries:
+            continue  # not NVFP4
+        parts = back.names.table.parts(module)
+        if Part.TENSOR_SCALE in parts:
+            continue  # NVFP4 in the source already
+        yield parts[Part.CODES].name, partial(back.checkpoint.chunks, f"{stored}.weight")
+        yield parts[Part.BLOCK_SCALE].name, partial(_exponents, back, stored)
+
+
+def _exponents(back: Back, module: str) -> Iterator[Tensor]:
+    codes = back.checkpoint.tensor(f"{module}.weight_scale").view(torch.uint8)[:, ::2]
+    scale = decode_array(codes, E4M3) * back.checkpoint.tensor(f"{module}.weight_scale_2")
+    yield exact_ue8m0(scale)

@@ -1,0 +1,228 @@
+"""One conversion from begin to end: plan, bytes of any tensor, and the files beside the shards.
+
+Owns `Job`, which a process pool or a cluster can send anywhere: it carries the source's path, the
+name and the options, and opens the source where it runs. Memory is a few panels of rows, whatever
+the checkpoint's size. What no unit takes in is copied; what ends here is listed in conversion.json
+with its reason. Interrupted runs go on as harness.checkpoint.write.writer says.
+
+Refuses a source that contradicts itself, and two units that make one tensor. Kept honest by
+suites/checkpoint/transform/convert/test_job.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
+from degarble.harness.checkpoint.transform.convert.endings import CONVERSION, ending_of
+from degarble.harness.checkpoint.transform.convert.registry import conversion_named
+from degarble.harness.checkpoint.transform.names import TargetNames
+from degarble.harness.checkpoint.transform.units import Options
+from degarble.harness.checkpoint.view.fingerprint import fingerprints
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.checkpoint.write.manifest import MANIFEST
+from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
+from degarble.harness.checkpoint.write.shard_writer import write_shard
+from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.writer import beginning, finish, make_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.transform.units import Chunk, Conversion, Unit
+    from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
+    from degarble.harness.checkpoint.write.plan import ShardPlan
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.writer import Ending
+
+_FEW, _PARTS = 256, 64  # units that are not worth a process; parts that many are asked in
+GENERATION = "3"  # raise it when the same source and options give other bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion of one source. Calling it with a planned tensor yields that tensor's bytes."""
+
+    source: Path
+    to: str
+    options: Options
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what was opened here."""
+        return {"source": self.source, "to": self.to, "options": self.options}
+
+    @property
+    def conversion(self) -> Conversion:
+        """The row of the registry."""
+        return conversion_named(self.to)
+
+    @cached_property
+    def state(self) -> SourceState:
+        """The source's files as they were before they were opened."""
+        return SourceState.of(self.source)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The source, opened where the job runs."""
+        _ = self.state  # older than anything that is read
+        return Checkpoint.open(self.source)
+
+    @cached_property
+    def names(self) -> TargetNames:
+        """What the target's tensors are called; a whole layout has names of its own."""
+        return TargetNames(None if self.conversion.whole else self.checkpoint.names, self.to)
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """What is converted, in the source's order."""
+        position = {name: place for place, name in enumerate(self.checkpoint.entries)}
+        found = list(self.conversion.units(self.checkpoint, self.options, self.names))
+        if not found:
+            raise InvalidArgument(
+                f"what {self.to} would convert in {shown(str(self.source))}",
+                "nothing",
+                f"something to do: {self.conversion.promise}",
+                _already(self.options.only),
+            )
+        return tuple(
+            sorted(
+                found, key=lambda unit: min((position[name] for name in unit.sources), default=0)
+            )
+        )
+
+    @cached_property
+    def left_out(self) -> Mapping[str, str]:
+        """Source tensors that end here, with the reason."""
+        return dict(pair for unit in self.units for pair in unit.left_out)
+
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        """Source tensors that no unit takes in or leaves out."""
+        taken = {name for unit in self.units for name in unit.sources} | self.left_out.keys()
+        return tuple(name for name in self.checkpoint.entries if name not in taken)
+
+    def planned(self) -> tuple[PlannedTensor, ...]:
+        """List the tensors of the target: converted ones in the place of their source."""
+        making = [unit for unit in self.units if unit.tensors]
+        first = {unit.sources[0]: unit for unit in making}
+        assert len(first) == len(making), "units do not share a source"
+        kept = set(self.copied)
+        found: list[PlannedTensor] = []
+        for name, entry in self.checkpoint.entries.items():
+            if name in first:
+                found.extend(first[name].tensors)
+            elif name in kept:
+                found.append(PlannedTensor(self.names.tensor(name), entry.dtype, entry.shape))
+        return tuple(found)
+
+    def plan(self, shard_bytes: int = SHARD_BYTES) -> WritePlan:
+        """Decide what is written."""
+        facts = json.dumps(self.options.told(self.conversion.options), sort_keys=True)
+        sources = {"conversion": f"{self.to} {GENERATION}", "options": facts}
+        sources |= fingerprints(self.checkpoint)
+        return WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)
+
+    def __call__(self, tensor: PlannedTensor) -> Iterator[Chunk]:
+        """Yield the bytes of one planned tensor."""
+        unit = self._makers.get(tensor.name)
+        if unit is None:
+            return self.checkpoint.chunks(self._origins.get(tensor.name, tensor.name))
+        return unit.make(tensor)
+
+    @cached_property
+    def _origins(self) -> Mapping[str, str]:
+        """What each copied tensor is called in the source."""
+        return {self.names.tensor(name): name for name in self.copied}
+
+    @cached_property
+    def _makers(self) -> Mapping[str, Unit]:
+        return {tensor.name: unit for unit in self.units for tensor in unit.tensors}
+
+    def ending(self) -> Ending:
+        """Make the files beside the shards."""
+        return ending_of(self)
+
+    def require(self, workers: Workers = 1) -> None:
+        """Refuse what some unit cannot make, before anything is written."""
+        asked = sum(unit.require is not None for unit in self.units)
+        if not asked:
+            return
+        total = len(self.units)
+        step = total if workers == 1 or asked < _FEW else -(-total // _PARTS)
+        parts = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        for _ in run_each(self.require_of, parts, workers, "units {0[0]} to {0[1]}".format):
+            pass
+
+    def require_of(self, part: tuple[int, int]) -> None:
+        """Refuse what the units of one part cannot make."""
+        for unit in self.units[slice(*part)]:
+            if unit.require:
+                unit.require()
+
+    def run(
+        self,
+        target: Path,
+        *,
+        workers: Workers = 1,
+        shard_bytes: int = SHARD_BYTES,
+        progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+    ) -> Manifest:
+        """Convert everything, or finish a run that was interrupted."""
+        require_apart(self.source, target)
+        plan = self.plan(shard_bytes)
+        if not (target / MANIFEST).exists():
+            self.require(workers)
+        ending = self.ending()
+        work = partial(write_shard, target, produce=self)
+        with beginning(target, plan):
+            make_shards(target, plan, work, workers, source=self.state, progress=progress)
+        return finish(target, plan, ending)
+
+
+def _already(only: tuple[str, ...]) -> str:
+    held = "Nothing needs to be done: the source holds it already"
+    return f"{held}, or `only` should name other linears." if only else f"{held}."
+
+
+def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> Job:
+    """Make a job from the words of the command line."""
+    conversion = conversion_named(to)
+    return Job(source, to, Options.of(given or {}, conversion.options, to))
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: str,
+    given: Mapping[str, object] | None = None,
+    *,
+    workers: Workers = 1,
+    progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+) -> Manifest:
+    """Convert the checkpoint at `source` into a new one at `target`."""
+    return job_for(source, to, given).run(target, workers=workers, progress=progress)
+
+
+def job_of(source: Path, target: Path) -> Job:
+    """Make the job again that wrote `target`, from what its conversion.json says."""
+    path = target / CONVERSION
+    try:
+        told = json.loads(read_small_file(path, LARGEST_CONFIG))
+        to, given = told["to"], dict(told["options"])
+        given = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableFile(
+            shown(str(path)),
+            f"{type(error).__name__}: {error}",
+            "what a conversion writes",
+            "Convert again: without it nobody knows what was promised.",
+        ) from error
+    return job_for(source, to, given)

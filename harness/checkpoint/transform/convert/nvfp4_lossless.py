@@ -1,0 +1,156 @@
+"""MXFP4 to NVFP4 without losing a bit, where the exponents of one tensor lie close enough.
+
+Owns the choice of the weights, their partners (w1 and w3 of one expert share a tensor scale, as
+engines hold them in one tensor) and the parts; the rule is harness.checkpoint.transform.lossless.
+Codes stay as they are, so the way back yields the source's bytes, but for the scales of blocks of
+zeros.
+
+Refuses, by name and before anything is written, partners whose blocks lie too far apart.
+Kept honest by suites/checkpoint/transform/convert/test_nvfp4_lossless.py, there and back.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import LayoutMismatch
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.transform.convert.groups import partner_groups
+from degarble.harness.checkpoint.transform.lossless import (
+    WIDEST,
+    Exponents,
+    block_scales_of,
+    exponents_of,
+    fits,
+    joined,
+    tensor_scale_of,
+)
+from degarble.harness.checkpoint.transform.proof.bounds import NO_BOUND
+from degarble.harness.checkpoint.transform.proof.compare import (
+    EXACT,
+    compare_rows,
+    rows_exactly,
+    stacked_rows,
+)
+from degarble.harness.checkpoint.transform.source import chosen, linears, rows_of
+from degarble.harness.checkpoint.transform.units import Unit
+from degarble.harness.checkpoint.write.plan import PlannedTensor
+from degarble.harness.formats.block_formats import MXFP4, NVFP4
+from degarble.harness.formats.element_formats import UE8M0
+from degarble.harness.model.storage import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.transform.names import TargetNames
+    from degarble.harness.checkpoint.transform.source import Linear
+    from degarble.harness.checkpoint.transform.units import Options, TensorProof
+    from degarble.harness.checkpoint.view.view import Checkpoint
+
+_BIAS = UE8M0.bias
+_NAN = 0xFF
+
+
+def to_nvfp4_lossless(
+    checkpoint: Checkpoint, options: Options, names: TargetNames
+) -> Iterator[Unit]:
+    """List one unit a linear in MXFP4."""
+    found = [each for each in linears(checkpoint) if each.weight.format == MXFP4]
+    if not found:
+        raise LayoutMismatch(
+            f"weights of {shown(str(checkpoint.root))}",
+            "none in MXFP4",
+            "at least one MXFP4 weight: other formats cannot become NVFP4 without loss",
+            "Quantise with `--to nvfp4` instead.",
+        )
+    taken = list(chosen(found, options.only))
+    for group in partner_groups(checkpoint, taken):
+        shared = Shared(group)
+        for linear in group:
+            yield _unit(names, linear, shared)
+
+
+class Shared:
+    """The exponents of partners that share a tensor scale; read when first asked for."""
+
+    def __init__(self, members: Sequence[Linear]) -> None:
+        self._members = members
+
+    def require(self) -> None:
+        """Refuse partners that lie too far apart; mostly their scales alone tell that they fit."""
+        lowest, highest = _NAN, 0
+        for member in self._members:
+            stored = member.weight.weight().block_scale
+            assert stored is not None
+            lowest, highest = min(lowest, int(stored.min())), max(highest, int(stored.max()))
+            for entry in member.weight.form.parts.values():
+                member.weight.release(entry)
+        if highest == _NAN or not fits(Exponents(lowest - _BIAS, highest - _BIAS)):
+            assert self.exponents is None or fits(self.exponents)
+
+    @cached_property
+    def exponents(self) -> Exponents | None:
+        """The smallest and largest exponent of blocks that hold more than zeros."""
+        found = joined(
+            [
+                exponents_of(record.codes, record.block_scale)
+                for member in self._members
+                for _, record in rows_of(member.weight)
+                if record.codes is not None and record.block_scale is not None
+            ]
+        )
+        if not fits(found):
+            assert found is not None
+            raise LayoutMismatch(
+                f"exponents of {', '.join(shown(each.name) for each in self._members)}",
+                f"{found.low} to {found.high}",
+                f"at most {WIDEST} apart, or E4M3 cannot hold the smallest scale",
+                "Quantise with `--to nvfp4` instead, within half a step, or keep it in MXFP4.",
+            )
+        return found
+
+
+def _unit(target_names: TargetNames, linear: Linear, shared: Shared) -> Unit:
+    key = target_names.module(linear.module)
+    names = target_names.parts(key, NVFP4)
+    part_of = {name: part for part, name in names.items()}
+    rows, columns = linear.weight.shape
+
+    def make(tensor: PlannedTensor) -> Iterator[Tensor]:
+        part, found = part_of[tensor.name], shared.exponents
+        if part is Part.TENSOR_SCALE:
+            yield torch.tensor(tensor_scale_of(found), dtype=torch.float32)
+            return
+        for _, record in rows_of(linear.weight):
+            assert record.codes is not None
+            assert record.block_scale is not None
+            codes, scale = record.codes, record.block_scale
+            yield codes if part is Part.CODES else block_scales_of(scale, found)
+
+    def check(target: Checkpoint) -> Iterator[TensorProof]:
+        output = target.stored(key)
+        rows_out = ((values, step) for _, values, step in rows_exactly(output))
+        comparison, faults = compare_rows(stacked_rows([linear.weight]), rows_out, NO_BOUND)
+        if output.format != NVFP4:
+            faults.append("not stored as NVFP4")
+        yield comparison.proof(key, linear.tensors, EXACT, faults)
+
+    return Unit(
+        key=key,
+        tensors=(
+            PlannedTensor(names[Part.CODES], "U8", (rows, columns // 2), key),
+            PlannedTensor(names[Part.BLOCK_SCALE], "F8_E4M3", (rows, columns // 16), key),
+            PlannedTensor(names[Part.TENSOR_SCALE], "F32", (), key),
+        ),
+        sources=linear.tensors,
+        make=make,
+        check=check,
+        left_out=linear.input_scale,
+        formats={linear.name: "NVFP4"},
+        require=shared.require,
+    )

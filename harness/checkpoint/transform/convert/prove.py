@@ -1,0 +1,203 @@
+"""The proof of a conversion: read its output from disk again, and compare every value.
+
+Each unit compares what it made (exactly where nothing is lost, within one rounding to the format
+elsewhere); each copied tensor is compared byte by byte; a source tensor that reached nothing, a
+target tensor that nobody planned, a dtype or shape other than planned are faults of their own; and
+the names are compared with those that the consumer reads (name_proof.py). What the writing run
+remembered does not count. Parts may be proven by several processes or machines.
+
+A target without conversion.json is refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.transform.convert.job import job_of
+from degarble.harness.checkpoint.transform.convert.name_proof import UNKNOWN_NAMES, prove_names
+from degarble.harness.checkpoint.transform.units import TensorProof
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.write.worker_pool import run_each
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.transform.convert.job import Job
+    from degarble.harness.checkpoint.transform.convert.name_proof import NameProof
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+
+_CHUNK = 16 << 20
+_LEAST_PART = 64 << 20  # bytes: below it, handing out costs more than it spreads
+_PARTS = 256
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the comparison found. `left_out`: source tensors that end here, counted by reason."""
+
+    to: str
+    tensors: tuple[TensorProof, ...]
+    copied: int
+    faults: tuple[str, ...]  # of the whole: tensors lost, or made by nobody
+    left_out: Mapping[str, str]
+    names: NameProof | None = None  # None: of a model whose loaders are not known
+
+    @property
+    def holds(self) -> bool:
+        """Whether the target is what the conversion promises."""
+        named = self.names is None or self.names.holds
+        return named and not self.faults and all(each.holds for each in self.tensors)
+
+    @property
+    def broken(self) -> tuple[TensorProof, ...]:
+        """The tensors that are not."""
+        return tuple(each for each in self.tensors if not each.holds)
+
+    @property
+    def exact(self) -> int:
+        """How many converted tensors kept every value."""
+        return sum(each.is_exact for each in self.tensors)
+
+    def lines(self) -> Iterator[str]:
+        """Tell it: one line for the whole, and some for each tensor that breaks the promise."""
+        verdict = "holds" if self.holds else "is broken"
+        yield (
+            f"The promise of {self.to} {verdict}: {len(self.tensors)} converted"
+            f" ({self.exact} exact), {self.copied} copied, {len(self.left_out)} left out."
+        )
+        yield from self.names.lines() if self.names else (UNKNOWN_NAMES,)
+        yield from self.faults
+        for each in self.broken:
+            yield f"{each.tensor}: {each.beyond} of {each.elements} beyond {each.bound}"
+            yield from (f"  {fault}" for fault in each.faults)
+            if each.worst:
+                where = ", ".join(map(str, each.worst.coordinate))
+                yield (
+                    f"  worst at [{where}]: {each.worst.output:g}, source {each.worst.source:g},"
+                    f" allowed {each.worst.bound:g}"
+                )
+
+
+class Part(NamedTuple):
+    """Some units and copied tensors that lie behind one another: what a worker proves at once."""
+
+    units: tuple[int, int]
+    copies: tuple[int, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the process that works at a proof has opened."""
+
+    by_key: dict[str, tuple[Job, Checkpoint]] = field(default_factory=dict)
+
+
+_KEPT = _Kept()
+
+
+def prove(
+    source: Path,
+    target: Path,
+    *,
+    workers: Workers = 1,
+    progress: Callable[[int, str], None] | None = None,
+) -> Proof:
+    """Compare a finished target with the source that it was converted from.
+
+    `progress` hears of bytes of the target that were compared.
+    """
+    job = job_of(source, target)
+    with job.checkpoint, Checkpoint.open(target) as output:
+        faults = tuple(_unbalanced(job, output))
+        parts = parts_of(job)
+        key = secrets.token_hex(8)
+        work = partial(_proven, key, source, target)
+        if isinstance(workers, int) and sum(part.nbytes for part in parts) < _LEAST_PART:
+            workers = 1  # another process takes longer to start than this takes
+        proofs: dict[Part, list[TensorProof]] = {}
+        try:
+            for part, found in run_each(work, parts, workers, "proof of {0.units}".format):
+                proofs[part] = found
+                if progress:
+                    progress(part.nbytes, "compared")
+        finally:
+            _forget()
+        tensors = tuple(each for part in parts for each in proofs[part])
+        named = prove_names(job, output)
+        return Proof(job.to, tensors, len(job.copied), faults, job.left_out, named)
+
+
+def parts_of(job: Job) -> list[Part]:
+    """Cut the work into parts of equal size, in the order of the source."""
+    sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
+    copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
+    room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PARTS)
+    found = [Part(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
+    return found + [Part((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
+
+
+def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int]]:
+    begin = filled = 0
+    for end, nbytes in enumerate(sizes, 1):
+        filled += nbytes
+        if filled >= room or end == len(sizes):
+            yield (begin, end), filled
+            begin, filled = end, 0
+
+
+def _proven(key: str, source: Path, target: Path, part: Part) -> list[TensorProof]:
+    """Prove one part, in whatever process; what it opens serves the next part as well."""
+    if key not in _KEPT.by_key:
+        _forget()
+        _KEPT.by_key[key] = job_of(source, target), Checkpoint.open(target)
+    job, output = _KEPT.by_key[key]
+    found: list[TensorProof] = []
+    for unit in job.units[slice(*part.units)]:
+        try:
+            found.extend(unit.check(output))
+        except Refused as error:
+            text = f"cannot be read: {error}"
+            found.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
+    copied = (_copy(job, output, name) for name in job.copied[slice(*part.copies)])
+    return found + [each for each in copied if each]
+
+
+def _forget() -> None:
+    for job, output in _KEPT.by_key.values():
+        job.checkpoint.close()
+        output.close()
+    _KEPT.by_key.clear()
+
+
+def _unbalanced(job: Job, output: Checkpoint) -> Iterator[str]:
+    planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in job.planned()}
+    for name, (dtype, shape) in planned.items():
+        entry = output.entries.get(name)
+        if entry is None:
+            yield f"{name} is missing"
+        elif (entry.dtype, entry.shape) != (dtype, shape):
+            found = f"{entry.dtype} {list(entry.shape)}"
+            yield f"{name} is {found}, not {dtype} {list(shape)}"
+    for name in output.entries:
+        if name not in planned:
+            yield f"{name} belongs to no conversion"
+
+
+def _copy(job: Job, output: Checkpoint, source: str) -> TensorProof | None:
+    """Compare a copied tensor byte by byte; None where it is the same."""
+    entry, name = job.checkpoint.entry(source), job.names.tensor(source)
+    if name not in output.entries or output.entry(name).nbytes != entry.nbytes:
+        fault = ("not copied",)
+        return TensorProof(name, (source,), entry.nbytes, 0, 0, "equal bytes", None, fault)
+    chunks = (job.checkpoint.chunks(source, _CHUNK), output.chunks(name, _CHUNK))
+    wrong = sum(ours != theirs for ours, theirs in zip(*chunks, strict=True))
+    if not wrong:
+        return None
+    fault = (f"bytes differ from the source in {wrong} pieces of {_CHUNK} bytes",)
+    return TensorProof(name, (source,), entry.nbytes, wrong, wrong, "equal bytes", None, fault)

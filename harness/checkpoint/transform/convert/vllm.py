@@ -1,0 +1,135 @@
+"""vLLM's own parameters, written to disk: fused projections, stacked experts, a backend's order.
+
+Owns what becomes of each parameter. Experts stay packed: w1 and w3 of all experts in one stack, in
+the order of the chosen backend. Outside the experts V4's classes know FP8 and BF16 alone, so NVFP4
+is decoded there, and wo_a is brought to FP8. Partners of a fused tensor in different formats are
+decoded too, and such as would share a row of scales. Everything else keeps its bytes and gets
+vLLM's name.
+
+Refuses fused or stacked sources, experts whose w1 and w3 have different tensor scales (kernels use
+the first for both), and shuffled backends for experts that are not NVFP4.
+Sources: vLLM 0.33 models/deepseek_v4, modelopt.py. Kept honest by
+suites/checkpoint/transform/convert/test_vllm.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DtypeMismatch
+from degarble.harness.checkpoint.transform.convert.backends import BACKENDS
+from degarble.harness.checkpoint.transform.convert.expert_proof import check_fused
+from degarble.harness.checkpoint.transform.convert.recipes_after import (
+    Stored,
+    recipe_of,
+    stored_formats,
+)
+from degarble.harness.checkpoint.transform.convert.vllm_unit import Fused, Plan
+from degarble.harness.checkpoint.transform.source import linears, require_model
+from degarble.harness.checkpoint.transform.units import Unit
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.layouts import layout_named
+from degarble.harness.model.recipes import BF16
+from degarble.harness.model.tensors import slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from degarble.harness.checkpoint.transform.names import TargetNames
+    from degarble.harness.checkpoint.transform.units import Options
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Layout
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.tensors import Slot
+
+NVFP4, FP8 = "NVFP4", "FP8_128X128_UE8M0"
+
+
+def to_vllm(checkpoint: Checkpoint, options: Options, _: TargetNames) -> Iterator[Unit]:
+    """List one unit for each of vLLM's parameters, with all its parts."""
+    model, names = require_model(checkpoint, "vllm")
+    sources = {each.name: each for each in linears(checkpoint)}
+    before = stored_formats(names)
+    layout = layout_named("vllm", model)
+    after = formats_in_vllm(model, layout, before, names.present)
+    backend = BACKENDS[options.backend]
+    if options.backend != "loader":
+        for name, stored in after.items():
+            _require_nvfp4(names.present[name], stored, options.backend)
+    groups: dict[str, dict[str, list[Slot]]] = defaultdict(lambda: defaultdict(list))
+    fused = {member: each for each in layout.fusions for member in each.members}
+    recipe = recipe_of(after, names)
+    parameters = [each for each in names.present.values() if not layout.omits(each, model)]
+    for slot in slots(model, layout.with_recipe(recipe), parameters):
+        fusion = fused.get(slot.parameter.row.name)
+        path = layout.path_of(slot.parameter, model, fusion.target if fusion else "")
+        groups[path][slot.tensor].append(slot)
+    changed = {name for name, stored in after.items() if stored.weight != before[name].weight}
+    plan = Plan(checkpoint, sources, after, frozenset(changed), backend)
+    for path, tensors in groups.items():
+        yield Fused(path, tensors, plan).unit(check_fused)
+    omitted = [(each, layout.omits(each, model)) for each in names.present.values()]
+    gone = tuple(
+        (entry.name, reason)
+        for each, reason in omitted
+        if reason
+        for entry in checkpoint.form(names.module_of(each)).parts.values()
+    )
+    if gone:
+        yield Unit("left out", (), (), _nothing, _nothing, gone)
+
+
+def _nothing(_: object) -> Iterator[Any]:
+    return iter(())
+
+
+def formats_in_vllm(
+    model: Config,
+    layout: Layout,
+    before: Mapping[str, Stored],
+    present: Mapping[str, Parameter],
+) -> dict[str, Stored]:
+    """Decide the format of every linear in vLLM's memory."""
+    after = {name: _format_of(model, present[name], stored) for name, stored in before.items()}
+    fused = {member: each.target for each in layout.fusions for member in each.members}
+    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name in after:
+        parameter = present[name]
+        if parameter.row.name in fused and parameter.expert is None:
+            groups[parameter.block, fused[parameter.row.name]].append(name)
+    place = {member: n for each in layout.fusions for n, member in enumerate(each.members)}
+    for members in groups.values():
+        members.sort(key=lambda name: place[present[name].row.name])
+        several = len({after[name] for name in members}) > 1
+        if several or _cuts_a_scale([present[name] for name in members], after[members[0]].weight):
+            after |= dict.fromkeys(members, Stored(BF16, scaled=False))
+    return after
+
+
+def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
+    """Whether a row of scales would belong to two partners: only the last one may end within it."""
+    rows = BLOCK_FORMATS[weight].block[0] if weight in BLOCK_FORMATS else 1
+    return any(each.shape[0] % rows for each in members[:-1])
+
+
+def _format_of(model: Config, parameter: Parameter, stored: Stored) -> Stored:
+    if parameter.expert is not None or not isinstance(model, V4Config):
+        return stored
+    if parameter.row.name == "attn.wo_a" and not stored.weight.startswith("FP8"):
+        return Stored(FP8, scaled=False)
+    return Stored(BF16, scaled=False) if stored.weight == NVFP4 else stored
+
+
+def _require_nvfp4(parameter: Parameter, stored: Stored, backend: str) -> None:
+    """Refuse other experts; a drafter's stay as they are, and in the loader's order."""
+    drafts = parameter.block is not None and parameter.block.is_drafter
+    if parameter.expert is not None and not drafts and stored.weight != NVFP4:
+        raise DtypeMismatch(
+            f"format of {parameter.name} for backend {backend}",
+            stored.weight,
+            "NVFP4",
+            "Convert the experts with `--to nvfp4-lossless` first, or take backend loader.",
+        )

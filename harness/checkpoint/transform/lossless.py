@@ -1,0 +1,92 @@
+"""MXFP4 to NVFP4 without loss: the same codes, one exponent moved from blocks to the tensor.
+
+Owns the rule. An MXFP4 block of 32 has the scale 2^k. With k_max the largest k of all blocks that
+hold a value, the tensor scale is 2^(k_max - 8), and each half of the block gets 2^(k - k_max + 8),
+which E4M3 holds exactly from 2^-9 to 2^8: so it is exact where k_max - k <= 17. Blocks without a
+value (all codes zero) fit anywhere. Partners that share a tensor scale are judged together.
+
+`proven` compares what both sides decode to, as float64 and bit for bit; nothing is assumed of the
+rule. Refuses the NaN scale (code 255). Kept honest by suites/checkpoint/transform/test_lossless.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.element_formats import E4M3, UE8M0
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WIDEST = 17  # from 2^8 down to 2^-9, E4M3's smallest subnormal
+_TOP = 8
+_BIAS = UE8M0.bias
+_NAN = 0xFF
+_HALVES = 2  # NVFP4 blocks in one MXFP4 block
+
+
+class Exponents(NamedTuple):
+    """The smallest and the largest exponent among blocks that hold a value; None: no such block."""
+
+    low: int
+    high: int
+
+
+def exponents_of(codes: Tensor, block_scale: Tensor) -> Exponents | None:
+    """Find the exponents of packed codes [..., K/2] with UE8M0 bytes [..., K/32]."""
+    scales = block_scale.view(torch.uint8)
+    if bool(scales.eq(_NAN).any()):
+        where = scales.eq(_NAN).nonzero()[0].tolist()
+        raise InvalidArgument(
+            f"block scale {where}", "NaN (code 255)", "a power of two", "The source is damaged."
+        )
+    packed = codes.view(torch.uint8).reshape(*scales.shape, -1)
+    # Eight codes at once; a sign alone is still a zero.
+    words = packed.contiguous().view(torch.int64)
+    holds = ((words & 0x7777777777777777) != 0).any(-1)
+    if not bool(holds.any()):
+        return None
+    held = scales[holds]
+    return Exponents(int(held.min()) - _BIAS, int(held.max()) - _BIAS)
+
+
+def joined(parts: list[Exponents | None]) -> Exponents | None:
+    """Return the exponents of several matrices that share a tensor scale."""
+    found = [each for each in parts if each is not None]
+    if not found:
+        return None
+    return Exponents(min(each.low for each in found), max(each.high for each in found))
+
+
+def fits(exponents: Exponents | None) -> bool:
+    """Tell whether NVFP4 can hold them exactly, its tensor scale being no less than 2^-149."""
+    if exponents is None:
+        return True
+    return exponents.high - exponents.low <= WIDEST and exponents.high - _TOP >= -149
+
+
+def tensor_scale_of(exponents: Exponents | None) -> float:
+    """Return the decode scale of the tensor; 1 where no block holds a value."""
+    return 1.0 if exponents is None else 2.0 ** (exponents.high - _TOP)
+
+
+def block_scales_of(block_scale: Tensor, exponents: Exponents | None) -> Tensor:
+    """Turn UE8M0 bytes [..., K/32] into E4M3 bytes [..., K/16]."""
+    high = 0 if exponents is None else exponents.high
+    moved = block_scale.view(torch.uint8).int() - _BIAS - high + _TOP
+    powers = decode_array((moved.clamp(_TOP - WIDEST, _TOP) + _BIAS).byte(), UE8M0)
+    return encode_array(powers, E4M3).repeat_interleave(_HALVES, dim=-1)
+
+
+def proven(codes: Tensor, source_scale: Tensor, block_scale: Tensor, tensor_scale: float) -> bool:
+    """Tell whether every value is the same number on both sides; the codes are shared."""
+    expected = decode_array(source_scale.view(torch.uint8), UE8M0).double()
+    packed = codes.view(torch.uint8).reshape(*expected.shape, _HALVES, -1).contiguous()
+    holds = ((packed.view(torch.int64) & 0x7777777777777777) != 0).any(-1)
+    found = decode_array(block_scale, E4M3).double() * tensor_scale
+    same = found.reshape(*expected.shape, _HALVES) == expected[..., None]
+    return bool((same | ~holds).all())

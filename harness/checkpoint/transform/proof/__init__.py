@@ -1,0 +1,1 @@
+"""Compare converted values with their source."""

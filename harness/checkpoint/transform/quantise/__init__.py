@@ -1,0 +1,1 @@
+"""Quantise a checkpoint to NVFP4."""

@@ -1,0 +1,158 @@
+"""conversion_report.json: what a conversion did to every weight, and how much of it the format did.
+
+Owns the facts that shards leave behind and the report made of them. Per NVFP4 weight: how it came
+about, its scales, relative error, error over the format's floor (scale_search), input scale with
+origin and tokens. Counted, not listed: what was copied. Listed at the top: what needs a human eye.
+
+Equal inputs give equal bytes. Kept honest by
+suites/checkpoint/transform/quantise/test_conversion_report.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from degarble.harness.checkpoint.transform.quantise.calibration import Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from degarble.harness.checkpoint.transform.lossless import Exponents
+    from degarble.harness.checkpoint.transform.quantise.calibration import InputScale
+    from degarble.harness.checkpoint.transform.scale_search import Errors
+
+REPORT = "conversion_report.json"
+SCHEMA = 1
+WORST = 20
+
+
+class GroupScale(NamedTuple):
+    """The tensor scale of partners; `exponents` where MXFP4 is taken over exactly."""
+
+    scale: float
+    amax: float | None
+    exact: bool
+    exponents: Exponents | None
+    why_not: str
+
+
+@dataclass
+class ShardFacts:
+    """What one shard has to say."""
+
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    rounded: dict[str, int] = field(default_factory=dict)
+
+    def add_plain(self, name: str, action: str, source: str, target: str, rounded: int) -> None:
+        """Take a parameter in that did not become NVFP4."""
+        self.counts[f"{action}: {source} to {target}" if source != target else action] += 1
+        if rounded:
+            self.rounded[name] = rounded
+
+    def add_nvfp4(
+        self, name: str, source: str, elements: int, group: GroupScale, errors: Errors
+    ) -> None:
+        """Take a weight in that became NVFP4."""
+        action = "lossless" if group.exact else "quantised"
+        self.counts[f"{action}: {source} to NVFP4"] += 1
+        told: dict[str, Any] = {
+            "from": source,
+            "action": action,
+            "elements": elements,
+            "weight_scale_2": group.scale,
+            "relative_error": errors.relative,
+            "over_floor": errors.over_floor,
+        }
+        if group.amax is not None:
+            told["amax"] = group.amax
+        if group.why_not:
+            told["not_lossless"] = group.why_not
+        self.weights.setdefault(name, {}).update(told)
+
+    def add_input(self, name: str, found: InputScale) -> None:
+        """Take an input scale in."""
+        told = {
+            "input_scale": found.scale,
+            "input_amax": found.amax,
+            "input_from": str(found.origin),
+            "tokens": found.tokens,
+        }
+        self.weights.setdefault(name, {}).update(told)
+
+    def to_bytes(self) -> bytes:
+        """Spell the facts, for whoever finishes the job."""
+        raw = {"weights": self.weights, "counts": self.counts, "rounded": self.rounded}
+        return json.dumps(raw, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self | None:
+        """Read them again; None where they are not what a shard leaves."""
+        try:
+            raw = json.loads(data)
+            parts = [raw[name] for name in ("weights", "counts", "rounded")]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        sound = all(isinstance(each, dict) for each in (*parts, *_values(parts[0])))
+        counts = all(type(n) is int for part in parts[1:] for n in _values(part))
+        return cls(parts[0], Counter(parts[1]), parts[2]) if sound and counts else None
+
+
+def _values(raw: Any) -> Iterable[Any]:
+    return raw.values() if isinstance(raw, dict) else ()
+
+
+def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
+    """Spell the report."""
+    whole = ShardFacts()
+    for each in facts:
+        for name, told_of in each.weights.items():  # a weight and its input scale may lie apart
+            whole.weights.setdefault(name, {}).update(told_of)
+        whole.counts.update(each.counts)
+        whole.rounded.update(each.rounded)
+    raw = {
+        "schema": SCHEMA,
+        **told,
+        "counts": dict(sorted(whole.counts.items())),
+        "lossless": _lossless(whole.weights),
+        "flagged": _flagged(whole),
+        "worst": _worst(whole.weights),
+        # Sorted within as well: facts that travelled through a file come back in another order.
+        "weights": {name: dict(sorted(w.items())) for name, w in sorted(whole.weights.items())},
+    }
+    return (json.dumps(raw, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _lossless(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Count what could have been taken over exactly, and what was; every block is compared."""
+    asked = [w for w in weights.values() if w["action"] == "lossless" or "not_lossless" in w]
+    exact = [w for w in asked if w["action"] == "lossless"]
+    elements = sum(w["elements"] for w in asked)
+    share = sum(w["elements"] for w in exact) / elements if elements else None
+    return {"weights": len(asked), "exact": len(exact), "share_of_elements": share}
+
+
+def _flagged(whole: ShardFacts) -> dict[str, Any]:
+    weights = whole.weights
+    return {
+        "unreached_experts": sorted(
+            name for name, each in weights.items() if each.get("input_from") == Origin.UNREACHED
+        ),
+        "not_lossless": {
+            n: w["not_lossless"] for n, w in sorted(weights.items()) if "not_lossless" in w
+        },
+        "zero_weights": sorted(n for n, w in weights.items() if w.get("amax") == 0),
+        "rounded_to_a_narrower_dtype": dict(sorted(whole.rounded.items())),
+    }
+
+
+def _worst(weights: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """List the weights whose error exceeds the format's floor by most."""
+    judged = [(w["over_floor"], name) for name, w in weights.items() if w["over_floor"] is not None]
+    return [
+        {"weight": name, "over_floor": over, "relative_error": weights[name]["relative_error"]}
+        for over, name in sorted(judged, key=lambda each: (-each[0], each[1]))[:WORST]
+    ]

@@ -1,0 +1,128 @@
+"""What conversions read: the linears of a checkpoint, and their values by panels of rows.
+
+Owns the choice of linears by pattern and the walk over row panels, cut where 128-row blocks end, so
+that memory is bounded whatever a weight's size. A walk gives the pages behind it back.
+
+Refuses patterns that reach no linear, and fused or stacked sources, by name: their members are
+taken apart by the conversion `back` first. Kept honest by
+suites/checkpoint/transform/convert/test_bf16.py.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.formats.fast.modelopt import largest_finite
+from degarble.harness.model.storage import Part
+from degarble.harness.model.types import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.stored import StoredWeight
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
+
+PANEL_ELEMENTS = 1 << 22  # 16 MiB in float32
+BLOCK_ROWS = 128
+
+
+class Linear(NamedTuple):
+    """One linear of the source. `parameter` is None where no config names it."""
+
+    name: str
+    module: str
+    weight: StoredWeight
+    parameter: Parameter | None
+
+    @property
+    def format(self) -> str:
+        """The name of its format; BF16 stands for unquantised values."""
+        return self.weight.format.name if self.weight.format else "BF16"
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its stored tensors."""
+        return tuple(entry.name for entry in self.weight.form.parts.values())
+
+    @property
+    def input_scale(self) -> tuple[tuple[str, str], ...]:
+        """Its input scale as a thing left out: it belongs to activations, never to weights."""
+        entry = self.weight.form.parts.get(Part.INPUT_SCALE)
+        return ((entry.name, "scales activations, which are not quantised here"),) if entry else ()
+
+
+def linears(checkpoint: Checkpoint) -> Iterator[Linear]:
+    """Yield every linear of a known model, or every quantised module of an unknown one."""
+    names = checkpoint.names
+    if names is None:
+        for module in checkpoint.modules():
+            weight = checkpoint.stored(module)
+            if weight.format is not None and len(weight.shape) == 2:
+                yield Linear(module, module, weight, None)
+        return
+    for name, parameter in names.present.items():
+        if parameter.kind is Kind.LINEAR:
+            if names.is_fused(parameter):
+                raise LayoutMismatch(
+                    f"layout of {shown(str(checkpoint.root))}",
+                    f"{name} lies in {shown(names.module_of(parameter))}, with others",
+                    "a checkpoint with one module a linear",
+                    "Take it apart first: convert it back to the layout that it was made from.",
+                )
+            yield Linear(name, names.module_of(parameter), checkpoint.stored(name), parameter)
+
+
+def chosen(found: Iterable[Linear], only: tuple[str, ...]) -> Iterator[Linear]:
+    """Yield the linears that a pattern names; a pattern that reaches none is refused."""
+    reached: set[str] = set()
+    for linear in found:
+        hits = [p for p in only if fnmatchcase(linear.name, p) or fnmatchcase(linear.module, p)]
+        reached.update(hits)
+        if hits or not only:
+            yield linear
+    missed = [pattern for pattern in only if pattern not in reached]
+    if missed:
+        raise InvalidArgument(
+            "only", missed, "patterns that reach a linear", "Name linears as `degarble audit` does."
+        )
+
+
+def require_model(checkpoint: Checkpoint, to: str) -> tuple[Config, LogicalNames]:
+    """Refuse a checkpoint whose parameters have no logical names."""
+    if checkpoint.model is None or checkpoint.names is None:
+        raise LayoutMismatch(
+            f"source of {to}",
+            shown(str(checkpoint.root)),
+            "a V4 or V3.2 checkpoint with its config.json",
+            "Put the model's config.json beside its shards.",
+        )
+    return checkpoint.model, checkpoint.names
+
+
+def rows_of(weight: StoredWeight) -> Iterator[tuple[int, Weight]]:
+    """Yield (first row, record) by panels that end where 128-row blocks end."""
+    rows, width = weight.shape
+    step = max(1, PANEL_ELEMENTS // max(width, 1) // BLOCK_ROWS) * BLOCK_ROWS
+    for begin in range(0, rows, step):
+        yield begin, weight.rows(begin, min(begin + step, rows))
+        for entry in weight.form.parts.values():
+            weight.release(entry)
+
+
+def largest_magnitude(weights: Iterable[StoredWeight]) -> Tensor:
+    """Return the largest magnitude of several weights together."""
+    walks = (rows_of(weight) for weight in weights)
+    found = (largest_finite(row_values(record)) for walk in walks for _, record in walk)
+    return torch.tensor(max(found, default=0.0), dtype=torch.float32)

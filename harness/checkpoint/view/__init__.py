@@ -1,0 +1,1 @@
+"""Logical views of stored tensors: modules, weights, statements of the configs."""

@@ -1,0 +1,352 @@
+"""Stored modules: which tensors belong together, and what they are as one weight.
+
+Owns the grouping of tensors by suffix (`wq_a.weight`, `wq_a.scale`: one module `wq_a`) and the
+inference of each module's form: block format, producer, direction of its scale, logical shape. The
+block size follows from the shapes alone, never from what a config claims; checkpoints are mixed, so
+each module is judged by itself. Suffixes are those of anatomy.storage.
+
+Refuses, by module, what no format explains: blocks of another size, one scale a tensor or a row,
+codes without scales, scales without codes, two tensors for one part. Needs no torch.
+Kept honest by suites/checkpoint/view/test_modules.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch
+from degarble.harness.checkpoint.read.types import Layout, TensorEntry, shown, unknown_name
+from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4, scale_shape
+from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.model.storage import SUFFIXES, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from degarble.harness.formats.dialects import Dialect
+    from degarble.harness.formats.types import BlockFormat
+
+
+class Convention(StrEnum):
+    """Whose way of naming a module's parts follows."""
+
+    PLAIN = "plain"  # one tensor
+    DEEPSEEK = "deepseek"  # .weight and .scale
+    HUGGINGFACE = "huggingface"  # .weight and .weight_scale_inv
+    MODELOPT = "modelopt"  # .weight, .weight_scale, .weight_scale_2, .input_scale
+    COMPRESSED_TENSORS = "compressed-tensors"  # .weight_packed and divisor scales
+    WEIGHT_SCALE = "weight-scale"  # .weight and .weight_scale: vLLM's MXFP4, compressed FP8
+
+
+def _suffix_parts() -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for table in SUFFIXES.values():
+        named = [(part, suffix) for part, suffix in table.by_part.items()]
+        named += [(part, suffix) for (part, _), suffix in table.by_format.items()]
+        for part, suffix in named:
+            # What is codes here is a plain value there: one tensor, and its dtype tells.
+            whole = Part.CODES if part is Part.VALUE else part
+            assert found.setdefault(suffix, whole) is whole, f"{suffix} means two things"
+    # A stack of experts joins the same words by an underscore (anatomy.layouts, Fusion.tensor).
+    stacked = {
+        suffix.replace(".", "_", 1): part for suffix, part in found.items() if suffix != ".scale"
+    }
+    return found | stacked
+
+
+_SUFFIX_PARTS: Mapping[str, Part] = MappingProxyType(_suffix_parts())
+_ORDER = tuple(_SUFFIX_PARTS)
+_BIT = {suffix: 1 << position for position, suffix in enumerate(_ORDER)}
+_CODES_BITS = sum(_BIT[suffix] for suffix in _ORDER if _SUFFIX_PARTS[suffix] is Part.CODES)
+
+ELEMENT_OF_DTYPE = {"U8": "E2M1", "I8": "E2M1", "F4": "E2M1", "F8_E4M3": "E4M3"}
+PAIRS = frozenset({"U8", "I8"})  # one element holds two codes
+SCALE_OF_DTYPE = {
+    "F8_E4M3": "E4M3",
+    "F8_E8M0": "UE8M0",
+    "U8": "UE8M0",
+    "F32": "FP32",
+    "BF16": "FP32",
+}
+PLAIN_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL"})
+
+
+class StoredForm(NamedTuple):
+    """One module as it is stored: its tensors, and how they are to be read.
+
+    `format` None: plain values. `shape` is logical; `block` is what one scale covers, by shapes.
+    """
+
+    module: str
+    convention: Convention
+    parts: Mapping[Part, TensorEntry]
+    format: BlockFormat | None
+    dialect: Dialect | None
+    direction: ScaleDirection | None
+    nibble_order: NibbleOrder | None
+    shape: tuple[int, ...]
+    block: tuple[int, int] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.nbytes for entry in self.parts.values())
+
+
+@dataclass(frozen=True)
+class ModuleTable:
+    """The modules of one checkpoint, as suffixes that each one has."""
+
+    entries: Mapping[str, TensorEntry]
+
+    @cached_property
+    def suffixes(self) -> Mapping[str, int]:
+        """Return the set of suffixes of each module, as bits; plain tensors have none."""
+        bits: dict[str, int] = {}
+        for name in self.entries:
+            module, suffix = _split(name)
+            if suffix:
+                bits[module] = bits.get(module, 0) | _BIT[suffix]
+        found: dict[str, int] = {}
+        for name in self.entries:
+            module, suffix = _split(name)
+            if suffix and bits[module] & _CODES_BITS:
+                found[module] = bits[module]
+            else:  # `attn_hc.scale` ends like a scale, and is a parameter of its own
+                found[name] = 0
+        return found
+
+    def is_matrix(self, module: str) -> bool:
+        """Tell whether a module holds a matrix, or a stack of them."""
+        return len(self._whole(module).shape) >= 2
+
+    def form(self, module: str) -> StoredForm:
+        """Infer how a module is to be read."""
+        parts = self.parts(module)
+        convention = _convention(parts)
+        codes = parts[Part.CODES]
+        if codes.dtype in PLAIN_DTYPES:
+            return _plain_form(module, parts)
+        if Part.BLOCK_SCALE not in parts:
+            raise LayoutMismatch(
+                f"module {shown(module)}",
+                f"{codes.dtype} {list(codes.shape)} without block scales",
+                "codes with their scales, or unquantised values",
+                "Look for its scales under another name, or in a shard that is missing.",
+            )
+        wrong = misnamed(parts)
+        if wrong is not None:
+            raise LayoutMismatch(
+                f"{wrong[0]} of module {shown(module)}",
+                shown(parts[wrong[0]].name),
+                f"{shown(module)}{wrong[1]}, as loaders of NVFP4 look for it",
+                "Rename the tensor.",
+            )
+        fmt, shape = _format(module, codes, parts[Part.BLOCK_SCALE])
+        if fmt.tensor_scale != (Part.TENSOR_SCALE in parts):
+            raise LayoutMismatch(
+                f"module {shown(module)}",
+                sorted(_split(entry.name)[1] for entry in parts.values()),
+                f"{'a' if fmt.tensor_scale else 'no'} tensor scale, as {fmt.name} has",
+                "Find out which tool wrote it; a scale is never assumed.",
+            )
+        packs_divisors = convention is Convention.COMPRESSED_TENSORS
+        direction = ScaleDirection.ENCODE if packs_divisors else ScaleDirection.DECODE
+        nvfp4_dialect = COMPRESSED_TENSORS if packs_divisors else MODELOPT
+        return StoredForm(
+            module,
+            convention,
+            MappingProxyType(parts),
+            fmt,
+            nvfp4_dialect if fmt == NVFP4 else CANONICAL,
+            direction if fmt.tensor_scale else None,
+            NibbleOrder.LOW_EVEN if fmt.packed else None,
+            shape,
+            fmt.block,
+        )
+
+    def tensors(self, module: str) -> tuple[TensorEntry, ...]:
+        """Return the tensors of a module, whether they make sense together or not."""
+        return tuple(self.entries[module + suffix] for suffix in self._suffixes_of(module))
+
+    def parts(self, module: str) -> dict[Part, TensorEntry]:
+        """Return the tensors of a module; a plain value counts as its codes."""
+        parts: dict[Part, TensorEntry] = {}
+        for suffix in self._suffixes_of(module):
+            entry, part = self.entries[module + suffix], _SUFFIX_PARTS.get(suffix, Part.CODES)
+            if part in parts:
+                raise LayoutMismatch(
+                    f"{part} of module {shown(module)}",
+                    sorted(shown(each.name) for each in (entry, parts[part])),
+                    "one tensor",
+                    "Two conventions are mixed in one module; remove what does not belong.",
+                )
+            parts[part] = entry
+        return parts
+
+    def layout(self) -> Layout:
+        """Name the layout of the whole, by the strongest sign in it."""
+        if not self.entries:
+            return Layout.EMPTY
+        kinds = Counter(self.suffixes.values())
+        seen = {suffix for bits in kinds for suffix in _ORDER if bits & _BIT[suffix]}
+        signs = (
+            (".weight_packed", Layout.COMPRESSED_TENSORS),
+            ("_weight", Layout.VLLM),
+            (".weight_scale_2", Layout.MODELOPT),
+            (".scale", Layout.OFFICIAL),
+            (".weight_scale_inv", Layout.HF_FP8),
+        )
+        for suffix, layout in signs:
+            if suffix in seen:
+                return layout
+        plain = (name for name, bits in self.suffixes.items() if not bits)
+        stacked = any(len(self.entries[name].shape) == 3 for name in plain)
+        return Layout.TRANSFORMERS if stacked else Layout.BF16
+
+    def _suffixes_of(self, module: str) -> Iterator[str]:
+        if module not in self.suffixes:
+            raise unknown_name("module", module, self.suffixes)
+        bits = self.suffixes[module]
+        if not bits:
+            yield ""
+        yield from (suffix for suffix in _ORDER if bits & _BIT[suffix])
+
+    def _whole(self, module: str) -> TensorEntry:
+        parts = (self.entries[module + suffix] for suffix in self._suffixes_of(module))
+        return max(parts, key=lambda entry: entry.nbytes)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split a tensor's name into module and suffix; the suffix is empty where none is known."""
+    module, dot, last = name.rpartition(".")
+    if dot + last in _SUFFIX_PARTS:
+        return module, dot + last
+    at = name.rfind("_weight", len(module))
+    at = name.rfind("_input", len(module)) if at < 0 else at
+    if at > 0 and name[at:] in _SUFFIX_PARTS:
+        return name[:at], name[at:]
+    return name, ""
+
+
+def _convention(parts: Mapping[Part, TensorEntry]) -> Convention:
+    suffixes = {part: _split(entry.name)[1] for part, entry in parts.items()}
+    if suffixes.get(Part.CODES) == ".weight_packed":
+        return Convention.COMPRESSED_TENSORS
+    if Part.TENSOR_SCALE in suffixes:
+        return Convention.MODELOPT
+    by_scale = {
+        ".scale": Convention.DEEPSEEK,
+        ".weight_scale_inv": Convention.HUGGINGFACE,
+        "_weight_scale_inv": Convention.HUGGINGFACE,
+        "": Convention.PLAIN,
+    }
+    return by_scale.get(suffixes.get(Part.BLOCK_SCALE, ""), Convention.WEIGHT_SCALE)
+
+
+# Of NVFP4, by the suffix of the codes: what loaders look for, and nothing else.
+_NVFP4_NAMES = {
+    ".weight": {
+        Part.BLOCK_SCALE: ".weight_scale",
+        Part.TENSOR_SCALE: ".weight_scale_2",
+        Part.INPUT_SCALE: ".input_scale",
+    },
+    ".weight_packed": {
+        Part.BLOCK_SCALE: ".weight_scale",
+        Part.TENSOR_SCALE: ".weight_global_scale",
+        Part.INPUT_SCALE: ".input_global_scale",
+    },
+}
+
+
+def suffix_of(entry: TensorEntry) -> str:
+    """Return the suffix of a tensor's name; a stack joins it by an underscore."""
+    suffix = _split(entry.name)[1]
+    return f".{suffix[1:]}" if suffix.startswith("_") else suffix
+
+
+def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
+    """Find a scale of an NVFP4 module that no loader looks for by its name, and the right suffix.
+
+    A module is NVFP4 where it has a tensor scale, or bytes of codes with E4M3 scales.
+    """
+    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    by_bytes = codes.dtype in PAIRS and scales is not None and scales.dtype == "F8_E4M3"
+    wanted = _NVFP4_NAMES.get(suffix_of(codes), {})
+    if codes.dtype not in PAIRS or not (by_bytes or Part.TENSOR_SCALE in parts):
+        return None
+    for part, suffix in wanted.items():
+        if part in parts and suffix_of(parts[part]) != suffix:
+            return part, suffix
+    return None
+
+
+def has_coarse_scales(parts: Mapping[Part, TensorEntry]) -> bool:
+    """Tell FP8 with one scale a tensor or a row: a known form, whose values are not read here."""
+    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
+        return False
+    rows = codes.shape[:1]
+    return scales.shape in ((), (1,), rows, (*rows, 1))
+
+
+def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
+    value = parts.pop(Part.CODES)
+    scales = sorted(entry.name for part, entry in parts.items() if part is not Part.INPUT_SCALE)
+    if scales:
+        raise LayoutMismatch(
+            f"module {shown(module)}",
+            f"{value.dtype} values beside {', '.join(map(shown, scales))}",
+            "unquantised values without scales, or codes with them",
+            "Find out whether the scales are left over, or the values were cast.",
+        )
+    kept = MappingProxyType({Part.VALUE: value, **parts})
+    return StoredForm(module, Convention.PLAIN, kept, None, None, None, None, value.shape, None)
+
+
+def _format(
+    module: str, codes: TensorEntry, scales: TensorEntry
+) -> tuple[BlockFormat, tuple[int, ...]]:
+    """Find the one block format whose element, scale and block size the two tensors show."""
+    element, scale = ELEMENT_OF_DTYPE.get(codes.dtype), SCALE_OF_DTYPE.get(scales.dtype)
+    shape = codes.shape
+    if codes.dtype in PAIRS and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    for fmt in BLOCK_FORMATS.values():
+        # Of 128x128 and 1x128, the registry names the one that weights have first.
+        if (fmt.element.name, fmt.scale.name) == (element, scale) and _fits(shape, scales, fmt):
+            return fmt, shape
+    known = ", ".join(
+        f"{fmt.name} ({fmt.scale.name} scales a {fmt.block[0]}x{fmt.block[1]})"
+        for fmt in BLOCK_FORMATS.values()
+        if fmt.element.name == element
+    )
+    raise ShapeMismatch(
+        f"module {shown(module)}",
+        f"{codes.dtype} {list(codes.shape)} with {scales.dtype} scales {list(scales.shape)}:"
+        f" {_block_told(shape, scales.shape)}",
+        f"one of {known}" if known else f"codes in {', '.join(ELEMENT_OF_DTYPE)}",
+        "Such a weight cannot be read here; convert it with the tool that wrote it.",
+    )
+
+
+def _fits(shape: tuple[int, ...], scales: TensorEntry, fmt: BlockFormat) -> bool:
+    try:
+        return scale_shape(shape, fmt) == scales.shape
+    except Refused:
+        return False
+
+
+def _block_told(shape: tuple[int, ...], scales: tuple[int, ...]) -> str:
+    if len(scales) != len(shape) or len(shape) < 2 or not all(scales) or not all(shape):
+        return "no scale a block"
+    rows, columns = (
+        -(-whole // parts) for whole, parts in zip(shape[-2:], scales[-2:], strict=True)
+    )
+    return f"one scale a {rows}x{columns} block"

@@ -1,0 +1,261 @@
+"""What the audit of numbers walks: every stored number once, as weights that mean something.
+
+Owns the list of units: each parameter that the config names, out of fused tensors too; each member
+of a stack; each stored module beside them; and, where the tensors of a module are no weight
+together, each tensor by itself, so that spoilt structure hides no number. A unit knows its role
+(the name without numbers), its layer, its expert, and what feeds it.
+
+Refuses nothing: what cannot be read is left out, and `unread` says so. Kept honest by
+suites/checkpoint/view/test_weight_units.py: the bytes of all units are the bytes of the files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from degarble.harness.base.errors import DtypeMismatch, Refused, ShapeMismatch
+from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES, tensor_over
+from degarble.harness.checkpoint.view.modules import Convention, StoredForm
+from degarble.harness.checkpoint.view.stored import StoredWeight
+from degarble.harness.model.components import components
+from degarble.harness.model.parameters import EXPERT
+from degarble.harness.model.storage import Part
+from degarble.harness.model.types import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.read.types import TensorEntry
+    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
+
+_NUMBERS = re.compile(r"(?<![^.\[])\d+(?![^.\]])")  # of a layer or an expert; not the digit of `w1`
+_EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\b")
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
+_NO_NUMBERS = frozenset({"F4", "C64"})  # codes in pairs, and pairs of numbers
+_MOST_AXES = 3  # what a stack of matrices has
+_MOST_MEMBERS = 1 << 14  # of a stack that is told one by one; no model has as many experts
+
+
+def layer_in(name: str) -> int | None:
+    """Return the number behind `layers.` in a stored or logical name."""
+    found = _LAYER_NUMBER.search(name)
+    return int(found[1]) if found else None
+
+
+def without_numbers(name: str) -> str:
+    """Return the role of a name: numbers of layers and experts left out."""
+    return _NUMBERS.sub("*", name)
+
+
+class Unit(NamedTuple):
+    """One weight of the walk.
+
+    `place` is what is walked together: a block, or an end of the model. `member` is an index into a
+    stack that no config explains. `feed` names the output that is the input of a linear.
+    """
+
+    name: str
+    module: str
+    role: str
+    place: str
+    layer: int | None
+    expert: int | None
+    kind: Kind | None
+    feed: str
+    component: str  # that reads it; empty where no config says
+    member: int | None
+    is_bare: bool  # one tensor by itself, because its module is no weight
+    nbytes: int
+    position: tuple[Path, int]  # file and first byte: the order of a sequential walk
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a matrix that multiplies activations, as far as is known."""
+        return self.kind is Kind.LINEAR
+
+
+@dataclass
+class Units:
+    """All units, and the tensors that no unit could read, with the reason."""
+
+    units: list[Unit] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+
+
+def units_of(checkpoint: Checkpoint) -> Units:
+    """List the units of a checkpoint in the order of its files."""
+    found = Units()
+    taken: set[str] = set()
+    names = checkpoint.names
+    if names is not None:
+        feeds = feeds_of(names.config)
+        for name, parameter in names.present.items():
+            try:
+                stored = checkpoint.stored(name)
+            except Refused:
+                continue  # its module is walked below, by itself
+            found.units.append(_named(stored, parameter, feeds, names.config))
+            taken.add(stored.form.module)
+    for module in checkpoint.table.suffixes:
+        if module not in taken:
+            _take_module(checkpoint, module, found)
+    found.units.sort(key=lambda unit: unit.position)
+    return found
+
+
+def stored_of(checkpoint: Checkpoint, unit: Unit) -> StoredWeight:
+    """Find the weight behind a unit."""
+    if unit.is_bare:
+        return _bare(checkpoint, checkpoint.entries[unit.module])
+    stored = checkpoint.stored(unit.name if unit.member is None else unit.module)
+    return stored if unit.member is None else stored.member(unit.member)
+
+
+def feeds_of(config: Config) -> Mapping[str, str]:
+    """Return, for each component, the output that is its input `x`."""
+    return {
+        component.name: str(source.sources[0])
+        for component in components(config)
+        for source in component.inputs
+        if source.name == "x" and len(source.sources) == 1
+    }
+
+
+def _named(
+    stored: StoredWeight, parameter: Parameter, feeds: Mapping[str, str], config: Config
+) -> Unit:
+    block = parameter.block
+    layer = None
+    if block is not None:
+        layer = block.index + (config.num_hidden_layers if block.is_drafter else 0)
+    row = parameter.row.name.replace(EXPERT, "*")
+    return Unit(
+        name=parameter.name,
+        module=stored.form.module,
+        role=f"{block.scope}.*.{row}" if block else row,
+        place=block.prefix if block else parameter.name,
+        layer=layer,
+        expert=parameter.expert,
+        kind=parameter.kind,
+        feed=feeds.get(parameter.component, "") if parameter.kind is Kind.LINEAR else "",
+        component=parameter.component,
+        member=None,
+        is_bare=False,
+        **_extent(stored),
+    )
+
+
+def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
+    """Take a module as it is stored: by members where it is a stack, by tensors where it must."""
+    try:
+        stored = checkpoint.stored(module)
+        _require_readable(stored)
+        if len(stored.shape) == 3:
+            members = [stored.member(index) for index in range(stored.shape[0])]
+            found.units += [_unnamed(each, module, i) for i, each in enumerate(members)]
+        else:
+            found.units.append(_unnamed(stored, module, None))
+    except Refused:
+        for entry in checkpoint.table.tensors(module):
+            if entry.dtype in TORCH_DTYPES and entry.dtype not in _NO_NUMBERS:
+                bare = _bare(checkpoint, entry)
+                found.units.append(_unnamed(bare, entry.name, None)._replace(is_bare=True))
+            else:
+                found.unread[entry.name] = f"no numbers of dtype {entry.dtype} are read here"
+
+
+def _require_readable(stored: StoredWeight) -> None:
+    """Refuse what would be refused when it is read: the shapes and dtypes of its parts."""
+    if _is_no_stack(stored.shape):
+        raise ShapeMismatch(stored.name, stored.shape, "a matrix or a stack", "See who wrote it.")
+    for part, entry in stored.form.parts.items():
+        if entry.dtype not in TORCH_DTYPES or entry.dtype == "C64":
+            raise DtypeMismatch(entry.name, entry.dtype, "a dtype that torch holds", "Cast it.")
+        if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE) and entry.elements not in (
+            1,
+            stored.shape[0] if len(stored.shape) == 3 else 1,
+        ):
+            raise ShapeMismatch(entry.name, entry.shape, "one number a matrix", "See who wrote it.")
+
+
+def _is_no_stack(shape: tuple[int, ...]) -> bool:
+    """Tell whether a shape is neither a matrix nor a stack whose members can be told one by one."""
+    return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
+
+
+def _unnamed(stored: StoredWeight, module: str, member: int | None) -> Unit:
+    expert, layer = _EXPERT_NUMBER.search(stored.name), _LAYER_NUMBER.search(module)
+    quantised = stored.format is not None
+    return Unit(
+        name=stored.name,
+        module=module,
+        role=_NUMBERS.sub("*", stored.name),
+        place=module[: layer.end()] if layer else module,
+        layer=int(layer[1]) if layer else None,
+        expert=member if expert is None else int(expert[1]),
+        kind=Kind.LINEAR if quantised else None,
+        feed="",
+        component="",
+        member=member,
+        is_bare=False,
+        **_extent(stored),
+    )
+
+
+class _Extent(TypedDict):
+    nbytes: int
+    position: tuple[Path, int]
+
+
+def _extent(stored: StoredWeight) -> _Extent:
+    largest = max(stored.form.parts.items(), key=lambda item: item[1].nbytes)
+    begin = largest[1].begin
+    nbytes = 0
+    for part, entry in stored.form.parts.items():
+        box = stored.box(part)
+        if entry.elements:
+            nbytes += entry.nbytes * box.count // entry.elements
+        if part is largest[0]:
+            begin += _offset(box.ranges, entry)
+    return {"nbytes": nbytes, "position": (largest[1].file, begin)}
+
+
+def _offset(ranges: tuple[tuple[int, int], ...], entry: TensorEntry) -> int:
+    """Return the first byte of a box in its tensor."""
+    first = 0
+    for (start, _), extent in zip(ranges, entry.shape, strict=True):
+        first = first * extent + start
+    return first * entry.nbytes // max(entry.elements, 1)
+
+
+def _bare(checkpoint: Checkpoint, entry: TensorEntry) -> StoredWeight:
+    """Take one tensor as plain values, whatever it belongs to; many axes count as rows."""
+    if _is_no_stack(entry.shape):
+        entry = entry._replace(shape=(prod(entry.shape[:-1]), entry.shape[-1]))
+    form = StoredForm(
+        entry.name,
+        Convention.PLAIN,
+        MappingProxyType({Part.VALUE: entry}),
+        format=None,
+        dialect=None,
+        direction=None,
+        nibble_order=None,
+        shape=entry.shape,
+        block=None,
+    )
+    files = checkpoint.files
+    return StoredWeight(
+        entry.name,
+        form,
+        entry.shape,
+        None,
+        lambda part: tensor_over(part, files.raw(part)),
+        files.release,
+    )

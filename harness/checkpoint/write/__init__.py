@@ -1,0 +1,1 @@
+"""Write checkpoints so that a crash leaves nothing half-written."""

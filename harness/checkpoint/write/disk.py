@@ -1,0 +1,219 @@
+"""Write shards durably: temporary name, fsync, rename, fsync of the folder.
+
+Every operation that changes a disk goes through one `Disk`, so that suites can log them, cut the
+power between any two of them, or let them fail. A file under its final name is complete and
+durable; whatever is being written carries a temporary name that no other writer uses and no reader
+takes for a shard. The writer holds a lock on it, which ends with its process (flock(2)): what
+nobody holds was left by a killed run and may be removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.durable import sync_folder
+from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.checkpoint.read.types import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PARTIAL_SUFFIX = ".partial"
+_LONGEST_STEM = 200  # a file name has 255 bytes, and the token needs room
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "the largest allowed file size is reached",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EEXIST: "something of that name is in the way",
+    errno.ENOTDIR: "a part of the path is no folder",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+_NEEDS_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def unwritable(path: Path, error: OSError) -> UnwritablePath:
+    """Say why the system refused to write, and what to do."""
+    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    full = error.errno in _NEEDS_ROOM
+    return UnwritablePath(
+        shown(str(path)),
+        reason,
+        "room for the output" if full else "a place that can be written",
+        ("Make room" if full else "Choose another place or mend this one")
+        + " and run the same command again: finished shards are kept, and it goes on from there.",
+    )
+
+
+class Disk:
+    """The operations themselves, one system call or two each."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder; it may exist."""
+        path.mkdir(exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Create a file that must not exist, locked for as long as it is open."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+        return descriptor
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        """Append all of `data`."""
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    def extend(self, descriptor: int, size: int) -> None:
+        """Let a file end at `size`; what was never written is a hole and reads as zeros."""
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        """Return when the file's bytes are durable."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file, and with it unlock it."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file its final name, in place of what had it."""
+        source.replace(target)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in a folder are durable."""
+        sync_folder(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; it may be gone."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder; it may be gone."""
+        with suppress(FileNotFoundError):
+            path.rmdir()
+
+
+DISK = Disk()
+
+
+class Partial:
+    """A file under its temporary name. It becomes `path` by commit(), or nothing by abandon()."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path = path
+        self._disk = disk
+        token = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._temporary = path.with_name(f".{path.name[:_LONGEST_STEM]}.{token}{PARTIAL_SUFFIX}")
+        self._descriptor: int | None = disk.create(self._temporary)
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+        self._disk.write(self._open, data)
+
+    def extend(self, size: int) -> None:
+        """Let the file end at `size`."""
+        self._disk.extend(self._open, size)
+
+    def commit(self) -> None:
+        """Make the bytes durable, then the name."""
+        self._disk.sync(self._open)
+        # Trap: renamed before it is closed, so that nobody takes it for abandoned in between.
+        self._disk.rename(self._temporary, self.path)
+        self._close()
+        self._disk.sync_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written; never hides the error that led here."""
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            self._disk.remove(self._temporary)
+
+    @property
+    def _open(self) -> int:
+        assert self._descriptor is not None, "written after its end"
+        return self._descriptor
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._disk.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, disk: Disk) -> Iterator[Partial]:
+    """Write a file that appears whole or not at all; system errors become refusals."""
+    with refusing(path):
+        partial = Partial(path, disk)
+        try:
+            yield partial
+            partial.commit()
+        except BaseException:
+            partial.abandon()
+            raise
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into an UnwritablePath that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def write_file(path: Path, data: bytes, disk: Disk) -> None:
+    """Write a small file in one piece."""
+    with writing(path, disk) as partial:
+        partial.write(memoryview(data))
+
+
+def make_folders(path: Path, disk: Disk) -> None:
+    """Make a folder and those above it, each durably."""
+    with refusing(path):
+        missing = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for each in reversed(missing):
+            disk.make_folder(each)
+            disk.sync_folder(each.parent)
+
+
+def remove_abandoned(folder: Path, disk: Disk) -> None:
+    """Remove temporary files that no living writer holds: what killed runs left behind."""
+    with refusing(folder):
+        for path in sorted(folder.glob(f".*{PARTIAL_SUFFIX}")):
+            if _is_abandoned(path):
+                disk.remove(path)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Tell whether its writer is gone. Where a file system has no locks, nobody can know: no."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)

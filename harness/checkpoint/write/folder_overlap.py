@@ -1,0 +1,33 @@
+"""Source and target are two folders, and neither lies inside the other.
+
+Owns the question, which is asked before anything is read at length. A checkpoint inside another one
+is taken for a part of it, and a target around its source would be written over what is read.
+Kept honest by suites/checkpoint/write/test_folder_overlap.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.checkpoint.read.types import shown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def require_apart(source: Path, target: Path) -> None:
+    """Refuse to write into the folder that is read, or around it; links are followed."""
+    read, written = source.resolve(), target.resolve()
+    if read.is_dir() and written.is_relative_to(read):
+        where = "outside the source"
+    elif read.is_relative_to(written):
+        where = "that does not contain the source"
+    else:
+        return
+    raise InvalidArgument(
+        "target",
+        shown(str(target)),
+        f"a folder {where}, {shown(str(source))}",
+        "Choose another target: a checkpoint inside another one is taken for a part of it.",
+    )

@@ -1,0 +1,370 @@
+"""Writing a checkpoint that is never half-written: begin, shards, finish.
+
+Owns the order of things. `begin` marks the target and refuses what cannot go well; shards appear
+one by one, each whole; `finish` writes the files beside them, then the index, the manifest and, as
+the last one, config.json, without which no engine takes the folder for a checkpoint; then the mark
+goes. A run that ends at any moment is resumed by the same call and yields the same bytes.
+
+`write` does all of it, with one process or several. `ShardedWriter` takes tensors as they come, in
+the plan's order. A cluster calls `begin`, `write_shard` for each shard, `finish`.
+
+Refuses as harness.checkpoint.write.journal, disk and space do. Kept honest by
+suites/checkpoint/write/test_writer.py and test_writer_crash.py.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from degarble.harness.base.errors import InvalidArgument, Refused, UnwritablePath, WorkerLost
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.index import INDEX_NAME
+from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
+from degarble.harness.checkpoint.write.disk import (
+    DISK,
+    Partial,
+    make_folders,
+    refusing,
+    remove_abandoned,
+    write_file,
+)
+from degarble.harness.checkpoint.write.journal import Journal
+from degarble.harness.checkpoint.write.manifest import (
+    MANIFEST,
+    UNFINISHED,
+    FileRecord,
+    Manifest,
+    is_inside,
+)
+from degarble.harness.checkpoint.write.preflight import require_space
+from degarble.harness.checkpoint.write.shard_writer import (
+    ShardSink,
+    write_hollow_shard,
+    write_shard,
+)
+from degarble.harness.checkpoint.write.worker_pool import run_each
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.read.source_state import SourceState
+    from degarble.harness.checkpoint.write.disk import Disk
+    from degarble.harness.checkpoint.write.manifest import ShardRecord
+    from degarble.harness.checkpoint.write.plan import PlannedTensor, ShardPlan, WritePlan
+    from degarble.harness.checkpoint.write.shard_writer import Chunk, Producer
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+
+CONFIG = "config.json"
+# Index and manifest name each tensor once: name, shard and hash stay below this.
+_BYTES_OF_A_LINE = 512
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What lies beside the shards: files by name, and entries of the index's metadata."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    index_metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            taken = name in (INDEX_NAME, MANIFEST) or name.endswith(".safetensors")
+            if taken or not is_inside(name) or name.startswith(f"{UNFINISHED}/"):
+                raise InvalidArgument(
+                    "file beside the shards",
+                    name,
+                    "a relative path inside the target that nothing else has",
+                    "Rename it.",
+                )
+
+
+def write(
+    target: Path,
+    plan: WritePlan,
+    produce: Producer | None,
+    ending: Ending | None = None,
+    *,
+    workers: Workers = 1,
+    progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+) -> Manifest:
+    """Write a whole checkpoint, or finish one that was begun. Without a producer it is hollow.
+
+    With several workers the producer is sent to other processes, so it must be importable there.
+    """
+    work = partial(_write_one, target, produce)
+    with beginning(target, plan, hollow=produce is None):
+        make_shards(target, plan, work, workers, progress=progress)
+    return finish(target, plan, ending)
+
+
+@contextmanager
+def beginning(target: Path, plan: WritePlan, *, hollow: bool = False) -> Iterator[None]:
+    """Begin a target; leave nothing of it where its source is refused before the first shard.
+
+    A full disk or a lost worker is no refusal of the source: the same call goes on from there.
+    """
+    keep = target.exists()
+    journal = begin(target, plan, hollow=hollow)
+    try:
+        yield
+    except (UnwritablePath, WorkerLost):
+        raise
+    except Refused:
+        if not journal.is_finished:
+            journal.abandon(keep=keep)
+        raise
+
+
+def make_shards(
+    target: Path,
+    plan: WritePlan,
+    work: Callable[[ShardPlan], ShardRecord],
+    workers: Workers,
+    *,
+    source: SourceState | None = None,
+    progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
+) -> None:
+    """Make every shard of a target that was begun, from a source that stays as it was.
+
+    Shards that may hold bytes of two sources are forgotten, so that the next run makes them anew.
+    """
+    unproven = {shard.file for shard in plan.shards}
+    try:
+        for shard, record in run_each(work, plan.shards, workers, "shard {0.file}".format):
+            if source is not None:
+                source.require_unchanged()
+            unproven.discard(shard.file)
+            if progress:
+                progress(shard, record)
+    except Refused:
+        if source is not None and not source.is_unchanged:
+            Journal.join(target, plan.hash, DISK).forget(unproven)
+        raise
+
+
+def begin(
+    target: Path,
+    plan: WritePlan,
+    *,
+    resume: bool = True,
+    hollow: bool = False,
+    disk: Disk = DISK,
+) -> Journal:
+    """Make or find the target, ask for room, and mark it as unfinished."""
+    if not target.exists():
+        _require_room(target, plan.shards, hollow=hollow)
+    journal = Journal.begin(target, plan, disk, resume=resume)
+    if not journal.is_finished:
+        missing = [shard for shard in plan.shards if journal.recorded(shard) is None]
+        _require_room(target, missing, hollow=hollow)
+    return journal
+
+
+def finish(
+    target: Path, plan: WritePlan, ending: Ending | None = None, disk: Disk = DISK
+) -> Manifest:
+    """Write what belongs beside the shards, and declare the checkpoint complete."""
+    ending = ending or Ending()
+    journal = Journal.join(target, plan.hash, disk)
+    records = []
+    for shard in plan.shards:
+        record = journal.recorded(shard)
+        if record is None:
+            raise UnwritablePath(
+                shown(str(target / shard.file)),
+                "not written",
+                "every shard of the plan",
+                "Write it with write_shard, then finish again.",
+            )
+        records.append(record)
+    files = {**ending.files, INDEX_NAME: _index(plan, ending.index_metadata)}
+    manifest = Manifest.merge(
+        plan, records, {name: FileRecord.of(data) for name, data in files.items()}
+    )
+    if journal.is_finished:
+        _require_equal(target, manifest, journal.manifest)
+        for name in sorted(files, key=lambda each: (each == CONFIG, each)):
+            if name.endswith(".json"):  # programs read it: what a checkpoint says of itself
+                _put(target, name, files[name], disk)
+        return manifest
+    last = files.pop(CONFIG, None)
+    for name in sorted(files, key=lambda each: (each == INDEX_NAME, each)):
+        _put(target, name, files[name], disk)
+    _put(target, MANIFEST, manifest.to_bytes(), disk)
+    if last is not None:
+        _put(target, CONFIG, last, disk)
+    journal.close()
+    return manifest
+
+
+class ShardedWriter:
+    """Takes the tensors of a plan in its order, one at a time; use it as a context.
+
+    Tensors of shards that an earlier run finished are passed over: their chunks are not asked for.
+    """
+
+    def __init__(
+        self, target: Path, plan: WritePlan, *, resume: bool = True, disk: Disk = DISK
+    ) -> None:
+        self._target = target
+        self._plan = plan
+        self._disk = disk
+        self._journal = begin(target, plan, resume=resume, disk=disk)
+        self._coming = iter([(shard, each) for shard in plan.shards for each in shard.tensors])
+        self._next = next(self._coming, None)
+        self._shard: ShardPlan | None = None
+        self._partial: Partial | None = None  # None within a shard that is finished already
+        self._sink: ShardSink | None = None
+        self._ended = False
+
+    def wants(self, name: str) -> bool:
+        """Tell whether the next tensor, which must be `name`, will be written or passed over."""
+        shard, tensor = self._expected(name)
+        if tensor.name != name:
+            raise InvalidArgument(
+                "next tensor", shown(name), shown(tensor.name), "Add tensors in the plan's order."
+            )
+        if self._shard is not shard:
+            self._enter(shard)
+        return self._sink is not None
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> None:
+        """Write the next tensor of the plan."""
+        self.wants(name)
+        shard, tensor = self._expected(name)
+        if (tensor.dtype, tensor.shape) != (dtype, tuple(shape)):
+            raise InvalidArgument(
+                f"tensor {shown(name)}",
+                f"{dtype} {tuple(shape)}",
+                f"{tensor.dtype} {tensor.shape}, as planned",
+                "Plan what is written.",
+            )
+        if self._sink:
+            with self._guarded(shard):
+                self._sink.add(tensor, chunks)
+                if self._sink.is_full:
+                    self._leave()
+        self._next = next(self._coming, None)
+
+    def finish(self, ending: Ending | None = None) -> Manifest:
+        """Declare the checkpoint complete."""
+        if self._next is not None:
+            raise InvalidArgument(
+                "tensors",
+                f"end before {shown(self._next[1].name)}",
+                f"all {self._plan.tensors} of the plan",
+                "Add the rest, then finish.",
+            )
+        return finish(self._target, self._plan, ending, self._disk)
+
+    def close(self) -> None:
+        """Leave finished shards, and nothing of an unfinished one."""
+        self._ended = True
+        self._sink, partial = None, self._partial
+        self._partial = None
+        if partial:
+            partial.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _expected(self, name: str) -> tuple[ShardPlan, PlannedTensor]:
+        if self._ended or self._next is None:
+            raise InvalidArgument(
+                f"tensor {shown(name)}",
+                "added after the end" if self._next is None else "added after an error",
+                "a writer that still expects tensors",
+                "Make a new writer: it goes on behind the shards that are finished.",
+            )
+        return self._next
+
+    def _enter(self, shard: ShardPlan) -> None:
+        """Open the next shard, unless it is finished."""
+        self._shard = shard
+        if self._journal.verified(shard) is None:
+            with self._guarded(shard):
+                self._partial = Partial(self._target / shard.file, self._disk)
+                self._sink = ShardSink(shard, self._partial)
+
+    def _leave(self) -> None:
+        """Let the shard appear, then remember it."""
+        assert self._sink
+        assert self._partial
+        self._partial.commit()
+        self._partial = None
+        self._journal.add(self._sink.record())
+        self._sink = None
+
+    @contextmanager
+    def _guarded(self, shard: ShardPlan) -> Iterator[None]:
+        with refusing(self._target / shard.file):
+            try:
+                yield
+            except BaseException:
+                self.close()
+                raise
+
+
+def _write_one(target: Path, produce: Producer | None, shard: ShardPlan) -> ShardRecord:
+    if produce is None:
+        return write_hollow_shard(target, shard)
+    return write_shard(target, shard, produce)
+
+
+def _require_room(target: Path, shards: Iterable[ShardPlan], *, hollow: bool) -> None:
+    lines = data = 0
+    for shard in shards:
+        lines += len(shard.tensors)
+        data += 0 if hollow else shard.data_bytes
+    require_space(target, data + lines * _BYTES_OF_A_LINE)
+
+
+def _index(plan: WritePlan, metadata: Mapping[str, Any]) -> bytes:
+    """Spell model.safetensors.index.json."""
+    raw = {
+        "metadata": {**metadata, "total_size": plan.data_bytes},
+        "weight_map": {
+            tensor.name: shard.file
+            for shard in sorted(plan.shards, key=lambda each: each.number)
+            for tensor in shard.tensors
+        },
+    }
+    return (json.dumps(raw, ensure_ascii=False, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _put(target: Path, name: str, data: bytes, disk: Disk) -> None:
+    """Write a file that is not there; one with other bytes is somebody's, and stays."""
+    path = target / name
+    if path.parent.is_dir():
+        remove_abandoned(path.parent, disk)
+    if not path.exists():
+        make_folders(path.parent, disk)
+        write_file(path, data, disk)
+    elif read_small_file(path, max(LARGEST_INDEX, len(data))) != data:
+        raise UnwritablePath(
+            shown(str(path)),
+            "there already, with other content",
+            "no file, or the same one",
+            "Move it away and run again.",
+        )
+
+
+def _require_equal(target: Path, ours: Manifest, theirs: Manifest | None) -> None:
+    """Refuse to take another ending for done."""
+    assert theirs is not None
+    for name in sorted({*ours.files, *theirs.files}):
+        if ours.files.get(name) != theirs.files.get(name):
+            raise UnwritablePath(
+                shown(str(target)),
+                f"a finished checkpoint with another {name}",
+                "a new folder, or one that is finished with the same files",
+                "Choose another target.",
+            )

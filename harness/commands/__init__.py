@@ -1,0 +1,1 @@
+"""What the commands do: wiring of checkpoint, reference, engine and report."""

@@ -1,0 +1,1 @@
+"""What `degarble audit` does."""

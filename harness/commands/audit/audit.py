@@ -1,0 +1,378 @@
+"""The audit of a checkpoint as one run: what was looked at, what was found, the verdict.
+
+Owns the order of the steps (loading, structure, numbers, comparison), the identity of what was
+audited, and which parts were judged and which not: a verdict speaks of the judged parts alone. What
+can refuse (checkpoint, loader map, reference) is opened before the long walk over the bytes.
+Refuses what cannot be opened at all; everything else becomes a finding.
+What keeps it honest: suites/commands/audit/test_audit.py, with healthy and spoilt checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from degarble.harness.checkpoint.audit.rules.findings import in_order, ranges_told
+from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.structure.manifest_check import (
+    bytes_hashed,
+    judge_manifest,
+    require_as_written,
+)
+from degarble.harness.checkpoint.audit.structure.structure import audit_structure
+from degarble.harness.checkpoint.read.types import ProblemKind
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.commands.audit.kinds import kind_of_name, layer_of_name
+from degarble.harness.report.progress import Progress, duration, size
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
+    from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+
+    Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes that are known
+
+STRUCTURE, NUMBERS, AGAINST, LOADER = "structure", "numbers", "against", "loader"
+PARTS = (STRUCTURE, NUMBERS, AGAINST, LOADER)
+_WHY_NOT = {
+    NUMBERS: "Left out by --only structure: values of scales and codes were not looked at.",
+    AGAINST: "No reference was given. --against CKPT compares every weight with its source.",
+    LOADER: "No map was given. --loader MAP proves which bytes reach which parameter.",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to audit, and how far to go."""
+
+    path: Path
+    numbers: bool = True
+    loader: str | None = None
+    against: Path | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an audit: what was judged, or why it was not."""
+
+    name: str
+    told: str
+    judged: bool
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was audited. `identity` hashes its config and every header entry.
+
+    `places` counts tensors by layer and kind; a drafter's layer follows those of the decoder.
+    """
+
+    name: str
+    identity: str
+    family: str
+    layout: str
+    layers: int
+    drafters: int
+    shards: int
+    tensors: int
+    nbytes: int
+    places: Mapping[tuple[int | None, str], int]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The reference of a comparison, and what was measured beside it."""
+
+    name: str
+    identity: str
+    table: AgainstTable
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found in one checkpoint."""
+
+    subject: Subject
+    parts: tuple[Part, ...]
+    findings: tuple[Finding, ...]
+    table: NumberTable | None = None
+    loader: LoaderProof | None = None
+    beside: Beside | None = None
+
+    @property
+    def judged(self) -> tuple[Part, ...]:
+        """The parts that the verdict speaks of."""
+        return tuple(part for part in self.parts if part.judged)
+
+    @property
+    def not_judged(self) -> tuple[Part, ...]:
+        """The parts that it does not speak of."""
+        return tuple(part for part in self.parts if not part.judged)
+
+    @property
+    def counts(self) -> dict[Level, int]:
+        """Places found, by level; a finding may stand for many."""
+        found: Counter[Level] = Counter()
+        for finding in self.findings:
+            found[finding.level] += finding.count
+        return {level: found[level] for level in Level}
+
+    @property
+    def verdict(self) -> Verdict:
+        """Errors alone decide."""
+        return Verdict.DIFFERS if self.counts[Level.ERROR] else Verdict.AGREES
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence, which names what was judged."""
+        counts = self.counts
+        if not counts[Level.ERROR]:
+            *front, last = [_IN_WORDS[part.name] for part in self.judged]
+            what = f"{', '.join(front)} and {last}" if front else last
+            rest = f"; {places(counts[Level.WARNING], 'warning')}" if counts[Level.WARNING] else ""
+            alone = "" if self.beside else " Nothing was compared with a reference: see --against."
+            return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}.{alone}"
+        errors = [each for each in self.findings if each.level is Level.ERROR]
+        broken = len({each.rule for each in errors})
+        where = errors[0].tensor or errors[0].module or "the checkpoint"
+        rules = "one rule" if broken == 1 else f"{broken} rules"
+        return f"{places(counts[Level.ERROR], 'error')} against {rules}, the first at {where}."
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One rule that is broken, wherever it is: the first finding, all places, all layers."""
+
+    first: Finding
+    count: int
+    layers: str
+
+    @property
+    def extent(self) -> str:
+        """Tell in how many places and which layers; nothing of a single place."""
+        word = "layer" if self.layers.isdecimal() else "layers"
+        layers = f", {word} {self.layers}" if self.layers else ""
+        return f"in {self.count:,} places{layers}" if self.count > 1 else ""
+
+
+def by_rule(findings: Iterable[Finding]) -> list[Broken]:
+    """Gather findings by their rule, in the order of the first of each."""
+    gathered: dict[str, list[Finding]] = {}
+    for finding in findings:
+        gathered.setdefault(finding.rule, []).append(finding)
+    return [
+        Broken(
+            found[0],
+            sum(each.count for each in found),
+            ranges_told({layer for each in found for layer in each.layers}),
+        )
+        for found in gathered.values()
+    ]
+
+
+_IN_WORDS = {
+    STRUCTURE: "the structure",
+    NUMBERS: "the numbers",
+    AGAINST: "the comparison",
+    LOADER: "the loading",
+}
+
+
+def places(count: int, word: str) -> str:
+    """Count things in words."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) -> Audit:
+    """Look at a checkpoint; `listen` gives the counter of bytes that are walked."""
+    unheard: Listen = lambda total: nullcontext(Progress("", total))  # noqa: E731  a default
+    with ExitStack() as stack:
+        progress = stack.enter_context((listen or unheard)(0))
+        progress.step("heads")
+        checkpoint = stack.enter_context(Checkpoint.survey(wanted.path))
+        _require_tensors(checkpoint)
+        reference = None
+        if wanted.against is not None:
+            reference = stack.enter_context(Checkpoint.open(wanted.against))
+        steps = _Steps(checkpoint, reference, wanted)
+        progress.step("loading")
+        steps.look_at_loading()  # first, because it refuses a wrong map
+        progress.step("structure")
+        steps.look_at_structure()
+        if wanted.numbers:
+            steps.walk(workers, progress)
+        return steps.audit()
+
+
+class _Steps:
+    """One audit, step by step; what a step leaves out is not judged."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, reference: Checkpoint | None, wanted: Wanted
+    ) -> None:
+        self._checkpoint, self._reference, self._wanted = checkpoint, reference, wanted
+        self._findings: list[Finding] = []
+        self._told: dict[str, str] = {}
+        self._table: NumberTable | None = None
+        self._loader: LoaderProof | None = None
+        self._beside: Beside | None = None
+        self._subject = _subject(checkpoint, wanted.path)
+        self._hashes = self._reference_hashes = ""
+
+    def look_at_structure(self) -> None:
+        """Judge files, names, shapes, dtypes, partners, and what the config promises."""
+        self._findings += audit_structure(self._checkpoint)
+        about = self._subject
+        by = "module by module, because no known config says what belongs there"
+        if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_CONFIG]:
+            by = "module by module, because config.json states no model that can be"
+        if self._checkpoint.model is not None:
+            by = "module by module, because too few names are those of the config's model"
+        if self._checkpoint.names is not None:
+            by = f"against the config of {about.family}"
+        files = places(about.shards, "file")
+        self._told[STRUCTURE] = f"{about.tensors:,} tensors in {files}, {by}."
+
+    def look_at_loading(self) -> None:
+        """Prove what a loader does with every byte."""
+        if self._wanted.loader is None:
+            return
+        # Torch takes 200 MB, and a structure audit needs none of it.
+        from degarble.harness.checkpoint.audit.loader.proof import prove  # noqa: PLC0415
+        from degarble.harness.checkpoint.audit.loader.text import read_loader_map  # noqa: PLC0415
+
+        chosen = read_loader_map(self._wanted.loader, self._checkpoint)
+        self._loader = proof = prove(self._checkpoint, chosen)
+        self._findings += proof.findings
+        ranks, counts = len(proof.ranks), proof.counts
+        self._told[LOADER] = (
+            f"map {chosen.name} on {places(ranks, 'rank')}:"
+            f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
+            if not proof.stopped
+            else f"map {chosen.name}: partners do not fit into its fused parameters; nothing else"
+            " of the loading was judged."
+        )
+
+    def walk(self, workers: Workers, progress: Progress) -> None:
+        """Judge every stored number, by itself and beside the reference."""
+        # Torch takes 200 MB, and a structure audit needs none of it.
+        from degarble.harness.checkpoint.audit.against.against import bytes_against  # noqa: PLC0415
+
+        total = self._subject.nbytes + bytes_hashed(self._checkpoint)
+        if self._reference is not None:
+            total += bytes_against(self._checkpoint, self._reference)  # refuses another model
+            total += bytes_hashed(self._reference)
+        progress.expect(total)
+        progress.step("hashes")
+        threads = workers if isinstance(workers, int) else 1
+        if self._reference is not None:
+            verified = require_as_written(self._reference, threads, progress.advance)
+            self._reference_hashes = " The reference's hashes were verified." if verified else ""
+        changed = judge_manifest(self._checkpoint, threads, progress.advance)
+        self._findings += changed or []
+        self._hashes = "" if changed is None else " The hashes of manifest.json were verified."
+        progress.step("numbers")
+        self._look_at_numbers(workers, progress)
+        if self._reference is not None and self._wanted.against is not None:
+            progress.step("against")
+            self._compare(self._reference, self._wanted.against, workers, progress)
+
+    def _look_at_numbers(self, workers: Workers, progress: Progress) -> None:
+        from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers  # noqa: PLC0415  as above
+        from degarble.harness.commands.audit.spread import measured  # noqa: PLC0415
+
+        begun = time.monotonic()
+        path = self._wanted.path.resolve()
+        self._table = table = measured(self._checkpoint, path, workers, progress.advance)
+        told = _read(self._subject.nbytes, begun)
+        self._findings += judge_numbers(self._checkpoint, table)
+        unread = len(table.unread)
+        rest = f" {places(unread, 'tensor')} could not be read." if unread else ""
+        self._told[NUMBERS] = f"{len(table):,} weights, {told}.{rest}{self._hashes}"
+
+    def _compare(
+        self, reference: Checkpoint, path: Path, workers: Workers, progress: Progress
+    ) -> None:
+        from degarble.harness.checkpoint.audit.against.against import judge_against  # noqa: PLC0415  as above
+        from degarble.harness.commands.audit.spread import compared  # noqa: PLC0415
+
+        begun, before = time.monotonic(), progress.pace.done
+        paths = self._wanted.path.resolve(), path.resolve()
+        table = compared(self._checkpoint, reference, paths, workers, progress.advance)
+        told = _read(progress.pace.done - before, begun)
+        self._findings += judge_against(self._checkpoint, reference, table)
+        name = path.resolve().name
+        self._beside = Beside(name, identity_of(reference), table)
+        alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
+        rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
+        rest += self._reference_hashes
+        self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
+
+    def audit(self) -> Audit:
+        """Return what was found."""
+        parts = (
+            Part(name, self._told.get(name) or _WHY_NOT[name], name in self._told) for name in PARTS
+        )
+        return Audit(
+            self._subject,
+            tuple(parts),
+            tuple(in_order(self._findings)),
+            self._table,
+            self._loader,
+            self._beside,
+        )
+
+
+def _require_tensors(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of which no tensor can be read: nothing could be judged."""
+    unreadable = (ProblemKind.UNREADABLE_SHARD, ProblemKind.UNREADABLE_INDEX)
+    for problem in () if checkpoint.entries else checkpoint.problems.found:
+        if problem.kind in unreadable:
+            raise problem.error
+
+
+def _read(nbytes: int, begun: float) -> str:
+    """Tell how much was read, and how fast."""
+    took = max(time.monotonic() - begun, 1e-3)
+    return f"{size(nbytes)} read in {duration(took)} ({size(nbytes / took)}/s)"
+
+
+def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
+    model = checkpoint.model
+    layers = model.num_hidden_layers if model else 0
+    counted = Counter(
+        (layer_of_name(name, layers), kind_of_name(name)) for name in checkpoint.entries
+    )
+    return Subject(
+        name=path.resolve().name,
+        identity=identity_of(checkpoint),
+        family=model.family if model else "unknown",
+        layout=str(checkpoint.layout),
+        layers=layers,
+        drafters=len(model.blocks) - layers if model else 0,
+        shards=len(checkpoint.shards),
+        tensors=len(checkpoint.entries),
+        nbytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
+        places=counted,
+    )
+
+
+def identity_of(checkpoint: Checkpoint) -> str:
+    """Hash a checkpoint's config and every header entry: what its page is kept under."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
+    for name in sorted(checkpoint.entries):
+        entry = checkpoint.entries[name]
+        digest.update(f"\0{name}\0{entry.dtype}\0{entry.shape}\0{entry.file.name}".encode())
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,142 @@
+"""The walks over a checkpoint's numbers, by threads here or by the machines of a cluster.
+
+Owns how a walk is cut: by places (blocks and ends of the model, which are judged together), into
+pieces of about one size. Tables of the pieces are joined in the order of the files, so that what is
+judged does not depend on who walked. A machine of a cluster has to see the checkpoint, and the
+reference, under the same paths.
+What keeps it honest: suites/commands/audit/test_spread.py: joined tables are the table of one walk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from degarble.harness.checkpoint.audit.against.against import measure_against, named_alike
+from degarble.harness.checkpoint.audit.against.pairs import pairs_of
+from degarble.harness.checkpoint.audit.against.table import AgainstTable
+from degarble.harness.checkpoint.audit.numbers.numbers import measure_numbers
+from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.view.weight_units import units_of
+from degarble.harness.checkpoint.write.worker_pool import run_each
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+
+Table = TypeVar("Table", NumberTable, AgainstTable)
+
+PIECES = 64  # each opens the checkpoint anew
+
+
+class Piece(NamedTuple):
+    """Places that one task walks."""
+
+    places: tuple[str, ...]
+    nbytes: int
+
+
+def measured(
+    checkpoint: Checkpoint, path: Path, workers: Workers, advance: Callable[[int], None]
+) -> NumberTable:
+    """Walk the checkpoint at `path`, by so many threads or by a cluster."""
+    if isinstance(workers, int):
+        return measure_numbers(checkpoint, workers=workers, progress=advance)
+    found = units_of(checkpoint)
+    cut = pieces((unit.place, unit.nbytes) for unit in found.units)
+    tables = list(_done(_Walk(path), cut, workers, advance))
+    table = NumberTable.joined(tables)
+    order = _file_order(table.units)
+    units = [table.units[row] for row in order]
+    return NumberTable(units, table.data[order], dict(found.unread))
+
+
+def compared(
+    checkpoint: Checkpoint,
+    reference: Checkpoint,
+    paths: tuple[Path, Path],
+    workers: Workers,
+    advance: Callable[[int], None],
+) -> AgainstTable:
+    """Walk a checkpoint beside its reference, by so many threads or by a cluster."""
+    if isinstance(workers, int):
+        return measure_against(checkpoint, reference, workers=workers, progress=advance)
+    found = pairs_of(named_alike(checkpoint, reference), reference)
+    cut = pieces((pair.unit.place, pair.nbytes) for pair in found.pairs)
+    table = AgainstTable.joined(_done(_Comparison(*paths), cut, workers, advance))
+    order = _file_order([pair.unit for pair in table.pairs])
+    return AgainstTable(
+        [table.pairs[row] for row in order],
+        table.data[order],
+        table.sketches[order],
+        found.unlike,
+        found.only_here,
+        found.only_there,
+    )
+
+
+def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[Piece]:
+    """Cut places, told by each of their weights, into at most so many pieces of about one size."""
+    counted: Counter[str] = Counter()
+    for name, size in sizes:
+        counted[name] += size
+    share = counted.total() / most
+    made: list[Piece] = []
+    names: list[str] = []
+    nbytes = 0
+    for name, size in counted.items():
+        names.append(name)
+        nbytes += size
+        if nbytes > share:
+            made.append(Piece(tuple(names), nbytes))
+            names, nbytes = [], 0
+    return [*made, Piece(tuple(names), nbytes)] if names else made
+
+
+def _done(
+    work: Callable[[Piece], Table],
+    cut: list[Piece],
+    workers: Workers,
+    advance: Callable[[int], None],
+) -> Iterator[Table]:
+    for piece, table in run_each(work, cut, workers, _name):
+        advance(piece.nbytes)
+        yield table
+
+
+def _file_order(units: Sequence[Unit]) -> list[int]:
+    """Give the order in which one walk would have made the rows."""
+    return sorted(range(len(units)), key=lambda row: units[row].position)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Measures a piece, on whichever machine."""
+
+    path: Path
+
+    def __call__(self, piece: Piece) -> NumberTable:
+        with Checkpoint.survey(self.path) as checkpoint:
+            return measure_numbers(checkpoint, places=piece.places)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares a piece, on whichever machine."""
+
+    path: Path
+    reference: Path
+
+    def __call__(self, piece: Piece) -> AgainstTable:
+        with Checkpoint.survey(self.path) as here, Checkpoint.open(self.reference) as there:
+            return measure_against(here, there, places=piece.places)
+
+
+def _name(piece: Piece) -> str:
+    first = piece.places[0]
+    return f"{first} and {len(piece.places) - 1} more" if len(piece.places) > 1 else first

@@ -1,0 +1,113 @@
+"""An audit on one screen: verdict, what was judged and what not, findings with the worst first.
+
+Owns how much is shown: of a few rules the first finding whole (what was found, what was expected,
+what to do) with the number of places, of the others the number alone. Page and JSON have the rest.
+What keeps it honest: suites/commands/audit/test_text.py, with a snapshot.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from degarble.harness.checkpoint.audit.rules.findings import RULES
+from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.commands.audit.audit import by_rule, places
+from degarble.harness.report.number_text import visible
+from degarble.harness.report.progress import size
+from degarble.reports.page_text import badge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from degarble.harness.commands.audit.audit import Audit, Broken
+
+SHOWN = 4  # rules whose first finding is told whole
+_RULES = 8  # lines for the rules of the others
+_WORDS = 250  # characters of one text
+_STYLES = {Level.ERROR: "red", Level.WARNING: "yellow", Level.NOTE: "cyan"}
+
+
+def audit_text(audit: Audit, *, width: int = 100, colour: bool = False) -> str:
+    """Render an audit for a terminal of `width` columns."""
+    stream = StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    for line in _lines(audit, max(width, 40)):
+        console.print(line, soft_wrap=True)
+    lines = (line.rstrip() for line in stream.getvalue().splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def _lines(audit: Audit, width: int) -> Iterator[Text]:
+    about = audit.subject
+    head = textwrap.wrap(visible(audit.sentence), width - 12) or [""]
+    yield Text.assemble(badge(audit.verdict), "  ", Text(head[0], "bold"))
+    for line in head[1:]:
+        yield Text(f"  {line}", "bold")
+    files = places(about.shards, "file")
+    what = f"{about.family}, {about.layout}, {size(about.nbytes)} in {files}"
+    yield Text(visible(f"{about.name} · {about.identity[:19]} · {what}")[: width - 1], "dim")
+    yield Text("")
+    for title, parts in (("judged", audit.judged), ("not judged", audit.not_judged)):
+        for number, part in enumerate(parts):
+            front = title if number == 0 else ""
+            yield from _columns(f"{front:<11} {part.name:<10}", part.told, width, "dim")
+    broken = by_rule(audit.findings)
+    serious = [each for each in broken if each.first.level is not Level.NOTE][:SHOWN]
+    for number, each in enumerate(serious, 1):
+        yield from _whole(number, each, width)
+    yield from _others([each for each in broken if each not in serious], bool(serious))
+
+
+def _whole(number: int, broken: Broken, width: int) -> Iterator[Text]:
+    finding = broken.first
+    yield Text("")
+    yield Text.assemble(
+        f"{number:<3}",
+        (f"{finding.level:<8}", f"bold {_STYLES[finding.level]}"),
+        " ",
+        (finding.rule, "bold"),
+        (f"  {broken.extent}" if broken.extent else "", "dim"),
+    )
+    rows = (
+        ("found", finding.message),
+        ("expected", RULES[finding.rule].statement),
+        ("remedy", finding.remedy),
+    )
+    for name, text in rows:
+        yield from _columns(f"   {name:<8}", text, width, "dim")
+
+
+def _others(others: Sequence[Broken], has_more: bool) -> Iterator[Text]:
+    if not others:
+        return
+    yield Text("")
+    yield Text("And more:" if has_more else "Notes:")
+    for each in others[:_RULES]:
+        level = each.first.level
+        count = places(each.count, "place")
+        yield Text.assemble(
+            "   ", (f"{level:<8}", _STYLES[level]), f" {each.first.rule:<34} {count:>14}"
+        )
+    if len(others) > _RULES:
+        yield Text(f"   and {places(len(others) - _RULES, 'rule')} more")
+
+
+def _columns(front: str, text: str, width: int, style: str) -> Iterator[Text]:
+    """Write a text behind a front, its further lines below its first."""
+    shown = visible(text).replace("\n", " ")
+    shown = shown if len(shown) <= _WORDS else f"{shown[: _WORDS - 1]}…"
+    lines = textwrap.wrap(shown, max(20, width - len(front) - 2)) or [""]
+    for number, line in enumerate(lines):
+        yield Text.assemble((front if number == 0 else " " * len(front), style), " ", line)

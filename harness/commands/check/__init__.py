@@ -1,0 +1,1 @@
+"""What `degarble check` and `degarble compare` do."""

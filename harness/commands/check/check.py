@@ -1,0 +1,320 @@
+"""`degarble check` as one run: a capture, its twin from the checkpoint on disk, the BF16 reference.
+
+The checkpoint that the capture names is the twin's, known by its fingerprint and never by its path
+alone; its weights come from the disk, since what a patched candidate held is the suspect. The order
+is: localise, diagnose every origin, say how much of the final difference each explains, cut the
+smallest case that shows it. A reference with another content than its manifest states is refused,
+because its damage would be put down to the run.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.capture.captured_inputs import require_usable_inputs
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
+from degarble.harness.checkpoint.view.fingerprint import fingerprint
+from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
+from degarble.harness.engine.diagnose.attribute import Shares, shares_of
+from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
+from degarble.harness.engine.localise.localise import Localised, localise
+from degarble.harness.inference.devices import CPU, put_on, require_device
+from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
+from degarble.harness.inference.workers import usable_workers
+from degarble.harness.model.components import components
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.recipes import recipe_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed
+    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.localise.judged_run import Look
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.recipes import Recipe
+    from degarble.harness.report.verdict import Verdict
+    from degarble.references.binding import Bound
+
+DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
+_BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
+ATTRIBUTED = 6  # origins whose share of the final difference is measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to check, and against what."""
+
+    capture: Path
+    reference: Path
+    checkpoint: Path | None = None
+    held_values: int = HELD_VALUES
+    device: str = CPU  # where twin and reference are computed
+    partial: bool = False  # judge what there is of a capture whose run was killed
+    conventions: Mapping[str, Any] = field(default_factory=dict)  # go before the capture's own
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """One origin: the trouble, what explains it, and its share of the final difference."""
+
+    trouble: Trouble
+    diagnosed: Diagnosed | None = None
+    share: float | None = None
+    reproducer: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What a check found."""
+
+    name: str
+    checkpoint: Path
+    capture: Capture
+    config: Config
+    recipe: Recipe
+    localised: Localised
+    origins: tuple[Judgement, ...]
+    shares: Shares | None = None
+    notes: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the whole run."""
+        return self.localised.verdict
+
+
+class CheckRun:
+    """A check with its models open: use it as a context, and then what it found."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._bind()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _bind(self) -> None:
+        wanted = self._wanted
+        require_device("--device", wanted.device)
+        self.capture = Capture.open(wanted.capture)
+        if not wanted.partial:
+            self.capture.require_complete()
+        _require_tensors(self.capture)
+        self.source = source_of(self.capture, wanted.checkpoint)
+        stated = self.capture.facts.get("arithmetic")
+        arithmetic = stated if stated in ARITHMETICS else None
+        conventions = conventions_in(self.capture.facts) | dict(wanted.conventions)
+        model = open_model(
+            self.source, arithmetic, held_values=wanted.held_values, switches=conventions
+        )
+        self.model: OpenModel = self._open.enter_context(model)
+        require_captured(self.capture, self.model, self.source)
+        config, recipe = self.model.config, self.model.recipe
+        require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
+        self.twin: Bound = self.model.speaker.bound
+        put_on(self.twin, wanted.device)
+        plain = self.model.arithmetic != "twin"
+        self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
+        if plain and wanted.reference.resolve() == self.source.resolve():
+            self.reference = self.twin
+            self._verify(self.model)
+            return
+        reference = open_model(wanted.reference, "bf16", held_values=wanted.held_values)
+        self._open.enter_context(reference)
+        require_same_model(self.model.config, reference.config, wanted.reference)
+        self._verify(reference)
+        self.reference = reference.speaker.bound
+        put_on(self.reference, wanted.device)
+
+    def _verify(self, reference: OpenModel) -> None:
+        """Refuse a reference that is not what its manifest states."""
+        self._verified = require_as_written(
+            reference.checkpoint, usable_workers(), lambda _nbytes: None
+        )
+
+    def judge(
+        self,
+        look: Look | None = None,
+        told: Callable[[str], None] = lambda _step: None,
+        cases: Path | None = None,
+    ) -> Checked:
+        """Localise, diagnose, attribute; reproducers go into the folder `cases`."""
+        found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
+        if found.twin is not None:
+            self.twin = found.twin  # by the conventions that were learned
+        notes: list[str] = []
+        if not self.capture.complete:
+            notes.append("The capture is incomplete: its run ended before its time.")
+        origins = [
+            Judgement(trouble, _diagnosed(trouble, found) if number < DIAGNOSED else None)
+            for number, trouble in enumerate(found.origins)
+        ]
+        shares = None
+        if origins and self.model.streamed is None:
+            run = found.run or self.capture
+            shares = shares_of(self.twin, run, found.origins[:ATTRIBUTED])
+            origins = [
+                replace(each, share=None if shares is None else shares.of(number))
+                for number, each in enumerate(origins)
+            ]
+        elif origins:
+            notes.append("Shares of the final difference need all weights in memory; left out.")
+        if cases is not None:
+            origins = [_with_case(each, cases, n) for n, each in enumerate(origins)]
+        return Checked(
+            self.source.resolve().name,
+            self.source,
+            self.capture,
+            self.model.config,
+            self.recipe,
+            found,
+            tuple(origins),
+            shares,
+            tuple(notes),
+            self._facts(found),
+        )
+
+    def _facts(self, found: Localised) -> dict[str, str]:
+        facts = self.capture.facts
+        told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
+        told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
+        told |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        told |= {"the reference's hashes": "verified" if self._verified else None}
+        told |= {"conventions": "; ".join(each.sentence for each in found.conventions)}
+        told |= _computed(facts, self._wanted.device)
+        return {name: str(value) for name, value in told.items() if value}
+
+
+def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
+    """Who computed what, where it was not all torch on the CPU."""
+    told = {}
+    taken, fallen = (facts.get(name) for name in ("by_backend", "fell_to_torch"))
+    if isinstance(taken, list) and isinstance(fallen, list):
+        told["computed by the backend"] = _by_role(taken)
+        told["fell to torch"] = _by_role(fallen)
+    if facts.get("fraction_bits"):
+        cut = facts["fraction_bits"]
+        told["FP8 sums cut by the tensor core"] = _by_role(list(cut))
+    if facts.get("device"):
+        told["device of the candidate"] = str(facts["device"])
+    return told if device == CPU else told | {"device of the twin": device}
+
+
+def _by_role(components: Sequence[object]) -> str:
+    roles = dict.fromkeys(_BLOCK.sub("", str(each)) for each in components)
+    return f"{len(components)}: {', '.join(roles)}" if components else "none"
+
+
+def _diagnosed(trouble: Trouble, found: Localised) -> Diagnosed | None:
+    if trouble.sight is None:
+        return None
+    # All families of faults; a healthy run does without them.
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed, diagnose  # noqa: PLC0415
+
+    for each in found.conventions:
+        if each.source == CONTRADICTED and trouble.scene.role in REGISTRY[each.name].roles:
+            return Diagnosed((), (), 0, f"{each.sentence}. Declare that, or mend the kernel.")
+    return diagnose(trouble.scene, [trouble.sight, *trouble.more])
+
+
+def _with_case(each: Judgement, folder: Path, number: int) -> Judgement:
+    """Cut the smallest case of an origin, and write it."""
+    named = each.diagnosed.named if each.diagnosed is not None else ()
+    way = named[0].way if named else None
+    case = shrunk(each.trouble, way) if number < DIAGNOSED else None
+    if case is None:
+        return each
+    script = case.write(folder / f"{number + 1}-{each.trouble.site.component.replace('.', '-')}")
+    return replace(each, reproducer=str(script))
+
+
+def source_of(capture: Capture, checkpoint: Path | None) -> Path:
+    """The folder of the quantised checkpoint: the one that was named, else the capture's own."""
+    if checkpoint is not None:
+        return checkpoint
+    stated = _source(capture).get("path")
+    if not isinstance(stated, str):
+        raise InvalidArgument(
+            "--checkpoint", None, "the checkpoint of the twin: the capture names none",
+            "Pass --checkpoint CKPT.",
+        )  # fmt: skip
+    path = Path(stated)
+    if not path.exists():
+        raise UnreadableFile(
+            "checkpoint of the capture", path.name, "the folder that was captured",
+            "It has been moved: pass --checkpoint CKPT with the place where it is now.",
+        )  # fmt: skip
+    return path
+
+
+def _source(capture: Capture) -> dict[str, Any]:
+    found = capture.facts.get("source")
+    return found if isinstance(found, dict) else {}
+
+
+def require_captured(capture: Capture, model: OpenModel, path: Path) -> None:
+    """Refuse a checkpoint that is not the one of the capture: every difference would be its own."""
+    stated = _source(capture).get("fingerprint")
+    found = fingerprint(model.checkpoint)
+    if isinstance(stated, str) and stated != found:
+        raise InvalidArgument(
+            f"fingerprint of {path.name}", found[:16], f"{stated[:16]}, that of the capture",
+            "Check against the checkpoint that was captured, or capture this one.",
+        )  # fmt: skip
+    config = capture.facts.get("config")
+    if isinstance(config, dict):
+        mine = config_to_dict(model.config)
+        for name, value in config.items():
+            if name in mine and mine[name] != value:
+                raise InvalidArgument(
+                    f"{name} of {path.name}", mine[name], f"{value}, that of the capture",
+                    "Check against the checkpoint that was captured.",
+                )  # fmt: skip
+
+
+_SHAPES = ("hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts", "q_lora_rank")
+
+
+def require_same_model(config: Config, other: Config, path: Path) -> None:
+    """Refuse a reference of another model."""
+    if isinstance(config, V4Config) != isinstance(other, V4Config):
+        raise InvalidArgument(
+            f"family of {path.name}", other.family, config.family, "Pass the BF16 source."
+        )
+    for name in _SHAPES:
+        mine, theirs = getattr(config, name), getattr(other, name)
+        if mine != theirs:
+            raise InvalidArgument(
+                f"{name} of {path.name}", theirs, f"{mine}, that of the captured model",
+                "Pass the BF16 (or official) checkpoint that was quantised.",
+            )  # fmt: skip
+
+
+def _require_tensors(capture: Capture) -> None:
+    kept = [each for call in capture.calls for _, each in call.sites()]
+    if not kept:
+        raise InvalidArgument(
+            "calls of the capture", 0, "one call at least", "Capture the run again."
+        )
+    if not any(each.at for each in kept):
+        raise InvalidArgument(
+            "tensors of the capture", "statistics only", "the bytes of inputs and outputs",
+            "Capture again without --statistics-only.",
+        )  # fmt: skip

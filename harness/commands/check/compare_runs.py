@@ -1,0 +1,407 @@
+"""`degarble compare` as one run: two captures beside each other, site by site, no checkpoint.
+
+Owns the pairing (the steps in which both were given the same tokens; where prompts were cut
+otherwise, compare_tokens pairs token by token), the numbers of each output, and the verdict. Hashes
+decide what is equal; only what is not is read. No budget is known here, so equal means to the bit.
+A component that was given the same inputs and put out something else is an origin: what lies behind
+it inherits. Two runs of the same weights (by their hash) with the same code that differ are
+UNSTABLE.
+
+Refuses captures of models of other extents, and those without a step in common. Kept honest by
+suites/commands/check/test_compare_runs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, Undecided
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.commands.check.compare_tokens import beside_by_tokens, tokens_in_common
+from degarble.harness.engine.localise.judged_run import Sums
+from degarble.harness.engine.localise.output_forms import equal_elements
+from degarble.harness.report.number_text import number
+from degarble.harness.report.page import Finding, Page, Subject
+from degarble.harness.report.verdict import Origin, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from degarble.harness.capture.files.types import Call, Kept
+    from degarble.harness.commands.check.compare_tokens import Token
+    from degarble.harness.report.page import Provenance
+
+MOST_ORIGINS = 100
+_SHOWN = 6  # origins on the screen
+# What makes two captures runs of one candidate; versions and machine are part of it.
+_EXTENTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "n_routed_experts",
+    "vocab_size",
+)
+_SAME = (
+    *("model", "weights", "backend", "arithmetic", "form", "sums", "recipe", "versions", "patch"),
+)
+
+
+@dataclass(eq=False)
+class Line:
+    """One output of one component over the steps that both have."""
+
+    component: str
+    output: str
+    calls: int = 0
+    elements: int = 0
+    identical: int = 0
+    sums: Sums = field(default_factory=Sums)
+    measured: bool = True  # False where only hashes are there
+    first: tuple[int, int] | None = None  # step and row of the first difference
+    own: tuple[int, int] | None = None  # the same, of the first call with equal inputs
+    words: str = ""
+    place: tuple[str, str] = ("step", "row")  # what first and own count; or sequence and position
+    equal_calls: list[tuple[Capture, Kept]] = field(default_factory=list)  # read if others differ
+
+    @property
+    def equal(self) -> bool:
+        """Whether every element has the same bits."""
+        return self.first is None
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What two captures have in common, and what not."""
+
+    captures: tuple[Capture, Capture]
+    lines: tuple[Line, ...]
+    steps: int
+    same_candidate: bool
+    notes: tuple[str, ...] = ()
+    tokens: int = 0  # that were compared one by one, since the runs were cut otherwise
+
+    @property
+    def origins(self) -> list[Line]:
+        """Outputs that differ though what went in was equal."""
+        return [line for line in self.lines if line.own is not None]
+
+    @property
+    def verdict(self) -> Verdict:
+        """AGREES to the bit; UNSTABLE where one candidate gave two answers; else DIFFERS."""
+        if all(line.equal for line in self.lines):
+            return Verdict.AGREES
+        asked_alike = self.same_candidate and not self.tokens
+        return Verdict.UNSTABLE if asked_alike else Verdict.DIFFERS
+
+    @property
+    def extent(self) -> str:
+        """What was compared."""
+        return f"{self.tokens:,} tokens" if self.tokens else f"{self.steps} steps"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        apart = [line for line in self.lines if not line.equal]
+        if not apart:
+            return f"Both runs are equal to the bit: {len(self.lines):,} outputs, {self.extent}."
+        unstable = self.verdict is Verdict.UNSTABLE
+        who = "One candidate gave two answers" if unstable else "The runs differ"
+        if not self.origins:
+            return f"{who}: {len(apart):,} outputs, none of them on equal inputs."
+        first = self.origins[0]
+        return f"{who}: {first.component} puts out something else on equal inputs."
+
+
+def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compared:
+    """Open and compare two captures; with `partial` also what a killed run left."""
+    captures = (Capture.open(first), Capture.open(second))
+    for each in captures if not partial else ():
+        each.require_complete()
+    _require_one_model(*captures)
+    for capture in captures:  # equal hashes say nothing of bytes that changed since
+        capture.require_undamaged()
+    notes = [
+        f"The {name} capture is incomplete: its run ended before its time."
+        for name, each in zip(("first", "second"), captures, strict=True)
+        if not each.complete
+    ]
+    tokens = tokens_in_common(*captures)
+    if tokens:
+        return _by_tokens(captures, tokens, notes)
+    common = _common_steps(*captures)
+    steps = max(len(each.steps) for each in captures)
+    if common < steps:
+        notes.append(f"Tokens part behind step {common - 1}: {steps - common} steps are left out.")
+    calls = [{(c.step, c.component): c for c in each.calls if c.step < common} for each in captures]
+    only = calls[0].keys() ^ calls[1].keys()
+    if only:
+        _, name = min(only)
+        notes.append(f"{len(only):,} calls are in one capture only, such as {name}.")
+    lines: dict[tuple[str, str], Line] = {}
+    for key, call in calls[0].items():
+        other = calls[1].get(key)
+        if other is not None:
+            for name in call.outputs.keys() & other.outputs.keys():
+                line = lines.setdefault((call.component, name), Line(call.component, name))
+                _add(line, captures, (call, other), name)
+    for line in lines.values():
+        _complete(line)
+    return _compared(captures, list(lines.values()), common, notes)
+
+
+def _by_tokens(
+    captures: tuple[Capture, Capture], tokens: tuple[Token, ...], notes: list[str]
+) -> Compared:
+    """Compare runs that were given the same tokens in other steps."""
+    found, left = beside_by_tokens(captures, tokens)
+    notes.append("The runs were cut otherwise: what both put out for a token is compared.")
+    if left:
+        notes.append(f"{left:,} outputs have no row for each token, and are left out.")
+    lines = [Line(**vars(each), place=("sequence", "position")) for each in found if each.calls]
+    return replace(_compared(captures, lines, 0, notes), tokens=len(tokens))
+
+
+def _compared(
+    captures: tuple[Capture, Capture], lines: list[Line], common: int, notes: list[str]
+) -> Compared:
+    if not lines:
+        raise Undecided(
+            "calls in common", 0, "one component at least that both captures have",
+            "Capture both runs with the same filters.",
+        )  # fmt: skip
+    return Compared(captures, tuple(lines), common, _one_candidate(*captures), tuple(notes))
+
+
+def _require_one_model(first: Capture, second: Capture) -> None:
+    """Refuse what no output can have in common: another family, or other extents, where stated."""
+    sides = []
+    for each in (first, second):
+        config = each.facts.get("config")
+        extents = config if isinstance(config, dict) else {}
+        told = {"family": each.facts.get("family")}
+        sides.append(told | {name: extents.get(name) for name in _EXTENTS})
+    for name, one in sides[0].items():
+        other = sides[1][name]
+        if one is not None and other is not None and one != other:
+            raise InvalidArgument(
+                f"captures: {name}", [one, other], "two runs of one model",
+                "Choose captures of the same model; quantised and unquantised ones may meet.",
+            )  # fmt: skip
+
+
+def _common_steps(first: Capture, second: Capture) -> int:
+    """How many leading steps were given the same tokens of the same sequences."""
+    common = 0
+    for one, other in zip(first.steps, second.steps, strict=False):
+        if (one.tokens, one.positions, one.sequences) != (
+            other.tokens, other.positions, other.sequences,
+        ):  # fmt: skip
+            break
+        common += 1
+    if not common:
+        raise Undecided(
+            "steps in common", 0, "the same tokens in the first step of both captures",
+            "Capture both runs with the same prompts.",
+        )  # fmt: skip
+    return common
+
+
+def _one_candidate(first: Capture, second: Capture) -> bool:
+    """Tell whether the same weights ran with the same code, so that a difference is a race.
+
+    A capture that does not say which weights ran is nobody's second run: it can only differ.
+    """
+    if _weights_that_ran(first) != _weights_that_ran(second) or _weights_that_ran(first) is None:
+        return False
+    return all(first.facts.get(name) == second.facts.get(name) for name in _SAME)
+
+
+def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
+    """Hash of the model's tensors, or what tells its checkpoint from others; None if unstated."""
+    source = capture.facts.get("source")
+    stated = source if isinstance(source, dict) else {}
+    found = capture.facts.get("weights"), stated.get("fingerprint"), stated.get("content")
+    return None if found[:2] == (None, None) else found
+
+
+def _add(
+    line: Line, captures: tuple[Capture, Capture], calls: tuple[Call, Call], name: str
+) -> None:
+    kept = (calls[0].outputs[name], calls[1].outputs[name])
+    line.calls += 1
+    size = _elements(kept[0])
+    line.elements += size
+    if _alike(*kept):
+        line.identical += size
+        line.equal_calls.append((captures[0], kept[0]))
+        return
+    row = 0
+    if kept[0].at is None or kept[1].at is None:
+        line.measured = False
+    elif kept[0].dtype != kept[1].dtype or kept[0].shape != kept[1].shape:
+        line.measured = False
+        line.words = (
+            f"{kept[0].dtype} {list(kept[0].shape)} beside {kept[1].dtype} {list(kept[1].shape)}"
+        )
+    else:
+        row = _measure(line, captures, kept)
+    at = (calls[0].step, row)
+    line.first = line.first or at
+    if line.own is None and _same_inputs(*calls):
+        line.own = at
+
+
+def _measure(line: Line, captures: tuple[Capture, Capture], kept: tuple[Kept, Kept]) -> int:
+    """Add the numbers of two tensors that differ; give the first row that does."""
+    one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
+    same = equal_elements(one, other)
+    line.identical += int(same.sum())
+    if one.is_floating_point() and one.dtype.itemsize > 1:
+        a, b = one.double().flatten(), other.double().flatten()
+        known = a.isfinite() & b.isfinite()
+        line.sums.add(b[known], a[known])
+    else:
+        line.measured = False
+    if not one.ndim:
+        return 0
+    odd = (~same).reshape(same.shape[0], -1).any(1).nonzero()
+    return int(odd[0]) if len(odd) else 0
+
+
+def _complete(line: Line) -> None:
+    """Add what was equal to the sums of an output that differs elsewhere."""
+    if line.equal or not line.measured:
+        return
+    for capture, kept in line.equal_calls:
+        if kept.at is None:
+            line.measured = False
+            return
+        flat = capture.tensor(kept).double().flatten()
+        line.sums.add_equal(flat[flat.isfinite()])
+
+
+def _elements(kept: Kept) -> int:
+    size = 1
+    for extent in kept.shape:
+        size *= extent
+    return size
+
+
+def _alike(one: Kept, other: Kept) -> bool:
+    return (one.sha256, one.dtype, one.shape) == (other.sha256, other.dtype, other.shape)
+
+
+def _same_inputs(one: Call, other: Call) -> bool:
+    return one.inputs.keys() == other.inputs.keys() and all(
+        _alike(each, other.inputs[name]) for name, each in one.inputs.items()
+    )
+
+
+def compared_document(compared: Compared) -> dict[str, Any]:
+    """Give the machine's view of it."""
+    return {
+        "verdict": compared.verdict,
+        "origins": [_origin(line) for line in compared.origins[:MOST_ORIGINS]],
+        "cosines": [_line(line) for line in compared.lines],
+        "sentence": compared.sentence,
+        "captures": [each.hash for each in compared.captures],
+        "same_candidate": compared.same_candidate,
+        "steps": compared.steps,
+        "tokens": compared.tokens,
+        "notes": list(compared.notes),
+    }
+
+
+def _split(component: str) -> tuple[int | None, str]:
+    kind, _, rest = component.partition(".")
+    place, _, role = rest.partition(".")
+    return (int(place), role) if kind == "layers" and place.isdecimal() else (None, component)
+
+
+def _numbers(line: Line) -> tuple[float | None, float | None]:
+    if line.equal:
+        return 1.0, 0.0
+    cosine, apart = line.sums.cosine, line.sums.relative_l2
+    known = line.measured and cosine == cosine  # noqa: PLR0124  NaN
+    return (cosine, apart) if known else (None, None)
+
+
+def _line(line: Line) -> dict[str, Any]:
+    layer, role = _split(line.component)
+    cosine, apart = _numbers(line)
+    return {
+        "layer": layer,
+        "component": role,
+        "output": line.output,
+        "cosine": cosine,
+        "relative_l2": apart,
+        "identical": line.identical / line.elements if line.elements else None,
+        "first": None if line.first is None else _at(line, line.first),
+    }
+
+
+def _at(line: Line, place: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(line.place, place, strict=True))
+
+
+def _origin(line: Line) -> Origin:
+    layer, role = _split(line.component)
+    cosine, apart = _numbers(line)
+    where = _at(line, line.own or (0, 0))
+    port = "out" if line.output == "out" else f"out.{line.output}"
+    return Origin(
+        layer, role, f"{line.component}.{port}", where, None, cosine, apart,
+        evidence=_evidence(line),
+    )  # fmt: skip
+
+
+def _evidence(line: Line) -> str:
+    if line.words:
+        return line.words
+    share = line.identical / line.elements if line.elements else 0.0
+    cosine, apart = _numbers(line)
+    told = f"{100 * share:.2f} % of its elements are equal"
+    if cosine is not None and apart is not None:
+        told += f", relative difference {number(apart)}"
+    at = ", ".join(f"{n} {k}" for n, k in _at(line, line.own or line.first or (0, 0)).items())
+    return f"{told}; first in {at}, on equal inputs"
+
+
+def compared_lines(compared: Compared) -> Iterator[str]:
+    """Tell it in a few lines."""
+    yield f"{compared.verdict}  {compared.sentence}"
+    names = " and ".join(_name(each) for each in compared.captures)
+    yield f"  captures    {names}, {compared.extent} in common"
+    apart = [line for line in compared.lines if not line.equal]
+    yield f"  outputs     {len(compared.lines):,}, of which {len(apart):,} differ"
+    for note in compared.notes:
+        yield f"  note        {note}"
+    for line in compared.origins[:_SHOWN]:
+        yield f"  origin      {line.component}.{line.output}: {_evidence(line)}"
+    more = len(compared.origins) - _SHOWN
+    if more > 0:
+        yield f"  and         {more:,} more"
+
+
+def _name(capture: Capture) -> str:
+    """Return the label that its user gave it, and its hash."""
+    label = capture.facts.get("label")
+    return f"{label} ({capture.hash[:12]})" if isinstance(label, str) else capture.hash[:12]
+
+
+def compared_page(compared: Compared, provenance: Provenance) -> Page:
+    """A page of its own: a comparison belongs to no checkpoint."""
+    key = "".join(each.hash[:32] for each in compared.captures)
+    remedy = (
+        "Run it again and look at this component: races, stale memory, unwritten output."
+        if compared.verdict is Verdict.UNSTABLE
+        else "Judge both runs with degarble check: it says which of them is wrong, and why."
+    )
+    findings = tuple(
+        Finding(f"{line.component} returns other values for equal inputs", remedy, _origin(line))
+        for line in compared.origins[:_SHOWN]
+    )
+    subject = Subject("comparison", "Two captures", key)
+    return Page(subject, provenance, compared.verdict, compared.sentence, findings, ())

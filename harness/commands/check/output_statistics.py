@@ -1,0 +1,285 @@
+"""A close look at every judged output, taken while its tensors are at hand.
+
+Owns what is kept of them: sums along positions, heads, experts and tiles, a histogram of distances,
+the worst element with its codes. A few numbers an output stay, whatever the size of the run; what
+has no numbers (chosen rows, packed codes) is compared code by code.
+
+Refuses nothing. Kept honest by suites/commands/check/test_output_statistics.py.
+Shape letters: R rows, W columns, N all elements, E experts, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from degarble.harness.engine.compare.definition import values_of_any
+from degarble.harness.engine.localise.output_forms import aligned, wrong_forms
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of
+from degarble.harness.formats.ulps import value_ulp_distance
+from degarble.harness.report.replay_panel import (
+    Along,
+    CloseLook,
+    Histogram,
+    PlaceJudged,
+    WorstElement,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.judging import Judged
+    from degarble.harness.engine.compare.comparison import Sums
+    from degarble.harness.engine.localise.replay import Batch, Replay
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.config.config import Config
+
+# Upper ends of the bins of distances; beyond the last one stands everything else.
+_BINS = (0, 1, 2, 4, 8, 16, 64, 256, 4096)
+_MOST = 192  # values of a profile; more are joined
+_LEVELS = 10  # levels that are listed
+_AXES = {"attn.hc_post": "stream", "ffn.hc_post": "stream", "ffn.experts": "slot"}
+
+
+@dataclass
+class _Sums:
+    """Squares of the difference and of the twin, by label."""
+
+    dd: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    tt: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, labels: Tensor, dd: Tensor, tt: Tensor) -> None:
+        for label, d, t in zip(labels.tolist(), dd.tolist(), tt.tolist(), strict=True):
+            self.dd[label] += d
+            self.tt[label] += t
+
+    def along(self, name: str) -> Along | None:
+        """Relative differences in the order of labels; None where there is one label at most."""
+        labels = sorted(self.dd)
+        if len(labels) < 2:
+            return None
+        size = -(-len(labels) // _MOST)
+        groups = [labels[at : at + size] for at in range(0, len(labels), size)]
+        names = [str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups]
+        values = [_relative(sum(self.dd[k] for k in g), sum(self.tt[k] for k in g)) for g in groups]
+        return Along(name, tuple(names), tuple(values))
+
+
+def _relative(dd: float, tt: float) -> float | None:
+    if not dd:
+        return 0.0
+    return math.sqrt(dd / tt) if tt else math.inf
+
+
+@dataclass
+class _Seen:
+    """What is kept of one output."""
+
+    along: dict[str, _Sums] = field(default_factory=lambda: defaultdict(_Sums))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BINS) + 2))
+    unit: str = "ulps"
+    ratio: float = -1.0
+    judged: Judged | None = None
+    worst: WorstElement | None = None
+
+
+class Looker:
+    """Sees every replay; gives a close look of each output afterwards."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._seen: dict[tuple[str, str], _Seen] = {}
+
+    def forget(self, component: str) -> None:
+        """Drop what was seen of a component that is judged again, by another convention."""
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != component}
+
+    def __call__(self, replay: Replay, judged: Mapping[str, Judged]) -> None:
+        """Look at one replay."""
+        if replay.undecided:
+            return
+        outputs, expected = replay.batch.outputs, replay.expected
+        kept = {name: each for name, each in expected.items() if name in outputs}
+        broken = wrong_forms(outputs, kept)
+        sound = {name: each for name, each in kept.items() if name not in broken}
+        pairs = aligned(outputs, sound)
+        for name, each in judged.items():
+            seen = self._seen.setdefault((replay.batch.component.name, name), _Seen())
+            worse = (each.ratio if not math.isnan(each.ratio) else 0.0) > seen.ratio
+            if worse:
+                seen.ratio, seen.judged = each.ratio, each.settled()
+            if name in pairs:
+                self._take(seen, replay.batch, name, pairs[name])
+                if worse:
+                    seen.worst = _worst_of(each, pairs[name])
+
+    def _take(self, seen: _Seen, batch: Batch, name: str, pair: tuple[Tensor, Tensor]) -> None:
+        candidate, twin = (side.detach() for side in pair)
+        if not candidate.numel() or not candidate.ndim:
+            return
+        number = candidate.dtype in FORMAT_OF_DTYPE and candidate.dtype.itemsize > 1
+        if number:
+            distance = value_ulp_distance(candidate, twin)
+            known = candidate.isfinite() & twin.isfinite()
+            c, t = candidate.double(), twin.double()
+            d_N = torch.where(known, c - t, 0.0) ** 2
+            t_N = torch.where(known, t, 0.0) ** 2
+            odd = int((~known & ~(candidate.isnan() & twin.isnan())).sum())
+            distance = distance[known]
+        else:
+            seen.unit = "codes that differ"
+            same = _bytes(candidate) == _bytes(twin)
+            distance = (~same).to(torch.int64)
+            d_N, t_N, odd = (~same).double(), torch.ones(same.shape, dtype=torch.float64), 0
+        _count(seen, distance, odd)
+        for axis, (labels, dd, tt) in self._axes(batch, name, d_N, t_N).items():
+            seen.along[axis].add(labels, dd, tt)
+
+    def _axes(
+        self, batch: Batch, name: str, d_N: Tensor, t_N: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Sums along every axis that has a name here."""
+        found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        count, component = d_N.shape[0], batch.component
+        by_row = d_N.reshape(count, -1).sum(1), t_N.reshape(count, -1).sum(1)
+        tokens = len(batch.position_of) == count and int(batch.position_of.min()) >= 0
+        rows = batch.position_of if tokens else torch.arange(count)
+        found["position" if tokens else "row"] = (rows, *by_row)
+        experts = batch.inputs.get("experts")
+        if experts is not None and d_N.ndim > 2 and d_N.shape[:2] == experts.shape:
+            d_E, t_E = (each.reshape(*experts.shape, -1).sum(-1).flatten() for each in (d_N, t_N))
+            found["expert"] = (experts.flatten(), d_E, t_E)
+        elif d_N.ndim == 3:
+            axis = torch.arange(d_N.shape[1])
+            found[_axis_of(component)] = (axis, d_N.sum((0, 2)), t_N.sum((0, 2)))
+        heads = getattr(self._config, "num_attention_heads", 0)
+        if component.role == "attn.wq_b" and name == "out" and d_N.shape[-1] % heads == 0:
+            d_H, t_H = (each.reshape(-1, heads, each.shape[-1] // heads) for each in (d_N, t_N))
+            found["head"] = (torch.arange(heads), d_H.sum((0, 2)), t_H.sum((0, 2)))
+        return found
+
+    def judged(self, component: str, output: str) -> Judged | None:
+        """What was said of the calls that are furthest off."""
+        seen = self._seen.get((component, output))
+        return None if seen is None else seen.judged
+
+    def look(self, component: str, output: str) -> CloseLook:
+        """What was kept of one output."""
+        seen = self._seen.get((component, output))
+        if seen is None:
+            return CloseLook()
+        judged = seen.judged
+        along = [found for n, sums in seen.along.items() if (found := sums.along(n)) is not None]
+        compared = None if judged is None else judged.comparison
+        tiles = _tiles(judged)
+        gain = bias = None
+        if compared is not None:
+            gain, bias = _finite(float(compared.total.gain)), compared.rounding_bias_sigmas
+        return CloseLook(
+            seen.worst,
+            _places(judged),
+            (*along, tiles) if tiles else tuple(along),
+            _histogram(seen),
+            () if judged is None else judged.derivation,
+            gain,
+            bias,
+        )
+
+
+def _axis_of(component: Component) -> str:
+    role = component.role
+    named = (axis for begin, axis in _AXES.items() if role.startswith(begin))
+    return next(named, "head" if role.startswith("attn.") else "part")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _count(seen: _Seen, distance: Tensor, odd: int) -> None:
+    edges = np.array([*(end + 1 for end in _BINS)])
+    bins = np.searchsorted(edges, distance.flatten().numpy(), side="right")
+    for at, count in enumerate(np.bincount(bins, minlength=len(_BINS) + 1)):
+        seen.counts[at] += int(count)
+    seen.counts[-1] += odd
+
+
+def _histogram(seen: _Seen) -> Histogram | None:
+    if not sum(seen.counts):
+        return None
+    if seen.unit != "ulps":
+        return Histogram(seen.unit, ("equal", "other"), (seen.counts[0], sum(seen.counts[1:])))
+    labels = ["0"]
+    for before, end in pairwise(_BINS):
+        labels.append(str(end) if end == before + 1 else f"{before + 1}-{end}")
+    labels += [f"> {_BINS[-1]}", "not finite"]
+    last = max(at for at, count in enumerate(seen.counts) if count)
+    return Histogram(seen.unit, tuple(labels[: last + 1]), tuple(seen.counts[: last + 1]))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _places(judged: Judged | None) -> tuple[PlaceJudged, ...]:
+    if judged is None:
+        return ()
+    return tuple(
+        PlaceJudged(f.level, ", ".join(map(str, f.place)), f.measured, f.allowed, f.ratio)
+        for f in judged.findings[:_LEVELS]
+    )
+
+
+def _tiles(judged: Judged | None) -> Along | None:
+    """The error map by tiles of the call that is furthest off; one tile is no map."""
+    if judged is None or judged.comparison is None:
+        return None
+    found = judged.comparison.tiles
+    if found.rr.ndim != 2 or found.rr.size < 2:
+        return None
+    tall, wide = judged.comparison.places.tile
+    at = [(r, c) for r in range(found.rr.shape[0]) for c in range(found.rr.shape[1])][:_MOST]
+    labels = tuple(f"{r * tall}, {c * wide}" for r, c in at)
+    return Along(
+        "tile (its first row and column)",
+        labels,
+        tuple(_relative(*_both(found, each)) for each in at),
+    )
+
+
+def _both(sums: Sums, at: tuple[int, int]) -> tuple[float, float]:
+    return float(sums.dd[at]), float(sums.rr[at])
+
+
+def _worst_of(judged: Judged, pair: tuple[Tensor, Tensor]) -> WorstElement | None:
+    """The element that the judgement names, with both codes."""
+    named = next((f for f in judged.findings if f.level == "element" and f.measured), None)
+    candidate, twin = pair
+    if named is None or len(named.place) != 2 or not candidate.ndim:
+        return None
+    width = candidate.shape[-1]
+    row, column = named.place
+    flat = [side.detach().reshape(-1, width) for side in (candidate, twin)]
+    if row >= len(flat[0]) or column >= width:
+        return None
+    cells = [side[row : row + 1, column : column + 1] for side in flat]
+    values = [float(values_of_any(cell).item()) for cell in cells]
+    steps = None
+    if candidate.dtype in FORMAT_OF_DTYPE:
+        digits = 2 * candidate.dtype.itemsize
+        mask = (1 << (8 * candidate.dtype.itemsize)) - 1
+        codes = [f"0x{int(codes_of(cell)) & mask:0{digits}x}" for cell in cells]
+        if all(map(math.isfinite, values)):
+            steps = int(value_ulp_distance(*cells))
+    else:
+        codes = [f"0x{int(cell) & ((1 << 64) - 1):x}" for cell in cells]
+    place = f"row {row}, column {column}"
+    return WorstElement(place, codes[0], codes[1], values[0], values[1], steps)

@@ -1,0 +1,103 @@
+"""What the model said and what its twin says to the same prompts, for the text panel of a check.
+
+Owns which prompts are told (few, and short ones), and how a capture's tokens become prompts and
+texts: its own record of them where it has one, else the steps. The twin continues the very ids that
+the candidate was given, greedily, for as many tokens. Where weights are streamed, nothing is said
+in the twin's place: a token would cost a pass over the disk.
+
+Refuses nothing; what cannot be told is a note. Kept honest by suites/commands/check/test_texts.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.capture.files.types import Phase
+from degarble.harness.chat.tokenizer import Growing, Tokenizer
+from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.report.replay_panel import Said, TextRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.inference.model import OpenModel
+
+PROMPTS = 4  # that are told
+LENGTH = 2048  # tokens of a prompt at most, so that the twin's answer stays cheap
+NEW_TOKENS = 64
+
+
+def texts_of(run: SeenRun, model: OpenModel) -> TextRecord:
+    """Candidate and twin side by side."""
+    spoken = spoken_in(run)
+    notes = []
+    if len(spoken) > PROMPTS:
+        notes.append(f"The first {PROMPTS} of {len(spoken):,} prompts.")
+    short = [pair for pair in spoken[:PROMPTS] if len(pair[0]) <= LENGTH]
+    if len(short) < len(spoken[:PROMPTS]):
+        notes.append(f"Prompts of more than {LENGTH:,} tokens are left out.")
+    checkpoint = model.checkpoint
+    try:
+        vocabulary = model.config.vocab_size
+        tokenizer = Tokenizer.of_checkpoint(checkpoint.root, checkpoint.config, vocabulary)
+    except DegarbleError:
+        tokenizer = None
+        notes.append("The checkpoint has no tokenizer: tokens are told by their numbers.")
+    if model.streamed is not None:
+        notes.append("The weights are streamed, so the twin was not asked what it says.")
+    said = [_said(pair, model, tokenizer) for pair in short]
+    return TextRecord(tuple(said), tuple(notes))
+
+
+def spoken_in(run: SeenRun) -> list[tuple[list[int], list[int]]]:
+    """The prompts of a run and the tokens behind them, sequence by sequence."""
+    stated = run.facts.get("sequences")
+    if isinstance(stated, list):
+        pairs = [_stated(each) for each in stated]
+        return [pair for pair in pairs if pair is not None]
+    prompts: dict[int, list[int]] = {}
+    behind: dict[int, list[int]] = {}
+    for step in run.steps:
+        side = prompts if step.phase is Phase.PREFILL else behind
+        for token, owner in zip(step.tokens, step.sequences, strict=True):
+            side.setdefault(owner, []).append(token)
+    return [(ids, behind.get(owner, [])) for owner, ids in prompts.items()]
+
+
+def _stated(raw: Any) -> tuple[list[int], list[int]] | None:
+    """A capture's own record of one sequence; None where it is none."""
+    if not isinstance(raw, dict):
+        return None
+    sides = raw.get("prompt"), raw.get("new")
+    if not all(isinstance(side, list) and all(type(n) is int for n in side) for side in sides):
+        return None
+    return list(sides[0] or []), list(sides[1] or [])
+
+
+def _said(pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokenizer | None) -> Said:
+    prompt, new = pair
+    voices = [("Candidate", pieces(new, tokenizer))]
+    if model.streamed is None and prompt and new:
+        speech = Speech(list(prompt))
+        limits = Limits(min(len(new), NEW_TOKENS))
+        try:
+            Generation(model.speaker, None, None, limits).run([speech])
+            voices.insert(0, ("Twin", pieces(speech.ids, tokenizer)))
+        except (DegarbleError, RuntimeError, ValueError, IndexError):
+            pass  # ids that the model cannot take: the candidate's words stand alone
+    return Said("".join(pieces(prompt, tokenizer)), tuple(voices))
+
+
+def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    """A piece of text for each token; its number where there are no words."""
+    if tokenizer is None:
+        return tuple(f"{number} " for number in ids)
+    growing = Growing(tokenizer)
+    try:
+        found = [growing.add(number) for number in ids]
+        rest = growing.rest()
+    except (OverflowError, ValueError, TypeError):
+        return tuple(f"{number} " for number in ids)
+    return (*found[:-1], found[-1] + rest) if found else ()

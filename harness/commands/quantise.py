@@ -1,0 +1,115 @@
+"""`degarble quantise` as one run: the job from words, the work over processes, what was written.
+
+Owns the summary, whose counts come from conversion_report.json.
+Nothing is compared here, so no verdict is given: the JSON says null.
+Refuses sources without a config that is known; the job refuses the rest.
+What keeps it honest: suites/commands/test_quantise.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.types import LARGEST_INDEX
+from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
+from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
+from degarble.harness.checkpoint.transform.quantise.job import (
+    QuantiseJob,
+    plan_job,
+    recipe_for,
+    run_job,
+    target_layout,
+)
+from degarble.harness.checkpoint.transform.scale_search import ScaleRule
+from degarble.harness.checkpoint.transform.source import require_model
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.inference.workers import counting
+from degarble.harness.report.number_text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.inference.workers import Listen
+
+_SHOWN = 3  # names in a line; the report has all of them
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What was written. `report` is conversion_report.json."""
+
+    target: Path
+    content: str
+    shards: int
+    report: Mapping[str, Any]
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        told = self.report
+        first = (
+            f"Wrote {told['tensors']:,} tensors, {told['bytes']:,} bytes,"
+            f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
+        )
+        counts = (f"  {count:,} {action}" for action, count in told["counts"].items())
+        flagged = (
+            f"  {len(names):,} flagged: {reason.replace('_', ' ')}"
+            for reason, names in told["flagged"].items()
+            if names
+        )
+        left = [f"  {len(told['left_out']):,} parameters left out"] if told["left_out"] else []
+        if told["unclaimed"]:
+            names = ", ".join(visible(name) for name in told["unclaimed"][:_SHOWN])
+            left.append(
+                f"  {len(told['unclaimed']):,} tensors of the source that no parameter"
+                f" explains were left behind, such as {names}"
+            )
+        return [first, *counts, *left, *flagged, f"Read {REPORT} there for each weight."]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        told = self.report
+        return {
+            "verdict": None,
+            "origins": [],
+            "cosines": [],
+            "target": str(self.target),
+            "content": self.content,
+            "recipe": told["recipe"],
+            "scale_rule": told["scale_rule"],
+            "shards": self.shards,
+            "tensors": told["tensors"],
+            "bytes": told["bytes"],
+            "left_out": len(told["left_out"]),
+            "unclaimed": len(told["unclaimed"]),
+            "counts": told["counts"],
+            "flagged": {reason: len(names) for reason, names in told["flagged"].items()},
+            "report": str(self.target / REPORT),
+        }
+
+
+def job_from(
+    source: Path, recipe: str, scale_rule: str, calibration: Path | None = None
+) -> QuantiseJob:
+    """Make a job from the words of the command line."""
+    records = None if calibration is None else Calibration.load(calibration)
+    with Checkpoint.open(source) as checkpoint:
+        config, _ = require_model(checkpoint, "quantise")
+    layout = target_layout(config, recipe_for(recipe, config))
+    return QuantiseJob(source, layout, ScaleRule(scale_rule), calibration=records)
+
+
+def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
+    """Do the job, or finish one that was interrupted; what a source cannot give is refused."""
+    require_apart(job.source, target)
+    planned = plan_job(job)
+    with listen(planned.plan.data_bytes) as progress:
+        heard = counting(progress, target, planned.plan)
+        manifest = run_job(job, target, workers=workers, progress=heard, planned=planned)
+    report = json.loads(read_small_file(target / REPORT, LARGEST_INDEX))
+    return Quantised(target, manifest.content, len(manifest.shards), report)

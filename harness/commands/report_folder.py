@@ -1,0 +1,67 @@
+"""Where pages are kept: one HTML file and one record per checkpoint, keyed by its manifest hash.
+
+Owns the two file names and the merge: a run that adds one panel keeps the panels of earlier runs of
+the same checkpoint, and a verdict worse than its own. Refuses, before anything is written, a folder
+that cannot be written, a record that cannot be read, and another subject's page.
+What keeps it honest: suites/commands/test_report_folder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import UnreadableFile
+from degarble.harness.base.input_files import read_small_text
+from degarble.harness.report.files import usable_folder, write_text
+from degarble.harness.report.page_json import page_from_json, page_to_json
+from degarble.harness.report.verdict import SEVERITY
+from degarble.reports.page_html import page_html
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.harness.report.page import Page, Panel
+
+LARGEST_RECORD = 256 << 20  # of a page as JSON
+
+
+def write_page(folder: Path, page: Page) -> Path:
+    """Write the page, with the panels that are there already; give the HTML file."""
+    usable_folder("report folder", folder)
+    record = folder / f"{page.subject.key}.json"
+    merged = with_earlier_panels(page, record)
+    html = folder / f"{page.subject.key}.html"
+    write_text(record, page_to_json(merged))
+    write_text(html, page_html(merged))
+    return html
+
+
+def with_earlier_panels(page: Page, record: Path) -> Page:
+    """Add the panels of `record` that `page` does not have; the worst verdict stays on top."""
+    if not record.exists():
+        return page
+    earlier = page_from_json(read_small_text(record, LARGEST_RECORD), str(record))
+    if earlier.subject.manifest_hash != page.subject.manifest_hash:
+        raise UnreadableFile(
+            str(record),
+            earlier.subject.manifest_hash,
+            f"the page of {page.subject.manifest_hash}",
+            "Another subject's page has this name: choose another report folder.",
+        )
+    ours = {panel.kind for panel in page.panels}
+    kept = [panel for panel in earlier.panels if panel.kind not in ours]
+    for panel in kept:
+        page = page.with_panel(panel)
+    worst = max(kept, key=_severity, default=None)
+    if worst is None or worst.verdict is None or _severity(worst) <= _severity(page):
+        return page
+    # Trap: an agreeing run must not cover what an earlier run found elsewhere.
+    sentence = f"{page.sentence} But {worst.kind}, run earlier: {worst.sentence}"
+    replaced = len(kept) < len(earlier.panels)
+    findings = page.findings if replaced else (*page.findings, *earlier.findings)
+    return replace(page, verdict=worst.verdict, sentence=sentence, findings=findings)
+
+
+def _severity(judged: Page | Panel) -> int:
+    return -1 if judged.verdict is None else SEVERITY.index(judged.verdict)

@@ -1,0 +1,1 @@
+"""Derive how far a correct kernel may differ from its twin."""

@@ -1,0 +1,135 @@
+"""What the places of a tensor may differ by: sums over elements that join as places do.
+
+Owns the sums behind the three levels of a place, length, gain and steps, and the bounds that follow
+by Bernstein's inequality: of independent terms with variances v and 0 to c each, the sum exceeds
+its mean by more than sqrt(2 L v) + L c / 3 in one case of 1 / MISTAKEN, L its logarithm.
+Refuses nothing. Kept honest by suites/engine/budget/test_budget.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+MISTAKEN = 1e-12  # probability with which a place of a healthy run may exceed its bound
+WIDTH = 10
+_LOG = math.log(1 / MISTAKEN)
+_SUMS = 7  # of WIDTH; maxima behind them
+
+
+@dataclass(frozen=True, eq=False)
+class Allowances:
+    """Sums and maxima along a last axis of WIDTH.
+
+    squares, squares of squares, gain at most, squares of gain, steps counted, on average, their
+    variance; largest square, largest gain term, most that one step counts. All but the steps
+    counted say what is allowed.
+    """
+
+    stack: Array
+
+    @classmethod
+    def of(
+        cls, sums: Sequence[Array], maxima: Sequence[Array], starts: NDArray[np.int64]
+    ) -> Allowances:
+        """Join elements [m, K] in runs of columns: [m, runs, WIDTH].
+
+        A step varies by its mean at most, and counts 1 at most.
+        """
+        stack = np.ones((sums[0].shape[0], len(starts), WIDTH))
+        for k, term in enumerate(sums):
+            stack[..., k] = np.add.reduceat(term, starts, axis=1)
+        stack[..., _SUMS - 1] = stack[..., _SUMS - 2]
+        for k, term in enumerate(maxima):
+            stack[..., _SUMS + k] = np.maximum.reduceat(term, starts, axis=1)
+        return cls(stack)
+
+    def put(self, at: NDArray[np.int64], into: Array) -> None:
+        """Join what stands here with places of another stack; one place may come twice."""
+        np.add.at(into[..., :_SUMS], at, self.stack[..., :_SUMS])
+        np.maximum.at(into[..., _SUMS:], at, self.stack[..., _SUMS:])
+
+    def folded(self, labels: NDArray[np.int64], count: int) -> Allowances:
+        """Join the places of one label."""
+        kept = labels >= 0
+        out = np.zeros((count, WIDTH))
+        np.add.at(out[:, :_SUMS], labels[kept], self.stack[kept][:, :_SUMS])
+        np.maximum.at(out[:, _SUMS:], labels[kept], self.stack[kept][:, _SUMS:])
+        return Allowances(out)
+
+    def in_runs(self, per: int, axis: int) -> Allowances:
+        """Join every `per` neighbours along an axis."""
+        count = self.stack.shape[axis]
+        if per == 1 or not count:
+            return self
+        starts = np.arange(0, count, per)
+        parts = (
+            joined.reduceat(part, starts, axis=axis)
+            for joined, part in (
+                (np.add, self.stack[..., :_SUMS]),
+                (np.maximum, self.stack[..., _SUMS:]),
+            )
+        )
+        return Allowances(np.concatenate(tuple(parts), axis=-1))
+
+    def joined(self, axis: int = 0) -> Allowances:
+        """Join all that lie along an axis."""
+        sums = self.stack[..., :_SUMS].sum(axis)
+        largest = self.stack[..., _SUMS:].max(axis, initial=0.0)
+        return Allowances(np.concatenate((sums, largest), axis=-1))
+
+    def repeated(self, count: Array | float) -> Allowances:
+        """Let `count` elements err together: their sum varies more, its mean stays. Not steps."""
+        factors = np.ones((*np.shape(count), WIDTH))
+        factors[..., [1, 3, 7, 8]] = np.expand_dims(count, -1)
+        return Allowances(self.stack * factors)
+
+    def shared(self, members: Array, known: int) -> Allowances:
+        """Let places round as `members` do in one sum; lengths and gains leave `known` out.
+
+        Steps count by the mean of the members; of those that are known and no members, by the sum.
+        """
+        made = self.repeated(np.maximum(members / known, 1.0)).stack
+        more = np.maximum(known / members, 1.0)
+        made[..., 4:7] /= members[..., None]
+        made[..., 6] *= more
+        made[..., 9] *= more
+        return Allowances(made)
+
+    @property
+    def length(self) -> Array:
+        """What the length of a place's difference may be."""
+        squares, fourth, largest = (self.stack[..., k] for k in (0, 1, 7))
+        bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
+        allowed: Array = np.sqrt(bound)
+        return allowed
+
+    @property
+    def pull(self) -> Array:
+        """What the sum of reference times difference may be."""
+        most, squares, largest = (self.stack[..., k] for k in (2, 3, 8))
+        allowed: Array = most + np.sqrt(2 * _LOG * squares) + _LOG / 3 * largest
+        return allowed
+
+    @property
+    def stepped(self) -> Array:
+        """The steps that were counted."""
+        found: Array = self.stack[..., 4]
+        return found
+
+    @property
+    def steps(self) -> Array:
+        """How many steps there may be: an element's variance is its mean at most."""
+        mean, variance, largest = (self.stack[..., k] for k in (5, 6, 9))
+        allowed: Array = mean + np.sqrt(2 * _LOG * variance) + _LOG / 3 * largest
+        return allowed

@@ -1,0 +1,309 @@
+"""All outputs of a component, judged alike: numbers, codes with their scales, and choices.
+
+Owns the one entry for whoever replays a call:
+`judge_outputs(Call.of(twin, component, inputs), outputs)`.
+Numbers are judged by their budget, codes and scales by budget_codes, chosen rows and experts by
+budget_choices. What has no derivation is UNDECIDED by name; it never passes for healthy. An output
+that is missing, or has another shape, differs beyond every budget.
+
+Refuses nothing that a candidate may put out. Kept honest by suites/engine/budget/test_judging.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import Undecided
+from degarble.harness.engine.budget.budget import Finding, judge
+from degarble.harness.engine.budget.choices import experts_chosen, rows_chosen, weights_budget
+from degarble.harness.engine.budget.codes import format_of, is_coded, judge_codes, values_of
+from degarble.harness.engine.budget.roles import budgets_of, has_rule
+from degarble.harness.engine.compare.compare import compare
+from degarble.harness.report.verdict import Verdict
+from degarble.references.linears import CODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import Budget, Judgement
+    from degarble.harness.engine.budget.call import Call
+    from degarble.harness.engine.budget.choices import Chosen
+    from degarble.harness.engine.compare.comparison import Comparison, Places
+
+
+_NO_RULE = "its role has no derivation of rounding errors"
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Legal differences of a choice or of codes, reported apart: how many of how many, and where.
+
+    `rows` are the tokens (or rows) that hold one, at most a few of them.
+    """
+
+    count: int = 0
+    total: int = 0
+    rows: tuple[int, ...] = ()
+    words: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Reasons:
+    """What stands behind a judgement."""
+
+    comparison: Comparison | None = None
+    derivation: tuple[str, ...] = ()
+    allowed_length: float = math.nan
+
+    @classmethod
+    def of(cls, found: Judgement) -> Reasons:
+        """Those of an output of numbers."""
+        return cls(found.comparison, found.budget.derivation, found.allowed_length)
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """One output: the findings (the worst first), what was legal all the same, and the reasons.
+
+    Where candidate and twin are equal the reasons are worked out when somebody asks for them.
+    """
+
+    output: str
+    verdict: Verdict
+    findings: tuple[Finding, ...] = ()
+    flips: Flips = Flips()
+    undecided: str = ""  # why nothing is claimed
+    reasons: Callable[[], Reasons] = Reasons
+
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return self.reasons()
+
+    def settled(self) -> Judged:
+        """The same without hold on any tensor: for whoever keeps many."""
+        known = self._reasons
+        return replace(self, reasons=lambda: known)
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Candidate and twin side by side; of codes, what they stand for."""
+        return self._reasons.comparison
+
+    @property
+    def derivation(self) -> tuple[str, ...]:
+        """Where the budget comes from, in words."""
+        return self._reasons.derivation
+
+    @property
+    def allowed_length(self) -> float:
+        """What the length of the whole difference may be; NaN of codes and choices."""
+        return self._reasons.allowed_length
+
+    @property
+    def ratio(self) -> float:
+        """The worst difference in units of budget; NaN where nothing is claimed."""
+        if self.verdict is Verdict.UNDECIDED:
+            return math.nan
+        return self.findings[0].ratio if self.findings else 0.0
+
+    @property
+    def worst(self) -> Finding | None:
+        """The finding that decides."""
+        return self.findings[0] if self.findings else None
+
+
+def judge_outputs(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places] | None = None
+) -> dict[str, Judged]:
+    """Judge what a candidate put out against the twin's outputs on the same inputs."""
+    made = {
+        name: _misshapen(name, outputs.get(name), twin)
+        for name, twin in call.outputs.items()
+        if name not in outputs or outputs[name].shape != twin.shape
+    }
+    named = places or {}
+    if not made and all(_equal(outputs[name], twin) for name, twin in call.outputs.items()):
+        return _all_equal(call, outputs, named)
+    try:
+        found = _found(call, outputs, named, made)
+    except Undecided as reason:
+        found = {
+            name: Judged(name, Verdict.UNDECIDED, undecided=str(reason)) for name in call.outputs
+        }
+    return {name: made.get(name) or found.get(name) or _unjudged(name) for name in call.outputs}
+
+
+def is_joint(call: Call) -> bool:
+    """Tell whether outputs say something only together: codes with scales, a choice."""
+    return is_coded(call) or call.role in _CHOICES
+
+
+def _found(
+    call: Call,
+    outputs: Mapping[str, Tensor],
+    places: Mapping[str, Places],
+    passed_over: Container[str] = (),
+) -> dict[str, Judged]:
+    """Judge by the rules of the role; what belongs together is left out together."""
+    if not is_joint(call):
+        return _numbers(call, outputs, places, passed_over)
+    if passed_over:
+        return {}
+    return _CHOICES.get(call.role, _coded)(call, outputs, places)
+
+
+def _equal(candidate: Tensor, twin: Tensor) -> bool:
+    return candidate.dtype is twin.dtype and torch.equal(candidate, twin)
+
+
+def _all_equal(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
+) -> dict[str, Judged]:
+    """Nothing differs: AGREES, if there is a rule; its reasons are worked out when asked for."""
+    if not has_rule(call):
+        return {name: Judged(name, Verdict.UNDECIDED, undecided=_NO_RULE) for name in call.outputs}
+    late = cache(lambda: _found(call, outputs, places))
+
+    def reasons(name: str) -> Reasons:
+        return late()[name].reasons()
+
+    none = (Finding("element", (0, 0), 0.0, 0.0),)
+    return {
+        name: Judged(name, Verdict.AGREES, none, reasons=partial(reasons, name))
+        for name in call.outputs
+    }
+
+
+def _misshapen(name: str, candidate: Tensor | None, twin: Tensor) -> Judged:
+    found = "missing" if candidate is None else f"{tuple(candidate.shape)}"
+    words = (f"expected extents {tuple(twin.shape)}, found {found}",)
+    return Judged(
+        name,
+        Verdict.DIFFERS,
+        (Finding("shape", (), 1.0, 0.0),),
+        reasons=lambda: Reasons(derivation=words),
+    )
+
+
+def _unjudged(name: str) -> Judged:
+    return Judged(
+        name, Verdict.UNDECIDED, undecided="it belongs to an output of another shape, see there"
+    )
+
+
+def _numbers(
+    call: Call,
+    outputs: Mapping[str, Tensor],
+    places: Mapping[str, Places],
+    passed_over: Container[str],
+) -> dict[str, Judged]:
+    made = {}
+    for name, budget in budgets_of(call).items():
+        if name not in passed_over:
+            pair = outputs[name], call.outputs[name]
+            made[name] = _judged(name, pair, budget, places.get(name))
+    return made
+
+
+def _judged(
+    name: str, pair: tuple[Tensor, Tensor], budget: Budget, places: Places | None
+) -> Judged:
+    candidate, twin = pair
+    if twin.dtype is torch.float64:
+        twin = twin.float()
+    known = twin.isfinite()
+    if not bool(known.all()):  # of the same kind, or a finding: no slack belongs to it
+        slack = torch.where(known, budget.slack.expand(twin.shape), 0.0)
+        budget = replace(budget, slack=slack)
+    if not bool(budget.slack.isfinite().all()):
+        return Judged(name, Verdict.UNDECIDED, undecided="its operands are not finite: no budget")
+    found = judge(candidate, twin, budget, places)
+    return Judged(
+        name,
+        found.verdict,
+        found.findings,
+        reasons=lambda: Reasons.of(found),
+    )
+
+
+def _coded(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
+) -> dict[str, Judged]:
+    """Codes with their scales; the comparison is of the numbers that they stand for."""
+
+    def reasons(name: str, words: tuple[str, ...]) -> Reasons:
+        if name != CODES:
+            return Reasons(derivation=words)
+        form = format_of(call)
+        sides = [values_of(side, form) for side in (outputs, call.outputs)]
+        return Reasons(compare(sides[0], sides[1], places.get(CODES)), words)
+
+    made = {}
+    for name, found in judge_codes(call, outputs).items():
+        flips = Flips(found.legal, found.total, found.rows, "one step, at a rounding boundary")
+        made[name] = Judged(
+            name,
+            Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
+            (found.worst,),
+            flips if found.legal else Flips(),
+            reasons=partial(reasons, name, found.words),
+        )
+    return made
+
+
+def _rows_listed(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
+) -> dict[str, Judged]:
+    found = rows_chosen(call, outputs["out"])
+    return {"out": _chosen("out", call, outputs, found, places)}
+
+
+def _experts_listed(
+    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
+) -> dict[str, Judged]:
+    """Experts, and the weights for the candidate's own ones (the twin's where they are none)."""
+    found = experts_chosen(call, outputs["experts"])
+    own = outputs["experts"]
+    exist = (own >= 0) & (own < call.inputs["logits"].shape[-1])
+    expected, budget = weights_budget(call, own if bool(exist.all()) else call.outputs["experts"])
+    pair = outputs["weights"], expected.to(torch.float32)
+    return {
+        "experts": _chosen("experts", call, outputs, found, places),
+        "weights": _judged("weights", pair, budget, places.get("weights")),
+    }
+
+
+def _chosen(
+    name: str,
+    call: Call,
+    outputs: Mapping[str, Tensor],
+    found: Chosen,
+    places: Mapping[str, Places],
+) -> Judged:
+    count = sum(found.flips.values())
+    words = "another choice among scores within their errors"
+    flips = (
+        Flips(count, call.outputs[name].numel(), tuple(found.flips), words) if count else Flips()
+    )
+    return Judged(
+        name,
+        Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
+        (found.worst,),
+        flips,
+        reasons=lambda: Reasons(
+            compare(outputs[name], call.outputs[name], places.get(name)), found.words
+        ),
+    )
+
+
+_CHOICES: Mapping[str, Callable[..., dict[str, Judged]]] = {
+    "ffn.topk": _experts_listed,
+    "attn.indexer.topk": _rows_listed,
+}

@@ -1,0 +1,412 @@
+"""Which rule derives the budget of which component: one table from roles to derivations.
+
+Owns the table, and the counting of operations behind each function of few operations. A call is
+what a replay has in its hands: the role, inputs, the twin's outputs, weights, and the activation
+format where codes arrive, and the facts of the twin. Roles of one formula stand in RULES; chains
+that go through stored values stand in WHOLE, all outputs at once, and need the facts.
+
+Refuses, as undecided: codes, which judging.judge_outputs judges; the components of the DSpark
+drafter; and calls without facts where the chain needs them. Kept honest by
+suites/engine/budget/test_roles.py and test_judging.py: both families component by component,
+float32 against float64 inside, and every role of every recipe in one of the tables.
+Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of one, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import Undecided
+from degarble.harness.engine.budget import attention, indexer, rotation
+from degarble.harness.engine.budget.bounded_values import Near, exactly, stored
+from degarble.harness.engine.budget.bounded_values import normed as near_normed
+from degarble.harness.engine.budget.budget import Budget
+from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.choices import weights_budget
+from degarble.harness.engine.budget.codes import gated, is_coded
+from degarble.harness.engine.budget.mixing import mixed
+from degarble.harness.engine.budget.pooling import pooled
+from degarble.harness.engine.budget.rules import (
+    LARGE,
+    SCALE_ROUNDINGS,
+    UNDERFLOW,
+    U,
+    ambiguous_bf16,
+    cut_off,
+    exact,
+    few,
+    normed,
+    operand,
+    output_format,
+    stored_between,
+    summed,
+)
+from degarble.harness.engine.budget.tensor_core import FP8_ACTIVATIONS, cut_in_steps
+from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.references.linears import weight_values
+from degarble.references.numerics import DecodedOperands
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.rules import Operand
+    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.weight import Weight
+
+    Rule = Callable[[Call, Tensor], Budget]
+    Whole = Callable[[Call], dict[str, Budget]]
+
+__all__ = ("RULES", "SUMS", "WHOLE", "Call", "budgets_of")
+
+_SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
+_ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
+
+
+def budgets_of(call: Call) -> dict[str, Budget]:
+    """Return the budget of every output of a component."""
+    whole, rule = WHOLE.get(call.role), RULES.get(call.role)
+    if whole is not None and (call.facts is not None or rule is None):
+        return whole(call)
+    if rule is None:
+        raise Undecided(
+            "budget", call.role, "a component whose rounding errors have a derivation",
+            "Judge it by its distance to the BF16 reference, or compare two runs.",
+        )  # fmt: skip
+    return {
+        name: rule(call, out)
+        if out.dtype.is_floating_point
+        else exact(FP32, f"{name} are whole numbers")
+        for name, out in call.outputs.items()
+    }
+
+
+def has_rule(call: Call) -> bool:
+    """Whether the outputs of a role are judged at all: numbers here, codes in budget_codes."""
+    return call.role in WHOLE or call.role in RULES or is_coded(call)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _copied(_call: Call, out: Tensor) -> Budget:
+    return exact(
+        output_format(out), "values are copied, or rounded by a rule that is exact in float32"
+    )
+
+
+def _linear(call: Call, out: Tensor) -> Budget:
+    """One matrix, or several whose outputs stand side by side."""
+    x, loose, weights = operand(_rows(call.x)), call.x_loose, call.weights.values()
+    made = _side_by_side([_product(x, loose, _used(call, w), output_format(out)) for w in weights])
+    if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
+        values = torch.cat([w.values(torch.float32) for w in weights])
+        made = cut_in_steps(made, x.rows, values, call.fraction_bits)
+    made = replace(made, slack=made.slack.reshape(out.shape))
+    if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
+        return made
+    (weight,) = call.weights.values()
+    return _over_ranks(
+        made, _rows(call.x), weight.values(torch.float32), call.ranks, on_the_way=True
+    )
+
+
+def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
+    """Every rank stores its term; `on_the_way`: a sum is stored behind each further one as well."""
+    terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
+    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(made.slack.shape)
+    if on_the_way:
+        return stored_between(made, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
+    return stored_between(made, amplitude, 0.5, f"terms of {ranks} ranks")
+
+
+class _Matrix(NamedTuple):
+    """A weight as it is multiplied, and how far each number may be off where it was rounded."""
+
+    value: Tensor
+    loose: Tensor | None = None
+
+    def chunks(self, count: int) -> list[_Matrix]:
+        """Cut it by rows."""
+        loose = [None] * count if self.loose is None else self.loose.chunk(count)
+        return [_Matrix(*each) for each in zip(self.value.chunk(count), loose, strict=True)]
+
+
+def _used(call: Call, weight: Weight) -> _Matrix:
+    if call.operands is DecodedOperands.EXACT or not weight.is_quantised:
+        return _Matrix(_matrix(weight))
+    assert call.facts is not None, "without facts operands are exact"
+    loose = ambiguous_bf16(weight.values(torch.float32)).float()
+    return _Matrix(weight_values(weight, torch.float32, call.facts.numerics), loose)
+
+
+def _product(x: Operand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat) -> Budget:
+    """One matrix; where decoded numbers were rounded to BF16, near a boundary either neighbour."""
+    made = summed(x, w.value, output)
+    if w.loose is not None:
+        made = replace(made, slack=made.slack + x.rows.abs() @ w.loose.T)
+    if x_loose is not None:
+        made = replace(made, slack=made.slack + x_loose @ w.value.float().abs().T)
+    return made
+
+
+def _matrix(weight: Weight) -> Tensor:
+    """The numbers of a matrix; a large plain one as it is stored, to be widened by pieces."""
+    value = weight.value
+    if value is not None and value.numel() > LARGE:
+        return value
+    return weight.values(torch.float32)
+
+
+def _projected(call: Call, out: Tensor) -> Budget:
+    """One matrix of several with outputs of their own: latent and gate."""
+    name = next(n for n, each in call.outputs.items() if each is out)
+    part = {"latent": "wkv", "gate": "wgate"}[name]
+    (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
+    kept = output_format(out)
+    if call.facts is not None and call.facts.numerics.switches.pooling_in_storage_dtype:
+        kept = BF16  # values of BF16 in a wider tensor
+    return _product(operand(_rows(call.x)), call.x_loose, _used(call, weight), kept)
+
+
+def _grouped(call: Call, out: Tensor) -> Budget:
+    """One matrix a group of heads."""
+    (weight,) = call.weights.values()
+    used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
+    w, groups = used.value, x.shape[1] // used.value.shape[1]
+    x_loose = [None] * groups if loose is None else loose.chunk(groups, 1)
+    made = [
+        _product(operand(a), b, c, output_format(out))
+        for a, b, c in zip(x.chunk(groups, 1), x_loose, used.chunks(groups), strict=True)
+    ]
+    if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
+        parts = zip(made, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+        made = [cut_in_steps(each, a, b, call.fraction_bits) for each, a, b in parts]
+    return _side_by_side(made)
+
+
+def _side_by_side(made: Sequence[Budget]) -> Budget:
+    """Several products whose outputs stand beside each other; the first one's words."""
+    if len(made) == 1:
+        return made[0]
+    slack = torch.cat([each.slack for each in made], dim=1)
+    return replace(made[0], slack=slack, repeats=_most(made))
+
+
+def _most(made: Sequence[Budget]) -> tuple[int, int]:
+    """The largest repeats of several parts."""
+    return max(each.repeats[0] for each in made), max(each.repeats[1] for each in made)
+
+
+def _routed(call: Call, out: Tensor) -> Budget:
+    """Every slot through the matrices of its own expert."""
+    experts, x = call.inputs["experts"], call.x
+    per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
+    loose = None if call.x_loose is None else call.x_loose.reshape(x.shape)
+    if loose is not None and loose.ndim == 2:
+        loose = loose[:, None].expand(per_slot.shape)
+    parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
+    slack = torch.zeros(*experts.shape, out.shape[-1])
+    made = [exact(output_format(out), "no expert was visited")]
+    for number in experts[experts >= 0].unique().tolist():
+        at = experts == number
+        names = [f"ffn.experts.{number}.{part}" for part in parts]
+        x_own = operand(per_slot[at])
+        x_loose = None if loose is None else loose[at]
+        weights = [_used(call, call.weights[name]) for name in names]
+        made.append(
+            _side_by_side([_product(x_own, x_loose, w, output_format(out)) for w in weights])
+        )
+        if call.ranks > 1 and parts == ("w2",):
+            own = per_slot[at]
+            made[-1] = _over_ranks(made[-1], own, weights[0].value, call.ranks, on_the_way=False)
+        slack[at] = made[-1].slack
+    return replace(made[-1], slack=slack, repeats=_most(made))
+
+
+def _norm(call: Call, out: Tensor) -> Budget:
+    """A norm, or the residual that it passes on."""
+    if out is call.outputs.get("residual"):
+        return few(out.abs(), 1, output_format(out), "sum of input and residual")
+    weight = next((each.values(torch.float32) for each in call.weights.values()), None)
+    numerics = None if call.facts is None else call.facts.numerics
+    if weight is not None and numerics is not None and numerics.norm_stored_before is not None:
+        return _norm_in_steps(call, out, weight)
+    return normed(out, out.shape[-1], output_format(out), additions=1, weight=weight)
+
+
+def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
+    """A norm whose rows are stored in front of the weight."""
+    facts = call.known_facts
+    near = exactly(call.inputs["x"])
+    if "residual" in call.inputs:
+        total = near.value + call.inputs["residual"].double()
+        near = Near(total, U * total.abs())
+        if facts.numerics.switches.residual_rounded_before_norm:
+            near = stored(near, facts.numerics.store)
+    (name,) = call.weights
+    near = near_normed(
+        near, weight.double(), facts.norm_epsilon(name), facts.numerics.norm_stored_before
+    )
+    words = (f"RMS norm of {out.shape[-1]}, stored in front of the weight",)
+    return Budget(output_format(out), near.error.reshape(out.shape), words)
+
+
+def _rotated(call: Call, out: Tensor) -> Budget:
+    """A rotation of pairs keeps their lengths, so the result bounds what was added up."""
+    pairs = out.float().reshape(*out.shape[:-1], -1, 2)
+    length = pairs.square().sum(-1, keepdim=True).sqrt().expand_as(pairs).reshape(out.shape)
+    angle = call.inputs["positions"].float().reshape(-1, *[1] * (out.ndim - 1))
+    count, what = float(_ROTATION_ROUNDINGS), "rotation"
+    if "norm" in call.role:
+        count += out.shape[-1] / 4 + 8
+        what = "norm and rotation"
+    budget = few(length, count, output_format(out), what)
+    turned = replace(
+        budget,
+        slack=budget.slack + 4 * U * angle * length,
+        derivation=(*budget.derivation, "angle = position x frequency: 4 u of the position"),
+    )
+    steps = {"attn.q_head_norm_rope": 3.0, "attn.kv_norm_rope": 1.5}.get(call.role)
+    if steps is None:
+        return turned
+    return stored_between(turned, length, steps, "mean, root and product, or the norm's result")
+
+
+def _gated(call: Call, out: Tensor) -> Budget:
+    """SwiGLU: the exponential's argument is rounded, which errs by |gate| u; its end is cut off."""
+    if call.facts is not None and call.facts.numerics.switches.gate_rounded_before_product:
+        words = ("SiLU, stored in BF16; its product with up",)
+        return Budget(output_format(out), gated(call, shared=True).error, words)
+    gate, up = call.inputs["x"].double().chunk(2, -1)
+    amplitude = out.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
+    made = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")
+    end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
+    return replace(made, slack=made.slack + end)
+
+
+def _combined(call: Call, out: Tensor) -> Budget:
+    """The sum over slots, with weights or without."""
+    x = call.inputs["x"].float().abs()
+    if "weights" in call.inputs:
+        x = torch.maximum(x, x * call.inputs["weights"].float().abs()[..., None])
+    return few(x.sum(1), x.shape[1] + 1, output_format(out), f"sum of {x.shape[1]} slots")
+
+
+def _added(call: Call, out: Tensor) -> Budget:
+    """Two terms; V3.2's drafter sets them side by side."""
+    if call.role == "join" and out.ndim == call.inputs["e"].ndim:
+        return exact(output_format(out), "two rows side by side")
+    amplitude = out.abs().double()
+    for x in call.inputs.values():
+        if x.dtype is torch.float64 and x.shape == out.shape:
+            amplitude = amplitude + x.abs()  # who sums in float32 rounds it first
+    return few(amplitude, 2, output_format(out), "sum of two terms")
+
+
+def _spread(call: Call, out: Tensor) -> Budget:
+    """mHC: one product with the sublayer's output, one with each stream."""
+    x, streams, post, mix = (
+        call.inputs[name].float().abs() for name in ("x", "streams", "post", "mix")
+    )
+    largest = torch.bmm(mix.transpose(1, 2), streams) + post[..., None] * x[:, None]
+    count = 2.0 * (streams.shape[1] + 1)
+    return few(largest, count, output_format(out), "one product a stream, and their sum")
+
+
+def _chosen_weights(_call: Call, out: Tensor) -> Budget:
+    """softplus, root, and the share of the chosen ones."""
+    return few(out.abs(), 2 * out.shape[-1] + 24, output_format(out), "shares of the chosen scores")
+
+
+def _attended(call: Call, out: Tensor) -> Budget:
+    """V4: shares of rows. Each is stored in BF16 beside a peak that kernels choose differently."""
+    if "window" not in call.inputs:
+        return attention.attended(call)["out"]  # V3.2, which needs the facts: refused by name
+    held = ("window", "state_window", "compressed", "state_compressed")
+    rows = [_rows(call.inputs[name].float()) for name in held if name in call.inputs]
+    values = torch.cat(rows).abs()
+    largest = values.amax(0) if len(values) else torch.zeros(out.shape[-1])
+    q = call.inputs["q"].float()
+    length = q.shape[-1]
+    keys = torch.cat(rows).norm(dim=1).max() if len(values) else torch.zeros(())
+    logit = q.norm(dim=-1, keepdim=True) * keys * length**-0.5
+    budget = few(
+        (1 + logit) * largest, length + len(values) + SCALE_ROUNDINGS, output_format(out),
+        "logits, exponentials, sums of rows",
+    )  # fmt: skip
+    return stored_between(budget, largest, 1.0, "shares of rows, in the twin and in the candidate")
+
+
+def _experts_gated(call: Call) -> dict[str, Budget]:
+    """SwiGLU of the routed experts where nothing is quantised."""
+    if is_coded(call):
+        raise Undecided(
+            "budget", call.role, "numbers; codes and scales have no slack of their own",
+            "Judge all outputs together: harness.engine.budget.judging.judge_outputs.",
+        )  # fmt: skip
+    out = call.outputs["out"]
+    words = ("SwiGLU: exponential by its argument, functions within 2 units, products; weight",)
+    return {"out": Budget(output_format(out), gated(call).error, words)}
+
+
+def _weighed(call: Call) -> dict[str, Budget]:
+    """The router: weights for the twin's choice; a candidate's own is judged in judging."""
+    whole = exact(FP32, "experts are whole numbers")
+    return {"experts": whole, "weights": weights_budget(call, call.outputs["experts"])[1]}
+
+
+_LINEARS = (
+    "head e_proj h_proj eh_proj attn.wq_a attn.wq_b attn.wkv attn.wkv_a attn.wkv_b attn.wo"
+    " attn.wo_b attn.indexer.wq_b attn.indexer.wk ffn.gate ffn.shared.w13 ffn.shared.w2 ffn.w13"
+    " ffn.w2"
+)
+# Where tensor parallelism cuts K, and adds up what the ranks put out.
+_SUMMED_OVER_RANKS = frozenset({"attn.wo_b", "attn.wo", "ffn.shared.w2", "ffn.w2"})
+_NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
+_GROUPS: tuple[tuple[str, Rule], ...] = (
+    (_LINEARS, _linear),
+    (_NORMS, _norm),
+    ("attn.compressor.proj attn.indexer.compressor.proj", _projected),
+    ("attn.wo_a", _grouped),
+    ("ffn.experts.w13 ffn.experts.w2", _routed),
+    ("attn.q_head_norm_rope attn.kv_norm_rope attn.inverse_rope attn.rope", _rotated),
+    ("ffn.shared.act ffn.act", _gated),
+    ("ffn.experts.combine", _combined),
+    ("ffn.moe_sum join", _added),
+    ("attn.hc_post ffn.hc_post", _spread),
+    ("ffn.topk", _chosen_weights),
+    ("embed attn.kv_write attn.compressor.write attn.indexer.topk", _copied),
+    ("attn.attend", _attended),
+)
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {role: rule for roles, rule in _GROUPS for role in roles.split()}
+)
+# Sums of products and nothing else: twice the operand is twice the output, and twice its slack.
+SUMS = frozenset(
+    role for role, rule in RULES.items() if rule in (_linear, _projected, _grouped, _routed)
+)
+_WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
+    ("attn.hc_pre ffn.hc_pre hc_head", mixed),
+    ("attn.compressor.pool attn.indexer.compressor.pool", pooled),
+    ("attn.indexer.q attn.indexer.k", indexer.operand_of),
+    ("attn.indexer.weights_proj", indexer.head_weights),
+    ("attn.indexer.scores", indexer.scored),
+    ("attn.attend", attention.attended),
+    ("attn.q_head_norm_rope", rotation.query_heads),
+    ("attn.kv_norm_rope", rotation.latent_row),
+    ("attn.inverse_rope", rotation.turned_back),
+    ("attn.rope", rotation.query_and_key),
+    ("attn.kv_write attn.compressor.write", rotation.cache_rows),
+    ("ffn.experts.act_quant", _experts_gated),
+    ("ffn.topk", _weighed),
+)
+WHOLE: Mapping[str, Whole] = MappingProxyType(
+    {role: rule for roles, rule in _WHOLE_GROUPS for role in roles.split()}
+)

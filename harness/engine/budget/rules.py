@@ -1,0 +1,241 @@
+"""Where slack comes from: one derivation a kind of arithmetic, with the words for the report.
+
+Owns the bounds of an error before the output is rounded, from the operands at hand. u = 2^-24 is
+half a spacing of float32, in which every component accumulates; the twin is exact beside it.
+
+* a sum of K products, in any order in float32 or in the steps of a tensor core. Each addition errs
+  by at most u times its partial sum. In the order of K partial sums are read off the data at
+  CHECKPOINTS places; in an order that is as good as random they are |s| k / K and a bridge of
+  deviation at most |x * w|_2 / 2, which Cauchy bounds by norms of rows: |x|_4 |w|_4 / 2. An aligned
+  step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17 more.
+* a function of few operations: their number times u times the largest intermediate value.
+* a value that is stored on the way: one spacing of the stored format, carried on.
+
+Refuses operands that do not fit each other. Kept honest by suites/engine/budget/test_rules.py:
+float32 in many orders, blocks, the tensor-core model, adversarial rows.
+Shape letters: M rows, K summed, N outputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.engine.budget.budget import Budget
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.report.number_text import number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.formats.types import ElementFormat
+
+U = 2.0**-24
+UNDERFLOW = 2.0**-126  # smaller numbers may become 0: e^x overflows beside them, or is flushed
+CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
+ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
+LARGE = 1 << 25  # elements of a matrix; a larger one is looked at by pieces of its rows
+_AT_ONCE = 1 << 18  # partial sums that are held together; below, calls cost more than sums
+_DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
+SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
+
+
+def output_format(out: Tensor) -> ElementFormat:
+    """The number format of an output; what a twin holds in float64 is judged as float32."""
+    return FORMAT_OF_DTYPE.get(out.dtype, FP32)
+
+
+def cut_off(share: Tensor) -> Tensor:
+    """How far a share near 0 may be off: it becomes 0, or few units of float32's last, 2^-149."""
+    return torch.where(share < 2 * UNDERFLOW, (8 * share).clamp(max=UNDERFLOW), 0.0)
+
+
+def exact(output: ElementFormat, why: str) -> Budget:
+    """Nothing is computed, so nothing may differ."""
+    return Budget(output, torch.zeros(()), (why,))
+
+
+class Operand(NamedTuple):
+    """Rows of one side of a product, with what a bound needs to know of them."""
+
+    rows: Tensor
+    four: Tensor  # the norms |row|_4
+    repeats: int  # rows at most that are equal but for sign and size
+
+
+_KNOWN: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, int]]] = {}
+_MOST_KNOWN = 4096
+
+
+def operand(rows: Tensor) -> Operand:
+    """Look at rows once while their tensor lives unchanged: weights meet many calls."""
+    wide = rows.float()
+    if rows.is_inference():  # no version counter would tell of a change
+        return Operand(wide, _four_norm(wide), _repeats(wide))
+    known = _KNOWN.get(id(rows))
+    if known is None or known[0]() is not rows or known[1] != rows._version:  # noqa: SLF001
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        found = _four_norm(wide), _repeats(wide)
+        known = weakref.ref(rows), rows._version, found  # noqa: SLF001
+        _KNOWN[id(rows)] = known
+    return Operand(wide, *known[2])
+
+
+def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat = BF16) -> Budget:
+    """A matrix product x w^T, with scales before or behind the sum."""
+    shapes = tuple(
+        tuple((side.rows if isinstance(side, Operand) else side).shape) for side in (x_MK, w_NK)
+    )
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
+        raise ShapeMismatch(
+            "operands", shapes, "(M, K) and (N, K)",
+            "Pass the weight as rows of K; join leading extents.",
+        )  # fmt: skip
+    x = x_MK if isinstance(x_MK, Operand) else operand(x_MK)
+    length = x.rows.shape[1]
+    if isinstance(w_NK, Operand) or w_NK.numel() <= LARGE:
+        w = w_NK if isinstance(w_NK, Operand) else operand(w_NK)
+        total, mean = _partial_sums(x.rows, w.rows)
+    else:
+        total, mean, w = _in_pieces(x.rows, w_NK)
+    bridge = x.four[:, None] * w.four[None, :]
+    slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
+    slack = slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
+    repeats = x.repeats, w.repeats
+    middle = float(mean.mean()), float(bridge.mean())
+    return Budget(
+        output,
+        slack,
+        (
+            f"K = {length} additions in float32, u = 2^-24 = {number(U)}",
+            f"partial sums in the order of K: {number(middle[0])} on average",
+            f"in any other order: bridge |x|_4 |w|_4 = {number(middle[1])} on average",
+            f"slack = u (K partial + (K / 2 + {ALIGNED_TERMS}) bridge + {SCALE_ROUNDINGS} |s|)",
+            f"that is {number(float(slack.mean()))} on average",
+            f"equal rows, which round alike: up to {repeats[0]} of x, {repeats[1]} of w",
+            f"and one rounding to {output.name}",
+        ),
+        repeats,
+    )
+
+
+def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
+    """The same of a matrix that is never held in float32 as a whole: a head has 3.7 GB."""
+    sums: list[tuple[Tensor, Tensor]] = []
+    four: list[Tensor] = []
+    digests: list[Tensor] = []
+    for part in w.split(max(1, LARGE // w.shape[1])):
+        wide = part.float()
+        sums.append(_partial_sums(x, wide))
+        four.append(_four_norm(wide))
+        digests.append(_digests(wide))
+    totals, means = zip(*sums, strict=True)
+    operand_of_all = Operand(w, torch.cat(four), _most_alike(torch.cat(digests)))
+    return torch.cat(totals, dim=1), torch.cat(means, dim=1), operand_of_all
+
+
+def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
+    length, elements = x.shape[1], len(x) * len(w)
+    if length % CHECKPOINTS == 0 and elements * CHECKPOINTS <= _AT_ONCE:
+        parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
+        sums = torch.bmm(parts[0], parts[1].transpose(1, 2)).cumsum(0)
+        return sums[-1].clone(), sums.abs_().mean(0)
+    total = torch.zeros(len(x), len(w))
+    partial = torch.zeros_like(total)
+    bounds = [length * part // CHECKPOINTS for part in range(CHECKPOINTS + 1)]
+    for begin, end in pairwise(bounds):
+        total += x[:, begin:end] @ w[:, begin:end].T
+        partial += total.abs()
+    return total, partial / CHECKPOINTS
+
+
+@lru_cache(maxsize=16)
+def _probe(width: int) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(0)).double()
+
+
+def _repeats(rows: Tensor) -> int:
+    """Return how many rows at most are the same but for sign and size: they round alike."""
+    return _most_alike(_digests(rows)) if len(rows) > 1 else 1
+
+
+def _digests(rows: Tensor) -> Tensor:
+    """A number a row that is equal where rows are, but for sign and size; none of empty rows."""
+    wide = rows.double()
+    norms = wide.norm(dim=1)
+    found: Tensor = ((wide @ _probe(rows.shape[1])) / norms)[norms > 0].abs()
+    return found
+
+
+def _most_alike(digests: Tensor) -> int:
+    if not len(digests):
+        return 1
+    found = torch.unique((digests * 2**_DIGEST_BITS).round(), return_counts=True)
+    return int(found[1].max())
+
+
+def _four_norm(rows: Tensor) -> Tensor:
+    """(sum of x^4)^(1/4), scaled so that nothing overflows."""
+    largest = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+    four: Tensor = (rows / largest[:, None]).square().square().sum(1).sqrt().sqrt() * largest
+    return four
+
+
+def ambiguous_bf16(values: Tensor) -> Tensor:
+    """How far the BF16 rounding of a decoded number moves where its float32 product errs by 2 u."""
+    wide = values.double()
+    ends = [(wide * (1 + sign * 2 * U)).to(torch.bfloat16).double() for sign in (1, -1)]
+    return (ends[0] - ends[1]).abs()
+
+
+def few(amplitude: Tensor, roundings: float, output: ElementFormat, what: str) -> Budget:
+    """A function of few operations whose intermediate values stay below `amplitude`."""
+    return Budget(
+        output,
+        amplitude.float() * (roundings * U),
+        (
+            f"{what}: {number(roundings)} roundings in float32",
+            f"each at most u = 2^-24 = {number(U)} of the largest intermediate value",
+            f"and one rounding to {output.name}",
+        ),
+    )
+
+
+def stored_between(budget: Budget, amplitude: Tensor, spacings: float, what: str) -> Budget:
+    """Add values that are stored in BF16 on the way: each may fall on the neighbour."""
+    added = amplitude.float() * (spacings * 2.0**-BF16.mantissa_bits)
+    words = f"{what}: {number(spacings)} spacings of BF16 (2^-7) of what is stored on the way"
+    return Budget(budget.output, budget.slack + added, (*budget.derivation, words))
+
+
+def normed(
+    out: Tensor,
+    width: int,
+    output: ElementFormat,
+    *,
+    additions: int = 0,
+    weight: Tensor | None = None,
+) -> Budget:
+    """An RMS norm over `width` elements: squares add up to one sign, so errors are relative.
+
+    Mean: half of width u, halved again by the root; root, products and weight: 8 more. Where
+    epsilon is all that counts, every row has the same factor, and equal elements round alike.
+    """
+    roundings = width / 4 + 8 + additions
+    made = few(out.abs(), roundings, output, f"RMS norm of {width}")
+    plain = out.float() if weight is None else out.float() / weight.float().where(weight != 0, 1)
+    square = plain.square().mean(-1)
+    alike = int(((square > 0) & (square <= roundings * U)).sum())
+    if alike < 2:
+        return made
+    words = f"rows far below epsilon, which have one factor: {alike}"
+    return replace(made, derivation=(*made.derivation, words), repeats=(alike, 1))

@@ -1,0 +1,407 @@
+"""Statistics of attention's shares: gains, distances to the peak, and the energy of all roundings.
+
+A share that a kernel rounds to BF16 is up to 2^-8 off, but roundings of different shares are
+independent. `ShareStatistics` projects the output's difference from exact attention on directions
+that are known beforehand: the row itself (a gain), and for keys at a like distance below the peak
+what the row gains if these weigh more (an exponential that is off there). Projections are added up
+over rows, weighted by their variance. A sum may differ by
+
+* what float32 does to logits, exponentials and sums, in full;
+* the most that a member of an ensemble of legal kernels makes of it, worked out to the bit: peaks
+  of rows, sinks, tiles in both orders, normalised shares, and PHASES constants in place of a peak.
+  Where shares round alike (equal logits) this is the whole error, and the bound is wide;
+* chance: a rounding error of half length h is sub-Gaussian with variance h^2 / 3, so a weighted sum
+  exceeds sqrt(2 L V) with probability MISTAKEN, L its logarithm. V adds up squares, or the square
+  of a head's sum where its rows round alike.
+
+The energy of all projections has the tail of a quadratic form (Hsu, Kakade, Zhang 2012).
+Shape letters: n tokens, H heads, R rows, C width of value rows, L width of the output, B
+directions, K members of the ensemble.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from degarble.harness.engine.budget.allowances import MISTAKEN
+from degarble.harness.engine.budget.budget import HEADROOM, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.bounded_values import Near
+
+BINS = 8  # of an octave, by which distances to the peak are told apart
+OCTAVES = ((0.0, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 8.0))  # below the peak
+WAVES = ("sine", "cosine")  # of the distance: an exponential's error repeats with every octave
+DIRECTIONS = 2 + BINS + len(OCTAVES) + len(WAVES)
+PHASES = 8  # of an octave, in which a constant lies that stands for every peak
+TILES = (16, 64, 128)  # keys that share one running peak
+HALF = 2.0**-8  # of the spacing of a BF16 number between 1 and 2
+_MANTISSAS = 0.375 / math.log(2.0)  # mean of 1 / m^2, m between 1 and 2 as likely as 1 / m
+_ON_PEAK = 2.0**-7  # octaves
+_SHIFTS = (0.0, 2.0**-11, -(2.0**-11), 3 * 2.0**-11)  # of outputs, to see which round alike
+_UNEXPLAINED = 1e-4  # of the energy that a way explains: one percent of its length
+_LOG = math.log(1 / MISTAKEN)
+_FLOOR = -100.0  # octaves below the peak: less than any sum can show
+_AT_MOST = 1 << 24  # numbers of directions that are kept
+_SHARES = 1 << 22  # shares that are looked at
+_AT_ONCE = 1 << 17  # of them
+
+
+class Weighed(NamedTuple):
+    """Shares of some tokens [n, H, R], normalised, their rows, and what rounds after them.
+
+    `error` of a share is what float32 may do to it, alike for all. Logits and sinks are in octaves.
+    `expand` takes a row of C to the output's L [H, L, C]; None where rows have the output's width.
+    """
+
+    share: Near
+    chance: Tensor  # [n, H, R], or 0: deviation of a logit's error that is its own
+    logit: Tensor  # -inf where a token does not see a row
+    sink: Tensor | None  # [H]
+    values: Tensor  # [R, C], or [H, R, C]
+    rounded: bool  # shares may be rounded to BF16, next to a peak of the kernel's choice
+    expand: Tensor | None = None
+
+    def part(self, tokens: slice) -> Weighed:
+        """Return some of the tokens."""
+        share = type(self.share)(self.share.value[tokens], self.share.error[tokens])
+        chance = self.chance[tokens] if self.chance.ndim else self.chance
+        return self._replace(share=share, chance=chance, logit=self.logit[tokens])
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What is known of sampled rows, by direction, token and head [B, n, H]."""
+
+    tokens: Tensor  # [n]
+    centre: Tensor  # exact attention [n, H, L]
+    directions: Tensor  # [B, n, H, L]
+    members: Tensor  # [B, K, n, H]
+    stored: Tensor  # [B, 2, S, n, H]: what roundings of mixed rows and of the output add
+    small: Tensor
+    variance: Tensor  # of chance, on average
+    proxy: Tensor  # the same, for its tail
+    covariance: Tensor  # of the tail [B, B, n, H]
+
+    @cached_property
+    def signal(self) -> Tensor:
+        """Squared lengths of directions."""
+        return self.directions.double().square().sum(-1)
+
+
+@dataclass(eq=False)
+class ShareStatistics:
+    """Laws of an attention's output over an even sample of its tokens."""
+
+    tokens: int
+    heads: int
+    _parts: list[tuple[Tensor, Callable[[], Weighed]]] = field(default_factory=list)
+    _joined: _Rows | None = None
+
+    def sample(self, width: int, rows: int) -> Tensor:
+        """Mark the tokens that are looked at: all, where that is not too much."""
+        kept = torch.zeros(self.tokens, dtype=torch.bool)
+        if self.tokens and self.heads and width:
+            most = min(_AT_MOST // (DIRECTIONS * width), _SHARES // max(1, rows)) // self.heads
+            count = min(max(1, most), self.tokens)
+            kept[torch.linspace(0, self.tokens - 1, count).round().long()] = True
+        return kept
+
+    def add(self, tokens: Tensor, weighed: Callable[[], Weighed]) -> None:
+        """Take shares to look at, once a difference is judged; `tokens` are their numbers [n].
+
+        Most of those who ask for a budget want its slack alone, and this is most of its work.
+        """
+        self._parts.append((tokens, weighed))
+
+    def findings(self, candidate: Tensor, twin: Tensor) -> list[Finding]:
+        """Judge a candidate; next to the twin where that is not the one of these inputs."""
+        if not self._parts:
+            return []
+        if self._joined is None:
+            self._joined = _join([rows for part in self._parts for rows in _looked_at(*part)])
+        rows = self._joined
+        own, twins = (
+            _Sums.of(rows, side.reshape(self.tokens, self.heads, -1)[rows.tokens])
+            for side in (candidate, twin)
+        )
+        # A way that diagnosing tries changes the twin; then both sides have roundings of their own.
+        if max((each.ratio for each in twins.findings()), default=0.0) <= HEADROOM:
+            return list(own.findings())
+        return list(own.less(twins).findings())
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Say what is asked of how many tokens."""
+        seen = sum(len(tokens) for tokens, _ in self._parts)
+        first = f"gains and weights of keys: sums over {seen} of {self.tokens} tokens"
+        return (first, "roundings of shares there: by chance, in full where they are alike")
+
+
+def _join(parts: Sequence[_Rows]) -> _Rows:
+    axes = {"tokens": 0, "centre": 0, "directions": 1, "members": 2, "stored": 3, "covariance": 2}
+    names = ("small", "variance", "proxy", *axes)
+    return _Rows(
+        **{
+            name: torch.cat([getattr(each, name) for each in parts], dim=axes.get(name, 1))
+            for name in names
+        }
+    )
+
+
+def _looked_at(tokens: Tensor, made: Callable[[], Weighed]) -> Iterator[_Rows]:
+    weighed = made()
+    _, heads, rows = weighed.share.value.shape
+    step = max(1, _AT_ONCE // max(1, heads * rows))
+    for begin in range(0, len(tokens), step):
+        part = slice(begin, begin + step)
+        yield _rows_of(tokens[part], weighed.part(part))
+
+
+def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
+    share, below = given.share.value, _below(given.logit)
+    own = _summed(share, given.values)
+    out = _expanded(own, given.expand)
+    picked = torch.stack(list(_bins(below, share))).float()  # [B - 1, n, H, R]
+    moved = _expanded(_summed(picked, given.values.float()), given.expand)
+    moved = moved - picked.sum(-1, keepdim=True) * out.float()
+    # A gain moves no weight: what lies along the row itself is the first direction's alone.
+    energy = out.float().square().sum(-1, keepdim=True).clamp(min=1e-30)
+    moved = moved - (moved * out.float()).sum(-1, keepdim=True) / energy * out.float()
+    directions = torch.cat((out.float()[None], moved))
+    back = directions
+    if given.expand is not None:
+        back = torch.einsum("bnhl,hlc->bnhc", directions, given.expand.float())
+    turned = given.values.float().transpose(-1, -2)
+    reach = _summed(back, turned)  # how far a share reaches in a direction [B, n, H, R]
+    pulls = share.float() * reach
+    level = (directions * out.float()).sum(-1)  # the same of all shares together
+    members = list(_of_members(pulls, level, below, given))
+    half = HALF**2 / 3 if given.rounded else 0.0
+    freed = pulls - share.float() * level[..., None]
+    proxy = torch.maximum(pulls.square().sum(-1), freed.square().sum(-1)).double() * half
+    covariance = torch.einsum("bnhr,cnhr->bcnh", pulls, pulls).double() * half
+    own_error = freed * given.chance.float()
+    chance, stored = proxy * _MANTISSAS + own_error.square().sum(-1), []
+    proxy = proxy + own_error.square().sum(-1)
+    for value, direction in ((out, directions), (own, back))[: 1 + (given.expand is not None)]:
+        half_step = _half_step(value)
+        reached = direction.double() * half_step
+        added = reached.square().sum(-1) / 3
+        chance, proxy = chance + added, proxy + added
+        covariance = covariance + torch.einsum("bnhl,cnhl->bcnh", reached, reached) / 3
+        stored.append(_stored(value, direction))
+    if len(stored) == 1:
+        stored.append(torch.zeros_like(stored[0]))
+    small = torch.einsum("bnhr,nhr->bnh", reach.abs().double(), given.share.error)
+    return _Rows(
+        tokens, out, directions, torch.stack(members, 1), torch.stack(stored, 1), small, chance,
+        proxy, covariance,
+    )  # fmt: skip
+
+
+def _summed(share: Tensor, values: Tensor) -> Tensor:
+    """Sum rows [..., n, H, R] x [R, C], or [H, R, C]."""
+    if values.ndim == 2:
+        return torch.matmul(share, values)
+    return torch.matmul(share.transpose(-3, -2), values).transpose(-3, -2)
+
+
+def _expanded(rows: Tensor, expand: Tensor | None) -> Tensor:
+    if expand is None:
+        return rows
+    return torch.einsum("...hc,hlc->...hl", rows, expand.to(rows.dtype))
+
+
+def _below(logit: Tensor) -> Tensor:
+    """Return the distance to the largest logit of a row, in octaves."""
+    top = logit.amax(-1, keepdim=True) if logit.shape[-1] else logit.sum(-1, keepdim=True)
+    return (top.clamp(min=-1e30) - logit).clamp(min=0.0, max=-_FLOOR)
+
+
+def _bins(below: Tensor, share: Tensor) -> Iterator[Tensor]:
+    """Yield the shares of keys on the peak, of parts of an octave, and of octaves."""
+    on_peak = below < _ON_PEAK
+    yield share * on_peak
+    part = ((below % 1.0) * BINS).floor()
+    for number in range(BINS):
+        yield share * ((part == number) & ~on_peak)
+    for low, high in OCTAVES:
+        yield share * ((below >= low) & (below < high) & ~on_peak)
+    angle = 2 * math.pi * below
+    yield share * angle.sin()
+    yield share * angle.cos()
+
+
+def _of_members(pulls: Tensor, level: Tensor, below: Tensor, given: Weighed) -> Iterator[Tensor]:
+    """Yield what each member of the ensemble adds [B, n, H]; the first rounds nothing."""
+    yield torch.zeros_like(level).double()
+    if not given.rounded:
+        return
+    share = given.share.value
+    for offset in _offsets(below, given):
+        error = _rounded(offset - below).float()
+        one = torch.einsum("bnhr,nhr->bnh", pulls, error).double()
+        yield one
+        # Who divides by the sum of rounded shares has their mean error taken out.
+        yield one - (share * error).sum(-1) * level.double()
+
+
+def _offsets(below: Tensor, given: Weighed) -> Iterator[Tensor]:
+    """Yield the octaves that peaks of the ensemble lie below the row's own, of each share."""
+    none = torch.zeros(*below.shape[:2], 1, dtype=below.dtype)
+    yield none
+    top = none
+    largest = none
+    if given.logit.shape[-1]:
+        top = given.logit.amax(-1, keepdim=True).clamp(min=-1e30)
+        largest = given.share.value.amax(-1, keepdim=True)
+    yield largest.clamp(min=2.0**_FLOOR).log2()
+    sink = top if given.sink is None else given.sink[:, None]
+    yield (top - sink).clamp(min=_FLOOR, max=0.0)
+    # Trap: sequences of one call have rows of their own number, and as many members all the same.
+    for tile in TILES:
+        yield _running(below, tile)
+        yield _running(below.flip(-1), tile).flip(-1)
+    for phase in range(PHASES):
+        yield (top % 1.0) + phase / PHASES
+
+
+def _running(below: Tensor, tile: int) -> Tensor:
+    """Return how far the peak of a share's tile, and of those before it, lies below the row's."""
+    count = below.shape[-1]
+    if not count:
+        return below
+    padded = torch.nn.functional.pad(below, (0, -count % tile), value=-_FLOOR)
+    peaks = padded.unflatten(-1, (-1, tile)).amin(-1).cummin(-1).values
+    of_keys: Tensor = peaks.repeat_interleave(tile, -1)[..., :count]
+    return of_keys
+
+
+def _rounded(octaves: Tensor) -> Tensor:
+    """Return the relative error of 2^octaves in BF16."""
+    value = torch.exp2(octaves.clamp(min=_FLOOR))
+    # Half a spacing is exact in float64; 2^x is there as well as float32 would have it.
+    error: Tensor = value.bfloat16().double() / value - 1.0
+    return error
+
+
+def _half_step(value: Tensor) -> Tensor:
+    exponent = torch.frexp(value).exponent - 1
+    step = torch.ldexp(torch.full_like(value, HALF), exponent)
+    return torch.where(value != 0, step, 0.0)
+
+
+def _stored(value: Tensor, direction: Tensor) -> Tensor:
+    """Return what the roundings of a stored value add, at shifts by less than a spacing."""
+    shifted = [value * (1.0 + shift) for shift in _SHIFTS]
+    errors = [moved.bfloat16().double() - moved for moved in shifted]
+    made = []
+    for each in direction:  # one by one: products of all directions together leave every cache
+        towards = each.double()
+        made.append(torch.stack([(error * towards).sum(-1) for error in errors]))
+    return torch.stack(made)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Projections of one difference [B, n, H], of as many sides with roundings of their own."""
+
+    rows: _Rows
+    along: Tensor
+    known: Tensor  # [n, H]: both sides are finite
+    sides: int = 1
+    explained: Tensor | None = None  # what a tried way makes of the twin, as `along`
+
+    @classmethod
+    def of(cls, rows: _Rows, output: Tensor) -> _Sums:
+        """Project what an output [n, H, L] is off exact attention."""
+        off = output.double() - rows.centre
+        known = off.isfinite().all(-1)
+        off = torch.where(known[..., None], off, 0.0)
+        return cls(rows, (off * rows.directions).sum(-1), known)
+
+    def less(self, other: _Sums) -> _Sums:
+        """Return the difference of two outputs."""
+        known = self.known & other.known
+        return _Sums(self.rows, self.along - other.along, known, 2, other.along)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield each law's measure."""
+        rows, signal = self.rows, self.rows.signal
+        usable = self.known & (rows.variance > 0) & (signal > 0)
+        weight = torch.where(usable, signal / rows.variance.clamp(min=1e-300), 0.0)
+        laws = [self._law(number, weight[number], None) for number in range(len(signal))]
+        laws += [
+            self._law(0, weight[0, :, head : head + 1], head) for head in range(signal.shape[-1])
+        ]
+        yield from laws
+        if all(each.ratio <= 1 for each in laws):  # else these say more
+            yield self._energy(usable)
+
+    def _law(self, number: int, weight: Tensor, head: int | None) -> Finding:
+        rows = self.rows
+        at = slice(None) if head is None else slice(head, head + 1)
+        place = () if head is None else (head,)
+        level = _name(number, head)
+        scale = float((weight * rows.signal[number][:, at]).sum())
+        if not scale:
+            return Finding(level, place, 0.0, 0.0)
+        heads = (weight * rows.members[number][..., at]).sum(1)  # [K, H]
+        alike = heads.square().mean(0)
+        chance = torch.maximum((weight.square() * rows.proxy[number][:, at]).sum(0), alike).sum()
+        stored = (weight * rows.stored[number][..., at]).sum((-1, -2)).abs().amax(-1).sum()
+        most = heads.sum(-1).abs().max() + stored + (weight * rows.small[number][:, at]).sum()
+        allowed = float(most + torch.sqrt(2 * _LOG * chance)) * self.sides
+        measured = abs(float((weight * self.along[number][:, at]).sum()))
+        return Finding(level, place, measured / scale, allowed / scale / HEADROOM)
+
+    def _energy(self, usable: Tensor) -> Finding:
+        rows, level = self.rows, "energy of shares' errors"
+        unit = torch.where(usable, 1 / rows.variance.clamp(min=1e-300), 0.0)
+        total = float((unit * self.along.square()).sum())
+        squares = (unit[:, None] * rows.members.square()).sum((0, 2, 3))
+        mean = float(squares.max()) * self.sides
+        shifted = (unit[:, None, None] * rows.stored.square()).sum((0, 3, 4)).amax(-1).sum()
+        mean += float(shifted) * self.sides
+        root = unit.sqrt()
+        tail = rows.covariance * root[:, None] * root[None]
+        # Rows of alike shares are off together, by as much as their members show.
+        clumped = (rows.members.square().mean(1) / rows.proxy.clamp(min=1e-300)).amax(0)
+        tail = tail * clumped.clamp(min=1.0) * self.sides
+        by_row = tail.square().sum((0, 1))
+        chance = 2 * math.sqrt(_LOG * float(by_row.sum()))
+        chance += 2 * _LOG * math.sqrt(float(by_row.max()))
+        common = math.sqrt(float((unit * rows.small.square()).sum())) * self.sides
+        most = (math.sqrt(mean + chance) + common) ** 2
+        if self.explained is not None:
+            # A way may weigh other keys than the statistics know, with roundings of their own.
+            most = max(most, _UNEXPLAINED * float((unit * self.explained.square()).sum()))
+        if not mean:
+            return Finding(level, (), 0.0, 0.0)
+        over = max(0.0, total - mean)
+        return Finding(level, (), over / mean, (most - mean) / mean / HEADROOM)
+
+
+def _name(number: int, head: int | None) -> str:
+    if number == 0:
+        return "gain of all heads" if head is None else "gain of head"
+    if number == 1:
+        return "weight of keys on the peak"
+    if number <= 1 + BINS:
+        low, high = (number - 2) / BINS, (number - 1) / BINS
+        return f"weight of keys whole octaves and {low:g} to {high:g} below the peak"
+    number -= 2 + BINS
+    if number >= len(OCTAVES):
+        return f"weight of keys by the {WAVES[number - len(OCTAVES)]} of their distance to the peak"
+    low, high = OCTAVES[number]
+    return f"weight of keys {low:g} to {high:g} octaves below the peak"

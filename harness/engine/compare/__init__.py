@@ -1,0 +1,1 @@
+"""Compare two tensors in one pass."""

@@ -1,0 +1,307 @@
+"""Learn from a run by which conventions it computes, where nobody declared them.
+
+A value that is not the one assumed is learned only if it explains discrepancies and fits all
+witnesses: every component that it concerns and that agrees with its twin under some value has to
+agree under this one, and be clearly nearer to its twin: a wider budget alone explains nothing. A
+component that disagrees under every value is sick and no witness; it stays a finding, and sick
+components have to be the minority. A component that agrees under both values leans to the one whose
+twin is clearly nearer: leaning to the assumed value is a veto. Most conventions need two witnesses:
+one component alone that departs from the rest of its model is a finding, never a convention. What
+was recorded without its tensors cannot testify, so nothing is learned of its role.
+
+Conventions that share a component are learned together. Each role that differs proposes the values
+that cure it; then every role is judged under the union of what roles propose. So a role whose
+numbers one convention does not change (weights that are not quantised, under decoded operands)
+follows the other roles' values, and one that needs two conventions gets both.
+
+The search knows neither twins nor tensors: it is given components, roles, and one question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.engine.conventions.registry import (
+    CONTRADICTED,
+    DECLARED,
+    LEARNED,
+    REGISTRY,
+    ConventionUsed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from degarble.harness.engine.conventions.registry import Convention
+    from degarble.references.numerics import Numerics
+
+    Values = Mapping[str, Any]  # by the convention's name
+
+LEANS = 2.0  # times the squared distance to the twin that a component is nearer to
+_CHANGED = 3  # conventions of one role whose values are changed together, at most
+_ASKED_FIRST = 4  # components that differ; where none of them agrees, the others are not asked
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A value that is not the assumed one, and the components that tell the two apart."""
+
+    name: str
+    value: Any
+    witnesses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How one component stands to its twin: judged and found right, or not, and how far off.
+
+    `distance` is the squared length of the difference over all calls.
+    """
+
+    agrees: bool
+    differs: bool
+    distance: float
+
+
+@dataclass
+class Evidence:
+    """What is known of a run: the role of each component, and how it fits under some values.
+
+    `unknown` components were not recorded with their tensors.
+    """
+
+    roles: Mapping[str, str]
+    fit: Callable[[str, Values], Fit]
+    assumed: Values
+    unknown: frozenset[str] = frozenset()
+    _known: dict[tuple[str, tuple[tuple[str, Any], ...]], Fit] = field(default_factory=dict)
+
+    def of(self, component: str, values: Values) -> Fit:
+        """Answer once how a component fits."""
+        key = component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
+        if key not in self._known:
+            self._known[key] = self.fit(component, values)
+        return self._known[key]
+
+    def differs(self, component: str) -> bool:
+        """Whether it differs from its twin under the assumed values."""
+        return self.of(component, {}).differs
+
+    def allows(self, component: str, values: Values) -> bool:
+        """Whether it agrees under other values, and does not lean to the assumed ones."""
+        other, own = self.of(component, values), self.of(component, {})
+        return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
+
+    def supports(
+        self, component: str, values: Values, without: Values = MappingProxyType({})
+    ) -> bool:
+        """Whether it agrees under these values, and is clearly nearer to that twin than without.
+
+        A budget is not enough: where that of another value is wider, it would cover a gain as well.
+        """
+        other, own = self.of(component, values), self.of(component, without)
+        leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
+        return other.agrees and leans * other.distance < own.distance
+
+    def components(self, role: str) -> list[str]:
+        """Return the components of a role, in the order of the run."""
+        return [name for name, own in self.roles.items() if own == role]
+
+
+def learn(
+    conventions: Sequence[Convention], evidence: Evidence, declared: Iterable[str] = ()
+) -> tuple[Learned, ...]:
+    """Return the values that a run shows, those of `declared` conventions only if no other do."""
+    found: list[Learned] = []
+    for group in _groups(conventions, evidence):
+        found += _Search(group, evidence, frozenset(declared)).learned()
+    return tuple(found)
+
+
+def assumed_conventions(numerics: Numerics, family: str) -> dict[str, Any]:
+    """Return every convention's value by which a twin computes."""
+    return {name: each.assumed(numerics, family) for name, each in REGISTRY.items()}
+
+
+def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUsed, ...]:
+    """Say which conventions a run follows: declared ones, contradicted ones, and learned ones.
+
+    What was declared is never replaced: where the numbers fit another value, that is a finding.
+    """
+    found = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
+    used = [
+        ConventionUsed(e.name, e.value, LEARNED, REGISTRY[e.name].words(e.value), len(e.witnesses))
+        for e in found
+        if e.name not in declared
+    ]
+    against = {e.name: (e.value, len(e.witnesses)) for e in found if e.name in declared}
+    for name, value in declared.items():
+        words = REGISTRY[name].words(value)
+        if name in against:
+            fits, count = against[name]
+            used.append(ConventionUsed(name, value, CONTRADICTED, words, count, fits))
+        else:
+            used.append(ConventionUsed(name, value, DECLARED, words))
+    return tuple(used)
+
+
+def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[Convention]]:
+    """Put conventions together that have a role in common, where each concerns one that differs."""
+    present = frozenset(evidence.roles.values())
+    odd = {role for name, role in evidence.roles.items() if evidence.differs(name)}
+    groups: list[list[Convention]] = []
+    for convention in conventions:
+        if not convention.roles & odd or _lonely(convention, evidence):
+            continue
+        here = convention.roles & present
+        near = [group for group in groups if any(here & other.roles for other in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*(each for group in near for each in group), convention])
+    return groups
+
+
+def _lonely(convention: Convention, evidence: Evidence) -> bool:
+    """Whether too few components are there to show a convention."""
+    return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """How the components of a role stand to values: who is cured by them, and who stays sick."""
+
+    witnesses: tuple[str, ...]
+    sick: tuple[str, ...]
+
+
+class _Search:
+    """The search for the values of conventions that share roles."""
+
+    def __init__(
+        self, group: Sequence[Convention], evidence: Evidence, declared: frozenset[str]
+    ) -> None:
+        self._group, self._evidence, self._declared = group, evidence, declared
+        present = dict.fromkeys(evidence.roles.values())
+        self._roles = [role for role in present if any(role in each.roles for each in group)]
+        self._odd = [
+            role for role in self._roles if any(map(evidence.differs, evidence.components(role)))
+        ]
+
+    def learned(self) -> list[Learned]:
+        """Return what leaves the fewest components sick, and of that the fewest changes.
+
+        What cures a role by chance hides the values that really do, where other roles are against
+        it. So a role that is left sick proposes again, up to all its changes.
+        """
+        deep: set[str] = set()
+        while True:
+            values, found = self._best(deep)
+            left = {role for role in self._odd if self._is_sick(role, values)} - deep
+            if not left:
+                return found
+            deep |= left
+
+    def _best(self, deep: set[str]) -> tuple[Values, list[Learned]]:
+        ranked: list[tuple[int, int, int, dict[str, Any]]] = []
+        for values in self._unions(deep):
+            stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
+            if all(stands):
+                sick = sum(len(each.sick) for each in stands if each is not None)
+                ranked.append((sick, len(values.keys() & self._declared), len(values), values))
+        for *_, values in sorted(ranked, key=lambda each: each[:3]):
+            found = self._told(values)
+            if found is not None:
+                return values, found
+        return {}, []
+
+    def _is_sick(self, role: str, values: Values) -> bool:
+        stand = self._stand(role, self._concerning(role, values))
+        return stand is None or bool(stand.sick)
+
+    def _unions(self, deep: set[str]) -> list[dict[str, Any]]:
+        """Join what the roles propose in every way without a contradiction; each may abstain."""
+        unions: list[dict[str, Any]] = [{}]
+        for role in self._odd:
+            for proposed in self._proposals(role, deep=role in deep):
+                for known in tuple(unions):
+                    if all(known.get(name, value) == value for name, value in proposed.items()):
+                        joined = {**known, **proposed}
+                        if joined not in unions:
+                            unions.append(joined)
+        return unions
+
+    def _proposals(self, role: str, *, deep: bool) -> list[Values]:
+        """Return the values that cure components of a role, those with the fewest changes first.
+
+        Unless it goes deep, more changes than cure all of them are not tried.
+        """
+        evidence = self._evidence
+        odd = [name for name in evidence.components(role) if evidence.differs(name)]
+        found: list[Values] = []
+        cured = 0  # changes after which no component of the role stays sick
+        for values in _changes([e for e in self._group if role in e.roles], evidence.assumed):
+            if cured and len(values) > cured and not deep:
+                break
+            if not any(evidence.allows(name, values) for name in odd[:_ASKED_FIRST]):
+                continue
+            stand = self._stand(role, values)
+            if stand is not None and stand.witnesses:
+                found.append(values)
+                cured = cured or (0 if stand.sick else len(values))
+        return found
+
+    def _concerning(self, role: str, values: Values) -> dict[str, Any]:
+        return {e.name: values[e.name] for e in self._group if e.name in values and role in e.roles}
+
+    def _stand(self, role: str, values: Values) -> _Stand | None:
+        """Say how a role stands to values; None where one of its components speaks against them."""
+        evidence, names = self._evidence, self._evidence.components(role)
+        odd = [name for name in names if evidence.differs(name)]
+        if not values:
+            return _Stand((), tuple(odd))
+        if any(name in evidence.unknown for name in names):
+            return None
+        if not all(evidence.allows(name, values) for name in names if name not in odd):
+            return None
+        good = tuple(name for name in names if evidence.supports(name, values))
+        return _Stand(good, tuple(name for name in odd if name not in good))
+
+    def _told(self, values: Values) -> list[Learned] | None:
+        """Return the witnesses of each value; None where one has too few, or a role is against."""
+        stands = {role: self._stand(role, self._concerning(role, values)) for role in self._roles}
+        found = []
+        for each in self._group:
+            if each.name not in values:
+                continue
+            witnesses, sick = [], 0
+            for role in self._roles:
+                stand = stands[role]
+                if stand is None:
+                    return None
+                if role in each.roles:
+                    sick += len(stand.sick)
+                    witnesses += [n for n in stand.witnesses if self._shows(n, each.name, values)]
+            if len(witnesses) < max(each.witnesses, sick + 1):
+                return None
+            found.append(Learned(each.name, values[each.name], tuple(witnesses)))
+        return found
+
+    def _shows(self, component: str, name: str, values: Values) -> bool:
+        """Whether a component is clearly nearer with one of the values than with all the others."""
+        concerned = self._concerning(self._evidence.roles[component], values)
+        others = {other: value for other, value in concerned.items() if other != name}
+        return not others or self._evidence.supports(component, concerned, others)
+
+
+def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dict[str, Any]]:
+    """Go through other values of one convention, then of two together, and so on."""
+    others = {
+        each.name: [value for value in each.values if value != assumed.get(each.name)]
+        for each in conventions
+    }
+    for count in range(1, min(_CHANGED, len(others)) + 1):
+        for names in combinations(others, count):
+            for values in product(*(others[name] for name in names)):
+                yield dict(zip(names, values, strict=True))

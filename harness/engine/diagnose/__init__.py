@@ -1,0 +1,1 @@
+"""Name the cause of a difference by reproducing it."""

@@ -1,0 +1,234 @@
+"""How much of the final difference each origin explains: the twin runs again, with one fault more.
+
+Owns the injection: the twin goes through the very steps of the run, and where a component was found
+wrong, what it added there (its output less the twin's on the same inputs) is added to the twin's
+own output; on an edge, what arrived less what should have. Choices and codes are put in place. The
+share of a set of origins is the part of the squared difference of the logits that goes when they
+are injected. Origins are taken greedily, so that several faults are told apart: one that explains
+nothing alone may explain the rest beside another, and then both are said to work together.
+
+Refuses nothing: runs that begin in the middle, or whose logits are not finite, have no shares.
+Kept honest by suites/engine/diagnose/test_attribute.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.localise.attribution import Kind
+from degarble.harness.engine.localise.input_reconstruction import Wires
+from degarble.harness.engine.localise.output_forms import aligned, wrong_forms
+from degarble.harness.engine.localise.recorded_run import by_component, forward_again
+from degarble.harness.engine.localise.replay import Known
+from degarble.harness.model.sites import Port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.references.binding import Bound
+
+    Additions = dict[int, dict[str, tuple[Tensor, bool]]]  # by step and name; True: in place of it
+
+_ENOUGH = 0.999  # of the difference: nothing is left to explain
+_HEAD = "head"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What origins explain of the final difference. Numbers are places in the list of origins.
+
+    `difference` is the relative length of the candidate's logits less the twin's.
+    """
+
+    difference: float
+    alone: tuple[float | None, ...]
+    order: tuple[int, ...] = ()
+    together: tuple[float, ...] = ()  # with each origin of `order` added
+
+    def of(self, number: int) -> float | None:
+        """The share of one origin alone."""
+        return self.alone[number] if number < len(self.alone) else None
+
+    @property
+    def sentence(self) -> str:
+        """The same in words."""
+        if not self.together:
+            return "No origin could be injected."
+        told = f"{len(self.order)} explain {100 * self.together[-1]:.1f} % of the final difference"
+        alone = sum(each for each in self.alone if each is not None)
+        if len(self.order) > 1 and abs(alone - self.together[-1]) > 0.1:
+            told += f"; alone they would make {100 * alone:.1f} %, so they work on each other"
+        return f"{told}."
+
+
+def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares | None:
+    """Inject every origin alone, then one after the other; None where the run cannot run again."""
+    if not _whole(run) or not any(call.component == _HEAD for call in run.calls):
+        return None
+    heads = {call.step: run.outputs(call).get("out") for call in by_component(run)[_HEAD]}
+    numbers = [step.number for step in run.steps]
+    absorbed = run.facts.get("form", "absorbed") == "absorbed"
+
+    def logits(chosen: Sequence[int]) -> list[Tensor]:
+        with _injected(twin, [additions[number] for number in chosen], numbers):
+            return forward_again(twin, run.steps, absorbed=absorbed)
+
+    known = Known.of(twin, troubles[0].scene.recipe)
+    additions = [_additions(known, run, trouble) for trouble in troubles]
+    try:
+        healthy = logits(())
+        wanted = _joined(heads, run)
+        start = _distance(healthy, wanted)
+        size = sum(float(each.double().square().sum()) for each in healthy)
+        if start is None or not start or not size:
+            return None
+        alone = [
+            _share(_distance(logits((n,)), wanted), start) if a else None
+            for n, a in enumerate(additions)
+        ]
+        order, together = _greedy(alone, lambda s: _share(_distance(logits(s), wanted), start))
+    except CANNOT_RUN:
+        return None  # what was captured does not fit into the twin's own run
+    return Shares((start / size) ** 0.5, tuple(alone), order, together)
+
+
+def _greedy(
+    alone: Sequence[float | None], measure: Any
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Take the origin that explains most, then whichever adds most, until nothing is left."""
+    left = [n for n, each in enumerate(alone) if each is not None]
+    left.sort(key=lambda n: -(alone[n] or 0.0))
+    order: list[int] = []
+    together: list[float] = []
+    while left:
+        if not order:
+            best, share = left[0], alone[left[0]] or 0.0
+        else:
+            tried = [(measure((*order, n)) or 0.0, -n) for n in left]
+            share, place = max(tried)
+            best = -place
+        order.append(best)
+        together.append(share)
+        left.remove(best)
+        if share >= _ENOUGH:
+            break
+    return tuple(order), tuple(together)
+
+
+def _whole(run: SeenRun) -> bool:
+    """Whether every sequence begins at position 0, so that the twin can run the same steps."""
+    seen: dict[int, int] = {}
+    for step in run.steps:
+        for owner, position in zip(step.sequences, step.positions, strict=True):
+            if position != seen.get(owner, 0):
+                return False
+            seen[owner] = position + 1
+    return bool(run.steps)
+
+
+def _joined(heads: Mapping[int, Tensor | None], run: SeenRun) -> list[Tensor | None]:
+    return [heads.get(step.number) for step in run.steps]
+
+
+def _distance(made: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> float | None:
+    """Squared length of the difference over the steps that have logits; None if not finite."""
+    total = 0.0
+    for ours, theirs in zip(made, wanted, strict=True):
+        if theirs is None:
+            continue
+        total += float((ours.double() - theirs.double().reshape(ours.shape)).square().sum())
+    return total if total == total and total != float("inf") else None  # noqa: PLR0124  NaN
+
+
+def _share(left: float | None, start: float) -> float | None:
+    return None if left is None else 1.0 - left / start
+
+
+def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port, Additions] | None:
+    """What a trouble adds in each step; None where nothing can be injected."""
+    component = trouble.scene.component
+    found: Additions = {}
+    wires = Wires(known, run)
+    for call in by_component(run).get(component.name, []):
+        inputs = run.inputs(call)
+        if trouble.kind is Kind.EDGE:
+            implied = wires.implied(call)
+            broken = {edge.name for edge in wires.broken(call, inputs)}
+            sides = {n: (inputs[n], implied.get(n)) for n in broken & inputs.keys()}
+        elif trouble.kind in {Kind.OUTPUT, Kind.FALLBACK, Kind.FORM}:
+            try:
+                expected = known.expected(component, inputs)
+            except CANNOT_RUN:
+                return None
+            outputs = run.outputs(call)
+            if wrong_forms(outputs, expected):
+                sides = {n: (each, None) for n, each in outputs.items()}
+            else:
+                sides = dict(aligned(outputs, expected).items())
+        else:
+            return None
+        found[call.step] = {name: _added(*pair) for name, pair in sides.items()}
+    port = Port.IN if trouble.kind is Kind.EDGE else Port.OUT
+    return (component.name, port, found) if found else None
+
+
+def _added(seen: Tensor, right: Tensor | None) -> tuple[Tensor, bool]:
+    """What is added to a value, or put in its place where it is no number or of other extents."""
+    number = seen.is_floating_point() and seen.dtype.itemsize > 1
+    if right is None or not number or right.numel() != seen.numel():
+        return seen, True
+    return seen.double() - right.double().reshape(seen.shape), False
+
+
+@contextmanager
+def _injected(
+    twin: Bound, chosen: Sequence[tuple[str, Port, Additions] | None], numbers: Sequence[int]
+) -> Iterator[None]:
+    plain = dict(twin.calls)
+    clock, coming = [-1], iter(numbers)
+
+    def ticking(call: Any, inputs: Any, weights: Any) -> Any:
+        clock[0] = next(coming)
+        return call(inputs, weights)
+
+    try:
+        for name, port, additions in (each for each in chosen if each is not None):
+            twin.calls[name] = partial(_faulty, twin.calls[name], port, additions, clock)
+        # The first component of a step moves the clock on.
+        twin.calls["embed"] = partial(ticking, twin.calls["embed"])
+        yield
+    finally:
+        twin.calls.update(plain)
+
+
+def _faulty(
+    call: Any, port: Port, additions: Additions, clock: list[int], inputs: Any, weights: Any
+) -> Mapping[str, Tensor]:
+    here = additions.get(clock[0], {})
+    if port is Port.IN:
+        given: Mapping[str, Tensor] = call({**inputs, **_changed(inputs, here)}, weights)
+        return given
+    outputs = dict(call(inputs, weights))
+    return outputs | _changed(outputs, here)
+
+
+def _changed(
+    values: Mapping[str, Tensor], here: Mapping[str, tuple[Tensor, bool]]
+) -> dict[str, Tensor]:
+    found = {}
+    for name, (each, instead) in here.items():
+        own = values.get(name)
+        if own is None or instead or own.numel() != each.numel():
+            if instead:
+                found[name] = each
+            continue
+        found[name] = (own.double() + each.reshape(own.shape)).to(own.dtype)
+    return found

@@ -1,0 +1,85 @@
+"""Faults whose damage is another one in every call: races, stale graphs, workspaces.
+
+Owns their diagnosis: each call is asked about by itself, with what the same place had in the calls
+before it, and a fault holds if some way of it explains every call that the plain twin does not. It
+is asked where no way explains all calls alike. Refuses nothing. Kept honest by
+suites/engine/diagnose/test_calls.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from degarble.harness.engine.budget.budget import HEADROOM
+from degarble.harness.engine.diagnose.sample import calls_in
+from degarble.harness.engine.diagnose.trial import make, proof, proposed
+from degarble.harness.engine.faults.model_faults import Way
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from degarble.harness.engine.diagnose.trial import Proof
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight
+
+MOST_CALLS = 8  # that are asked about
+MOST_WAYS = 64  # of a fault for one call
+_NOTHING = Way("nothing", lambda call: call)
+
+
+@dataclass(frozen=True, eq=False)
+class CallByCall:
+    """A fault that explains every call, by a way of its own in each; the worst of the proofs."""
+
+    fault: ModelFault
+    way: Way
+    proof: Proof
+    calls: int
+
+
+def call_by_call(
+    scene: Scene, sights: Sequence[Sight], faults: Iterable[ModelFault]
+) -> Iterator[CallByCall]:
+    """Yield each fault that explains every call in a way of its own."""
+    calls = with_earlier(sights)[-MOST_CALLS:]
+    spoilt = [each for each in calls if _holds(scene, each, _NOTHING) is None]
+    for fault in faults:
+        if not fault.per_call or not spoilt or not fault.sits(scene):
+            continue
+        found = []
+        for call in spoilt:
+            best = _first(scene, call, fault)
+            if best is None:
+                break
+            found.append(best)
+        else:
+            way, worst = max(found, key=lambda each: each[1].ratio)
+            yield CallByCall(fault, way, worst, len(found))
+
+
+def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
+    """The calls one by one in the order of their steps, each with those before it."""
+    single = [call for each in sights for call in calls_in(each)]
+    ordered = sorted(single, key=lambda each: each.step)
+    found = []
+    for at, each in enumerate(ordered):
+        known = {id(other.outputs) for other in each.earlier}
+        more = (other for other in ordered[:at] if id(other.outputs) not in known)
+        found.append(replace(each, earlier=(*each.earlier, *more)))
+    return found
+
+
+def _first(scene: Scene, call: Sight, fault: ModelFault) -> tuple[Way, Proof] | None:
+    for way in islice(proposed(fault, scene, call), MOST_WAYS):
+        found = _holds(scene, call, way)
+        if found is not None:
+            return way, found
+    return None
+
+
+def _holds(scene: Scene, call: Sight, way: Way) -> Proof | None:
+    """The proof that a way explains a call; None where it does not."""
+    made = make(scene, call, way)
+    found = None if made is None else proof(scene, call, made)
+    return found if found is not None and found.ratio <= HEADROOM else None

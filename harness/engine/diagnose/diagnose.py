@@ -1,0 +1,476 @@
+"""Say what went wrong in a component, by reproduction; or that no known fault explains it.
+
+Every fault that can sit in the scene proposes ways; each is tried on a sample (few rows, those that
+differ most), and those that leave little of the difference are proved on every row of every call:
+the twin with the way must give what the candidate gave, at no more of its budget than a healthy
+component needs. So a way explains every row that differs and breaks none that agreed. Where none
+does and some calls or sequences are healthy, the same is asked of the others alone; then two ways
+at a time are tried. What explains equally well is ordered by simplicity: numbers that had to be
+fitted count against a way; the others are alternatives. A wrong cause is worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget.attention import keeping_budgets
+from degarble.harness.engine.budget.budget import HEADROOM
+from degarble.harness.engine.diagnose.calls import call_by_call
+from degarble.harness.engine.diagnose.parts import differing_parts
+from degarble.harness.engine.diagnose.sample import calls_in, most_telling, sampled, together
+from degarble.harness.engine.diagnose.trial import (
+    Proof,
+    distance,
+    make,
+    only_roundings,
+    proof,
+    proposed,
+    seen_tensors,
+    shape_distance,
+    untouched,
+)
+from degarble.harness.engine.faults.activation_regions import flat
+from degarble.harness.engine.faults.decoding import remembering
+from degarble.harness.engine.faults.model_faults import Reach, Sight, Way
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.report.number_text import number, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.engine.diagnose.sample import Measure, Sample
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+
+EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
+IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
+ALIKE_IN_SUMS = 0.9  # of the energy that the best way explains there
+PIECE = 64  # numbers of a row that are summed up
+EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
+PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
+PROVED = 12  # ways at most that are proved on every row
+_PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
+_PARTNERS = 20  # ways at most that are put on top
+_NOISE = 1e-6  # of the difference: below, all is explained
+_ROUNDINGS = 0.01  # of the difference: more is never left by roundings alone
+_BLIND = EQUALLY**2 * _NOISE  # left at least where a norm hides small outputs behind large ones
+_WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
+_TINY = 1e-30
+_NEAREST = 3  # excluded faults in a sentence
+_PARTS = ("head", "expert", "column")  # of an output
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """A cause: one fault, or two at once, and the proof that it explains every call.
+
+    `reproduced` and `as_stored` are shares of outputs within budget with the way and without.
+    """
+
+    faults: tuple[ModelFault, ...]
+    way: Way
+    reproduced: float
+    as_stored: float
+    ratio: float
+    evidence: str
+    alternatives: tuple[str, ...] = ()
+
+    @property
+    def fault(self) -> ModelFault:
+        """The fault; the first of two."""
+        return self.faults[0]
+
+    @property
+    def id(self) -> str:
+        """Its id, or both."""
+        return " + ".join(each.id for each in self.faults)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A fault that does not explain it, its nearest way, and what that leaves of the difference."""
+
+    fault: str
+    words: str
+    left: float
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosed:
+    """What is said of one trouble. Causes are ranked; none means that no known fault is it."""
+
+    named: tuple[Named, ...]
+    excluded: tuple[Excluded, ...]
+    tried: int
+    sentence: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    order: int
+    fault: tuple[ModelFault, ...]
+    way: Way
+    left: float
+    uncut: bool = False  # tried on a whole call only
+
+    @property
+    def fitted(self) -> int:
+        """Facts that had to be fitted: numbers, and which rows of a weight, columns of an input.
+
+        And which part of an output a number is for: a weight's rows with a known fault are simpler.
+        """
+        where = self.way.where
+        found = sum(isinstance(each, float) for each in where.values())
+        part = found and any(each in where for each in _PARTS)
+        return found + bool(part) + ("rows" in where) + ("columns" in where)
+
+
+def diagnose(
+    scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
+) -> Diagnosed:
+    """Diagnose calls of one component that belong together; on an edge, of its consumer."""
+    apart = [sights] if isinstance(sights, Sight) else list(sights)
+    calls = together(scene, apart)
+    reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
+    known = MODEL_FAULTS.values() if faults is None else faults
+    sitting = [each for each in known if each.reach is reach and each.sits(scene)]
+    main = most_telling(calls)
+    if not _has_the_twins_form(main):
+        sentence = "No known fault explains this: its outputs have another form, so none was tried."
+        return Diagnosed((), (), 0, sentence)
+    with torch.inference_mode(), remembering(), keeping_budgets():
+        sample = sampled(scene, main)
+        # What differs from call to call is asked about where nothing explains all calls alike.
+        steady = [each for each in sitting if not each.per_call]
+        named, trials = _alike_in_all(scene, calls, (main, sample), steady)
+        if not named:
+            named = _each_by_itself(scene, apart, sitting)
+        if not named and reach is Reach.COMPONENT:
+            named = _in_a_part(scene, apart, steady)
+        pairs: list[_Trial] = []
+        if not named:
+            pairs = list(_pairs(scene, sample, [each for each in trials if not each.uncut]))
+            named = _proved(scene, calls, main, pairs)
+        if not named and _shows_in_sums_only(scene, calls):
+            named = _proved(scene, calls, main, _in_sums(scene, main, trials), IN_SUMS)
+    excluded = _excluded(trials, named)
+    tried = sum(not each.uncut for each in trials) + len(pairs)
+    return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
+
+
+def _has_the_twins_form(sight: Sight) -> bool:
+    """Whether what was seen has rows where the twin's has, and no integers in place of values.
+
+    A byte may stand for a narrow float, and rows may be cut into heads or not.
+    """
+    expected = untouched(sight)
+    pairs = [(each, expected[n]) for n, each in seen_tensors(sight).items() if n in expected]
+    return bool(pairs) and all(
+        each.ndim >= min(twin.ndim, 2)
+        and (each.is_floating_point() or each.itemsize == 1 or not twin.is_floating_point())
+        for each, twin in pairs
+    )
+
+
+def _alike_in_all(
+    scene: Scene, calls: Sequence[Sight], shown: tuple[Sight, Sample], sitting: Sequence[ModelFault]
+) -> tuple[tuple[Named, ...], list[_Trial]]:
+    """Causes that explain all calls alike, and every trial; `shown` is what is looked at first."""
+    main, sample = shown
+    trials = list(_trials(scene, main, sample, sitting))
+    named = _proved(scene, calls, main, trials)
+    if not named and not (sample.whole and len(main.rows) < 2):
+        # What counts rows or tiles is itself only in a whole call.
+        whole = _uncut(scene, main)
+        if whole is not None:
+            more = [
+                replace(each, uncut=True)
+                for each in _trials(scene, main, whole, sitting, weights=False)
+            ]
+            named = _proved(scene, calls, main, more)
+            trials += more
+    return named, trials
+
+
+def _in_a_part(
+    scene: Scene, apart: Sequence[Sight], sitting: Sequence[ModelFault]
+) -> tuple[Named, ...]:
+    """Causes that act in some calls, or on some sequences, while the others are healthy."""
+    for words, part in differing_parts(scene, apart):
+        calls = together(scene, part)
+        main = most_telling(calls)
+        named, _ = _alike_in_all(scene, calls, (main, sampled(scene, main)), sitting)
+        if named:
+            return tuple(replace(n, evidence=f"{n.evidence}, {words}") for n in named)
+    return ()
+
+
+def _each_by_itself(
+    scene: Scene, calls: Sequence[Sight], sitting: Sequence[ModelFault]
+) -> tuple[Named, ...]:
+    """Causes whose damage is another one in every call."""
+    found = list(call_by_call(scene, calls, sitting))
+    ids = [each.fault.id for each in found]
+    stored = _as_stored(scene, most_telling(calls)) if found else 0.0
+    return tuple(
+        Named(
+            (each.fault,),
+            each.way,
+            each.proof.within,
+            stored,
+            each.proof.ratio,
+            f"in {each.calls} calls, each by itself, {_evidence(each.way, each.proof, stored)}",
+            tuple(ids[:at] + ids[at + 1 :]),
+        )
+        for at, each in enumerate(found)
+    )
+
+
+def _trials(
+    scene: Scene,
+    main: Sight,
+    sample: Sample,
+    sitting: Sequence[ModelFault],
+    *,
+    weights: bool = True,
+) -> Iterator[_Trial]:
+    """Try every way that a fault proposes, on the sample; or all but those of weights."""
+    order, uncut = 0, cache(lambda: _uncut(scene, main) or sample)
+    for fault in sitting:
+        for way in proposed(fault, scene, main):
+            if not weights and "weights" in way.where:
+                continue
+            looked_at = uncut() if way.whole else sample
+            yield _Trial(order, (fault,), way, _left(scene, looked_at, way))
+            order += 1
+
+
+def _uncut(scene: Scene, main: Sight) -> Sample | None:
+    """The call that shows most, with all its rows; None where that is too much to try."""
+    call = most_telling(calls_in(main))
+    if max((each.numel() for each in call.outputs.values()), default=math.inf) > _WHOLE:
+        return None
+    return sampled(scene, call, sys.maxsize)
+
+
+def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:
+    """What a way leaves of the difference; 1 is nothing done."""
+    # Only a fault of weights is the same whichever rows of them are looked at.
+    rows = sample.rows if "weights" in way.where else None
+    made = make(scene, sample.sight, way, sample.plain, rows)
+    before = sample.before(measure)
+    if made is None or not before:
+        return 1.0
+    outputs = sample.looked_at(made.outputs)
+    left = measure(sample.candidate, outputs) / before
+    if measure is not distance or left >= 1:
+        return left
+    alike = only_roundings(sample.candidate, outputs)
+    if left > _ROUNDINGS:
+        # Healthy roundings may be most of a faint difference: who leaves them alone explains it.
+        return _NOISE if alike and not sample.only_roundings else left
+    # Which of two ways rounds more alike is luck, and says nothing about either.
+    # And a way that has large outputs alone right is not as near as one that has all.
+    return min(left, _NOISE) if alike else max(left, _BLIND)
+
+
+def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
+    """Put a second way on top of those that alone come nearest, with gains taken out or not."""
+    effective = [each for each in trials if each.left != 1.0]
+    in_shape = {each.order: _left(scene, sample, each.way, shape_distance) for each in effective}
+    by_left = sorted(effective, key=lambda each: each.left)[:_PAIRED]
+    by_shape = sorted(effective, key=lambda each: in_shape[each.order])[:_PAIRED]
+    first = {each.order: each for each in (*by_left, *by_shape)}
+    partners = sorted(effective, key=lambda each: min(each.left, in_shape[each.order]))
+    order = len(trials)
+    for a in first.values():
+        for b in partners[:_PARTNERS]:
+            if a.fault[0].family == b.fault[0].family or (b.order in first and b.order < a.order):
+                continue
+            for inner, outer in ((a, b), (b, a)):
+                way = _composed(inner.way, outer.way)
+                left = _left(scene, sample, way)
+                if left <= PAIRS_LEAVE * min(a.left, b.left):
+                    yield _Trial(order, (inner.fault[0], outer.fault[0]), way, left)
+                order += 1
+
+
+def _composed(inner: Way, outer: Way) -> Way:
+    def apply(call: ComponentCall) -> ComponentCall:
+        return outer.apply(inner.apply(call))
+
+    where = {**outer.where, **inner.where}
+    return Way(f"{inner.words}, with {outer.words},", apply, where)
+
+
+def _shows_in_sums_only(scene: Scene, calls: Sequence[Sight]) -> bool:
+    """Whether each number is within its budget: then legal roundings are most of the difference."""
+    return all(_as_stored(scene, each) == 1 for each in calls)
+
+
+def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial]:
+    """The ways that explain most of what is not roundings; those that explain less are not equal.
+
+    What all leave are the candidate's own roundings, so energies are compared that were explained.
+    In the sums of a row's pieces roundings are small: there no way may leave more than elsewhere.
+    """
+    known = [each for each in trials if each.left <= IN_SUMS]
+    most = max((1 - each.left**2 for each in known), default=0.0)
+    near = [each for each in known if 1 - each.left**2 >= ALIKE_IN_SUMS * most]
+    near = sorted(near, key=_likeliest)[:PROVED]
+    return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
+
+
+def _left_of_pieces(scene: Scene, main: Sight, way: Way) -> float:
+    """What a way leaves of the gains of all pieces of rows."""
+    made = make(scene, main, way)
+    if made is None:
+        return math.inf
+    sides = seen_tensors(main), made.outputs, untouched(main)
+    left = before = 0.0
+    for name, expected in sides[2].items():
+        if not expected.numel():
+            continue
+        own, tried = (side.get(name) for side in sides[:2])
+        if own is None or tried is None or not own.shape == tried.shape == expected.shape:
+            return math.inf
+        c, m, e = (_pieces(each) for each in (own, tried, expected))
+        size = e.norm(dim=-1).clamp(min=_TINY)
+        left += float((((c - m) * e).sum(-1) / size).square().sum())
+        before += float((((c - e) * e).sum(-1) / size).square().sum())
+    return math.sqrt(left / before) if before else math.inf
+
+
+def _pieces(x: Tensor) -> Tensor:
+    """Rows cut into pieces [N, P, W] where their width allows."""
+    rows = flat(x).double()
+    width = rows.shape[1]
+    return rows.reshape(len(rows), -1, PIECE if width % PIECE == 0 else max(1, width))
+
+
+def _proved(
+    scene: Scene,
+    calls: Sequence[Sight],
+    main: Sight,
+    trials: Sequence[_Trial],
+    leaves: float = EXPLAINS,
+) -> tuple[Named, ...]:
+    """Prove the ways that leave least, on every row of every call, and rank what holds."""
+    near = sorted((each for each in trials if each.left <= leaves), key=_likeliest)
+    held: list[tuple[_Trial, Proof]] = []
+    for trial in near[:PROVED]:
+        if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
+            break  # it leaves many times more than one that holds
+        if any(trial.fault == other.fault for other, _ in held):
+            continue  # a simpler way of the same fault explains it already
+        worst = _on_every_call(scene, calls, main, trial.way)
+        if worst is not None:
+            held.append((trial, worst))
+    if not held:
+        return ()
+    best = min(trial.left for trial, _ in held)
+    ranked = sorted(
+        held,
+        key=lambda pair: (
+            pair[0].left > EQUALLY * best + _NOISE,
+            len(pair[0].fault),
+            pair[0].fitted,
+            pair[0].order,
+        ),
+    )
+    stored = _as_stored(scene, main)
+    ids = [" + ".join(each.id for each in trial.fault) for trial, _ in ranked]
+    return tuple(
+        Named(
+            trial.fault,
+            trial.way,
+            found.within,
+            stored,
+            found.ratio,
+            _evidence(trial.way, found, stored),
+            tuple(ids[:at] + ids[at + 1 :]),
+        )
+        for at, (trial, found) in enumerate(ranked)
+    )
+
+
+def _likeliest(trial: _Trial) -> tuple[int, int, int]:
+    """By what is left, in steps in which ways explain alike; then by simplicity."""
+    step = math.log(trial.left + _NOISE, EQUALLY)
+    return math.floor(step), trial.fitted, trial.order
+
+
+def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) -> Proof | None:
+    """The worst proof over all calls; None where one of them is not explained."""
+    worst: Proof | None = None
+    for sight in (main, *(each for each in calls if each is not main)):
+        found = _explained(scene, sight, way)
+        if found is None and len(sight.rows) > 1:
+            alone = [_explained(scene, call, way) for call in calls_in(sight)]
+            known = [each for each in alone if each is not None]
+            found = max(known, key=_ratio) if len(known) == len(alone) else None
+        if found is None:
+            return None
+        worst = found if worst is None else max(worst, found, key=_ratio)
+    return worst
+
+
+def _explained(scene: Scene, sight: Sight, way: Way) -> Proof | None:
+    """The proof that a way explains one sight; None where it does not."""
+    made = make(scene, sight, way)
+    found = None if made is None else proof(scene, sight, made)
+    return found if found is not None and found.ratio <= HEADROOM else None
+
+
+def _ratio(found: Proof) -> float:
+    return found.ratio
+
+
+def _as_stored(scene: Scene, main: Sight) -> float:
+    made = make(scene, main, Way("nothing", lambda call: call))
+    return proof(scene, main, made).within if made else 0.0
+
+
+def _evidence(way: Way, found: Proof, stored: float) -> str:
+    return (
+        f"{way.words} reproduces {share(found.within)} of outputs within budget "
+        f"({share(found.identical)} to the bit, the worst at {number(found.ratio, 3)} of it); "
+        f"as stored {share(stored)}"
+    )
+
+
+def _excluded(trials: Sequence[_Trial], named: Sequence[Named]) -> tuple[Excluded, ...]:
+    explained = {each.id for cause in named for each in cause.faults}
+    nearest: dict[str, _Trial] = {}
+    for trial in trials:
+        name = trial.fault[0].id
+        if name not in explained and (name not in nearest or trial.left < nearest[name].left):
+            nearest[name] = trial
+    ranked = sorted(nearest.values(), key=lambda each: (each.left, each.order))
+    return tuple(Excluded(each.fault[0].id, each.way.words, each.left) for each in ranked)
+
+
+def _sentence(
+    named: Sequence[Named], excluded: Sequence[Excluded], sitting: int, tried: int
+) -> str:
+    if named:
+        first = named[0]
+        titles = " and ".join(each.title for each in first.faults)
+        also = f" Equally well: {', '.join(first.alternatives)}." if first.alternatives else ""
+        return f"{titles}: {first.evidence}.{also}"
+    near = "; ".join(
+        f"{each.fault} leaves {share(min(each.left, 1.0))} of the difference"
+        for each in excluded[:_NEAREST]
+    )
+    return (
+        f"No known fault explains this: {sitting} faults in {tried} ways were tried"
+        f"{f'; nearest: {near}' if near else ''}."
+    )

@@ -1,0 +1,1 @@
+"""Judge one kernel call alone, without a checkpoint."""

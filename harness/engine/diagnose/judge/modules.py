@@ -1,0 +1,414 @@
+"""Judge the modules of any torch model one by one, each on the inputs that it was given.
+
+The twin of a plain model holds its weights as they are stored; they are decoded anew where that is
+quick, and once where it is not, while that fits into memory. Errors of earlier modules are no
+module's fault, because each is replayed on its own inputs; a value that was not finite before a
+module ran is reported for the module that made it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.engine.conventions.learned import Evidence, Fit, conventions_used
+from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
+from degarble.harness.engine.diagnose.judge.gemm import agrees_at_once, judge_product
+from degarble.harness.engine.diagnose.judge.operations import by_callable, judge_defined
+from degarble.harness.engine.diagnose.judge.product import OUTPUTS, Operand, Product, all_finite
+from degarble.harness.engine.localise.recorded_run import same_bits
+from degarble.harness.formats.quantise import has_fast_decoder
+from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
+from degarble.references.numerics import DecodedOperands
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.types import Call
+    from degarble.harness.engine.conventions.registry import ConventionUsed
+    from degarble.harness.engine.diagnose.judge.report import JudgedKernel
+    from degarble.harness.engine.localise.recorded_run import SeenRun
+
+HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
+_REMEMBERED = 4  # calls of a component that agreed and are not judged again
+_WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
+_NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
+
+
+class Twin:
+    """What every component computes: weights of products by component, and other definitions.
+
+    A weight is a tensor, a QuantisedTensor or a Weight, or a dict of `w` and `bias`; a definition
+    is a callable of the component's captured inputs, in their order.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Any], definitions: Mapping[str, Any] | None = None
+    ) -> None:
+        self._weights = {name: _parts(name, held) for name, held in weights.items()}
+        self._definitions = dict(definitions or {})
+        for name, each in self._definitions.items():
+            if not callable(each) or name in self._weights:
+                raise InvalidArgument(
+                    f"definition of {name}", type(each).__name__,
+                    "a callable, for a component without a weight",
+                    "Pass a function of its captured inputs.",
+                )  # fmt: skip
+        self._held: dict[str, Operand] = {}
+        self._agreed: dict[str, deque[_Agreed]] = {}
+        self._room = HELD_VALUES
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The components that it knows."""
+        return (*self._weights, *self._definitions)
+
+    def judge_call(
+        self,
+        run: SeenRun,
+        call: Call,
+        values: Mapping[str, Any],
+        rows: Tensor | None,
+        *,
+        explain: bool,
+    ) -> JudgedKernel | None:
+        """Judge one call of a run, of a product these rows; all of them are finite.
+
+        A call that agreed in an earlier run that is still there is known. Runs of one model share
+        much: with a fault in layer 7, all of layers 0 to 6.
+        """
+        inputs, outputs = run.inputs(call), run.outputs(call)
+        for known in () if values else self._agreed.get(call.component, ()):
+            earlier = known.run()
+            if earlier is not None and known.equals(earlier, inputs, outputs):
+                return known.judged
+        found = self._judge(call.component, inputs, outputs, values, rows, explain=explain)
+        if found is not None and found.verdict is Verdict.AGREES and not values:
+            kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
+            kept.append(_Agreed(weakref.ref(run), call, found))
+        return found
+
+    def multiplies(self, component: str) -> bool:
+        """Whether a component is a product whose weight is stored otherwise than in BF16."""
+        held = self._weights.get(component, {}).get(_WEIGHT)
+        return held is not None and getattr(held, "dtype", None) not in _NARROW
+
+    def finite_rows(self, component: str, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Return which rows are finite, of a component that computes each row by itself."""
+        known = component in self._weights and component not in self._definitions
+        if not known or set(inputs) != {_IN} or not inputs[_IN].dtype.is_floating_point:
+            return None
+        return inputs[_IN].isfinite().all(-1)
+
+    def judge(
+        self,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        values: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        explain: bool = True,
+    ) -> JudgedKernel | None:
+        """Judge one call, by conventions; None where nobody said what the component computes."""
+        rows = None if _all_finite(inputs) else self.finite_rows(component, inputs)
+        return self._judge(component, inputs, outputs, values, rows, explain=explain)
+
+    def _judge(
+        self,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        rows: Tensor | None,
+        *,
+        explain: bool,
+    ) -> JudgedKernel | None:
+        if component in self._definitions:
+            made = by_callable(self._definitions[component], tuple(inputs.values()), None)
+            return judge_defined(component, made, dict(outputs))
+        if component not in self._weights or set(inputs) != {_IN} or set(outputs) != {_OUT}:
+            return None
+        x, out = inputs[_IN], outputs[_OUT]
+        if out.dtype not in OUTPUTS:
+            return None
+        if rows is not None and x.shape[:-1] == out.shape[:-1]:
+            x, out = x[rows], out[rows]  # a product gives each row by itself
+        bias = self._weights[component].get(_BIAS)
+        # Trap: x may hold gigabytes, and each look at it costs as much as the product of few rows.
+        operand = Operand.of(_IN, x, finite=True)
+        product = Product.of(operand, self._operand(component), out.dtype, bias)
+        if values:
+            product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
+        at_once = agrees_at_once(component, product, out)
+        return at_once or judge_product(component, product, out, explain=explain)
+
+    def _operand(self, component: str) -> Operand:
+        """The weight, whose numbers were looked at once.
+
+        What decodes as quickly as memory is read is decoded for every call, into memory that the
+        last one left: fresh memory for all weights costs ten times the decoding.
+        """
+        known = self._held.get(component)
+        if known is not None:
+            return known if "values" in vars(known) else Operand(known.held)
+        known = Operand.of(f"weight of {component}", self._weights[component][_WEIGHT])
+        tensor, size = known.quantised, known.values.numel()
+        if tensor is not None and has_fast_decoder(tensor, torch.float32):
+            self._held[component] = Operand(known.held)
+        elif size <= self._room:
+            self._room -= size
+            self._held[component] = known
+        return known
+
+
+@dataclass(frozen=True, eq=False)
+class _Agreed:
+    """A call that agreed; its tensors are the run's, while that lasts."""
+
+    run: weakref.ref[SeenRun]
+    call: Call
+    judged: JudgedKernel
+
+    def equals(
+        self, run: SeenRun, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether another call was given and returned the same bits."""
+        for ours, theirs in ((run.inputs(self.call), inputs), (run.outputs(self.call), outputs)):
+            if set(ours) != set(theirs):
+                return False
+            if not all(same_bits(ours[name], each) for name, each in theirs.items()):
+                return False
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What is said of a run: the worst call of every judged component, in the order of the run."""
+
+    verdict: Verdict
+    judged: Mapping[str, JudgedKernel] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the call that is told
+    unjudged: tuple[str, ...] = ()
+    inherited: tuple[str, ...] = ()  # given values that are not finite
+    first_not_finite: str = ""
+    conventions: tuple[ConventionUsed, ...] = ()  # that are not the exact ones
+
+    @property
+    def troubles(self) -> tuple[JudgedKernel, ...]:
+        """The components that differ, the first of the run first."""
+        return tuple(e for e in self.judged.values() if e.verdict is Verdict.DIFFERS)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The same, as `--json` spells origins."""
+        return tuple(_origin(each, self.steps[each.component]) for each in self.troubles)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in a sentence."""
+        count = len(self.judged)
+        if self.verdict is Verdict.AGREES:
+            return f"{count} components agree with their twins."
+        if self.verdict is Verdict.UNDECIDED:
+            return "Nothing was judged: no weight and no definition fits a captured component."
+        names = ", ".join(each.component for each in self.troubles)
+        return f"{len(self.troubles)} of {count} components differ from their twins: {names}."
+
+    def lines(self) -> list[str]:
+        """Everything, line by line."""
+        told = [f"{self.verdict}: {self.sentence}"]
+        told += [f"Convention: {each.sentence}" for each in self.conventions]
+        if self.first_not_finite:
+            told.append(f"The first value that is not finite is put out by {self.first_not_finite}")
+        for each in self.troubles:
+            told += each.lines()
+        if self.inherited:
+            names = ", ".join(self.inherited)
+            told.append(f"Rows that were given values that are not finite were not judged: {names}")
+        if self.unjudged:
+            told.append(f"Not judged, nobody said what they compute: {', '.join(self.unjudged)}")
+        return told
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        return {
+            "schema": SCHEMA,
+            "verdict": str(self.verdict),
+            "origins": [vars(each) | {"where": dict(each.where)} for each in self.origins],
+            "cosines": [
+                {"component": name, "cosine": _cosine(each), "ratio": each.ratio}
+                for name, each in self.judged.items()
+            ],
+            "unjudged": list(self.unjudged),
+            "inherited": list(self.inherited),
+            "conventions": [each.document() for each in self.conventions],
+        }
+
+
+def check_modules(
+    run: SeenRun, twin: Twin, declared: Mapping[str, Any] = MappingProxyType({})
+) -> Checked:
+    """Judge every call of a captured run that the twin knows; `declared` are its conventions."""
+    seen = {call.component for call in run.calls}
+    for name in twin.names:
+        if name not in seen:
+            raise UnknownName.among("component of the twin", name, seen)
+    work = _Work(run, twin, declared)
+    for call in run.calls:
+        work.take(call)
+    used = conventions_used(declared, work.evidence())
+    learned = {each.name: each.value for each in used if each.source == LEARNED}
+    if learned:
+        work = _Work(run, twin, {**declared, **learned})
+        for call in run.calls:
+            work.take(call)
+    worst = {name: work.explained(each) for name, each in work.worst.items()}
+    verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
+    if any(each.verdict is Verdict.DIFFERS for each in worst.values()):
+        verdict = Verdict.DIFFERS
+    steps = {name: each.call.step for name, each in work.worst.items()}
+    told = tuple(work.unjudged), tuple(work.inherited), work.first
+    return Checked(verdict, worst, steps, *told, used)
+
+
+class _Worst(NamedTuple):
+    """The call of a component that is furthest off."""
+
+    call: Call
+    judged: JudgedKernel
+    rows: Tensor | None  # that were judged, where others are not finite
+
+
+class _Work:
+    """A run under judgement, by some conventions."""
+
+    def __init__(self, run: SeenRun, twin: Twin, values: Mapping[str, Any]) -> None:
+        self._run, self._twin, self._values = run, twin, values
+        self.worst: dict[str, _Worst] = {}
+        self.unjudged: dict[str, bool] = {}
+        self.inherited: dict[str, bool] = {}
+        self.first = ""
+        self._lengths: dict[str, float] = defaultdict(float)  # squared, of all differences
+
+    def take(self, call: Call) -> None:
+        """Judge one call; causes are looked for later, of the worst alone."""
+        inputs, outputs = self._run.inputs(call), self._run.outputs(call)
+        if _is_without_rows(inputs) and _is_without_rows(outputs):
+            return  # as of an expert that no token reached
+        name = call.component
+        rows, spoilt = None, not _all_finite(inputs)
+        if not spoilt and not self.first and not _all_finite(outputs):
+            self.first = f"{name} in step {call.step}"
+        if spoilt:
+            self.inherited[name] = True
+            rows = self._twin.finite_rows(name, inputs)
+            if rows is None or not bool(rows.any()):
+                return
+        found = self._twin.judge_call(self._run, call, self._values, rows, explain=False)
+        if found is None:
+            self.unjudged[name] = True
+            return
+        self._lengths[name] += found.distance
+        if name not in self.worst or found.ratio > self.worst[name].judged.ratio:
+            self.worst[name] = _Worst(call, found, rows)
+
+    def explained(self, worst: _Worst) -> JudgedKernel:
+        """The judgement of a call with its causes, where it differs."""
+        if worst.judged.verdict is not Verdict.DIFFERS:
+            return worst.judged
+        found = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, explain=True)
+        return worst.judged if found is None else found
+
+    def evidence(self) -> Evidence:
+        """How the products of the run fit under some values."""
+        names = [name for name in self.worst if self._twin.multiplies(name)]
+        calls: dict[str, list[Call]] = {name: [] for name in names}
+        for call in self._run.calls:
+            if call.component in calls:
+                calls[call.component].append(call)
+        assumed = {OPERANDS: DecodedOperands.EXACT, **self._values}
+
+        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+            if not values:
+                return self._fit(name)
+            work = _Work(self._run, self._twin, {**self._values, **values})
+            for call in calls[name]:
+                work.take(call)
+            return work._fit(name)
+
+        return Evidence(dict.fromkeys(names, GEMM), fit, assumed)
+
+    def _fit(self, name: str) -> Fit:
+        worst = self.worst.get(name)
+        verdict = None if worst is None else worst.judged.verdict
+        agrees, differs = verdict is Verdict.AGREES, verdict is Verdict.DIFFERS
+        return Fit(agrees, differs, self._lengths[name])
+
+
+def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:
+    return any(each.ndim and not each.shape[0] for each in tensors.values())
+
+
+def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(all_finite(each) for each in tensors.values() if each.dtype.is_floating_point)
+
+
+def _parts(name: str, held: Any) -> dict[str, Any]:
+    if not isinstance(held, dict):
+        return {_WEIGHT: held}
+    if _WEIGHT not in held or not set(held) <= {_WEIGHT, _BIAS}:
+        raise InvalidArgument(
+            f"weight of {name}", sorted(held), "w, and bias where there is one", "Name the parts."
+        )
+    return dict(held)
+
+
+def _cosine(judged: JudgedKernel) -> float | None:
+    for each in judged.outputs.values():
+        if each.comparison is not None:
+            return float(each.comparison.total.cosine)
+    return None if judged.verdict is not Verdict.AGREES else 1.0
+
+
+def _origin(judged: JudgedKernel, step: int) -> Origin:
+    cause = judged.cause
+    output, found = next((name, e) for name, e in judged.outputs.items() if e.findings)
+    comparison = found.comparison
+    length = float(comparison.total.relative_l2) if comparison is not None else None
+    name = judged.component
+    layer = name.split(".")[1] if name.startswith("layers.") else ""
+    worst = found.findings[0]
+    where: dict[str, str | int | float] = {"step": step}
+    where |= {"level": worst.level, "place": ", ".join(map(str, worst.place))}
+    return Origin(
+        layer=int(layer) if layer.isdigit() else None,
+        component=name.split(".", 2)[2] if layer.isdigit() else name,
+        site=f"{name}.out" if output == _OUT else f"{name}.out.{output}",
+        where=where,
+        fault=cause.fault if cause else None,
+        cosine=_cosine(judged),
+        difference=length,
+        budget=_allowed(judged),
+        confidence=1.0 if cause else 0.0,
+        evidence=cause.evidence if cause else str(worst),
+    )
+
+
+def _allowed(judged: JudgedKernel) -> float | None:
+    """What the whole difference may be, relative to the twin."""
+    for each in judged.outputs.values():
+        if each.comparison is not None and float(each.comparison.total.rr) > 0:
+            return each.allowed_length / math.sqrt(float(each.comparison.total.rr))
+    return None

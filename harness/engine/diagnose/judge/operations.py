@@ -1,0 +1,345 @@
+"""Bare operations beside the product: their definitions in float64, and what budget they have.
+
+Owns RMS norm, SwiGLU, the quantisation to NVFP4, and any callable as its own definition. Of a
+callable no derivation is known, so its budget is measured: how far its output moves when every
+input errs by one rounding, times the root of the longest sum that its extents allow.
+
+Refuses, by name, inputs that an operation lacks or does not know, extents that do not fit, values
+that are not finite, and callables that fail in float64. Kept honest by
+suites/engine/diagnose/judge/test_judge.py. Shape letters: T tokens, D width, F half of gate and up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.engine.budget import bounded_values
+from degarble.harness.engine.budget.budget import Budget, judge
+from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off, few, normed
+from degarble.harness.engine.diagnose.judge.gemm import require_output
+from degarble.harness.engine.diagnose.judge.mismatch import excess_of
+from degarble.harness.engine.diagnose.judge.product import Operand, require_finite
+from degarble.harness.engine.diagnose.judge.report import (
+    JudgedKernel,
+    Named,
+    OneOutput,
+    census_of,
+    elements_of,
+    judged_numbers,
+)
+from degarble.harness.engine.diagnose.packing_diagnosis import diagnose
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.weight import Weight
+from degarble.harness.report.number_text import number, share
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+_SILU_ROUNDINGS = 12  # as in budget_roles: exponential and quotient, two products
+_RUNS = 8  # of a callable with inputs that err by one rounding
+_SPREAD = 6  # deviations: the least that is allowed for what so few runs show
+_EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+_OPERATIONS = 16  # roundings of the result that any callable may have besides
+
+
+@dataclass(frozen=True, eq=False)
+class Defined:
+    """What a definition gives: outputs in float64 by name, and how the budget of each is made."""
+
+    outputs: Mapping[str, Tensor]
+    budget: Callable[[str, Tensor], Budget]  # name, and the output rounded once
+    wrong: tuple[tuple[str, str, str, Tensor], ...] = ()  # fault, title, words, output in float64
+
+
+def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
+    """Judge outputs against a definition."""
+    given = dict(output) if isinstance(output, dict) else {next(iter(defined.outputs)): output}
+    if set(given) != set(defined.outputs):
+        raise UnknownName.among("output", sorted(given), defined.outputs)
+    outputs, elements, census = {}, {}, {}
+    for key, exact in defined.outputs.items():
+        candidate = require_output(key, given[key], tuple(exact.shape))
+        twin = exact.to(candidate.dtype)
+        budget = defined.budget(key, twin)
+        found = judge(candidate, twin, budget)
+        outputs[key] = judged_numbers(key, found)
+        if found.verdict is Verdict.DIFFERS:
+            elements[key] = elements_of(candidate, twin, excess_of(candidate, twin, budget))
+            if census_of(candidate):
+                census[key] = census_of(candidate)
+    differs = any(each.verdict is Verdict.DIFFERS for each in outputs.values())
+    verdict = Verdict.DIFFERS if differs else Verdict.AGREES
+    named = _named(defined, given) if differs else ()
+    tried = tuple(each[0] for each in defined.wrong) if differs else ()
+    return JudgedKernel(name, verdict, outputs, elements, census, named, tried)
+
+
+def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
+    """Known faults of an operation with one output that reproduce it."""
+    found = []
+    for fault, title, words, exact in defined.wrong:
+        ((key, candidate),) = given.items()
+        twin = exact.to(candidate.dtype)
+        judgement = judge(candidate.detach().cpu(), twin, defined.budget(key, twin))
+        if judgement.verdict is Verdict.AGREES:
+            equal = share(judgement.comparison.identical)
+            evidence = f"{words} reproduces {equal} of the codes, and all within the budget"
+            found.append(Named(fault, title, evidence, judgement.worst.ratio))
+    return tuple(sorted(found, key=lambda each: each.ratio))
+
+
+def rms_norm(
+    inputs: Mapping[str, Any], weights: Any, epsilon: float, *, in_steps: bool = False
+) -> Defined:
+    """`w * x / sqrt(mean(x^2) + epsilon)`; without a weight it is 1.
+
+    `in_steps` rounds rows to the format of x in front of the weight, as Llama's norm does.
+    """
+    given = _plain("x", _taken(inputs, "x"))
+    x, stored_in = given.double(), given.dtype if in_steps else None
+    weight = torch.ones(x.shape[-1]) if weights is None else _lone("weight", weights)
+    if tuple(weight.shape) != x.shape[-1:]:
+        raise ShapeMismatch("weight", tuple(weight.shape), f"({x.shape[-1]},)", "One a feature.")
+    w, width = weight.double().cpu(), x.shape[-1]
+    mean = x.square().mean(-1, keepdim=True)
+    normal = x * torch.rsqrt(mean + epsilon)
+    wrong = [
+        ("M17.ones", "The norm's weight is left out", "leaving the weight out", normal),
+        ("M24.norm_form", "1 is added to the norm's weight", "adding 1 to the weight",
+         normal * (1 + w)),
+        ("M24.norm_form", "The norm's weight lacks the 1 that is added", "the weight less 1",
+         normal * (w - 1)),
+        ("M21.sum_for_mean", "The squares are summed, not averaged", "a sum in place of the mean",
+         x * torch.rsqrt(mean * width + epsilon) * w),
+    ]  # fmt: skip
+    wrong += [
+        ("M24.epsilon", "The norm has another epsilon", f"epsilon = {other:g}",
+         x * torch.rsqrt(mean + other) * w)
+        for other in _EPSILONS if other != epsilon
+    ]  # fmt: skip
+
+    def budget(_name: str, twin: Tensor) -> Budget:
+        fmt = FORMAT_OF_DTYPE[twin.dtype]
+        if stored_in is None:
+            return normed(twin, width, fmt, weight=w)
+        near = bounded_values.normed(bounded_values.exactly(x), w, epsilon, stored_in)
+        return Budget(fmt, near.error, (f"RMS norm of {width}, stored in front of the weight",))
+
+    kept = normal if stored_in is None else normal.to(stored_in).double()
+    return Defined({"out": kept * w}, budget, tuple(wrong))
+
+
+def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = False) -> Defined:
+    """SiLU(gate) * up; both in `x`, gate first, or apart; clamped first where a limit is given.
+
+    `in_steps` rounds SiLU to the format of x in front of the product.
+    """
+    if set(inputs) == {"x"}:
+        x = _plain("x", inputs["x"])
+        if x.shape[-1] % 2:
+            raise ShapeMismatch("x", tuple(x.shape), "[..., 2 F]: gate and up", "Pass both apart.")
+        gate, up = x.chunk(2, -1)
+    else:
+        gate, up = (_plain(n, each) for n, each in _both(inputs).items())
+    kept = gate.dtype if in_steps else None
+    gate, up = gate.double(), up.double()
+    if gate.shape != up.shape:
+        raise ShapeMismatch("up", tuple(up.shape), str(tuple(gate.shape)), "One up a gate.")
+    silu = torch.nn.functional.silu
+    raw = gate, up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    passed = silu(gate) if kept is None else silu(gate).to(kept).double()
+    out = passed * up
+    wrong = [
+        ("M14.swapped", "Gate and up are exchanged", "silu(up) * gate", silu(up) * gate),
+        ("M25.function", "The gate goes through GELU", "gelu(gate) * up",
+         torch.nn.functional.gelu(gate, approximate="tanh") * up),
+        ("M25.function", "The gate goes through no activation", "gate * up", gate * up),
+    ]  # fmt: skip
+    if limit is not None:
+        made = silu(raw[0]) * raw[1]
+        wrong += [
+            ("M25.limit", "The clamp is left out", "leaving the clamp out", made),
+            ("M25.place", "The clamp comes behind the product", "clamping the product",
+             made.clamp(-limit, limit)),
+        ]  # fmt: skip
+
+    def budget(_name: str, twin: Tensor) -> Budget:
+        grown = twin.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
+        made = few(grown, _SILU_ROUNDINGS, FORMAT_OF_DTYPE[twin.dtype], "SwiGLU")
+        end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
+        if kept is not None:
+            error = silu(gate).abs() * (1 + 2 * gate.abs()) * (_SILU_ROUNDINGS * U)
+            near = bounded_values.stored(bounded_values.Near(silu(gate), error), kept)
+            end = end + near.error * up.abs()
+        return replace(made, slack=made.slack + end)
+
+    return Defined({"out": out}, budget, tuple(wrong))
+
+
+def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
+    """Judge codes and scales against the source that they were made of; causes by reproduction."""
+    source = _plain("x", _taken(inputs, "x"))
+    if not isinstance(output, QuantisedTensor) or output.format != NVFP4:
+        raise InvalidArgument(
+            "output", type(output).__name__, "a QuantisedTensor in NVFP4",
+            "Say how the bytes are read: dialect, layout, direction, nibble order and shape.",
+        )  # fmt: skip
+    found = diagnose(source if source.dtype is not torch.float64 else source.float(), output)
+    named = tuple(
+        Named(cause.fault.id, cause.fault.title, cause.match.evidence, 0.0)
+        for cause in found.causes
+    )
+    tried = tuple(name for each in found.unexplained for name, _ in each.excluded)
+    words = [cause.difference.sentence for cause in found.causes]
+    words += [each.difference.sentence for each in found.unexplained]
+    judged = OneOutput("out", found.verdict, derivation=("codes and scales as the dialect rounds",))
+    return JudgedKernel(
+        "quantise_nvfp4", found.verdict, {"out": judged}, {},
+        {"out": " ".join(words)} if words else {}, named, tried, note=found.sentence,
+    )  # fmt: skip
+
+
+def by_callable(definition: Callable[..., Any], inputs: Any, weights: Any) -> Defined:
+    """A callable as the exact definition: run in float64; its budget is measured."""
+    given, named = _arguments(inputs, weights)
+    exact = _run(definition, given, named, torch.float64)
+    shown = _run(definition, given, named, torch.float32)
+    for key, out in exact.items():
+        require_finite(f"definition's {key}", out)
+    length = max((each.shape[-1] for each in (*given, *named.values()) if _is_number(each)
+                  and each.ndim), default=1)  # fmt: skip
+    squares = {key: (shown[key].double() - out).square() for key, out in exact.items()}
+    for seed in range(_RUNS):
+        moved = _run(definition, *_moved(given, named, seed, math.sqrt(length)), torch.float64)
+        for key, out in exact.items():
+            squares[key] = squares[key] + (moved[key] - out).square()
+
+    def budget(key: str, twin: Tensor) -> Budget:
+        error = (squares[key] / (_RUNS + 1)).sqrt()
+        slack = _SPREAD * error + _OPERATIONS * U * exact[key].abs()
+        words = (
+            f"measured, not derived: {_RUNS} runs with inputs that err by u sqrt({length})",
+            f"u = 2^-24 = {number(U)}",
+            f"slack = {_SPREAD} deviations, and {_OPERATIONS} u of the result",
+            f"and one rounding to {FORMAT_OF_DTYPE[twin.dtype].name}",
+        )
+        return Budget(FORMAT_OF_DTYPE[twin.dtype], slack.float(), words)
+
+    return Defined(exact, budget)
+
+
+def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What a callable is called with: names where names were given, else in order."""
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    for held in (inputs, weights):
+        if held is None:
+            continue
+        if isinstance(held, dict):
+            named |= {key: _value(each) for key, each in held.items()}
+        else:
+            given += [
+                _value(each) for each in (held if isinstance(held, (tuple, list)) else [held])
+            ]
+    for key, each in (*enumerate(given), *named.items()):
+        if _is_number(each):
+            require_finite(f"argument {key}", each)
+    return given, named
+
+
+def _value(held: Any) -> Any:
+    """Decode what holds codes; leave everything else."""
+    if isinstance(held, (Weight, QuantisedTensor)):
+        return Operand.of("argument", held).values
+    return held
+
+
+def _is_number(held: Any) -> bool:
+    return isinstance(held, torch.Tensor) and held.dtype.is_floating_point
+
+
+def _moved(
+    given: list[Any], named: dict[str, Any], seed: int, times: float
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that err by one rounding of float32 each, more where sums are long."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(each: Any) -> Any:
+        if not _is_number(each):
+            return each
+        sign = torch.randint(0, 2, each.shape, generator=generator) * 2 - 1
+        return each.double().cpu() * (1 + U * times * sign)
+
+    return [move(each) for each in given], {key: move(each) for key, each in named.items()}
+
+
+def _run(
+    definition: Callable[..., Any], given: list[Any], named: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    def cast(each: Any) -> Any:
+        return each.detach().cpu().to(dtype) if _is_number(each) else each
+
+    name = getattr(definition, "__name__", type(definition).__name__)
+    try:
+        with torch.no_grad():
+            made = definition(*map(cast, given), **{key: cast(e) for key, e in named.items()})
+    except Exception as error:
+        raise InvalidArgument(
+            f"definition {name}", f"{type(error).__name__}: {error}",
+            f"a callable that takes these inputs in {str(dtype).removeprefix('torch.')}",
+            "Let it compute in the dtype of its inputs, and check their names.",
+        ) from error  # fmt: skip
+    found = made if isinstance(made, dict) else {"out": made}
+    for key, each in found.items():
+        if not _is_number(each):
+            raise InvalidArgument(
+                f"definition {name}: {key}", type(each).__name__, "a tensor of numbers",
+                "Return one tensor, or a dict of them.",
+            )  # fmt: skip
+    return found
+
+
+def _taken(inputs: Mapping[str, Any], *names: str) -> Any:
+    for name in inputs:
+        if name not in names:
+            raise UnknownName.among("input", name, names)
+    if set(inputs) != set(names):
+        raise InvalidArgument("inputs", sorted(inputs), " and ".join(names), "Pass them by name.")
+    return inputs[names[0]]
+
+
+def _both(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    _taken(inputs, "gate", "up")
+    return {"gate": inputs["gate"], "up": inputs["up"]}
+
+
+def _plain(name: str, held: Any) -> Tensor:
+    """A tensor of finite numbers with at least two extents."""
+    return Operand.of(name, held).values.reshape(held.shape)
+
+
+def _lone(name: str, held: Any) -> Tensor:
+    """A vector, by itself or as the only one of a mapping."""
+    if isinstance(held, dict):
+        (held,) = held.values() if len(held) == 1 else (None,)
+    if isinstance(held, Weight) and not held.is_quantised:
+        held = held.value
+    if not _is_number(held):
+        raise InvalidArgument(
+            name, type(held).__name__, "one tensor of numbers", "Pass the weight alone."
+        )
+    require_finite(name, held)
+    vector: Tensor = held
+    return vector

@@ -1,0 +1,294 @@
+"""One matrix product x w^T alone: its operands, its exact result, its budget; whole or some rows.
+
+Owns reading operands as a kernel is given them: plain values, or codes with scales of any block
+format. The exact result is summed in float64; an NVFP4 tensor scale is multiplied behind the sum,
+so that no operand is rounded on the way. A product is immutable: a fault is another product.
+
+Refuses, by name: operands of another kind, extents that do not fit, values that are not finite.
+Kept honest by suites/engine/diagnose/judge/test_product.py.
+Shape letters: M rows, K summed, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.engine.budget.rules import U, ambiguous_bf16, summed
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.quantise import dequantise
+from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.spare_memory import empty_tensor
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.weight import Weight
+from degarble.references.numerics import DecodedOperands
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import Budget
+
+PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """One side of a product: plain values, or a quantised tensor; rows of all leading extents.
+
+    `picked`: only these rows are meant, where codes and scales could not be cut themselves.
+    """
+
+    held: Tensor | QuantisedTensor
+    picked: Tensor | None = None
+    loose: Tensor | None = None  # by how much values may be off that were rounded once decoded
+
+    @classmethod
+    def of(cls, name: str, given: Any, *, finite: bool = False) -> Operand:
+        """Take a tensor, a quantised tensor or a weight; refuse what is none, or is not finite.
+
+        `finite` says that the caller has looked already.
+        """
+        if isinstance(given, cls):
+            return given  # checked before
+        held = given
+        if isinstance(given, Weight):
+            held = given.quantised() if given.is_quantised else given.value
+        if not isinstance(held, (torch.Tensor, QuantisedTensor)):
+            raise InvalidArgument(
+                name, type(given).__name__, "a tensor, a QuantisedTensor or a Weight",
+                "Say what codes mean: QuantisedTensor names format, layout, direction and shape.",
+            )  # fmt: skip
+        if isinstance(held, torch.Tensor) and held.dtype not in PLAIN:
+            raise DtypeMismatch(
+                name, held.dtype, "bfloat16, float16, float32 or float64 values",
+                "Pass codes as a QuantisedTensor, which says how they are read.",
+            )  # fmt: skip
+        require_data(name, held if isinstance(held, torch.Tensor) else held.codes)
+        if len(held.shape) < 2:
+            raise ShapeMismatch(
+                name, tuple(held.shape), "two extents, rows and K", "Pass a vector as [1, K]."
+            )
+        made = cls(_on_cpu(held))
+        if not finite:
+            require_finite(name, made.values)
+        return made
+
+    @property
+    def quantised(self) -> QuantisedTensor | None:
+        """Codes and scales; None where values are plain."""
+        return self.held if isinstance(self.held, QuantisedTensor) else None
+
+    @cached_property
+    def factor(self) -> Tensor | None:
+        """What is multiplied behind the sum: an NVFP4 scale, one number or one a row."""
+        tensor = self.quantised
+        if tensor is None or tensor.tensor_scale is None:
+            return None
+        scale = tensor.tensor_scale.double().reshape(-1)
+        scale = scale if tensor.direction is ScaleDirection.DECODE else scale.reciprocal()
+        return scale if scale.numel() == 1 else self._meant(scale)
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """Values in front of `factor`, exact, [rows, K]."""
+        tensor = self.quantised
+        if tensor is None or tensor.tensor_scale is None:
+            return self.values
+        one = torch.ones_like(tensor.tensor_scale)
+        if tensor.format == NVFP4 and tensor.nibble_order is NibbleOrder.LOW_EVEN and not one.ndim:
+            scales = tensor.linear_scale_codes().contiguous()  # small ones too: many are asked for
+            made = dequantise_nvfp4(tensor.codes.contiguous(), scales, one, torch.float32)
+            return self._meant(_rows(made))
+        bare = replace(tensor, tensor_scale=one, direction=ScaleDirection.DECODE)
+        return self._meant(_rows(dequantise(bare, torch.float32)))
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The numbers [rows, K]; a product with a tensor scale is rounded to float32."""
+        if isinstance(self.held, torch.Tensor):
+            return self._meant(_rows(self.held.detach()))
+        if "unit" in self.__dict__ and self.factor is not None:
+            factor = self.factor.float()
+            return self.unit * (factor if factor.numel() == 1 else factor[:, None])
+        exact = torch.float32 if self.held.tensor_scale is not None else torch.float64
+        return self._meant(_rows(dequantise(self.held, exact)))
+
+    def rounded(self) -> Operand:
+        """The values as a BF16 tensor: decoded or cast first, then multiplied."""
+        if isinstance(self.held, torch.Tensor):
+            return replace(self, held=self.held.to(torch.bfloat16))
+        shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
+        rounded = self.values.to(torch.bfloat16).reshape(shape)
+        return Operand(rounded, loose=ambiguous_bf16(self.values))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Extents in front of K; of [M, 1, K] with a tensor scale a row it is M alone."""
+        found = tuple(self.held.shape[:-1])
+        per_row = self.factor is not None and self.factor.numel() > 1
+        return found[:-1] if per_row and found[-1] == 1 else found
+
+    def at(self, rows: Tensor) -> Operand:
+        """Some rows as an operand of their own."""
+        tensor = self.quantised
+        if tensor is None:
+            loose = None if self.loose is None else self.loose[rows]
+            return Operand(self.values[rows], loose=loose)
+        if self.picked is not None:
+            return Operand(tensor, self.picked[rows])
+        cut = tensor.layout == LINEAR and tensor.format.block[0] == 1
+        scale = tensor.tensor_scale
+        if not cut or (scale is not None and scale.ndim) or len(tensor.shape) != 2:
+            return Operand(tensor, rows)
+        codes, block_scale = tensor.codes[rows], tensor.block_scale[rows]
+        shape = (len(rows), tensor.shape[1])
+        return Operand(replace(tensor, codes=codes, block_scale=block_scale, shape=shape))
+
+    def _meant(self, rows: Tensor) -> Tensor:
+        return rows if self.picked is None else rows[self.picked]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """x w^T + bias; the output is rounded once to `dtype`."""
+
+    x: Operand
+    w: Operand
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    operands: DecodedOperands = DecodedOperands.EXACT
+
+    @classmethod
+    def of(cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+        """Check the operands against each other."""
+        made = cls(Operand.of("x", x), Operand.of("w", w), dtype, bias)
+        (_, width), (count, length) = made.x.values.shape, made.w.values.shape
+        if len(made.w.held.shape) != 2 or width != length:
+            raise ShapeMismatch(
+                "operands", (tuple(made.x.held.shape), tuple(made.w.held.shape)),
+                "x [..., K] and w [N, K]", "Pass the weight as rows of K, one an output.",
+            )  # fmt: skip
+        if bias is not None and tuple(bias.shape) != (count,):
+            raise ShapeMismatch("bias", tuple(bias.shape), f"({count},)", "One number an output.")
+        if bias is not None:
+            require_finite("bias", bias)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the output."""
+        return (*self.x.leading, len(self.w.values))
+
+    @cached_property
+    def x_used(self) -> Operand:
+        """The operand as it is multiplied, by convention."""
+        coded = self.x.quantised is not None
+        return self.x.rounded() if coded and self.operands is DecodedOperands.BOTH else self.x
+
+    @cached_property
+    def w_used(self) -> Operand:
+        """The weight as it is multiplied, by convention."""
+        return self.w if self.operands is DecodedOperands.EXACT else self.w.rounded()
+
+    def exchanged(self, **operands: Operand) -> Product:
+        """The same product of other operands."""
+        return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
+
+    def at(self, rows: Tensor, columns: Tensor) -> Product:
+        """Some rows and columns of the output."""
+        bias = None if self.bias is None else self.bias[columns]
+        return replace(self, x=self.x.at(rows), w=self.w.at(columns), bias=bias)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The result in float64 [M, N], not rounded."""
+        return self.summed_up(self.x_used.unit.double() @ self.w_used.unit.double().T)
+
+    def summed_up(self, total: Tensor) -> Tensor:
+        """What follows the sum: tensor scales and bias."""
+        if self.x_used.factor is not None:
+            total = total * (self.x_used.factor if self.x_used.factor.numel() == 1
+                             else self.x_used.factor[:, None])  # fmt: skip
+        if self.w_used.factor is not None:
+            total = total * self.w_used.factor
+        return total if self.bias is None else total + self.bias.double()
+
+    @property
+    def expected(self) -> Tensor:
+        """The result, rounded once."""
+        return self.exact.to(self.dtype)
+
+    def plain(self) -> Tensor:
+        """The same in float32 from end to end, as this machine's library sums it."""
+        x, w = self.x_used.values.float(), self.w_used.values.float()
+        made = torch.mm(x, w.T, out=empty_tensor((len(x), len(w)), torch.float32))
+        return (made if self.bias is None else made + self.bias.float()).to(self.dtype)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """What a correct kernel may differ by."""
+        x, w = self.x_used, self.w_used
+        made = summed(x.values, w.values, FORMAT_OF_DTYPE[self.dtype])
+        if w.loose is not None:
+            loose = x.values.float().abs() @ w.loose.float().T
+            made = replace(made, slack=made.slack + loose)
+        if x.loose is not None:
+            loose = x.loose.float() @ w.values.float().abs().T
+            made = replace(made, slack=made.slack + loose)
+        if self.bias is None:
+            return made
+        added = U * (self.exact.abs() + self.bias.double().abs()).float()
+        words = "bias: one more rounding in float32"
+        told = (*made.derivation[:-1], words, made.derivation[-1])
+        return replace(made, slack=made.slack + added, derivation=told)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is a NaN or an infinity; a finite sum has none among its terms."""
+    wide = values.float() if values.dtype.itemsize == 1 else values  # torch cannot sum FP8
+    return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+
+
+def _on_cpu(held: Tensor | QuantisedTensor) -> Tensor | QuantisedTensor:
+    """The same where the twin is computed; nothing is copied that is there already."""
+    if isinstance(held, torch.Tensor):
+        return held.detach().cpu()
+    scale = None if held.tensor_scale is None else held.tensor_scale.cpu()
+    return replace(
+        held, codes=held.codes.cpu(), block_scale=held.block_scale.cpu(), tensor_scale=scale
+    )
+
+
+def require_data(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor in which there is nothing to judge, or whose numbers are not there."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout)
+        raise InvalidArgument(name, kind, "a dense tensor with data", "Pass tensor.to_dense().")
+    if not tensor.numel():
+        raise ShapeMismatch(
+            name, tuple(tensor.shape), "one number at least", "Leave calls without rows out."
+        )
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Refuse a NaN or an infinity; the first place is told."""
+    if not all_finite(values):
+        wrong = ~values.isfinite()
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise InvalidArgument(
+            f"{name}{list(at)}", float(values[at]), "finite numbers",
+            f"No kernel is right or wrong on such operands; {int(wrong.sum()):,} of "
+            f"{values.numel():,} are not finite. Find where they come from.",
+        )  # fmt: skip
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])

@@ -1,0 +1,276 @@
+"""What is said about one kernel: the verdict, its elements, its budget, its causes; as a text.
+
+Owns the record that `judge` returns and the message of a failure: count, first and worst element
+with coordinate, both codes in hex and both values, the budget and its derivation, the diagnosis.
+Refuses nothing. Kept honest by suites/engine/diagnose/judge/test_judge.py, whose messages are held
+as a snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.report.number_text import number, share
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import Finding, Judgement
+    from degarble.harness.engine.compare.comparison import Comparison
+    from degarble.references.numerics import DecodedOperands
+
+_CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_FINDINGS = 3  # of a level, told beside the worst
+
+
+@dataclass(frozen=True)
+class Named:
+    """A cause: a known fault that reproduces the candidate within its budget."""
+
+    fault: str
+    title: str
+    evidence: str
+    ratio: float  # of the budget that the reproduction leaves
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of one output that alone are beyond their budget; lines for first and worst."""
+
+    count: int
+    total: int
+    lines: tuple[str, ...] = ()
+
+
+class Output(Protocol):
+    """What is said of one output; engine.judging.Judged says it of a component's."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """AGREES, DIFFERS or UNDECIDED."""
+        ...
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The worst of each level, the worst first."""
+        ...
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """Candidate and twin side by side."""
+        ...
+
+    @property
+    def derivation(self) -> tuple[str, ...]:
+        """Where the budget comes from, in words."""
+        ...
+
+    @property
+    def allowed_length(self) -> float:
+        """What the length of the whole difference may be."""
+        ...
+
+    @property
+    def undecided(self) -> str:
+        """Why nothing is claimed."""
+        ...
+
+    @property
+    def ratio(self) -> float:
+        """The worst difference in units of budget; NaN where nothing is claimed."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class OneOutput:
+    """One output that is judged by numbers, or by what `derivation` says."""
+
+    name: str
+    verdict: Verdict
+    findings: tuple[Finding, ...] = ()
+    comparison: Comparison | None = None
+    derivation: tuple[str, ...] = ()
+    allowed_length: float = math.nan
+    undecided: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The worst difference in units of budget."""
+        return self.findings[0].ratio if self.findings else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedKernel:
+    """The answer to `judge`. `bool` of it says whether the candidate agrees.
+
+    `named` are causes that reproduce the candidate, the likeliest first; `tried` are all faults
+    that were asked; `too_good` is by how much it is nearer to the unquantised reference.
+    """
+
+    component: str
+    verdict: Verdict
+    outputs: Mapping[str, Output] = field(default_factory=dict)
+    elements: Mapping[str, Elements] = field(default_factory=dict)
+    census: Mapping[str, str] = field(default_factory=dict)
+    named: tuple[Named, ...] = ()
+    tried: tuple[str, ...] = ()
+    too_good: Finding | None = None
+    note: str = ""
+    follows: DecodedOperands | None = None  # the convention that it fits, where it differs
+
+    def __bool__(self) -> bool:
+        return self.verdict is Verdict.AGREES
+
+    @property
+    def ratio(self) -> float:
+        """The worst difference in units of budget; NaN where nothing is claimed."""
+        known = [each.ratio for each in self.outputs.values()]
+        return max(known, default=float("nan"))
+
+    @property
+    def distance(self) -> float:
+        """The squared length of the difference over all outputs."""
+        compared = (each.comparison for each in self.outputs.values())
+        return math.fsum(float(each.total.dd) for each in compared if each is not None)
+
+    @property
+    def cause(self) -> Named | None:
+        """The likeliest cause; None where no known fault reproduces the candidate."""
+        return self.named[0] if self.named else None
+
+    @property
+    def sentence(self) -> str:
+        """The answer in a sentence."""
+        if self.verdict is Verdict.AGREES:
+            return f"{self.component} agrees with its twin: {number(self.ratio)} of its budget."
+        if self.verdict is Verdict.UNDECIDED:
+            why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
+            return f"{self.component} is undecided: {why}"
+        if self.cause is None:
+            if self.follows is not None:
+                return f"{self.component} differs from its twin: {self.note}."
+            count = len(set(self.tried))
+            told = f"{count} were tried" if count else "none is known for it"
+            return (
+                f"{self.component} differs from its twin, and no known fault explains it ({told})."
+            )
+        return f"{self.component} differs from its twin: {self.cause.title} ({self.cause.fault})."
+
+    def lines(self) -> list[str]:
+        """Everything, line by line."""
+        told = [f"{self.verdict}: {self.sentence}"]
+        for name, judged in self.outputs.items():
+            told += self._of_output(name, judged)
+        if self.too_good is not None:
+            told.append(f"  {self.too_good}")
+        for place, cause in enumerate(self.named):
+            word = "cause" if not place else "or"
+            told.append(f"  {word}: {cause.fault}: {cause.evidence}")
+        if self.verdict is Verdict.DIFFERS and not self.named and self.tried:
+            told.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
+        return told + ([f"  {self.note}"] if self.note else [])
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def require(self) -> JudgedKernel:
+        """Return itself, or raise an AssertionError that tells everything."""
+        if self.verdict is not Verdict.AGREES:
+            raise AssertionError(str(self))
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        return {
+            "component": self.component,
+            "verdict": str(self.verdict),
+            "ratio": self.ratio,
+            "findings": {
+                name: [str(each) for each in judged.findings[:_FINDINGS]]
+                for name, judged in self.outputs.items()
+            },
+            "causes": [
+                {"fault": each.fault, "title": each.title, "evidence": each.evidence}
+                for each in self.named
+            ],
+            "tried": list(dict.fromkeys(self.tried)),
+        }
+
+    def _of_output(self, name: str, judged: Output) -> list[str]:
+        told = []
+        elements = self.elements.get(name)
+        if elements is not None:
+            told.append(
+                f"  {name}: {elements.count:,} of {elements.total:,} elements are each beyond "
+                f"their budget"
+            )
+            told += [f"    {line}" for line in elements.lines]
+        if name in self.census:
+            told.append(f"  {name}: {self.census[name]}")
+        beyond = [each for each in judged.findings if each.ratio > 1][:_FINDINGS]
+        told += [f"  {name}: {finding}" for finding in beyond or judged.findings[:1]]
+        if beyond:
+            told += [f"    budget: {line}" for line in judged.derivation]
+        return told
+
+
+def judged_numbers(name: str, found: Judgement) -> OneOutput:
+    """One output of numbers, with the reasons of its judgement."""
+    return OneOutput(
+        name, found.verdict, found.findings, found.comparison,
+        found.budget.derivation, found.allowed_length,
+    )  # fmt: skip
+
+
+def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
+    """Count what is beyond its budget; tell the first and the worst; `excess` is in budgets."""
+    beyond = (excess > 1).nonzero()
+    if not len(beyond):
+        at = _place(int(excess.argmax()), tuple(excess.shape))
+        lines: tuple[str, ...] = (
+            f"worst at {list(at)}: {_pair(candidate[at], twin[at], excess[at])}",
+        )
+        return Elements(0, excess.numel(), lines if float(excess[at]) else ())
+    first = tuple(beyond[0].tolist())
+    worst = _place(int(excess.argmax()), tuple(excess.shape))
+    lines = tuple(
+        f"{word} at {list(at)}: {_pair(candidate[at], twin[at], excess[at])}"
+        for word, at in (("first", first), ("worst", worst))
+    )
+    return Elements(len(beyond), excess.numel(), lines)
+
+
+def census_of(candidate: Tensor) -> str:
+    """Tell what is not finite, and where it begins; empty where all is finite."""
+    wrong = ~candidate.isfinite()
+    if not candidate.dtype.is_floating_point or not bool(wrong.any()):
+        return ""
+    first = wrong.nonzero()[0].tolist()
+    nan = int(candidate.isnan().sum())
+    return (
+        f"{nan:,} NaN and {int(wrong.sum()) - nan:,} infinities, "
+        f"{share(int(wrong.sum()) / wrong.numel())} of it; the first at {first}"
+    )
+
+
+def _place(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(flat), shape))
+
+
+def _pair(found: Tensor, expected: Tensor, excess: Tensor) -> str:
+    return f"{_one(found)}, expected {_one(expected)}: {number(float(excess))} of its budget"
+
+
+def _one(value: Tensor) -> str:
+    width = value.dtype.itemsize
+    code = int(value.view(_CODES[width])) & ((1 << 8 * width) - 1)
+    name = FORMAT_OF_DTYPE[value.dtype].name
+    return f"{name} 0x{code:0{2 * width}x} ({float(value):.7g})"

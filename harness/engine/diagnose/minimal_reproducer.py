@@ -1,0 +1,364 @@
+"""The smallest case that shows a trouble: a folder with one safetensors file and a short script.
+
+Owns the cutting and the file. Of a component whose rows do not depend on each other the fewest rows
+are kept that are still beyond the budget, of a product as little of K as a named fault shows on
+(minimal_sums.py), and of a single matrix the fewest of its own rows; of a component with sequences
+the call that shows most. Weights are stored as the numbers that they decode to, so that the case
+needs no checkpoint. The script judges what was captured and fails while the fault is there; whoever
+mends a kernel puts it in the captured outputs' place.
+
+Refuses files that it did not write. Kept honest by
+suites/engine/diagnose/test_minimal_reproducer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from degarble.harness.base.errors import CANNOT_RUN, UnreadableFile, UnwritablePath
+from degarble.harness.engine.budget.budget import Finding
+from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.judging import Judged, judge_outputs
+from degarble.harness.engine.diagnose.minimal_sums import shortest_sum
+from degarble.harness.engine.localise.attribution import Kind
+from degarble.harness.engine.localise.input_reconstruction import alike
+from degarble.harness.engine.localise.output_forms import aligned, same_values, wrong_forms
+from degarble.harness.engine.localise.replay import is_ragged
+from degarble.harness.formats.weight import Weight
+from degarble.harness.model.components import component_named
+from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
+from degarble.harness.model.recipes import Recipe, Rule
+from degarble.harness.report.files import usable_folder, whole_file, write_text
+from degarble.harness.report.verdict import Verdict
+from degarble.references.binding import Bound
+from degarble.references.numerics import Mode, Numerics, Switches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.model.config.config import Config
+
+    Tensors = Mapping[str, Tensor]
+
+FORMAT = "degarble-case-1"
+TENSORS, SCRIPT = "case.safetensors", "reproduce.py"
+_MOST_BYTES = 256 << 20  # of a case; a larger one is not written
+
+_SCRIPT = '''"""{title}
+
+Put what your own kernel makes of case.inputs and case.weights in place of case.captured.
+"""
+import sys
+from pathlib import Path
+
+from degarble.harness.engine.diagnose.minimal_reproducer import Case
+
+case = Case.read(Path(__file__).parent)
+lines, wrong = case.told(case.captured)
+print(*lines, sep="\\n")
+sys.exit(wrong)
+'''
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One component on few inputs: what was captured, and what should have been.
+
+    On an edge `captured` is what arrived and `inputs` what should have.
+    """
+
+    component: str
+    title: str
+    edge: bool
+    twin: Bound
+    recipe: Recipe
+    inputs: Tensors
+    captured: Tensors
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The weights by their names within the block, decoded."""
+        return self.twin.weights_of(self.component)
+
+    def judge(self, outputs: Tensors) -> dict[str, Judged]:
+        """Judge outputs of this component on these inputs; on an edge, inputs that arrived."""
+        if self.edge:
+            return {n: _arrived(n, each, self.inputs[n]) for n, each in outputs.items()}
+        with torch.inference_mode():
+            made = self.twin.calls[self.component](self.inputs, self.weights)
+        wrong = wrong_forms(outputs, made)
+        if wrong:
+            return wrong
+        both = aligned(outputs, made)
+        call = Call.of(self.twin, self.component, self.inputs, {n: p[1] for n, p in both.items()})
+        return judge_outputs(call, {name: pair[0] for name, pair in both.items()})
+
+    def told(self, outputs: Tensors) -> tuple[list[str], bool]:
+        """The judgement in lines, and whether something is wrong."""
+        judged = self.judge(outputs)
+        lines = [self.title]
+        for name, each in judged.items():
+            rows = list(outputs[name].shape) if name in outputs else []
+            lines.append(f"  {name} {rows}: {each.verdict}, {each.worst or 'equal'}")
+        return lines, any(each.verdict is Verdict.DIFFERS for each in judged.values())
+
+    def write(self, folder: Path) -> Path:
+        """Write the case; give the script."""
+        usable_folder("reproducer", folder)
+        tensors = {f"inputs.{n}": t for n, t in self.inputs.items()}
+        tensors |= {f"captured.{n}": t for n, t in self.captured.items()}
+        for name, weight in self.weights.items() if not self.edge else ():
+            for part, tensor in _plain(weight).items():
+                tensors[f"weights.{name}.{part}"] = tensor
+        facts = {
+            "format": FORMAT,
+            "component": self.component,
+            "title": self.title,
+            "edge": self.edge,
+            "config": config_to_dict(self.twin.config),
+            "numerics": _numerics_told(self.twin.numerics),
+            "recipe": [[rule.match, rule.weight, rule.activation] for rule in self.recipe.rules],
+        }
+        kept = {name: each.detach().clone().contiguous() for name, each in tensors.items()}
+        try:
+            with whole_file(folder / TENSORS) as file:
+                save_file(kept, file, {"case": json.dumps(facts)})
+        except SafetensorError as error:  # what it raises where the disk is full
+            raise UnwritablePath(
+                str(folder / TENSORS), str(error), "a place with room for the reproducer",
+                "Make room there.",
+            ) from error  # fmt: skip
+        words = self.title.replace("\\", "/").replace('"', "'")
+        write_text(folder / SCRIPT, _SCRIPT.replace("{title}", words))
+        return folder / SCRIPT
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a case that write() made."""
+        path = folder / TENSORS
+        try:
+            with safe_open(path, "pt") as stored:
+                facts = json.loads((stored.metadata() or {}).get("case", "{}"))
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _unreadable(path, str(error)) from error
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise _unreadable(path, f"format {facts.get('format') if facts else None}")
+        recipe = Recipe("as stored", tuple(Rule(*rule) for rule in facts["recipe"]))
+        config = config_from_dict(facts["config"])
+        prefix = _prefix(config, facts["component"], recipe)
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("weights."):
+                local, _, part = name.removeprefix("weights.").rpartition(".")
+                parts.setdefault(prefix + local, {})[part] = tensor
+        weights = {
+            name: Weight(value=held.get("value"), input_scale=held.get("input_scale"))
+            for name, held in parts.items()
+        }
+        twin = Bound(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
+        inputs, captured = (
+            {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{side}.")}
+            for side in ("inputs", "captured")
+        )
+        made = (facts["component"], facts["title"], bool(facts["edge"]))
+        return cls(*made, twin, recipe, inputs, captured)
+
+
+def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
+    """The smallest case of a trouble; None where there is no call that shows it.
+
+    `way` is the named fault that explains it: with one the summed dimension is cut as well.
+    """
+    sight, scene = trouble.sight, trouble.scene
+    if sight is None:
+        return None
+    title = f"{trouble.site}: {trouble.sentence}"[:600]
+    if trouble.kind is Kind.EDGE:
+        wrong = {
+            name: each
+            for name, each in sight.inputs.items()
+            if name in sight.implied and not alike(sight.implied[name], each)
+        }
+        implied = {name: sight.implied[name] for name in wrong}
+        if not wrong:
+            return None
+        return Case(scene.name, title, True, scene.bound, scene.recipe, implied, wrong)
+    case = Case(scene.name, title, False, scene.bound, scene.recipe, sight.inputs, sight.outputs)
+    try:
+        if is_ragged(scene.component):
+            return _small_enough(case)
+        case = _fewest_experts(_fewest_rows(case))
+        if way is not None:
+            prefix = _prefix(scene.bound.config, scene.name, scene.recipe)
+            case = shortest_sum(case, way, prefix)
+        return _small_enough(_fewest_columns(case))
+    except CANNOT_RUN:
+        return None  # extents that no twin can run on have no case of their own
+
+
+def _fewest_rows(case: Case) -> Case:
+    """The rows that differ most, as few as are still beyond the budget."""
+    with torch.inference_mode():
+        made = case.twin.calls[case.component](case.inputs, case.weights)
+    if wrong_forms(case.captured, made):
+        return case
+    count = next(iter(made.values())).shape[0]
+    apart = torch.zeros(count, dtype=torch.float64)
+    for candidate, twin in aligned(case.captured, made).values():
+        if twin.ndim and twin.shape[0] == count:
+            differs = _apart(candidate, twin).reshape(count, -1)
+            apart = torch.maximum(apart, differs.amax(1))
+    order, size = apart.argsort(descending=True, stable=True), 1
+    while size < count:
+        small = _rows_of(case, order[:size].sort().values, count)
+        if any(each.verdict is Verdict.DIFFERS for each in small.judge(small.captured).values()):
+            return small
+        size *= 2
+    return case
+
+
+def _apart(candidate: Tensor, twin: Tensor) -> Tensor:
+    if not twin.is_floating_point() or twin.dtype.itemsize == 1:
+        return (candidate.view(torch.uint8) != twin.view(torch.uint8)).double() if (
+            twin.dtype.itemsize == 1
+        ) else (candidate != twin).double()  # fmt: skip
+    far = (candidate.double() - twin.double()).abs() / twin.double().abs().clamp(min=1e-30)
+    return far.nan_to_num(1e30, 1e30, 1e30)
+
+
+def _fewest_columns(case: Case) -> Case:
+    """Of a single matrix the rows behind the outputs that differ most."""
+    weights = dict(case.weights)
+    out = case.captured.get("out")
+    if len(weights) != 1 or out is None or len(case.captured) != 1 or out.ndim != 2:
+        return case
+    ((name, weight),) = weights.items()
+    if tuple(weight.shape)[:1] != (out.shape[1],) or len(weight.shape) != 2:
+        return case  # a table, or another use of the matrix
+    if case.component.endswith(".attn.wo_a"):
+        return case  # rows of its matrix belong to groups of heads, all of which have as many
+    with torch.inference_mode():
+        made = case.twin.calls[case.component](case.inputs, case.weights)["out"]
+    if made.shape != out.shape:
+        return case
+    order = _apart(*aligned(case.captured, {"out": made})["out"]).amax(0)
+    order, size = order.argsort(descending=True, stable=True), 1
+    values, prefix = _plain(weight)["value"], _prefix(case.twin.config, case.component, case.recipe)
+    while size < len(order):
+        rows = order[:size].sort().values
+        cut = Weight(value=values[rows], input_scale=weight.input_scale)
+        twin = Bound(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
+        small = replace(case, twin=twin, captured={"out": out[:, rows]})
+        if any(each.verdict is Verdict.DIFFERS for each in small.judge(small.captured).values()):
+            return small
+        size *= 2
+    return case
+
+
+def _prefix(config: Config, name: str, recipe: Recipe) -> str:
+    found = component_named(config, name, recipe)
+    prefix = f"{found.block.prefix}." if found.block else ""
+    # A drafter's embedding and head may be the model's.
+    return prefix if all(each.startswith(prefix) for each in found.weights) else ""
+
+
+def _small_enough(case: Case) -> Case | None:
+    sides = [*case.inputs.values(), *case.captured.values()]
+    sides += [each for weight in case.weights.values() for each in _plain(weight).values()]
+    size = sum(each.numel() * each.element_size() for each in sides)
+    return case if size <= _MOST_BYTES else None
+
+
+def _rows_of(case: Case, rows: Tensor, count: int) -> Case:
+    def cut(side: Tensors) -> dict[str, Tensor]:
+        return {n: t[rows] if t.ndim and t.shape[0] == count else t for n, t in side.items()}
+
+    return replace(case, inputs=cut(case.inputs), captured=cut(case.captured))
+
+
+def _fewest_experts(case: Case) -> Case:
+    """Only the experts that are visited are worth their bytes."""
+    experts = case.inputs.get("experts")
+    shared = case.twin.numerics.switches.input_scale_shared  # of all experts, visited or not
+    if experts is None or ".experts." not in case.component or shared:
+        return case
+    visited = set(experts.unique().tolist())
+    kept = {
+        name: weight
+        for name, weight in case.weights.items()
+        if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) in visited
+    }
+    prefix = _prefix(case.twin.config, case.component, case.recipe)
+    named = {prefix + name: weight for name, weight in kept.items()}
+    twin = Bound(case.twin.config, case.twin.numerics, _Some(named), case.recipe)
+    return replace(case, twin=twin)
+
+
+class _Some(dict[str, Weight]):
+    """Weights of a few experts; asking for another one is asking for nothing."""
+
+    def __missing__(self, name: str) -> Weight:
+        return Weight()
+
+
+def _plain(weight: Weight) -> dict[str, Tensor]:
+    """A weight as numbers, exact, in the narrowest dtype that holds them."""
+    found: dict[str, Tensor] = {}
+    if weight.value is not None:
+        found["value"] = weight.value
+    elif weight.is_quantised:
+        wide = weight.values(torch.float64)
+        narrow = wide.float()
+        found["value"] = narrow if torch.equal(narrow.double(), wide) else wide
+    if weight.input_scale is not None:
+        found["input_scale"] = weight.input_scale
+    return found
+
+
+def _arrived(name: str, arrived: Tensor, implied: Tensor) -> Judged:
+    if alike(implied, arrived):
+        return Judged(name, Verdict.AGREES)
+    if implied.shape != arrived.shape:
+        return Judged(name, Verdict.DIFFERS, (Finding("shape", (), 1.0, 0.0),))
+    same = same_values(arrived, implied)
+    apart = float((arrived.double() - implied.double()).norm()) if not same else 0.0
+    return Judged(name, Verdict.DIFFERS, (Finding("what arrived", (), apart, 0.0),))
+
+
+def _numerics_told(numerics: Numerics) -> dict[str, Any]:
+    names = {
+        n: str(getattr(numerics, n)).removeprefix("torch.") for n in ("work", "store", "products")
+    }
+    switches = {n: getattr(numerics.switches, n) for n in numerics.switches.__dataclass_fields__}
+    return {"mode": str(numerics.mode), **names, "switches": switches}
+
+
+def _numerics_of(raw: Mapping[str, Any]) -> Numerics:
+    work, store, products = (getattr(torch, raw[name]) for name in ("work", "store", "products"))
+    known = Switches()
+    switches = {
+        name: type(getattr(known, name))(each) if isinstance(each, str) else each
+        for name, each in raw["switches"].items()
+    }
+    return Numerics(Mode(raw["mode"]), work, store, products, Switches(**switches))
+
+
+def _unreadable(path: Path, value: str) -> UnreadableFile:
+    return UnreadableFile(
+        str(path),
+        value[:200],
+        f"a case that degarble wrote ({FORMAT})",
+        "Run degarble check again.",
+    )

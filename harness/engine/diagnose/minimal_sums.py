@@ -1,0 +1,175 @@
+"""The shortest sum that shows a named fault: operands of a product cut along K by whole blocks.
+
+Owns the choice of blocks: halves, as long as one of them is still beyond the budget. What was
+captured is a sum over all of K, and nobody can say which part of it came from where; but a named
+fault is a way to make it, proved on every row. So it is done to the operands, these are cut, and
+what comes out stands for what was captured. Without a named fault the sum stays whole.
+
+Cuts where no scale is cut: by the blocks of weight and activation, 16 at least. Refuses nothing:
+what is no product, or is stored in another layout, stays as it is.
+Kept honest by suites/engine/diagnose/test_minimal_sums.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.faults.model_faults import ChangedWeights
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.weight import Weight
+from degarble.harness.report.verdict import Verdict
+from degarble.references.binding import Bound
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Way
+
+    Case = Any  # that of shrink.py, which imports this module
+    Tensors = Mapping[str, Tensor]
+
+_LEAST = 16  # of K
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The summed dimension of a product: its length, and the smallest piece of it."""
+
+    length: int
+    unit: int
+    activation: str | None
+
+    @classmethod
+    def of(cls, case: Case) -> _Sum | None:
+        """That of a case; None where it is no product of one length."""
+        weights = [each for each in case.weights.values() if _held(each)]
+        lengths = {each.shape[1] for each in weights if len(each.shape) == 2}
+        if len(lengths) != 1 or any(len(each.shape) != 2 for each in weights):
+            return None
+        (length,) = lengths
+        activation = Call.of(case.twin, case.component, case.inputs, {}).activation
+        operand = case.inputs.get("codes" if activation else "x")
+        form = BLOCK_FORMATS[activation] if activation else None
+        per = 2 if form is not None and form.packed else 1
+        if operand is None or operand.shape[-1] * per != length:
+            return None
+        blocks = [each.storage.format.block[1] for each in weights if each.storage is not None]
+        unit = lcm(_LEAST, *blocks, form.block[1] if form is not None else 1)
+        return None if length % unit else cls(length, unit, activation)
+
+
+def shortest_sum(case: Case, way: Way, prefix: str) -> Case:
+    """The case on as little of K as is still beyond the budget."""
+    found = _Sum.of(case)
+    if found is None:
+        return case
+    best, low, high = case, 0, found.length // found.unit
+    while high - low > 1:
+        middle = (low + high) // 2
+        halves = []
+        for at in ((low, middle), (middle, high)):
+            small = _cut(case, found, way, prefix, (at[0] * found.unit, at[1] * found.unit))
+            ratio = _beyond(small)
+            if small is not None and ratio > 1:
+                halves.append((ratio, at, small))
+        if not halves:
+            break
+        _, (low, high), best = max(halves, key=lambda each: each[0])
+    return best
+
+
+def _beyond(case: Case | None) -> float:
+    """The worst difference of a case in units of budget; 0 where it agrees or cannot be judged."""
+    if case is None:
+        return 0.0
+    judged = case.judge(case.captured).values()
+    return max((each.ratio for each in judged if each.verdict is Verdict.DIFFERS), default=0.0)
+
+
+def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) -> Case | None:
+    """The case on K from `part[0]` to `part[1]`; None where it cannot be made there."""
+    try:
+        weights = {prefix + name: _columns(each, part) for name, each in case.weights.items()}
+        twin = Bound(case.twin.config, case.twin.numerics, weights, case.recipe)
+        inputs = _inputs(case.inputs, found, part)
+        with torch.inference_mode():
+            made = _made(case, twin, found, way, part)
+        captured = {
+            name: made[name].to(each.dtype).reshape(-1, *each.shape[1:])
+            for name, each in case.captured.items()
+        }
+    except CANNOT_RUN:
+        return None  # a way, or a budget, that knows these extents only
+    words = f" (K {part[0]}..{part[1] - 1} of {found.length}, made there by the named fault)"
+    return replace(case, title=case.title + words, twin=twin, inputs=inputs, captured=captured)
+
+
+def _made(case: Case, twin: Bound, found: _Sum, way: Way, part: tuple[int, int]) -> Tensors:
+    """What the fault makes on a part of K: it is done to the whole operands, then these are cut.
+
+    A way that runs other code than the call that it wraps is asked on the cut operands.
+    """
+    asked: list[Tensors] = []
+    plain = twin.calls[case.component]
+
+    def cutting(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        asked.append(inputs)
+        cut = ChangedWeights(weights, lambda _, each: _numbers(each, part))
+        return plain(_inputs(inputs, found, part), cut)
+
+    made = way.apply(cutting)(case.inputs, case.weights)
+    if asked:
+        return made
+    return way.apply(plain)(_inputs(case.inputs, found, part), twin.weights_of(case.component))
+
+
+def _inputs(inputs: Tensors, found: _Sum, part: tuple[int, int]) -> dict[str, Tensor]:
+    """Inputs on a part of K; what has no such dimension stays."""
+    (begin, end), made = part, dict(inputs)
+    pieces = {"x": 1} if "x" in inputs else {}
+    if found.activation is not None and "codes" in inputs:
+        form = BLOCK_FORMATS[found.activation]
+        pieces = {"codes": 2 if form.packed else 1, "block_scale": form.block[1]}
+    for name, per in pieces.items():
+        made[name] = inputs[name][..., begin // per : end // per].contiguous()
+    return made
+
+
+def _held(weight: Weight) -> bool:
+    return weight.is_quantised or weight.value is not None
+
+
+def _columns(weight: Weight, part: tuple[int, int]) -> Weight:
+    """A weight on a part of K, in the codes and scales that it has."""
+    begin, end = part
+    if not _held(weight):
+        return weight
+    if weight.storage is None:
+        assert weight.value is not None, "held"
+        return Weight(value=weight.value[:, begin:end].contiguous(), input_scale=weight.input_scale)
+    how = weight.storage
+    if how.layout != LINEAR or weight.codes is None or weight.block_scale is None:
+        raise ValueError(how.layout.name)
+    per, wide = 2 if how.format.packed else 1, how.format.block[1]
+    return Weight(
+        codes=weight.codes[:, begin // per : end // per].contiguous(),
+        block_scale=weight.block_scale[:, begin // wide : end // wide].contiguous(),
+        tensor_scale=weight.tensor_scale,
+        input_scale=weight.input_scale,
+        storage=replace(how, shape=(how.shape[0], end - begin)),
+    )
+
+
+def _numbers(weight: Weight, part: tuple[int, int]) -> Weight:
+    """What a changed weight stands for, on a part of K."""
+    values = weight.values(torch.float64)[:, part[0] : part[1]].contiguous()
+    return Weight(value=values, input_scale=weight.input_scale)

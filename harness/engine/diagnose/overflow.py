@@ -1,0 +1,79 @@
+"""What damaged operands leave of a sum that passes the largest float32 on its way.
+
+A scale of 10^35 leaves partial sums that the twin, in float64, still adds up. Whoever sums in
+float32 has an infinity there, of the side on which its own order went beyond, or NaN where it went
+beyond on both; a scale behind the sum leaves numbers. So where the sum of magnitudes is beyond,
+what is not finite is the order's business and no evidence, and what is finite has a budget that is
+derived from smaller operands, in proportion. Operands that are not finite themselves get none of
+it: what they make has to be the same. Refuses nothing. Kept honest by
+suites/engine/diagnose/test_overflow.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.budget.roles import SUMS, budgets_of
+from degarble.harness.engine.faults.decoding import numbers_of
+from degarble.harness.engine.faults.model_faults import ChangedWeights
+from degarble.harness.formats.weight import Weight
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import Budget
+    from degarble.harness.engine.budget.call import Call
+    from degarble.harness.engine.faults.model_faults import Scene
+
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLER = 2.0**-100  # times a weight: sums of interest stay far from both ends of float32
+_PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
+
+
+def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) -> dict[str, Budget]:
+    """Budgets of outputs of which some sum may pass the largest float32; empty where none may."""
+    extents = {name: each.shape for name, each in candidate.items()}
+    if call.role not in SUMS or extents != {n: each.shape for n, each in call.outputs.items()}:
+        return {}
+    x = activation_values(call.inputs, call.activation, torch.float64)
+    rest = {name: each for name, each in call.inputs.items() if name not in _PARTS}
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    if not 0 < largest < math.inf:
+        return {}
+    sums = scene.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
+    beyond = {name: ~each.isfinite() for name, each in sums.items()}
+    if not any(bool(each.any()) for each in beyond.values()):
+        return {}
+    unit = 2.0 ** math.ceil(math.log2(largest))
+    smaller = replace(
+        call,
+        inputs={**rest, "x": (x / unit).float()},
+        weights=ChangedWeights(call.weights, _scaled_down),
+    )
+    known, found = budgets_of(call), {}
+    for name, budget in budgets_of(smaller).items():
+        slack = budget.slack.double() * (unit / _SMALLER)
+        slack = torch.where(known[name].slack.isfinite(), known[name].slack.double(), slack)
+        slack = torch.where(call.outputs[name].isfinite(), slack, 0.0).nan_to_num(0.0)
+        free = beyond[name] & ~candidate[name].isfinite()
+        found[name] = replace(budget, slack=slack, free=free)
+    return found
+
+
+def _magnitudes(_name: str, weight: Weight) -> Weight:
+    """Sizes; infinite where a number alone is beyond, none where it is no finite number."""
+    size = numbers_of(weight).double().abs()
+    size = torch.where(size.isfinite(), size.masked_fill(size > _LARGEST, math.inf), 0.0)
+    return Weight(value=size, input_scale=weight.input_scale)
+
+
+def _scaled_down(_name: str, weight: Weight) -> Weight:
+    value = (numbers_of(weight).double() * _SMALLER).float()
+    return Weight(value=value, input_scale=weight.input_scale)

@@ -1,0 +1,50 @@
+"""The part of what was seen in which a fault acts: some calls, or some sequences.
+
+A fault may act in one phase, in one call or on one sequence. A way that explains it there changes
+the others as well, so no proof over every call holds. Where a part of the calls is what the healthy
+twin makes, that part needs no explanation, and a cause is looked for in the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.engine.budget.budget import HEADROOM
+from degarble.harness.engine.diagnose.sample import calls_in, sequences_in
+from degarble.harness.engine.diagnose.trial import make, proof
+from degarble.harness.engine.faults.model_faults import Way
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
+
+_NOTHING = Way("nothing", lambda call: call)
+_MOST = 64  # calls or sequences that are looked at
+
+
+def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str, list[Sight]]]:
+    """Yield what is left without the calls, then without the sequences, that are healthy.
+
+    With the words for them; nothing where all of them differ.
+    """
+    calls = [call for sight in sights for call in calls_in(sight)]
+    wrong = _unhealthy(scene, calls)
+    if 0 < len(wrong) < len(calls):
+        yield f"in {len(wrong)} of {len(calls)} calls, the others are healthy", wrong
+    apart = [each for call in wrong for each in sequences_in(scene, call)]
+    left = _unhealthy(scene, apart) if len(apart) > len(wrong) else apart
+    if 0 < len(left) < len(apart):
+        told = f"of {len(left)} of {len(apart)} sequences of these calls, the others are healthy"
+        yield told, left
+
+
+def _unhealthy(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
+    if len(sights) > _MOST:
+        return []
+    return [each for each in sights if not _is_healthy(scene, each)]
+
+
+def _is_healthy(scene: Scene, sight: Sight) -> bool:
+    made = make(scene, sight, _NOTHING)
+    return made is not None and proof(scene, sight, made).ratio <= HEADROOM

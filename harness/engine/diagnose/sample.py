@@ -1,0 +1,285 @@
+"""What of a sight a diagnosis looks at first: few rows, few columns, those that differ most.
+
+Owns the choice of the call that shows most, the window of rows in it, and columns of each output.
+Rows stay together and begin at a multiple of the window, so that a fault which counts rows or tiles
+stays what it is. Calls with sequences or memory are never cut. A sample only orders trials: what is
+named is proved on every row of every call. Kept honest by suites/engine/diagnose/test_sample.py.
+Shape letters: T tokens, F columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.engine.diagnose.trial import (
+    decoded_once,
+    distance,
+    only_roundings,
+    seen_tensors,
+    untouched,
+)
+from degarble.harness.engine.faults.activation_regions import cancelled
+from degarble.harness.engine.faults.weight_regions import extents
+from degarble.harness.engine.localise.judgeable_rows import lines_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
+
+    Tensors = Mapping[str, Tensor]
+    Measure = Callable[[Tensors, Tensors], float]
+
+_EXPERTS = 3  # that are looked at
+WINDOW = 64  # rows at most
+COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
+_FAINT = 0.01  # of an output's length: a few roundings of BF16
+_OUTSIDE = frozenset({"offsets", "state"})
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sight that is cut to a window, and which columns of its outputs are looked at."""
+
+    sight: Sight
+    columns: Mapping[str, Tensor]
+    whole: bool  # whether no row was left out
+    plain: Tensors | None  # its inputs with codes decoded
+    rows: Tensor | None = None  # of the only matrix: those whose outputs are looked at
+
+    @cached_property
+    def candidate(self) -> dict[str, Tensor]:
+        """What a trial has to reproduce, in the chosen columns."""
+        return self.looked_at(seen_tensors(self.sight))
+
+    def before(self, measure: Measure) -> float:
+        """The difference without any fault."""
+        if measure not in self._before:
+            self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
+        return self._before[measure]
+
+    @cached_property
+    def only_roundings(self) -> bool:
+        """Whether there is no more than roundings to explain."""
+        return only_roundings(self.candidate, self.looked_at(untouched(self.sight)))
+
+    @cached_property
+    def _before(self) -> dict[Measure, float]:
+        return {}
+
+    def looked_at(self, outputs: Tensors) -> dict[str, Tensor]:
+        """Keep the chosen columns of outputs."""
+        return {name: self._chosen(name, each) for name, each in outputs.items()}
+
+    def _chosen(self, name: str, output: Tensor) -> Tensor:
+        columns = self.columns.get(name)
+        if columns is None or output.ndim < 2 or output.shape[-1] <= int(columns[-1]):
+            return output
+        return output.index_select(-1, columns)
+
+
+def most_telling(sights: Sequence[Sight]) -> Sight:
+    """Return the call whose outputs are farthest from what they should be.
+
+    Of faint differences the one with most numbers that is about as far: roundings are a large part
+    of each, and a few rows do not show what they hide.
+    """
+    far = [distance(seen_tensors(each), untouched(each)) for each in sights]
+    most = max(far)
+    if not most <= _FAINT:  # a NaN is not faint
+        return sights[far.index(most)]
+    near = [each for each, own in zip(sights, far, strict=True) if own >= most / 2]
+    return max(near, key=lambda each: sum(out.numel() for out in seen_tensors(each).values()))
+
+
+def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
+    """Cut a sight to the window of rows that differs most, where rows stand for themselves."""
+    cut = _window(sight, window) if _is_by_row(scene, sight) else sight
+    whole = cut is sight
+    if "experts" in cut.inputs and scene.role.startswith("ffn.experts.w") and window == WINDOW:
+        cut = _few_experts(cut)
+    columns = {
+        name: _columns(each, untouched(cut)[name])
+        for name, each in seen_tensors(cut).items()
+        if name in untouched(cut) and each.ndim > 1 and each.shape[-1] > COLUMNS
+    }
+    chosen = {name: each for name, each in columns.items() if len(each)}
+    rows = chosen.get("out") if len(extents(scene, cut)) == 1 else None
+    return Sample(cut, chosen, whole, decoded_once(scene, cut), rows)
+
+
+def _is_by_row(scene: Scene, sight: Sight) -> bool:
+    """Whether every tensor that has a row of a token has it first, and no row needs another."""
+    if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
+        return False
+    counts = {each.shape[0] for each in _all(sight) if each.ndim}
+    return len(counts) == 1
+
+
+def _all(sight: Sight) -> list[Tensor]:
+    return [*sight.inputs.values(), *sight.outputs.values(), *sight.expected.values()]
+
+
+def _window(sight: Sight, size: int) -> Sight:
+    first = next(each for each in _all(sight) if each.ndim)
+    count = first.shape[0]
+    if count <= size:
+        return sight
+    weight_T = torch.zeros(count)
+    for name, each in sight.outputs.items():
+        if not each.ndim:
+            continue
+        weight_T += _apart(each, sight.expected.get(name)).reshape(count, -1).sum(1)
+    windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
+    begin = int(windows.argmax()) * size
+    return rows_of(sight, slice(begin, min(begin + size, count)))
+
+
+def _few_experts(sight: Sight) -> Sight:
+    """Leave slots only to the experts that differ most, and to one that differs least."""
+    experts = sight.inputs["experts"]
+    if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
+        return sight
+    of_slot = _apart(sight.outputs["out"], sight.expected["out"]).mean(-1)
+    held = experts[experts >= 0].unique().tolist()
+    if len(held) <= _EXPERTS:
+        return sight
+    ranked = sorted(held, key=lambda number: -float(of_slot[experts == number].mean()))
+    chosen = torch.tensor([*ranked[: _EXPERTS - 1], ranked[-1]])
+    kept = torch.isin(experts, chosen)
+
+    def masked(side: Tensors) -> dict[str, Tensor]:
+        return {**side, "out": torch.where(kept[..., None], side["out"], 0)}
+
+    inputs = {**sight.inputs, "experts": experts.where(kept, -1)}
+    outputs, expected = masked(sight.outputs), masked(sight.expected)
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected)
+
+
+def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
+    """Put calls below each other whose rows stand for themselves, so that one shows all experts."""
+    first = sights[0]
+    if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
+        return list(sights)
+    if any(_likeness(each) != _likeness(first) for each in sights):
+        return list(sights)
+
+    def joined(side: str) -> dict[str, Tensor]:
+        parts = [getattr(each, side) for each in sights]
+        return {
+            name: torch.cat([each[name] for each in parts]) if tensor.ndim else tensor
+            for name, tensor in parts[0].items()
+        }
+
+    rows = tuple(count for each in sights for count in (each.rows or (_height(each),)))
+    owners = tuple(owner for each in sights for owner in each.owners)
+    sides = (joined("inputs"), joined("outputs"), joined("expected"))
+    return [
+        replace(
+            first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows, owners=owners
+        )
+    ]
+
+
+def _likeness(sight: Sight) -> list[tuple[object, ...]]:
+    """Names, dtypes and extents; numbers that all rows share have to be the same."""
+    sides = (sight.inputs, sight.outputs, sight.expected)
+    return [
+        (name, each.dtype, *(each.shape[1:] if each.ndim else (float(each),)))
+        for side in sides
+        for name, each in side.items()
+    ]
+
+
+def _height(sight: Sight) -> int:
+    return next(each.shape[0] for each in _all(sight) if each.ndim)
+
+
+def calls_in(sight: Sight) -> list[Sight]:
+    """The calls of a sight one by one, where several stand below each other."""
+    if len(sight.rows) < 2:
+        return [sight]
+    begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
+    return [
+        rows_of(sight, slice(begin, begin + count))
+        for begin, count in zip(begins, sight.rows, strict=True)
+    ]
+
+
+def sequences_in(scene: Scene, sight: Sight) -> list[Sight]:
+    """The sequences of one call, each as a call of its own; the call where they stay together."""
+    if _is_by_row(scene, sight):
+        return _by_owner(sight)
+    if sight.implied or "token_offsets" not in sight.inputs:
+        return [sight]
+    return list(alone(scene, sight)) or [sight]
+
+
+def _by_owner(sight: Sight) -> list[Sight]:
+    owners = sight.owners
+    if len(owners) != _height(sight):
+        return [sight]
+    begins = [at for at in range(len(owners)) if not at or owners[at] != owners[at - 1]]
+    ends = [*begins[1:], len(owners)]
+    return [rows_of(sight, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
+
+
+def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
+    """Every sequence of a call whose tokens meet; nothing where they cannot be told apart."""
+    lines = lines_of(scene.component, scene.bound.config, sight.inputs)
+    if lines is None:
+        return
+    for number in range(len(lines.spans)):
+        counts = [span.count * (at == number) for at, span in enumerate(lines.spans)]
+        sides = [lines.cut_side(side, counts) for side in _sides(sight)]
+        if any(side is None for side in sides):
+            return
+        inputs, outputs, expected = (side or {} for side in sides)
+        yield replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
+
+
+def _sides(sight: Sight) -> tuple[Tensors, Tensors, Tensors]:
+    return sight.inputs, sight.outputs, sight.expected
+
+
+def rows_of(sight: Sight, rows: slice) -> Sight:
+    """Some rows of a sight whose rows stand for themselves."""
+
+    def part(side: Tensors) -> dict[str, Tensor]:
+        return {name: each[rows] if each.ndim else each for name, each in side.items()}
+
+    inputs, outputs, expected = (part(side) for side in _sides(sight))
+    owners = sight.owners[rows]
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners)
+
+
+def _apart(c: Tensor, e: Tensor | None) -> Tensor:
+    """A number from 0 to 1 an element: how far apart, in units of both sizes."""
+    if e is None or e.shape != c.shape:
+        return torch.ones(c.shape)
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return (c != e).float()
+    # Where terms cancel, roundings are all that is left: they would outweigh a faint fault. Not
+    # where nothing else differs: then they are all that there is to look at.
+    beside = (c == e) | cancelled(c, e)
+    alike = c == e if bool(beside.all()) else beside
+    c, e = c.float(), e.float()
+    apart = torch.where(alike, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
+    return torch.nan_to_num(apart, 1.0, 1.0, 1.0)
+
+
+def _columns(c: Tensor, e: Tensor) -> Tensor:
+    if e.shape != c.shape:
+        return torch.empty(0, dtype=torch.int64)
+    weight_F = _apart(c, e).flatten(0, -2).sum(0)
+    worst = weight_F.topk(COLUMNS // 2).indices
+    step = -(-len(weight_F) // (COLUMNS // 2))
+    spread = torch.arange(0, len(weight_F), step)
+    chosen: Tensor = torch.cat((worst, spread)).unique()
+    return chosen

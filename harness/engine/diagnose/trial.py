@@ -1,0 +1,414 @@
+"""One trial of a diagnosis: what a way makes of a captured call, and how near that is.
+
+Owns two measures. `distance` is cheap, a form without unit: trials are ordered by what is left of
+it. `proof` judges the outputs of the twin with the way by the budget that is derived for *it*,
+hence from its damaged operands. A way that cannot be made here explains nothing, and says so.
+Kept honest by suites/engine/diagnose/test_trial.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
+from degarble.harness.engine.budget.budget import HEADROOM, judge, spacing
+from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.choices import weights_budget
+from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.compare.definition import values_of_any
+from degarble.harness.engine.diagnose.overflow import beyond_float32
+from degarble.harness.engine.faults.activation_regions import cancelled
+from degarble.harness.engine.faults.decoding import Decoding
+from degarble.harness.report.number_text import share
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import Budget
+    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight, Way
+    from degarble.harness.formats.weight import Weight
+
+    Tensors = Mapping[str, Tensor]
+
+# Producers of one dialect differ in up to 0.56 % of codes (packing_diagnosis, NAMED_FROM).
+CODES_UNLIKE = 0.0056
+# Sums of one fault in two orders round otherwise in 0.03 % of elements (M02, O10 at wo_b).
+_ROUNDED_OTHERWISE = 0.001
+_OF_BEFORE = 0.05  # of the elements that differ without a way may differ with it, by roundings
+_STORED_WITHIN = frozenset({
+    "attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.compressor.pool",
+    "attn.indexer.compressor.pool", "attn.indexer.q", "attn.indexer.k",
+})  # fmt: skip
+_SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, in each of two
+_SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What comes out of a way, and the operands that its innermost call saw."""
+
+    outputs: Tensors
+    inputs: Tensors
+    weights: Mapping[str, Weight]
+    stretch: Mapping[str, float]  # by how much the way made an output larger behind the call
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How well a way explains one sight, in units of budget; shares count elements."""
+
+    ratio: float
+    within: float
+    identical: float
+    worst: str = ""
+
+
+def make(
+    scene: Scene,
+    sight: Sight,
+    way: Way,
+    plain: Tensors | None = None,
+    rows: Tensor | None = None,
+) -> Made | None:
+    """Run the twin with a way on the inputs of a sight; None where the way cannot be made.
+
+    `plain` are the same inputs with codes decoded, for ways that leave inputs alone; `rows` are
+    those of the one matrix whose outputs are looked at.
+    """
+    seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
+    operands: list[Mapping[str, Weight]] = [scene.weights]
+    quick = scene.bound.numerics.products is torch.float64
+
+    def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
+        known = Decoding(weights, scene.weights, rows) if quick else weights
+        given = plain if plain is not None and inputs is sight.inputs else inputs
+        outputs = scene.call(given, known)
+        seen.update(inputs=inputs, outputs=outputs)
+        operands[0] = weights
+        return outputs
+
+    try:
+        if sight.implied:
+            outputs: Tensors = way.passed_on({**sight.inputs, **sight.implied}, scene.weights)
+            return Made(outputs, sight.inputs, scene.weights, {})
+        outputs = way.apply(spied)(sight.inputs, scene.weights)
+    except CANNOT_RUN:
+        return None  # another shape or format than the way is about
+    stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
+    typed = {
+        name: _left_open(way, each.to(sight.outputs[name].dtype), sight.outputs[name])
+        if name in sight.outputs
+        else each
+        for name, each in outputs.items()
+    }
+    return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+
+
+def _left_open(way: Way, made: Tensor, seen: Tensor) -> Tensor:
+    """Return what a way makes, with what was seen where the way leaves elements open."""
+    if way.unknown is None or made.shape != seen.shape:
+        return made
+    return torch.where(way.unknown(made), seen, made)
+
+
+def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:
+    """Ways that a fault proposes; one that cannot look at such outputs has no more.
+
+    That is where extents are others, or values are not finite, from which no number can be fitted.
+    """
+    try:
+        yield from fault.signature(scene, sight)
+    except (*CANNOT_RUN, OverflowError):
+        sides = seen_tensors(sight), untouched(sight)
+        if _extents(sides[0]) == _extents(sides[1]) and all(map(_is_finite, sides)):
+            raise
+
+
+def _is_finite(tensors: Tensors) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors.values() if _is_wide(each))
+
+
+def _extents(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in tensors.items()}
+
+
+def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
+    """Inputs with numbers in place of codes, so that trials need not decode them again."""
+    if "codes" not in sight.inputs or sight.implied:
+        return None
+    form = Call.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
+    if form is None:
+        return None
+    parts = {"codes", "block_scale", "tensor_scale"}
+    rest = {name: each for name, each in sight.inputs.items() if name not in parts}
+    dtype = scene.bound.numerics.products
+    return {"x": activation_values(sight.inputs, form, dtype), **rest}
+
+
+def _stretch(inner: Tensor | None, final: Tensor) -> float:
+    """How much longer an output became behind the call; at least 1."""
+    if inner is None or inner is final or not final.dtype.is_floating_point:
+        return 1.0
+    before, after = (float(each.double().nan_to_num(0, 0, 0).norm()) for each in (inner, final))
+    return max(1.0, after / before) if before > 0 and math.isfinite(after / before) else 1.0
+
+
+def seen_tensors(sight: Sight) -> Tensors:
+    """What a trial has to reproduce: outputs, or on an edge the inputs that were implied."""
+    if sight.implied:
+        return {name: sight.inputs[name] for name in sight.implied if name in sight.inputs}
+    return sight.outputs
+
+
+def untouched(sight: Sight) -> Tensors:
+    """What there would be without a fault."""
+    return sight.implied or sight.expected
+
+
+def distance(candidate: Tensors, made: Tensors) -> float:
+    """How far apart two sets of outputs are: 0 the same, about 1 an output nothing alike."""
+    return sum(_apart(*_in_order(each, made.get(name))) for name, each in candidate.items())
+
+
+def _in_order(c: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What tokens choose, in one order: backends tell it by score, or by number."""
+    if m is None or c.dtype not in (torch.int32, torch.int64) or c.ndim != 2 or m.ndim != 2:
+        return c, m
+    return c.sort(dim=-1).values, m.sort(dim=-1).values
+
+
+def _apart(c: Tensor, m: Tensor | None) -> float:
+    if m is None or m.shape != c.shape:
+        return 2.0
+    if not c.numel():
+        return 0.0
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return float((c != m).double().mean())
+    c, m = c.double(), m.double()
+    odd = ~(c.isfinite() & m.isfinite())
+    alike = (c == m) | (c.isnan() & m.isnan())
+    unlike = float((odd & ~alike).double().mean())
+    c, m = c.masked_fill(odd, 0.0), m.masked_fill(odd, 0.0)
+    return unlike + float((c - m).norm()) / (float(c.norm()) + float(m.norm()) + _TINY)
+
+
+def only_roundings(candidate: Tensors, made: Tensors) -> bool:
+    """Whether nothing but roundings of sums in another order is between two sets of outputs."""
+    return all(_rounds_alike(*_in_order(each, made.get(n))) for n, each in candidate.items())
+
+
+def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
+    if m is None or m.shape != c.shape:
+        return False
+    unlike = _unlike(c, m)
+    if int(unlike.sum()) > max(1, int(c.numel() * _ROUNDED_OTHERWISE)):
+        return False
+    return bool((_within_spacings(c, m) | cancelled(c, m))[unlike].all())
+
+
+def shape_distance(candidate: Tensors, made: Tensors) -> float:
+    """The same with a gain of its own for every row, or for every column, taken out."""
+    return sum(_apart_in_shape(each, made.get(name)) for name, each in candidate.items())
+
+
+def _apart_in_shape(c: Tensor, m: Tensor | None) -> float:
+    if m is None or m.shape != c.shape or not c.numel() or not _is_wide(c):
+        return _apart(c, m)
+    c, m = c.double().flatten(0, -2), m.double().flatten(0, -2)
+    finite = c.isfinite() & m.isfinite()
+    c, m = torch.where(finite, c, 0.0), torch.where(finite, m, 0.0)
+    total = float(c.norm()) + _TINY
+    found = []
+    for dim in (0, 1):
+        energy = m.square().sum(dim, keepdim=True)
+        gain = (c * m).sum(dim, keepdim=True) / energy.clamp(min=_TINY)
+        found.append(float((c - gain * m).norm()) / total)
+    return min(found) + float((~finite).double().mean())
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.ndim > 1
+
+
+def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
+    """Judge what a way made against the candidate."""
+    candidate = seen_tensors(sight)
+    if sight.implied:
+        return _edge_proof(candidate, made.outputs)
+    call = _call(scene, made)
+    worst, words = 0.0, ""
+    ratios = _ratios(call, candidate)
+    known = all(math.isfinite(ratio) for ratio, _ in ratios.values())
+    beyond = {} if known else beyond_float32(scene, call, candidate)
+    for name, budget in beyond.items():
+        decisive = judge(candidate[name], call.outputs[name], budget).worst
+        ratios[name] = decisive.ratio, str(decisive)
+    for name, (ratio, text) in ratios.items():
+        found = ratio / made.stretch.get(name, 1.0)
+        if found > HEADROOM and call.role in _STORED_WITHIN:
+            found = min(found, _unlike_ratio(candidate[name], call.outputs[name], sight, name))
+        if found >= worst:
+            worst, words = found, text
+    return Proof(worst, *shares(call, candidate, made, beyond), words)
+
+
+def _unlike_ratio(c: Tensor, m: Tensor, sight: Sight, name: str) -> float:
+    """Roundings of what a component stores on its way, counted.
+
+    Its budget knows which of them may go either way for the healthy numbers, and a way has others
+    there: few may, by a spacing or two, and far fewer than what is to be explained.
+    """
+    expected = sight.expected.get(name)
+    if expected is None or c.shape != m.shape or c.shape != expected.shape:
+        return math.inf
+    unlike, before = (_unlike(c, each) for each in (m, expected))
+    if not bool(_within_spacings(c, m)[unlike].all()):
+        return math.inf
+    few = min(int(c.numel() * _ROUNDED_OTHERWISE), int(before.sum()) * _OF_BEFORE)
+    count = int(unlike.sum())
+    return count / few * HEADROOM if few else math.inf
+
+
+def _unlike(c: Tensor, m: Tensor) -> Tensor:
+    return (c != m) & ((c == c) | (m == m))  # noqa: PLR0124  NaN
+
+
+def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+    """The worst of every output in units of budget; what has no budget must be the very same."""
+    if "codes" in call.outputs:
+        return {name: _coded_ratio(candidate.get(name), m) for name, m in call.outputs.items()}
+    try:
+        judged = judge_outputs(call, {**call.outputs, **candidate})
+    except InvalidArgument:
+        return _finite_ratios(call, candidate)
+    found = {}
+    shares = _weights_ratio(call, candidate)
+    for name, each in judged.items():
+        if name not in candidate:
+            continue  # it was not captured
+        ratio, words = each.ratio, str(each.worst or "")
+        if name == "weights" and shares is not None:
+            ratio, words = shares
+        if _apart(candidate[name], call.outputs[name]) == 0:
+            ratio, words = 0.0, "the same to the bit"
+        elif math.isnan(ratio):
+            ratio, words = math.inf, each.undecided
+        found[name] = ratio, words
+    return found
+
+
+def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
+    """Weights of one choice beside those that a way made, whose errors are as large a part.
+
+    Elsewhere a router is judged by its scores alone, which know nothing of the way.
+    """
+    made, sides = call.outputs.get("weights"), (call.outputs, candidate)
+    experts, own = (side.get("experts") for side in sides)
+    if call.role != "ffn.topk" or made is None or experts is None or own is None:
+        return None
+    if not torch.equal(experts, own) or candidate["weights"].shape != made.shape:
+        return None
+    expected, budget = weights_budget(call, experts)
+    part = budget.slack / expected.abs().clamp(min=_TINY)
+    found = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
+    return found.worst.ratio, str(found.worst)
+
+
+def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
+    """Codes and scales beside those of a damaged producer: both may round a quotient otherwise.
+
+    A healthy producer is judged by the cells of its quotients; what a damaged one quantises is not
+    known here, but that its neighbour of the same dialect has nearly all codes alike.
+    """
+    if c is None or c.shape != m.shape:
+        return math.inf, "another shape"
+    equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
+    if c.dtype.is_floating_point and c.dtype.itemsize > 1:
+        equal |= (c - m).abs() <= torch.maximum(c.abs(), m.abs()) * _SCALE_UNITS
+    unlike = 1 - float(equal.double().mean()) if c.numel() else 0.0
+    return unlike / CODES_UNLIKE * HEADROOM, f"{share(unlike)} of codes are others"
+
+
+def _finite_ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+    """The same where damaged operands are not finite: a bound is needed only for what is."""
+    found = {}
+    for name, budget in budgets_of(call).items():
+        twin = call.outputs[name]
+        slack = budget.slack.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        if name not in candidate or candidate[name].shape != twin.shape:
+            found[name] = math.inf, f"{name} has another shape"
+            continue
+        worst = judge(candidate[name], twin, replace(budget, slack=slack)).worst
+        found[name] = worst.ratio, str(worst)
+    return found
+
+
+def _call(scene: Scene, made: Made) -> Call:
+    call = Call.of(scene.bound, scene.name, made.inputs, made.outputs)
+    return replace(call, weights=made.weights)
+
+
+def shares(
+    call: Call, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
+) -> tuple[float, float]:
+    """Shares of elements within budget, and of equal ones, over all outputs together."""
+    try:
+        budgets = beyond or budgets_of(call)
+    except DegarbleError:
+        budgets = {}
+    within = same = total = 0
+    for name, twin in made.outputs.items():
+        if name not in candidate:
+            continue  # it was not captured
+        c = candidate[name]
+        if c.shape != twin.shape:
+            return 0.0, 0.0
+        equal = (c == twin) | ((c != c) & (twin != twin))  # noqa: PLR0124  NaN
+        total += c.numel()
+        same += int(equal.sum())
+        budget = budgets.get(name)
+        if budget is None or not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+            within += int(equal.sum())
+            continue
+        slack = budget.slack.double().expand(c.shape).numpy() * made.stretch.get(name, 1.0)
+        t = values_of_any(twin.detach().cpu())
+        near = (slack + spacing(abs(t) + slack, budget.output)) / HEADROOM
+        with np.errstate(invalid="ignore"):
+            apart = abs(values_of_any(c.detach().cpu()) - t)
+        good = (apart <= near) | equal.numpy()
+        within += int((good if budget.free is None else good | budget.free.numpy()).sum())
+    return (within / total, same / total) if total else (1.0, 1.0)
+
+
+def _within_spacings(c: Tensor, m: Tensor) -> Tensor:
+    """Where two numbers are a rounding or two of their format apart; codes have to be equal."""
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return c == m
+    c, m, step = c.double(), m.double(), torch.finfo(c.dtype).eps * _SPACINGS
+    return (c - m).abs() <= torch.maximum(c.abs(), m.abs()) * step
+
+
+def _edge_proof(received: Tensors, passed: Tensors) -> Proof:
+    """What arrives is the producers' own, or computed from it: a spacing or two apart."""
+    within = same = total = 0
+    for name, c in received.items():
+        m = passed.get(name)
+        if m is None or m.shape != c.shape:
+            return Proof(math.inf, 0.0, 0.0, f"{name} has another shape")
+        equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
+        near = equal | _within_spacings(c, m)
+        within, same, total = within + int(near.sum()), same + int(equal.sum()), total + c.numel()
+    if not total:
+        return Proof(0.0, 1.0, 1.0)
+    ratio = 0.0 if within == total else math.inf
+    return Proof(ratio, within / total, same / total)

@@ -1,0 +1,1 @@
+"""Faults of attention and of its rotation."""

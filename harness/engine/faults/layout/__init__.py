@@ -1,0 +1,1 @@
+"""Faults of layout: order of bytes, words and fused operands."""

@@ -1,0 +1,1 @@
+"""Faults of sums, activations and output precision."""

@@ -1,0 +1,361 @@
+"""M26: the router scores, chooses or weighs by other rules.
+
+Another scoring function, no renormalisation, a bias that is rounded or reaches the weights, groups
+that are left out or judged otherwise, routing applied twice (flashinfer issue 2889, sglang issue
+31213, tokenspeed issue 1231). Softmax before or after top-k is the same where there is no bias, and
+is a negative control.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.faults.model_faults import (
+    ModelFault,
+    Reach,
+    Way,
+    from_ways,
+    with_inputs,
+    with_outputs,
+)
+from degarble.harness.engine.faults.rebinding import is_v4, with_function
+from degarble.harness.model.config.config import V32Config
+from degarble.harness.model.types import MlpType
+from degarble.references import routing
+from degarble.references.facts import V4Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
+
+    Score = Callable[[Tensor], Tensor]
+
+_TAKING = ("ffn.experts.w13", "ffn.experts.act_quant", "ffn.experts.w2")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a router works; None stands for the model's own."""
+
+    score: Score | None = None
+    bias: Callable[[Tensor], Tensor] | None = None  # what becomes of it
+    groups: Callable[[Tensor, Any], Tensor] | None = None
+    renormed: bool = True
+    from_biased: bool = False
+    epsilon: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def routed(
+    rules: Rules, facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """A router by other rules."""
+    c, numerics = facts.config, facts.numerics
+    v4, ((name, source),) = isinstance(facts, V4Facts), weights.items()
+    own: Score = routing.sqrt_softplus if v4 else torch.sigmoid
+    score = (rules.score or own)(inputs["logits"])
+    biased = score
+    if name.endswith("tid2eid"):
+        experts = source.values(torch.int64)[inputs["tokens"]]
+    else:
+        bias = source.values(numerics.work)
+        biased = score + (bias if rules.bias is None else rules.bias(bias))
+        kept = biased
+        if not v4:
+            kept = (rules.groups or _own_groups)(biased, c)
+        experts = routing.largest(kept, c.num_experts_per_tok)
+    chosen = (biased if rules.from_biased else score).gather(1, experts)
+    epsilon = numerics.switches.routing_epsilon if rules.epsilon is None else rules.epsilon
+    if rules.renormed:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + epsilon)
+    return {"experts": experts, "weights": chosen * c.routed_scaling_factor}
+
+
+def _own_groups(biased: Tensor, c: Any) -> Tensor:
+    return routing.grouped_scores(biased, routing.GroupFacts(c.n_group, c.topk_group))
+
+
+def _by_best(biased: Tensor, c: Any) -> Tensor:
+    """Groups judged by their single best expert."""
+    by_group = biased.reshape(len(biased), c.n_group, -1)
+    kept = routing.largest(by_group.amax(-1), c.topk_group)
+    keep = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, kept, value=True)
+    return by_group.masked_fill(~keep[..., None], -torch.inf).flatten(1)
+
+
+def _zeroed(biased: Tensor, c: Any) -> Tensor:
+    """Groups that are not kept at 0 and not at -inf: the running maximum begins there."""
+    return _own_groups(biased, c).masked_fill(_own_groups(biased, c).isneginf(), 0.0)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1)
+
+
+def _log1p(logits: Tensor) -> Tensor:
+    """log(1 + e^x) in float32: exactly 0 below -16.6, infinite above 88."""
+    return torch.log(1.0 + logits.float().exp()).sqrt().to(logits.dtype)
+
+
+_SCORES: tuple[tuple[str, Score], ...] = (
+    ("sigmoid scores", torch.sigmoid),
+    ("softmax scores", _softmax),
+    ("softplus scores without their root", torch.nn.functional.softplus),
+    ("sqrt(softplus) scores", routing.sqrt_softplus),
+    ("scores by exp", torch.exp),
+    ("scores of BF16 logits", lambda x: routing.sqrt_softplus(x.bfloat16().to(x.dtype))),
+)
+
+
+def _way(scene: Scene, words: str, rules: Rules) -> Way:
+    return Way(words, with_function(scene, partial(routed, rules)))
+
+
+def _score_ways(scene: Scene) -> Iterator[Way]:
+    own = "sqrt(softplus) scores" if is_v4(scene) else "sigmoid scores"
+    for words, score in _SCORES:
+        if words != own and (is_v4(scene) or "BF16" not in words):
+            yield _way(scene, words, Rules(score=score))
+
+
+def _weight_ways(scene: Scene) -> Iterator[Way]:
+    yield _way(scene, "weights without renormalisation", Rules(renormed=False))
+    yield _way(scene, "weights with 0.01 under the line", Rules(epsilon=0.01))
+    if _scored(scene):
+        yield _way(scene, "weights of biased scores", Rules(from_biased=True))
+    yield Way("equal weights", with_outputs(_equal))
+    yield Way("weights in the reverse order of experts", with_outputs(_reversed))
+
+
+def _equal(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
+    mean = outputs["weights"].mean(-1, keepdim=True)
+    return {**outputs, "weights": mean.expand(outputs["weights"].shape).contiguous()}
+
+
+def _reversed(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
+    return {**outputs, "weights": outputs["weights"].flip(-1)}
+
+
+def _scored(scene: Scene) -> bool:
+    block = scene.component.block
+    return block is not None and block.mlp_type is MlpType.SCORED
+
+
+def _choice_ways(scene: Scene) -> Iterator[Way]:
+    config = scene.bound.config
+    yield _way(scene, "a bias rounded to BF16", Rules(bias=_coarse))
+    yield _way(scene, "a bias of BF16 beside an offset of 7", Rules(bias=_offset))
+    yield _way(scene, "no bias", Rules(bias=torch.zeros_like))
+    yield _way(scene, "the bias taken away", Rules(bias=torch.neg))
+    yield Way("routing applied twice", with_function(scene, _twice))
+    yield Way("the next best experts", with_function(scene, partial(_next_best)))
+    if isinstance(config, V32Config) and config.n_group > 1:
+        yield _way(scene, "no groups", Rules(groups=lambda biased, _c: biased))
+        yield _way(scene, "groups by their best expert", Rules(groups=_by_best))
+        yield _way(scene, "groups left out at 0", Rules(groups=_zeroed))
+
+
+def _coarse(bias: Tensor) -> Tensor:
+    return bias.bfloat16().to(bias.dtype)
+
+
+def _offset(bias: Tensor) -> Tensor:
+    """As a bias near 7 is rounded: steps of 1 / 32."""
+    return (bias + 7).bfloat16().to(bias.dtype) - 7
+
+
+def _twice(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+    """What was chosen is routed again: logs of weights as logits, among the chosen ones alone."""
+    first = routed(Rules(), facts, inputs, weights)
+    share = first["weights"] / facts.config.routed_scaling_factor
+    again = torch.full_like(inputs["logits"], -30.0)
+    again.scatter_(1, first["experts"], share.clamp(min=1e-30).log())
+    return routed(Rules(), facts, {**inputs, "logits": again}, weights)
+
+
+def _next_best(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+    """The best expert is passed over."""
+    first = routed(Rules(), facts, inputs, weights)
+    logits = inputs["logits"].scatter(1, first["experts"][:, :1], -1e4)
+    return routed(Rules(), facts, {**inputs, "logits": logits}, weights)
+
+
+def _table_ways(scene: Scene) -> Iterator[Way]:
+    """In a layer that chooses by token id."""
+    yield Way("experts by score and not by token id", with_function(scene, _by_score))
+    yield Way("the row of the token id before", with_inputs(_other_ids(-1)))
+    yield Way("the row of the token before", with_inputs(_token_before))
+
+
+def _by_score(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
+    del weights
+    score = routing.sqrt_softplus(inputs["logits"])
+    experts = routing.largest(score, facts.config.num_experts_per_tok)
+    epsilon = facts.numerics.switches.routing_epsilon
+    scale = facts.config.routed_scaling_factor
+    return {"experts": experts, "weights": routing.weights(score, experts, scale, epsilon)}
+
+
+def _other_ids(shift: int) -> Any:
+    def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**inputs, "tokens": (inputs["tokens"] + shift).clamp(min=0)}
+
+    return change
+
+
+def _token_before(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {**inputs, "tokens": inputs["tokens"].roll(1, 0)}
+
+
+def _rolled(name: str, shift: int) -> Any:
+    def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**inputs, name: inputs[name].roll(shift, 0)} if name in inputs else inputs
+
+    return change
+
+
+def _next_expert(count: int) -> Any:
+    def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**inputs, "experts": (inputs["experts"] + 1) % count}
+
+    return change
+
+
+def _arrival_ways(scene: Scene) -> Iterator[Way]:
+    names = {each.name for each in scene.component.inputs}
+    count = scene.bound.config.n_routed_experts
+    if "experts" in names:
+        yield Way("the experts of the token before", with_inputs(_rolled("experts", 1)))
+        yield Way("the experts of the token behind", with_inputs(_rolled("experts", -1)))
+        yield Way("the expert with the next number", with_inputs(_next_expert(count)))
+        yield Way("experts in the reverse order of slots", with_inputs(_flipped("experts")))
+    if "weights" in names:
+        yield Way("the weights of the token before", with_inputs(_rolled("weights", 1)))
+        yield Way("weights in the reverse order of slots", with_inputs(_flipped("weights")))
+
+
+def _flipped(name: str) -> Any:
+    def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**inputs, name: inputs[name].flip(-1)}
+
+    return change
+
+
+def _arrivals(scene: Scene, sight: Sight) -> Iterator[Way]:
+    names = [n for n in ("experts", "weights") if n in sight.inputs and n in sight.implied]
+    if any(not torch.equal(sight.inputs[n], sight.implied[n]) for n in names):
+        yield from _arrival_ways(scene)
+
+
+def _sum_ways(_scene: Scene) -> Iterator[Way]:
+    for words, change in (
+        ("no routing weights", torch.ones_like),
+        ("routing weights applied twice", torch.square),
+    ):
+        yield Way(words, with_inputs(partial(_weighed, change)))
+
+
+def _weighed(
+    change: Callable[[Tensor], Tensor], inputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    return {**inputs, "weights": change(inputs["weights"])} if "weights" in inputs else inputs
+
+
+def _weighs(scene: Scene) -> bool:
+    """Where slots meet their weights: in front of w2, or in the sum."""
+    before = is_v4(scene) and scene.bound.numerics.switches.routing_weight_before_w2
+    return scene.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
+
+
+def _in_router(ways: Callable[[Scene], Iterator[Way]], place: str) -> Callable[[Scene], bool]:
+    del ways
+
+    def sits(scene: Scene) -> bool:
+        if scene.role != "ffn.topk":
+            return False
+        return place == "any" or _scored(scene) == (place == "scored")
+
+    return sits
+
+
+def _fault(name: str, words: tuple[str, str, str], ways: Any, place: str) -> ModelFault:
+    title, effect, remedy = words
+    return ModelFault(
+        id=f"M26.{name}",
+        title=title,
+        effect=effect,
+        remedy=remedy,
+        sits=_in_router(ways, place),
+        ways=ways,
+        signature=from_ways(ways),
+    )
+
+
+MODEL_FAULTS = (
+    _fault(
+        "score",
+        (
+            "The router scores by another function",
+            "experts get other weights, and others are chosen",
+            "Take the scoring function from the config: sqrt(softplus) in V4, sigmoid in V3.2.",
+        ),
+        _score_ways,
+        "any",
+    ),
+    _fault(
+        "weights",
+        (
+            "The router weighs its experts by another rule",
+            "the right experts with the wrong shares",
+            "Weights are plain scores over their sum, times the routed scaling factor.",
+        ),
+        _weight_ways,
+        "any",
+    ),
+    _fault(
+        "choice",
+        (
+            "The router chooses by another rule",
+            "some tokens visit other experts",
+            "Choose by score plus the fp32 bias, inside the best groups where there are any.",
+        ),
+        _choice_ways,
+        "scored",
+    ),
+    _fault(
+        "table",
+        (
+            "A layer that chooses by token id does not",
+            "tokens visit experts that were never trained on them",
+            "Look the experts up in tid2eid by the token's id.",
+        ),
+        _table_ways,
+        "hashed",
+    ),
+    ModelFault(
+        id="M26.slots",
+        title="Experts' outputs are weighed twice by the router's weights, or not at all",
+        effect="every chosen expert counts alike, or the lesser ones hardly",
+        remedy="Multiply a slot by its routing weight once: in front of w2, or in the sum.",
+        sits=_weighs,
+        ways=_sum_ways,
+        signature=from_ways(_sum_ways),
+    ),
+    ModelFault(
+        id="M26.choice_arrives",
+        title="The experts or weights of another token or slot arrive",
+        effect="tokens go through experts that were chosen for others",
+        remedy="Permute tokens, experts and weights together.",
+        sits=lambda scene: scene.role in (*_TAKING, "ffn.experts.combine"),
+        ways=_arrival_ways,
+        signature=_arrivals,
+        reach=Reach.EDGE,
+    ),
+)

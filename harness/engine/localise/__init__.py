@@ -1,0 +1,1 @@
+"""Find the component in which a run goes wrong."""

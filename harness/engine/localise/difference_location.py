@@ -1,0 +1,316 @@
+"""Where in a tensor a difference sits, and where it starts: told by the config's own constants.
+
+Owns the narrowing of an origin: phase, sequence, first position, stream or head, expert, half,
+columns. A place is only named where it is a strict part of what was seen, so that `where` stays
+empty for a difference that is everywhere. An onset at a constant of the config names the constant:
+128 is the sliding window, 4 a compress ratio, and what is exact at position 0 turns with positions.
+
+Refuses nothing. Kept honest by suites/engine/localise/test_difference_location.py.
+Shape letters: R rows (tokens), W columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.capture.files.types import Phase
+from degarble.harness.engine.budget.budget import HEADROOM, spacing
+from degarble.harness.engine.budget.evidence import Evidence
+from degarble.harness.engine.compare.comparison import TILE
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.model.config.config import V4Config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.types import Step
+    from degarble.harness.engine.localise.replay import Batch
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.config.config import Config
+
+    Where = dict[str, str | int | float]
+
+_AXES = MappingProxyType(
+    {
+        "attn.q_head_norm_rope": "head", "attn.attend": "head", "attn.indexer.q": "head",
+        "attn.indexer.weights_proj": "head", "attn.hc_post": "stream", "ffn.hc_post": "stream",
+        "ffn.experts.w13": "slot", "ffn.experts.w2": "slot", "ffn.experts.act_quant": "slot",
+    }
+)  # fmt: skip
+_HALVES = ("w13",)
+_MOST_SPANS = 4  # ranges that are written out; beyond that their number is
+
+
+@dataclass(frozen=True)
+class Onset:
+    """Where a difference sits, as data and as the end of a sentence."""
+
+    where: Mapping[str, str | int | float] = field(default_factory=dict)
+    sentence: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOf:
+    """What the rows of a batch are."""
+
+    position: Tensor  # -1 where rows are no tokens
+    decode: Tensor
+    sequence: Tensor
+    experts: Tensor | None = None  # [T, K], of routed rows
+
+    def at(self, chosen: Tensor) -> RowsOf:
+        """Some of them."""
+        experts = None if self.experts is None else self.experts[chosen]
+        return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen], experts)
+
+    @classmethod
+    def of(cls, batch: Batch, steps: Mapping[int, Step]) -> RowsOf:
+        """Look the rows up in their steps."""
+        if batch.whole is not None and batch.kept is not None:
+            return cls.of(batch.whole, steps).at(batch.kept)
+        decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
+        sequence = torch.full((len(batch.step_of),), -1)
+        for call, span in zip(batch.calls, batch.spans, strict=True):
+            step = steps[call.step]
+            decode[span] = step.phase is Phase.DECODE
+            count = span.stop - span.start
+            owners = step.sequences
+            if count != len(owners):
+                owners = tuple(dict.fromkeys(owners))
+            if count == len(owners):
+                sequence[span] = torch.tensor(owners)
+        return cls(batch.position_of, decode, sequence, batch.inputs.get("experts"))
+
+
+def onset_of(
+    config: Config,
+    component: Component,
+    pair: tuple[Tensor, Tensor],
+    rows: RowsOf | None = None,
+    slack: Tensor | None = None,
+) -> Onset:
+    """Say where a candidate, the first of `pair`, differs from its twin."""
+    bad, certain = beyond(*pair, slack)
+    evidence = Evidence.of(pair, slack, certain=certain)
+    if not bad.ndim or not bool(bad.any()):
+        return Onset()
+    where: Where = {}
+    words: list[str] = []
+    count = bad.shape[0]
+    by_row = bad.reshape(count, -1).any(1)
+    if rows is not None and len(rows.position) == count:
+        asked = torch.ones(count, dtype=torch.bool)
+        told: list[str] = []
+        if rows.experts is not None and rows.experts.shape[:1] == (count,):
+            told, asked = _by_expert(bad, rows.experts, where, evidence)
+        words += _by_part(by_row & asked, rows, where, evidence)
+        if certain and _is_healthy_before(by_row & asked, asked, rows, evidence):
+            words += _in_time(config, component, by_row[asked], rows.at(asked), where)
+        words += told
+    words += _by_axis(component, bad, where, evidence)
+    words += _by_column(config, component, bad, where, evidence)
+    one = certain and count > 1 and int(by_row.sum()) == 1 and "first position" not in where
+    if one and evidence.only({"in"}, {"in": by_row, "out": ~by_row}):
+        where["row"] = int(by_row.nonzero()[0])
+    return Onset(where, f" ({', '.join(words)})" if words else "")
+
+
+def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tensor, bool]:
+    """Which elements are further from the twin than an element may be, and whether there are any.
+
+    All that differ, where there are none: healthy roundings are among them. Without slack each
+    difference counts.
+    """
+    if candidate.dtype.itemsize == 1 and candidate.dtype.is_floating_point:
+        candidate, twin = candidate.view(torch.uint8), twin.view(torch.uint8)
+    differs = (candidate != twin) & ~(candidate.isnan() & twin.isnan())
+    if slack is None or candidate.dtype not in FORMAT_OF_DTYPE:
+        return differs, True
+    c, t = candidate.double(), twin.double()
+    known = c.isfinite() & t.isfinite()
+    room = slack.double()
+    step = torch.from_numpy(
+        spacing((t.abs().nan_to_num(0, 0, 0) + room).numpy(), FORMAT_OF_DTYPE[candidate.dtype])
+    )
+    far = torch.where(known, (c - t).abs() > (room + step) / HEADROOM, differs)
+    return (far, True) if bool(far.any()) else (differs, False)
+
+
+def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> Iterator[str]:
+    """Phase and sequence."""
+    struck = {"decode" if each else "prefill" for each in rows.decode[by_row].unique().tolist()}
+    phases = {"prefill": ~rows.decode, "decode": rows.decode}
+    if all(bool(each.any()) for each in phases.values()):
+        for phase in evidence.only(struck, phases):
+            where["phase"] = phase
+            yield f"only in {phase}"
+    owners = rows.sequence.unique().tolist()
+    if len(owners) > 1 and min(owners) >= 0:
+        of_bad = set(rows.sequence[by_row].unique().tolist())
+        found = evidence.only(of_bad, {owner: rows.sequence == owner for owner in owners})
+        if found:
+            where["sequence"] = spans(found)
+            yield f"only sequence {where['sequence']} of {len(owners)}"
+
+
+def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence) -> bool:
+    """Whether the rows in front of the first one that differs are healthy together."""
+    if not bool(by_row.any()):
+        return False
+    before = asked & (rows.position < int(rows.position[by_row].min()))
+    return not bool(before.any()) or bool(evidence.only({"on"}, {"on": by_row, "before": before}))
+
+
+def _in_time(
+    config: Config, component: Component, by_row: Tensor, rows: RowsOf, where: Where
+) -> Iterator[str]:
+    """First position."""
+    positions = rows.position
+    if not len(positions) or int(positions.min()) < 0:
+        return
+    first = int(positions[by_row].min())
+    before = positions < first
+    if bool(before.any()) and first > 0:
+        where["first position"] = first
+        named = constant_at(config, component, first)
+        if int(by_row.sum()) == 1:
+            yield f"only position {first}" + (f", {named}" if named else "")
+        elif bool(before[positions == 0].any()) and first <= 1:
+            yield "exact at position 0"
+        elif "phase" not in where or named:
+            yield f"from position {first} on" + (f", {named}" if named else "")
+
+
+def constant_at(config: Config, component: Component, position: int) -> str:
+    """The constant of the config at which a position lies; empty where it lies at none."""
+    block = component.block
+    known: dict[int, str] = {}
+    if isinstance(config, V4Config):
+        known[config.sliding_window] = f"the sliding window of {config.sliding_window}"
+        if block is not None and block.ratio:
+            ratio = block.ratio
+            known[ratio - 1] = f"the first entry of {ratio} tokens"
+            known[ratio] = f"the compress ratio {ratio}"
+            top = config.index_topk * ratio
+            if component.role.startswith("attn.indexer") or ratio == min_ratio(config):
+                known.setdefault(top + ratio - 1, f"behind index_topk = {config.index_topk}")
+                known.setdefault(top, f"index_topk = {config.index_topk} entries")
+    else:
+        known[config.index_topk] = f"index_topk = {config.index_topk}"
+    if position in known:
+        return known[position]
+    if position and position % TILE[0] == 0:
+        return f"{position // TILE[0]} x {TILE[0]}"
+    return ""
+
+
+def min_ratio(config: V4Config) -> int:
+    """The smallest compress ratio, that of layers with an indexer; 0 where none compresses."""
+    return min((block.ratio for block in config.layers if block.ratio), default=0)
+
+
+def _by_expert(
+    bad: Tensor, experts: Tensor, where: Where, evidence: Evidence
+) -> tuple[list[str], Tensor]:
+    """Which experts, in words; and the rows that visited them, which alone can tell more."""
+    everyone = torch.ones(len(bad), dtype=torch.bool)
+    if bad.ndim < 3 or bad.shape[:2] != experts.shape:
+        return [], everyone
+    hit = bad.reshape(*experts.shape, -1).any(-1)
+    visited, hurt = experts.unique().tolist(), experts[hit].unique().tolist()
+    struck = evidence.only(hurt, {number: experts == number for number in visited})
+    if not struck:
+        return [], everyone
+    where["expert"] = struck[0] if len(struck) == 1 else spans(struck)
+    clean = sorted(set(visited) - set(struck))
+    words = f"only expert {where['expert']} of the {len(visited)} that were visited"
+    if len(clean) == 1:
+        words = f"expert {clean[0]} exact"
+    return [words], torch.isin(experts, torch.tensor(struck)).any(1)
+
+
+def _by_axis(component: Component, bad: Tensor, where: Where, evidence: Evidence) -> Iterator[str]:
+    axis = _AXES.get(component.role)
+    if axis is None or bad.ndim != 3 or "expert" in where:
+        return
+    hit = bad.any(2).any(0)
+    places = torch.eye(len(hit), dtype=torch.bool)[:, None].expand(-1, len(bad), -1)
+    struck = evidence.only(hit.nonzero().flatten().tolist(), dict(enumerate(places)))
+    if struck:
+        where[axis] = struck[0] if len(struck) == 1 else spans(struck)
+        yield f"only {axis} {where[axis]} of {len(hit)}"
+
+
+def _by_column(
+    config: Config, component: Component, bad: Tensor, where: Where, evidence: Evidence
+) -> Iterator[str]:
+    """Heads or halves that lie side by side; else a range of columns."""
+    width = bad.shape[-1]
+    struck = bad.reshape(-1, width).any(0).nonzero().flatten().tolist()
+    if bad.ndim < 2 or (evidence.certain and len(struck) == width):
+        return
+    column = torch.arange(width)
+    if component.role.endswith(_HALVES) and width % 2 == 0:
+        places = {"gate": column < width // 2, "up": column >= width // 2}
+        halves = {("gate", "up")[at * 2 // width] for at in struck}
+        for half in evidence.only(halves, places, columns=True):
+            where["half"] = half
+            yield f"only the {half} half"
+    heads = getattr(config, "num_attention_heads", 0)
+    if component.role == "attn.wq_b" and heads and width % heads == 0:
+        of_head = column * heads // width
+        hit = {at * heads // width for at in struck}
+        found = evidence.only(hit, {n: of_head == n for n in range(heads)}, columns=True)
+        if found:
+            where["head"] = found[0] if len(found) == 1 else spans(found)
+            yield f"only head {where['head']} of {heads}"
+            return
+    whole = struck == list(range(struck[0], struck[-1] + 1))
+    if not evidence.certain or not (whole or len(struck) <= _MOST_SPANS):
+        return
+    inside = torch.isin(column, torch.tensor(struck))
+    if evidence.only({"in"}, {"in": inside, "out": ~inside}, columns=True) == ["in"]:
+        where["columns"] = spans(struck)
+        yield f"only columns {where['columns']} of {width}"
+
+
+def when(steps: Mapping[int, Step], wrong: set[int], judged: set[int]) -> Onset:
+    """The simplest rule that separates the steps in which something differs from the others."""
+    right = judged - wrong
+    if not right or not wrong:
+        return Onset()
+    phases = [{steps[n].phase for n in side} for side in (wrong, right)]
+    if len(phases[0]) == 1 and not phases[0] & phases[1]:
+        phase = str(next(iter(phases[0])))
+        return Onset({"phase": phase}, f"only in {phase}")
+    if len(wrong) == 1:
+        return Onset({"step": min(wrong)}, f"only in step {min(wrong)}")
+    if min(wrong) > max(right):
+        return Onset({"steps": f"from {min(wrong)}"}, f"from step {min(wrong)} on")
+    if max(wrong) < min(right):
+        return Onset({"steps": f"to {max(wrong)}"}, f"up to step {max(wrong)}")
+    tokens = [[len(steps[n].tokens) for n in side] for side in (wrong, right)]
+    if min(tokens[0]) > max(tokens[1]):
+        return Onset({"tokens": f">= {min(tokens[0])}"}, f"in calls of {min(tokens[0])} tokens on")
+    if max(tokens[0]) < min(tokens[1]):
+        most = max(tokens[0])
+        return Onset({"tokens": f"<= {most}"}, f"in calls of {most} tokens at most")
+    listed = spans(sorted(wrong))
+    return Onset({"steps": listed}, f"only in steps {listed}")
+
+
+def spans(numbers: list[int]) -> str:
+    """Numbers as ranges: 0-3, 7. Many ranges are counted instead."""
+    found = sorted(set(numbers))
+    breaks = [0, *(at for at in range(1, len(found)) if found[at] != found[at - 1] + 1), len(found)]
+    parts = [(found[a], found[b - 1]) for a, b in pairwise(breaks)]
+    if len(parts) > _MOST_SPANS:
+        return f"{len(found)} from {found[0]} to {found[-1]}"
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,136 @@
+"""Find the rows on which a correct float32 kernel may overflow, whatever the component.
+
+The square of 10^20 is no float32: a norm in float32 then returns zeros, in another order of
+operations NaN, and in float64 the right numbers. All of them are correct kernels, so such a row
+says nothing. Which rows these are follows from the twin itself: it runs once more, and every
+tensor that it makes on its way is looked at. So norms, softmax, mixing, pooling and products need
+no list of their own. It is asked only where something differs and large values arrived.
+
+The other end is looked at where it can count, in front of a reciprocal root: squares that vanish
+are nothing beside epsilon, unless that is as small as they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.faults.rebinding import facts_of, with_numerics
+from degarble.harness.engine.localise.judgeable_rows import lines_of
+from degarble.harness.engine.localise.output_forms import LARGEST
+from degarble.harness.engine.localise.replay import is_ragged
+from degarble.references.binding import plain_call
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.localise.replay import Known, Replay
+
+    Tensors = Mapping[str, Tensor]
+
+OVERFLOW = "a correct float32 kernel may overflow on them"
+_SMALLEST = 2.0**-100  # in front of a root: terms of it may have been flushed to zero
+_ORDINARY = 2.0**32  # inputs below have no product of three that is so large
+_TINY = 2.0**-40  # inputs above have no square that is so small
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+
+
+def rows_out_of_range(known: Known, replay: Replay) -> Tensor | None:
+    """Which rows [T] may leave float32 on their way; None where none can."""
+    batch = replay.batch
+    if replay.undecided or not _is_extreme(known, replay):
+        return None
+    name, count = batch.component.name, len(batch.step_of)
+    if not is_ragged(batch.component):
+        found = _watched(known, name, replay.inputs, count)
+        return found if bool(found.any()) else None
+    lines = lines_of(batch.component, known.twin.config, replay.inputs)
+    if lines is None or lines.spans[-1].end != count:
+        return None
+    found = torch.zeros(count, dtype=torch.bool)
+    for at, span in enumerate(lines.spans):
+        counts = [each.count * (n == at) for n, each in enumerate(lines.spans)]
+        own = lines.cut_side(replay.inputs, counts)
+        if own is not None:
+            found[span.tokens] = bool(_watched(known, name, own, span.count).any())
+    return found if bool(found.any()) else None
+
+
+def _is_extreme(known: Known, replay: Replay) -> bool:
+    wide = [each for each in replay.inputs.values() if each.dtype.itemsize > 1]
+    sizes = [each.abs() for each in wide if each.is_floating_point() and each.numel()]
+    if "codes" in replay.inputs:
+        try:
+            form = replay.judgeable(known).activation
+            sizes.append(activation_values(replay.inputs, form, torch.float32).abs())
+        except (*CANNOT_RUN, AssertionError):
+            return False
+    rows = [each.flatten(1).amax(1) if each.ndim > 1 else each for each in sizes]
+    return any(bool(((row > _ORDINARY) | ((row > 0) & (row < _TINY))).any()) for row in rows)
+
+
+def _watched(known: Known, name: str, inputs: Tensors, count: int) -> Tensor:
+    """Run the twin's function in float32 and look at what it makes on its way."""
+    call = plain_call(known.twin.calls[name])
+    facts = facts_of(call)
+    if not isinstance(call, partial) or facts is None:
+        return torch.zeros(count, dtype=torch.bool)
+    narrow = with_numerics(facts, work=torch.float32, products=torch.float32)
+    given = {
+        # Compiled loops hide what they make; they take no tensor that asks for gradients.
+        key: each.detach().clone().requires_grad_()
+        if each.is_floating_point() and each.dtype.itemsize > 1
+        else each
+        for key, each in inputs.items()
+    }
+    watch = _Watch(count)
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), watch:
+            call.func(narrow, given, known.twin.weights_of(name))
+    except CANNOT_RUN:
+        return torch.zeros(count, dtype=torch.bool)
+    return watch.rows
+
+
+class _Watch(TorchDispatchMode):
+    """Collects the rows of tensors that float32 may not hold."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = torch.zeros(count, dtype=torch.bool)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and look at what came out; of a product at its terms as well."""
+        made = func(*args, **(kwargs or {}))
+        word = func.overloadpacket.__name__
+        if word in _PRODUCTS:
+            a, b = args[-2:]
+            if a.numel() and b.numel():
+                self._mark(a.abs().amax(-1).double() * float(b.abs().amax()) * a.shape[-1])
+        if word == "rsqrt":
+            self._mark(torch.where(args[0] < _SMALLEST, torch.inf, 0.0))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor) and each.dtype in (torch.float32, torch.float64):
+                self._mark(each)
+        return made
+
+    def _mark(self, values: Tensor) -> None:
+        # -inf stands for what is not to be seen.
+        large = (values.abs() > LARGEST) & ~values.isneginf()
+        large |= values.isnan()
+        if not bool(large.any()):
+            return
+        count = len(self.rows)
+        if large.ndim and large.shape[0] and large.shape[0] % count == 0:
+            self.rows |= large.reshape(count, -1).any(1)
+        else:
+            self.rows[:] = True  # experts, groups: whose row it is cannot be told

@@ -1,0 +1,327 @@
+"""Leave out the rows of a replay that cannot be judged, and keep all others.
+
+A NaN that arrives may legally reach the rows that depend on it, and no other. Where rows stand for
+themselves that is its own row. Where the tokens of a sequence meet (attention, pooling, scores)
+the first token that can see it ends what is judged of its sequence in this call: a shorter call is
+replayed, which is the same one because nothing here looks at later tokens. So judging, diagnosing
+and reproducing never see a row that was left out, and need no case for it.
+
+Shape letters: T tokens, W entries, B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.localise.output_forms import finite
+from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
+from degarble.harness.model.config.config import V4Config
+from degarble.references.facts import spans_of
+from degarble.references.linears import activation_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.engine.localise.replay import Known
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.config.config import Config
+    from degarble.references.facts import Span
+
+    Tensors = Mapping[str, Tensor]
+
+_SCORES = "scores"
+_OFFSETS = "token_offsets"
+_BY_SEQUENCE = frozenset({"state_latent", "state_gate"})
+_CODED = frozenset({"codes", "block_scale", "tensor_scale"})
+_COUNTED = "entry_offsets"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A replay of the rows that are left; `kept` numbers them in the whole batch."""
+
+    replay: Replay
+    kept: Tensor
+    whole: int
+
+    @property
+    def left_out(self) -> int:
+        """How many rows are not judged."""
+        return self.whole - len(self.kept)
+
+    def within(self, outer: Part) -> Part:
+        """The same rows by their numbers in the batch that `outer` is a part of."""
+        return Part(self.replay, outer.kept[self.kept], outer.whole)
+
+    def rows_of(self, tensor: Tensor) -> Tensor | None:
+        """The same rows of a tensor of the whole batch; None of one that has other rows."""
+        if not tensor.ndim or tensor.shape[0] != self.whole:
+            return None
+        return tensor[self.kept]
+
+
+def finite_part(known: Known, replay: Replay) -> Part | None:
+    """The rows that nothing can reach which is not finite; None where there are none, or all are.
+
+    Scores of what is not to be seen are -inf by design. Where the twin itself cannot run, as a
+    quantisation that refuses a NaN, it may on the rows that are left.
+    """
+    if replay.undecided:
+        replay = replace(replay, inputs=taken(replay.batch))
+    spoilt = {name: bad for name, bad in _spoilt(known, replay).items() if bool(bad.any())}
+    return _without(known, replay, spoilt) if spoilt else None
+
+
+def part_without(known: Known, replay: Replay, rows: Tensor) -> Part | None:
+    """All rows but some of the batch's own rows [T]; in a sequence, but those and later ones."""
+    if not is_ragged(replay.batch.component):
+        return _of_rows(known, replay, ~rows)
+    return _without(known, replay, {"positions": rows})
+
+
+def is_finite(known: Known, replay: Replay) -> bool:
+    """Whether everything that arrived is finite, decoded where codes arrived."""
+    return not any(bool(bad.any()) for bad in _spoilt(known, replay).values())
+
+
+def _spoilt(known: Known, replay: Replay) -> dict[str, Tensor]:
+    """Which rows of every input hold what is not finite."""
+    found = {
+        name: _rows_with(~each.isfinite() & ~(each.isneginf() & (name == _SCORES)))
+        for name, each in replay.inputs.items()
+        if each.is_floating_point() and each.dtype.itemsize > 1 and name not in _CODED
+    }
+    # Codes are decoded only where what they stand for can matter: it is most of the work.
+    if "codes" in replay.inputs and not finite(replay.expected) and not replay.undecided:
+        form = replay.judgeable(known).activation
+        try:
+            x = activation_values(replay.inputs, form, torch.float32)
+        except (*CANNOT_RUN, AssertionError):
+            return found  # codes of another form: their judgement says so
+        found["codes"] = _rows_with(~x.isfinite())
+    return found
+
+
+def _rows_with(bad: Tensor) -> Tensor:
+    return bad.flatten(1).any(1) if bad.ndim > 1 else bad
+
+
+def _without(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
+    component, count = replay.batch.component, len(replay.batch.step_of)
+    if is_ragged(component):
+        return _of_sequences(known, replay, spoilt)
+    kept = torch.ones(count, dtype=torch.bool)
+    for bad in spoilt.values():
+        if not bad.ndim or len(bad) != count:
+            return None  # all rows share it
+        kept &= ~bad
+    return _of_rows(known, replay, kept)
+
+
+def _of_rows(known: Known, replay: Replay, kept: Tensor) -> Part | None:
+    """Rows that stand for themselves: they are cut out of everything that has one a row."""
+    batch, count = replay.batch, len(kept)
+    if not bool(kept.any()) or bool(kept.all()):
+        return None
+
+    def cut(side: Tensors) -> dict[str, Tensor]:
+        return {
+            name: each[kept] if each.ndim and each.shape[0] == count else each
+            for name, each in side.items()
+        }
+
+    spans = batch.spans or (slice(0, count),)
+    counts = [int(kept[span].sum()) for span in spans]
+    shorter = _cut_batch(batch, (cut(batch.inputs), cut(batch.outputs)), kept, counts)
+    if replay.undecided:
+        made = replayed(known, shorter)
+    else:
+        sides = cut(replay.expected), cut(replay.inputs)
+        made = replace(replay, batch=shorter, expected=sides[0], inputs=sides[1])
+    if made.undecided:
+        return None
+    return Part(made, kept.nonzero().flatten(), count)
+
+
+def _cut_batch(
+    batch: Batch, sides: tuple[Tensors, Tensors], kept: Tensor, counts: Sequence[int]
+) -> Batch:
+    """The same calls with fewer rows; a call of which none is left goes."""
+    begins = [0, *accumulate(counts)]
+    calls = [(call, n) for n, call in enumerate(batch.calls) if counts[n]] or [(batch.calls[0], 0)]
+    return replace(
+        batch,
+        calls=tuple(call for call, _ in calls),
+        inputs=sides[0],
+        outputs=sides[1],
+        step_of=batch.step_of[kept],
+        position_of=batch.position_of[kept],
+        spans=tuple(slice(begins[n], begins[n + 1]) for _, n in calls),
+        whole=batch.whole or batch,
+        kept=kept.nonzero().flatten() if batch.kept is None else batch.kept[kept],
+    )
+
+
+def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
+    """Every sequence of a call up to the first token that can see what is not finite."""
+    batch, inputs = replay.batch, replay.inputs
+    lines = lines_of(batch.component, known.twin.config, inputs)
+    if lines is None:
+        return None
+    spans, counts = lines.spans, lines.counts(spoilt)
+    if counts is None or not any(counts) or sum(counts) == sum(each.count for each in spans):
+        return None
+    if "chosen" in inputs and not _choices_exist(inputs["chosen"], lines, counts):
+        return None
+    kept = torch.zeros(sum(each.count for each in spans), dtype=torch.bool)
+    for span, count in zip(spans, counts, strict=True):
+        kept[span.begin : span.begin + count] = True
+    if len(kept) != len(batch.step_of):
+        return None
+    own, made = (lines.cut_side(side, counts) for side in (batch.inputs, batch.outputs))
+    if own is None or made is None:
+        return None
+    shorter = _cut_batch(batch, (own, made), kept, [int(kept.sum())])
+    again = replayed(known, shorter)
+    if again.undecided:
+        return None
+    return Part(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept))
+
+
+def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
+    """What a shorter sequence carries on is another thing: it is the twin's own, on both sides.
+
+    Entries that only sequences which are gone have are no columns of the scores that are left.
+    """
+    outputs = dict(replay.batch.outputs)
+    cut_short = [n for n, own in lines.shortened(counts) if own]
+    for name, each in replay.expected.items():
+        own = outputs.get(name)
+        if own is None:
+            continue
+        if name in _BY_SEQUENCE and cut_short and own.shape == each.shape:
+            outputs[name] = own.clone()
+            outputs[name][cut_short] = each[cut_short].to(own.dtype)
+        elif name == "out" and own.ndim == each.ndim == 2 and own.shape[1] > each.shape[1]:
+            hidden = own[:, each.shape[1] :]
+            if bool(hidden.isneginf().all()):
+                outputs[name] = own[:, : each.shape[1]]
+    return replace(replay, batch=replace(replay.batch, outputs=outputs))
+
+
+def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bool:
+    """Whether no token that is left was given an entry that only later tokens complete."""
+    for span, count in zip(lines.spans, counts, strict=True):
+        entries = (span.start + count) // lines.ratio
+        whole = span.stop // lines.ratio
+        own = chosen_TK[span.begin : span.begin + count]
+        if bool(((own >= entries) & (own < whole)).any()):
+            return False
+    return True
+
+
+def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | None:
+    """The sequences of a call; None where its offsets say nothing."""
+    try:
+        spans = spans_of(inputs)
+    except (*CANNOT_RUN, AssertionError):
+        return None
+    return Lines(component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0)
+
+
+class Lines:
+    """Which rows of each tensor of a call belong to which sequence."""
+
+    def __init__(self, component: Component, spans: Sequence[Span], reach: int) -> None:
+        block = component.block
+        self.ratio = max(1, block.ratio) if block is not None else 1
+        self.spans, self._reach = spans, reach
+
+    def shortened(self, counts: Sequence[int]) -> list[tuple[int, bool]]:
+        """The sequences that are left, by their new numbers, and whether they are shorter."""
+        left = [(span, n) for span, n in zip(self.spans, counts, strict=True) if n]
+        return [(at, n < span.count) for at, (span, n) in enumerate(left)]
+
+    def _extents(self, name: str, rows: int) -> list[int] | None:
+        """How many rows each sequence has; None where that cannot be told."""
+        if name in _BY_SEQUENCE:
+            made = [1] * len(self.spans)
+        elif name == "state_window":
+            made = [min(span.start, self._reach) for span in self.spans]
+        elif name.startswith(STATE):
+            made = [span.entries_before(self.ratio) for span in self.spans]
+        else:
+            made = [span.count for span in self.spans]
+            if sum(made) != rows:
+                made = [span.entries_made(self.ratio) for span in self.spans]
+        return made if sum(made) == rows else None
+
+    def counts(self, spoilt: Tensors) -> list[int] | None:
+        """How many tokens of each sequence see nothing of what is spoilt."""
+        found = [span.count for span in self.spans]
+        for name, bad in spoilt.items():
+            extents = self._extents(name, len(bad)) if bad.ndim else None
+            if extents is None:
+                return None
+            for at, (span, own) in enumerate(zip(self.spans, bad.split(extents), strict=True)):
+                if not bool(own.any()):
+                    continue
+                first = int(own.nonzero()[0])
+                if name.startswith(STATE):
+                    first = 0
+                elif extents[at] != span.count:
+                    # An entry is there once its last token is.
+                    first = (span.start // self.ratio + first + 1) * self.ratio - 1 - span.start
+                found[at] = min(found[at], max(0, first))
+        return found
+
+    def cut_side(self, side: Tensors, counts: Sequence[int]) -> dict[str, Tensor] | None:
+        """What is left of inputs or outputs; None where the rows of one cannot be told apart."""
+        made = {}
+        for name, each in side.items():
+            own = self._cut(name, each, counts)
+            if own is None:
+                return None
+            made[name] = own
+        return made
+
+    def _cut(self, name: str, tensor: Tensor, counts: Sequence[int]) -> Tensor | None:
+        if name == _OFFSETS:
+            left = [n for n in counts if n]
+            return torch.tensor([0, *accumulate(left)], dtype=tensor.dtype)
+        if name == _COUNTED:
+            return self._entries(tensor, counts)
+        if not tensor.ndim:
+            return tensor
+        extents = self._extents(name, tensor.shape[0])
+        if extents is None:
+            return None
+        parts = []
+        for at, (span, own) in enumerate(zip(self.spans, tensor.split(extents), strict=True)):
+            count = extents[at] if counts[at] else 0
+            if counts[at] and not name.startswith(STATE):
+                count = counts[at]
+                if extents[at] != span.count:
+                    stop = span.start + counts[at]
+                    count = stop // self.ratio - span.start // self.ratio
+            parts.append(own[:count])
+        return torch.cat(parts)
+
+    def _entries(self, offsets: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """Offsets of entries as they were told, of the sequences that are left."""
+        if offsets.shape != (len(self.spans) + 1,):
+            return None
+        told, left = offsets.diff().tolist(), []
+        for span, count, own in zip(self.spans, counts, told, strict=True):
+            if count == span.count:
+                left.append(own)
+            elif count:
+                left.append((span.start + count) // self.ratio - span.start // self.ratio)
+        return torch.tensor([0, *accumulate(left)], dtype=offsets.dtype)

@@ -1,0 +1,477 @@
+"""Where a run went wrong: every component on its own inputs, every input beside its producers.
+
+Owns the order of questions and the verdict. A component that puts out what its twin does not is an
+origin. An input that its producers' outputs do not imply is one as well, at the edge; where a
+component wrote into its inputs, what others read there is its doing. Each fault is told once, at
+the place that blame.py names. Inherited error is never an origin, since every component is judged
+on what it was given.
+
+Refuses nothing; what cannot be judged is listed by name. Kept honest by
+suites/engine/localise/test_localise.py: healthy runs of every recipe, and planted faults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.budget.tensor_core import HOPPER_FP8_BITS
+from degarble.harness.engine.conventions.learned import (
+    Evidence,
+    Fit,
+    assumed_conventions,
+    conventions_used,
+)
+from degarble.harness.engine.conventions.registry import LEARNED, REGISTRY, conventions_in
+from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.localise.attribution import (
+    Kind,
+    Trouble,
+    blamed_on_edge,
+    is_memory,
+    source_of,
+)
+from degarble.harness.engine.localise.difference_location import Onset, onset_of
+from degarble.harness.engine.localise.discrepancies import (
+    beside_prefill,
+    missing_calls,
+    of_outputs,
+    repeats_apart,
+)
+from degarble.harness.engine.localise.input_reconstruction import Wires
+from degarble.harness.engine.localise.joined_calls import joined, unvouched, without_memory
+from degarble.harness.engine.localise.judged_run import PAIRS, Judge, JudgedComponent, Row
+from degarble.harness.engine.localise.output_forms import earlier_of, same_values
+from degarble.harness.engine.localise.recorded_forms import fitted
+from degarble.harness.engine.localise.recorded_run import by_component, require_sound
+from degarble.harness.engine.localise.replay import Known, batches, maker_of
+from degarble.harness.model.sites import Port, Site
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.types import Call
+    from degarble.harness.engine.conventions.registry import ConventionUsed
+    from degarble.harness.engine.localise.input_reconstruction import Edge
+    from degarble.harness.engine.localise.judged_run import Looked
+    from degarble.harness.engine.localise.output_forms import NonFinite
+    from degarble.harness.engine.localise.recorded_forms import Fitted
+    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.replay import Batch
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.recipes import Recipe
+    from degarble.references.binding import Bound
+
+
+_MOST_RANKS = 4096
+_EARLIER = 4  # calls that stand beside a wrong input: what is stale comes from there
+
+
+@dataclass(frozen=True, eq=False)
+class Localised:
+    """What was judged, and where something is wrong, in the order of the run."""
+
+    verdict: Verdict
+    rows: tuple[Row, ...]
+    origins: tuple[Trouble, ...]
+    first_non_finite: NonFinite | None = None
+    unstable: tuple[str, ...] = ()  # components that gave two answers to one question
+    unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
+    notes: tuple[str, ...] = ()
+    conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
+    twin: Bound | None = None  # that computes by them
+    run: SeenRun | None = None  # its calls whose tensors fit their sites
+
+    @property
+    def flips(self) -> tuple[Row, ...]:
+        """Choices that fell the other way, legally: near ties."""
+        return tuple(row for row in self.rows if row.flips)
+
+
+def localise(
+    twin: Bound,
+    recipe: Recipe,
+    run: SeenRun,
+    reference: Bound | None = None,
+    told: Callable[[str], None] = lambda _component: None,
+    looked: Looked | None = None,
+) -> Localised:
+    """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
+    require_sound(run)
+    twin.ranks = ranks_of(run)
+    twin.fraction_bits = fraction_bits_of(run)
+    known = Known.of(twin, recipe)
+    checked = fitted(run, known)
+    work = _Work(known, checked, reference, looked)
+    calls = work.calls
+    for name, component in known.components.items():
+        if name in calls:
+            told(name)
+            work.component(component, calls[name])
+    work.by_conventions()
+    strange = sorted(calls.keys() - known.components.keys())
+    return work.result(strange)
+
+
+def fraction_bits_of(run: SeenRun) -> dict[str, int]:
+    """Components whose kernel sums FP8 products in a tensor core, and how many bits that keeps."""
+    stated = run.facts.get("fraction_bits", {})
+    known = stated.items() if isinstance(stated, dict) else ()
+    return {name: bits for name, bits in known if type(bits) is int and bits >= HOPPER_FP8_BITS}
+
+
+def ranks_of(run: SeenRun) -> int:
+    """How many ranks of an engine a run was joined from; sums over them are stored on the way."""
+    stated = run.facts.get("ranks", 1)
+    return stated if type(stated) is int and 1 <= stated <= _MOST_RANKS else 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """A component as it was judged; `tell` says what is wrong with its outputs, if anything is."""
+
+    made: JudgedComponent
+    tell: Callable[[], Trouble] | None = None
+
+    @cached_property
+    def trouble(self) -> Trouble | None:
+        """What is wrong, worked out once it is asked for: a fit does not need it."""
+        return None if self.tell is None else self.tell()
+
+    @property
+    def fit(self) -> Fit:
+        """How it stands to its twin."""
+        rows = self.made.rows.values()
+        sums = [row.cosines.get(PAIRS[0]) for row in rows]
+        return Fit(
+            self.tell is None and all(row.verdict is Verdict.AGREES for row in rows),
+            self.tell is not None,
+            math.fsum(each.dd for each in sums if each is not None),
+        )
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """Keeps what it saw of each component, and can drop it again."""
+
+    def forget(self, component: str) -> None:
+        """Drop what was seen of a component that is judged again."""
+        ...
+
+
+class _Work:
+    """A localisation under way."""
+
+    def __init__(
+        self, known: Known, checked: Fitted, reference: Bound | None, looked: Looked | None
+    ) -> None:
+        run = checked.run
+        self._known, self._run, self._reference, self._looked = known, run, reference, looked
+        self._checked = checked
+        self._judge, self._wires = Judge(known, reference, looked), Wires(known, run)
+        self.calls = by_component(run)
+        self._steps = {step.number: step for step in run.steps}
+        self._answers: dict[str, _Answer] = {}
+        self._conventions: tuple[ConventionUsed, ...] = ()
+        self._edges: list[Edge] = []
+        self._written: dict[tuple[int, Site], Call] = {}
+        self._unstable: list[str] = []
+        self._notes: list[str] = []
+
+    def component(self, component: Component, calls: Sequence[Call]) -> None:
+        """Judge all calls of one component, and what they were given."""
+        if not all(map(_is_stored, calls)):
+            self._notes.append(f"{component.name}: statistics only, so it was not judged")
+        found = self._batches(component)
+        self._answers[component.name] = self.answer(component, found)
+        for batch in found:
+            self._edges_of(batch)
+        if repeats_apart(calls):
+            self._unstable.append(component.name)
+
+    def answer(
+        self, component: Component, found: Sequence[Batch], *, briefly: bool = False
+    ) -> _Answer:
+        """Judge the outputs of a component; `briefly`, no more than shows whether they agree."""
+        alone = unvouched(component, self.calls)
+        asked = [without_memory(each, self._steps) for each in found] if alone else found
+        made = self._judge.component(component, asked, briefly=briefly)
+        if made.differs:
+            return _Answer(made, partial(of_outputs, self._known, made, self._steps))
+        return self._as_one_prefill(made, found) if alone else _Answer(made)
+
+    def _batches(self, component: Component) -> list[Batch]:
+        stored = [call for call in self.calls[component.name] if _is_stored(call)]
+        return batches(self._run, component, stored, self._steps)
+
+    def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> _Answer:
+        """Judge all calls of a sequence as one, where nobody can say what its memory held."""
+        component = made.component
+        whole = Judge(self._known).component(component, list(joined(component, found, self._steps)))
+        for name, row in whole.rows.items():
+            own = made.rows.get(name)
+            if own is None or row.verdict is Verdict.DIFFERS or own.undecided:
+                made.rows[name] = row
+        if not whole.differs:
+            return _Answer(made)
+        known = self._known  # of now: learned conventions replace it
+        return _Answer(made, lambda: beside_prefill(of_outputs(known, whole, self._steps)))
+
+    def by_conventions(self) -> None:
+        """Find out by which conventions the run computes, and judge by those that were learned."""
+        others: dict[tuple[Any, ...], _Work] = {}
+        answers = self._answers
+
+        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+            if not values:
+                return answers[name].fit
+            work = others.get(key := tuple(sorted(values.items())))
+            if work is None:
+                work = others[key] = self._by(values)
+            component = self._known.components[name]
+            return work.answer(component, self._batches(component), briefly=True).fit
+
+        twin = self._known.twin
+        evidence = Evidence(
+            {name: each.made.component.role for name, each in answers.items()},
+            fit,
+            assumed_conventions(twin.numerics, twin.config.family),
+            frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
+        )
+        declared = {**conventions_in(self._run.facts), **twin.declared}
+        self._conventions = conventions_used(declared, evidence)
+        learned = {e.name: e.value for e in self._conventions if e.source == LEARNED}
+        if learned:
+            self._judge_again(self._by(learned, self._reference, self._looked), learned)
+
+    def _by(
+        self,
+        values: Mapping[str, Any],
+        reference: Bound | None = None,
+        looked: Looked | None = None,
+    ) -> _Work:
+        """Return the same work for a twin that computes by other conventions."""
+        known = Known.of(self._known.twin.with_switches(**values), self._known.recipe)
+        return _Work(known, self._checked, reference, looked)
+
+    def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
+        """Judge what the learned conventions concern, and what quantises in front of it."""
+        roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
+        concerned = [
+            e.made.component for e in self._answers.values() if e.made.component.role in roles
+        ]
+        names = {name for each in concerned for name in (each.name, maker_of(each))}
+        for name, answer in self._answers.items():
+            if name in names:
+                if isinstance(self._looked, Forgetful):
+                    self._looked.forget(name)
+                component = answer.made.component
+                self._answers[name] = work.answer(component, self._batches(component))
+        self._known = work._known
+
+    def _edges_of(self, batch: Batch) -> None:
+        for at, call in enumerate(batch.calls):
+            inputs = {name: batch.part(at, each) for name, each in batch.inputs.items()}
+            self._edges += self._wires.broken(call, inputs)
+            for name in call.changed:
+                source = source_of(batch.component, name)
+                if source is not None:
+                    self._written.setdefault((call.step, source), call)
+
+    def result(self, strange: Sequence[str]) -> Localised:
+        """Join what was found."""
+        troubles = [each.trouble for each in self._answers.values() if each.trouble is not None]
+        troubles += self._checked.troubles(self._known)
+        troubles += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
+        judged = [each.made for each in self._answers.values()]
+        rows = tuple(row for each in judged for row in each.rows.values())
+        open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
+        unjudged = [(name, why) for name, why in open_rows if why]
+        unjudged += self._checked.unjudged.items()
+        unjudged += [(name, "no component of this model") for name in strange]
+        apart = self._run.facts.get("ranks_apart")
+        if isinstance(apart, list) and apart:
+            self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
+        first = None
+        for each in judged:
+            first = earlier_of(first, each.non_finite)
+        return Localised(
+            self._verdict(rows, troubles),
+            rows,
+            tuple(sorted(troubles, key=self._place)),
+            first,
+            tuple(self._unstable),
+            tuple(dict(unjudged).items()),
+            tuple(self._notes),
+            self._conventions,
+            self._known.twin,
+            self._run,
+        )
+
+    def _place(self, trouble: Trouble) -> int:
+        order = list(self._known.components)
+        return order.index(trouble.component) if trouble.component in order else len(order)
+
+    def _verdict(self, rows: Sequence[Row], troubles: Sequence[Trouble]) -> Verdict:
+        if self._unstable:
+            return Verdict.UNSTABLE
+        if troubles:
+            return Verdict.DIFFERS
+        judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
+        open_ones = [row for row in rows if row.left_out or (row.undecided and row.budgetless)]
+        return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
+
+    def _broken_edges(self) -> list[Trouble]:
+        """One trouble an input; what was written over belongs to who wrote."""
+        groups: dict[tuple[str, str], list[Edge]] = {}
+        harmed: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self._edges:
+            writer = None
+            if edge.source is not None:
+                writer = self._written.get((edge.call.step, edge.source))
+            if writer is not None and writer.number < edge.call.number:
+                harmed.setdefault((writer.component, str(edge.source)), []).append(edge)
+            else:
+                groups.setdefault((edge.component.name, edge.name), []).append(edge)
+        told = {call.component: call for call in self._written.values()}
+        self._notes += [
+            f"{name} wrote into its inputs ({', '.join(call.changed)}); nobody read them later"
+            for name, call in told.items()
+            if name not in {writer for writer, _ in harmed}
+        ]
+        found = [self._changed(writer, edges) for (writer, _), edges in harmed.items()]
+        return [*found, *(self._edge(each) for each in self._joined(list(groups.values())))]
+
+    def _joined(self, groups: list[list[Edge]]) -> list[list[Edge]]:
+        """Consumers of one output that were given the same wrong value are one trouble."""
+        kept: list[list[Edge]] = []
+        for group in groups:
+            first = group[0]
+            for other in kept:
+                if _one_value(first, other[0]):
+                    other.extend(group)
+                    break
+            else:
+                kept.append(group)
+        return kept
+
+    def _edge(self, edges: list[Edge]) -> Trouble:
+        best = max(edges, key=lambda e: 0 if e.captured is None else e.captured.numel())
+        consumers = sorted({edge.component.name for edge in edges})
+        component = best.component
+        blamed = blamed_on_edge(component, best.name)
+        if len(consumers) > 1 and best.source is not None:
+            blamed = best.source.component
+        onset = _onset_of_edge(self._known, best)
+        return Trouble(
+            Kind.EDGE,
+            blamed,
+            Scene(self._known.twin, component, self._known.recipe),
+            Site(component.name, Port.IN, best.name),
+            _words(best, consumers, onset),
+            self._sight(best),
+            where=onset.where,
+            steps=tuple(sorted({edge.call.step for edge in edges})),
+            more=tuple(self._sight(e) for e in edges if e.call.step != best.call.step)[:2],
+        )
+
+    def _changed(self, writer: str, edges: list[Edge]) -> Trouble:
+        first = min(edges, key=lambda edge: edge.call.number)
+        component = self._known.components[writer]
+        call = self._written[(first.call.step, first.source)]  # type: ignore[index]
+        readers = sorted({edge.component.name for edge in edges})
+        name = next(n for n in call.changed if source_of(component, n) == first.source)
+        sentence = (
+            f"{writer} wrote into its input {name}, which {', '.join(readers)} read afterwards"
+        )
+        return Trouble(
+            Kind.CHANGED,
+            writer,
+            Scene(self._known.twin, component, self._known.recipe),
+            Site(writer, Port.IN, name),
+            sentence,
+            where={"input": name},
+            steps=tuple(sorted({edge.call.step for edge in edges})),
+        )
+
+    def _sight(self, edge: Edge) -> Sight:
+        call = edge.call
+        inputs, implied = dict(self._run.inputs(call)), self._wires.implied(call)
+        if edge.implied is not None:
+            implied[edge.name] = edge.implied
+        for name, each in implied.items():
+            if name in inputs:
+                like = inputs[name]
+                same = each.numel() == like.numel()
+                implied[name] = (each.reshape(like.shape) if same else each).to(like.dtype)
+        try:
+            expected = self._known.expected(edge.component, inputs)
+        except CANNOT_RUN:
+            expected = {}
+        sides = (inputs, self._run.outputs(call), expected, implied)
+        elsewhere = self._elsewhere(call) if is_memory(edge.component, edge.name) else {}
+        return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
+
+    def _elsewhere(self, call: Call) -> dict[int, Mapping[str, Tensor]]:
+        """What the same component of other layers was to be given in the same step."""
+        own = self._known.components[call.component]
+        found: dict[int, Mapping[str, Tensor]] = {}
+        for each in self._run.calls:
+            other = self._known.components.get(each.component)
+            if each.step != call.step or other is None or other.layer in (None, own.layer):
+                continue
+            if other.role == own.role and other.layer is not None:
+                found[other.layer] = self._wires.implied(each)
+        return found
+
+    def _earlier(self, call: Call) -> tuple[Sight, ...]:
+        """What the same component was given in its first call and in the last ones before this."""
+        before = [
+            each
+            for each in self.calls[call.component]
+            if each.step < call.step and _is_stored(each)
+        ]
+        chosen = (*before[:1], *before[max(1, len(before) - _EARLIER) :])
+        return tuple(Sight(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
+
+
+def _is_stored(call: Call) -> bool:
+    return all(each.at for each in (*call.inputs.values(), *call.outputs.values()))
+
+
+def _one_value(left: Edge, right: Edge) -> bool:
+    if left.source is None or left.source != right.source or left.call.step != right.call.step:
+        return False
+    if left.captured is None or right.captured is None:
+        return False
+    a, b = left.captured.flatten(), right.captured.flatten()
+    return a.shape == b.shape and a.dtype == b.dtype and same_values(a, b)
+
+
+def _onset_of_edge(known: Known, edge: Edge) -> Onset:
+    implied, captured = edge.implied, edge.captured
+    if implied is None or captured is None or implied.numel() != captured.numel():
+        return Onset()
+    implied = implied.reshape(captured.shape)
+    return onset_of(known.twin.config, edge.component, (captured, implied))
+
+
+def _words(edge: Edge, consumers: Sequence[str], onset: Onset) -> str:
+    name = f"{edge.component.name}.in.{edge.name}"
+    if edge.captured is None:
+        return f"{name} did not arrive, though earlier calls left rows for it"
+    if edge.implied is None:
+        return f"{name} arrived, though nothing was there to read"
+    source = f"what {edge.source} put out" if edge.source else "the step's own record"
+    if edge.captured.numel() != edge.implied.numel():
+        found, want = (list(each.shape) for each in (edge.captured, edge.implied))
+        return f"{name} has shape {found}; {source} implies {want}"
+    others = len(consumers) - 1
+    more = f", and {others} more components were given the same" if others else ""
+    return f"{name} is not {source}{onset.sentence}{more}"

@@ -1,0 +1,245 @@
+"""A run as it was seen: steps, calls, tensors; from a capture on disk, or recorded in memory.
+
+Owns the protocol that judging asks for, which `record.capture_reader.Capture` satisfies, and the
+recorder of a bound model's run without a disk: prompts, then new tokens greedily, or the very steps
+of another run. What wraps a component's call before the run is seen from outside; what is named as
+an edge wraps the consumer outside the recorder, so that the run sees the damaged input.
+
+Refuses runs without tokens (references.state.Step does). Kept honest by
+suites/engine/localise/test_recorded_run.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+
+from degarble.harness.capture.files.types import Call, Kept, Phase, Step, malformed
+from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.model.config.config import V4Config
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Sequence as Many
+
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.binding import Bound
+
+_WORDS = {dtype: word for word, dtype in TORCH_DTYPES.items()}
+_CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class SeenRun(Protocol):
+    """What judging asks of a run. Tensors are read when they are asked for."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the run says of itself."""
+        ...
+
+    @property
+    def steps(self) -> Many[Step]:
+        """The forward passes, in order."""
+        ...
+
+    @property
+    def calls(self) -> Many[Call]:
+        """The runs of components, in order; a call's number is its place here."""
+        ...
+
+    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call was given, before it ran."""
+        ...
+
+    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call returned."""
+        ...
+
+
+def by_component(run: SeenRun) -> dict[str, list[Call]]:
+    """The calls of each component, in the order in which they ran."""
+    found: dict[str, list[Call]] = defaultdict(list)
+    for call in run.calls:
+        found[call.component].append(call)
+    return dict(found)
+
+
+def require_sound(run: SeenRun) -> None:
+    """Refuse a run whose record contradicts itself, before a tensor of it is read."""
+    filters = run.facts.get("filters")
+    if filters is not None and not isinstance(filters, dict):
+        raise malformed("facts: filters", filters, "a JSON object")
+    counts = {step.number: len(step.tokens) for step in run.steps}
+    for call in run.calls:
+        for site, kept in call.sites():
+            rows = kept.rows or ()
+            if any(row >= counts.get(call.step, 0) for row in rows):
+                name = f"call {call.number}: {site}: rows"
+                raise malformed(name, max(rows), f"tokens of step {call.step}")
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """Return safetensors' word for a dtype; torch's own for one that it has no word for."""
+    return _WORDS.get(dtype, str(dtype))
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same codes: a NaN equals itself, 0 is not -0."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    code = _CODES[left.dtype.itemsize]
+    return torch.equal(left.contiguous().view(code), right.contiguous().view(code))
+
+
+@dataclass(eq=False)
+class InMemoryRun:
+    """A run that was recorded without a disk. `logits` are those behind each step's last tokens."""
+
+    steps: list[Step] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    logits: list[Tensor] = field(default_factory=list)
+    _tensors: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        prompts: Many[Many[int]],
+        new_tokens: int = 2,
+        edges: Mapping[str, Way] = MappingProxyType({}),
+        *,
+        absorbed: bool = True,
+    ) -> Self:
+        """Run prompts side by side, then new tokens greedily: one of the prompt, others decoded."""
+        run, model = cls(), _model(bound, absorbed=absorbed)
+        sequences = [Sequence() for _ in prompts]
+        tokens = [torch.tensor(list(ids), dtype=torch.int64) for ids in prompts]
+        with run._recording(bound, edges):
+            for number in range(new_tokens):
+                run._step(model, sequences, tokens, Phase.DECODE if number else Phase.PREFILL)
+                tokens = list(run.logits[-1].argmax(-1, keepdim=True))
+        return run
+
+    @classmethod
+    def again(
+        cls,
+        bound: Bound,
+        steps: Many[Step],
+        edges: Mapping[str, Way] = MappingProxyType({}),
+        *,
+        absorbed: bool = True,
+    ) -> Self:
+        """Run the very steps of another run, its tokens included."""
+        run, model = cls(), _model(bound, absorbed=absorbed)
+        known: dict[int, Sequence] = {}
+        with run._recording(bound, edges):
+            for step in steps:
+                run._step(model, *_fed(step, known), step)
+        return run
+
+    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call was given, before it ran."""
+        return self._tensors[call.number][0]
+
+    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+        """What a call returned."""
+        return self._tensors[call.number][1]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Every token that was fed, step after step."""
+        return tuple(token for step in self.steps for token in step.tokens)
+
+    def _step(
+        self,
+        model: ModelV4 | ModelV32,
+        sequences: list[Sequence],
+        tokens: list[Tensor],
+        like: Phase | Step,
+    ) -> None:
+        if isinstance(like, Step):
+            self.steps.append(like)
+        else:
+            ids: list[int] = []
+            positions: list[int] = []
+            owners: list[int] = []
+            for number, (sequence, new) in enumerate(zip(sequences, tokens, strict=True)):
+                ids += new.tolist()
+                positions += range(sequence.length, sequence.length + len(new))
+                owners += [number] * len(new)
+            made = (tuple(ids), tuple(positions), tuple(owners))
+            self.steps.append(Step(len(self.steps), like, *made))
+        with torch.inference_mode():
+            self.logits.append(model.forward(sequences, tokens, last_only=True))
+
+    @contextmanager
+    def _recording(self, bound: Bound, edges: Mapping[str, Way]) -> Iterator[None]:
+        plain = dict(bound.calls)
+        try:
+            for name, call in plain.items():
+                seen: ComponentCall = partial(self._run, name, call)
+                bound.calls[name] = edges[name].apply(seen) if name in edges else seen
+            yield
+        finally:
+            bound.calls.update(plain)
+
+    def _run(
+        self,
+        name: str,
+        call: ComponentCall,
+        inputs: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
+    ) -> Mapping[str, Tensor]:
+        before = {key: each.clone() for key, each in inputs.items()}
+        outputs = dict(call(inputs, weights))
+        changed = tuple(key for key, each in inputs.items() if not same_bits(each, before[key]))
+        kept = [{key: _kept(each) for key, each in side.items()} for side in (before, outputs)]
+        number, step = len(self.calls), self.steps[-1].number
+        self.calls.append(Call(number, step, name, kept[0], kept[1], changed))
+        self._tensors.append((before, {key: each.clone() for key, each in outputs.items()}))
+        return outputs
+
+
+def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> list[Tensor]:
+    """Logits behind each sequence's last token, of the very steps of another run; not recorded."""
+    model, known, made = _model(bound, absorbed=absorbed), dict[int, Sequence](), []
+    for step in steps:
+        sequences, tokens = _fed(step, known)
+        with torch.inference_mode():
+            made.append(model.forward(sequences, tokens, last_only=True))
+    return made
+
+
+def _fed(step: Step, known: dict[int, Sequence]) -> tuple[list[Sequence], list[Tensor]]:
+    """The sequences of a step with their new tokens."""
+    owned: dict[int, list[int]] = {}
+    for token, owner in zip(step.tokens, step.sequences, strict=True):
+        owned.setdefault(owner, []).append(token)
+    sequences = [known.setdefault(owner, Sequence()) for owner in owned]
+    return sequences, [torch.tensor(ids) for ids in owned.values()]
+
+
+def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:
+    config = bound.config
+    if isinstance(config, V4Config):
+        return ModelV4(bound, config)
+    return ModelV32(bound, config, absorbed=absorbed)
+
+
+def _kept(tensor: Tensor) -> Kept:
+    """The record of a tensor that lies in memory: bytes are not hashed."""
+    return Kept(word_of(tensor.dtype), tuple(tensor.shape), "", "memory")

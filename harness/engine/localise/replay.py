@@ -1,0 +1,272 @@
+"""Same-input replay: every captured call of a component beside its twin's, on the same inputs.
+
+Owns what is put together: calls whose rows do not depend on each other are replayed as one, calls
+with sequences and memory one by one. Where a recipe quantises and plain values arrive, the twin
+quantises them itself, as a kernel does that takes them in.
+
+Refuses nothing: what cannot be replayed is said to be undecided, by name and with the reason. Kept
+honest by suites/engine/localise/test_localise.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.budget.call import Call as Judgeable
+from degarble.harness.model.components import components
+from degarble.references.binding import Bound
+from degarble.references.linears import quantise_activations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.capture.files.types import Call, Step
+    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.model.components import Component
+    from degarble.harness.model.recipes import Recipe
+
+    Tensors = Mapping[str, Tensor]
+
+STATE = "state_"
+_RAGGED = "token_offsets"
+_OPTIONAL = frozenset({"residual", "expanded", "context", "tensor_scale", "experts"})
+_MERGED_BYTES = 256 << 20  # inputs that are put together, at most
+_SHARED_VALUES = 64  # of a tensor that all rows share; larger ones are never put together
+_FUSED = "its tensors were captured with another component's, as one module"
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A twin's components as they are bound, in the order in which they run."""
+
+    twin: Bound
+    recipe: Recipe
+    components: Mapping[str, Component]
+
+    @classmethod
+    def of(cls, twin: Bound, recipe: Recipe) -> Known:
+        """Lay out what a twin has bound."""
+        plain = {each.name: each for each in components(twin.config)}
+        found: dict[str, Component] = {}
+        for component in components(twin.config, recipe):
+            if component.name in twin.calls:
+                maker = maker_of(component)
+                # A switch may leave the quantisation of one linear out.
+                bound = not maker or maker in twin.calls
+                found[component.name] = component if bound else plain[component.name]
+        return cls(twin, recipe, found)
+
+    def expected(self, component: Component, inputs: Tensors) -> dict[str, Tensor]:
+        """The twin's outputs."""
+        name = component.name
+        with torch.inference_mode():
+            return dict(self.twin.calls[name](inputs, self.twin.weights_of(name)))
+
+    @cached_property
+    def plain(self) -> Bound:
+        """The same weights without any quantisation of activations."""
+        return Bound(self.twin.config, self.twin.numerics, self.twin.weights)
+
+    def activation(self, linear: str) -> str | None:
+        """The format of a linear's quantised input; None where values arrive."""
+        _, facts = self.twin.bound_to(linear)
+        names = (facts.activation(name) for name in self.twin.weights_of(linear))
+        return next((form for form in names if form is not None), None)
+
+
+def maker_of(component: Component) -> str:
+    """The component that makes the codes; empty where none arrive."""
+    codes = next((each for each in component.inputs if each.name == "codes"), None)
+    return codes.sources[0].component if codes else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Calls of one component that are replayed together. `rows` has step and position of a row."""
+
+    component: Component
+    calls: tuple[Call, ...]
+    inputs: Tensors
+    outputs: Tensors  # the candidate's
+    step_of: Tensor
+    position_of: Tensor
+    spans: tuple[slice, ...] = ()  # rows of each call, where several are put together
+    lacking: str = ""  # why it cannot be replayed as it is
+    whole: Batch | None = None  # where rows were left out: all of them, and which are `kept`
+    kept: Tensor | None = None
+
+    def part(self, at: int, tensor: Tensor) -> Tensor:
+        """What belongs to one call."""
+        if len(self.calls) == 1 or not tensor.ndim or tensor.shape[0] != len(self.step_of):
+            return tensor
+        return tensor[self.spans[at]]
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A batch and the twin's outputs on its inputs; or why there are none."""
+
+    batch: Batch
+    expected: Tensors = field(default_factory=dict)
+    undecided: str = ""
+    inputs: Tensors = field(default_factory=dict)  # as the twin took them
+
+    @property
+    def quantised_here(self) -> bool:
+        """Whether plain values arrived where the recipe quantises."""
+        return "codes" in self.inputs and "codes" not in self.batch.inputs
+
+    def judgeable(self, known: Known) -> Judgeable:
+        """As judging takes it."""
+        return Judgeable.of(known.twin, self.batch.component.name, self.inputs, self.expected)
+
+
+def batches(
+    run: SeenRun, component: Component, calls: Sequence[Call], steps: Mapping[int, Step]
+) -> list[Batch]:
+    """Read a component's calls, and put together those that can be."""
+    made = [_batch(run, component, call, steps[call.step]) for call in calls]
+    if is_ragged(component):
+        return made
+    groups: dict[tuple[object, ...], list[Batch]] = defaultdict(list)
+    for batch in made:
+        groups[_likeness(batch)].append(batch)
+    return [part for group in groups.values() for part in _merged(group)]
+
+
+def _batch(run: SeenRun, component: Component, call: Call, step: Step) -> Batch:
+    inputs, outputs = run.inputs(call), run.outputs(call)
+    count = _rows(component, call, inputs)
+    kept_rows = (each.rows for side in (call.inputs, call.outputs) for each in side.values())
+    chosen = next((rows for rows in kept_rows if rows is not None), None)
+    last = dict(zip(step.sequences, step.positions, strict=True))
+    if chosen is not None and len(chosen) == count:
+        positions = [step.positions[row] for row in chosen]
+    elif count == len(step.tokens):
+        positions = list(step.positions)
+    elif count == len(last):
+        positions = list(last.values())
+    else:
+        positions = [-1] * count
+    return Batch(
+        component, (call,), inputs, outputs, torch.full((count,), call.step),
+        torch.tensor(positions, dtype=torch.int64), (slice(0, count),),
+    )  # fmt: skip
+
+
+def _rows(component: Component, call: Call, inputs: Tensors) -> int:
+    for each in component.inputs:
+        if each.name in inputs and inputs[each.name].ndim and not each.name.startswith(STATE):
+            return inputs[each.name].shape[0]
+    sides = [*inputs.values(), *[torch.empty(kept.shape) for kept in call.outputs.values()]]
+    return next((each.shape[0] for each in sides if each.ndim), 1)
+
+
+def _likeness(batch: Batch) -> tuple[object, ...]:
+    """Batches that are alike can be put together: names, dtypes, extents, what all rows share."""
+    count, found = len(batch.step_of), list[tuple[object, ...]]()
+    for name, each in (*batch.inputs.items(), *batch.outputs.items()):
+        if each.ndim and each.shape[0] == count:
+            found.append((name, each.dtype, tuple(each.shape[1:])))
+        else:
+            few = each.numel() <= _SHARED_VALUES
+            value = tuple(each.flatten().tolist()) if few else id(each)
+            found.append((name, each.dtype, (tuple(each.shape), value)))
+    return tuple(found)
+
+
+def _merged(group: list[Batch]) -> list[Batch]:
+    size = sum(t.numel() * t.element_size() for each in group for t in each.inputs.values())
+    if len(group) == 1 or size > _MERGED_BYTES:
+        return group
+    first, spans, begin = group[0], [], 0
+    for each in group:
+        spans.append(slice(begin, begin + len(each.step_of)))
+        begin += len(each.step_of)
+
+    def joined(side: str) -> dict[str, Tensor]:
+        made = {}
+        for name, tensor in getattr(first, side).items():
+            by_row = tensor.ndim and tensor.shape[0] == len(first.step_of)
+            parts = [getattr(each, side)[name] for each in group]
+            made[name] = torch.cat(parts) if by_row else tensor
+        return made
+
+    return [
+        Batch(
+            first.component,
+            tuple(call for each in group for call in each.calls),
+            joined("inputs"),
+            joined("outputs"),
+            torch.cat([each.step_of for each in group]),
+            torch.cat([each.position_of for each in group]),
+            tuple(spans),
+        )
+    ]
+
+
+def replayed(known: Known, batch: Batch) -> Replay:
+    """Run the twin on what the candidate was given."""
+    component = batch.component
+    if batch.lacking:
+        return Replay(batch, undecided=batch.lacking)
+    inputs = taken(batch)
+    if not inputs or not batch.outputs:
+        return Replay(batch, undecided=_FUSED)
+    if _RAGGED in inputs and any(_is_filtered(call) for call in batch.calls):
+        return Replay(batch, undecided="only some rows were captured, and it needs all of them")
+    try:
+        if maker_of(component) and "codes" not in inputs and "x" in inputs:
+            inputs = quantised(known, component, inputs)
+        missing = [
+            each.name
+            for each in component.inputs
+            if each.name not in inputs
+            and not each.name.startswith(STATE)
+            and each.name not in _OPTIONAL
+        ]
+        if missing:
+            return Replay(batch, undecided=f"its input {missing[0]} was not captured")
+        return Replay(batch, known.expected(component, inputs), inputs=inputs)
+    except CANNOT_RUN as error:
+        # What a candidate hands over may have any extents; torch says so in its own words.
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        return Replay(batch, undecided=f"the twin cannot run on its inputs: {line}")
+
+
+def _is_filtered(call: Call) -> bool:
+    return any(each.rows is not None for each in (*call.inputs.values(), *call.outputs.values()))
+
+
+def is_ragged(component: Component) -> bool:
+    """Whether rows depend on each other: sequences of a call, or memory of earlier ones."""
+    return any(each.name == _RAGGED or each.name.startswith(STATE) for each in component.inputs)
+
+
+def taken(batch: Batch) -> dict[str, Tensor]:
+    """The inputs of a batch that its component takes."""
+    return {name: each for name, each in batch.inputs.items() if _takes(batch.component, name)}
+
+
+def _takes(component: Component, name: str) -> bool:
+    return name == "x" or any(each.name == name for each in component.inputs)
+
+
+def quantised(known: Known, component: Component, inputs: Tensors) -> dict[str, Tensor]:
+    """Inputs of a quantised linear, from plain values."""
+    maker, rest = maker_of(component), {n: each for n, each in inputs.items() if n != "x"}
+    if maker == f"{component.name}.act_quant":
+        owned = {n: each for n, each in rest.items() if known.twin.takes(maker, n)}
+        made = known.twin.calls[maker]({"x": inputs["x"], **owned}, known.twin.weights_of(maker))
+        return {**made, **rest}
+    form = known.activation(component.name)
+    assert form is not None, "codes are expected only where the recipe quantises"
+    return {**quantise_activations(inputs["x"], form, None), **rest}

@@ -1,0 +1,1 @@
+"""Compiled twins of the number formats, bit for bit as the definitions."""

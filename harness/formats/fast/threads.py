@@ -1,0 +1,136 @@
+"""Flat views, tables, outputs and threads for the compiled loops of fast_nvfp4 and fast_e2m1.
+
+Owns `bits_view`, which reads a torch tensor's storage as a flat numpy array without a copy;
+`values_of` and `bits_of`, which make lookup tables from the definition; `output_tensor`, which
+checks the `out` of a caller or makes one (harness.formats.spare_memory); and `run_parts`, which
+splits a loop that releases the GIL over plain Python threads: no OpenMP, so nothing can collide
+with torch's own pool, and the `threads` argument means what it says.
+
+Refuses tensors off the CPU, with gaps, or of another dtype: nothing is copied or cast silently.
+Kept honest by suites/formats/fast/test_threads.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ShapeMismatch,
+)
+from degarble.harness.formats.arrays import decode_array
+from degarble.harness.formats.spare_memory import empty_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from degarble.harness.formats.types import ElementFormat
+
+PARTS_A_THREAD = 4
+
+_BITS_OF_SIZE: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+}
+
+
+def bits_view(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> NDArray[Any]:
+    """Return the storage of `tensor` as a flat array of unsigned integers; no copy."""
+    if tensor.dtype not in dtypes:
+        raise DtypeMismatch(
+            name,
+            tensor.dtype,
+            " or ".join(str(dtype) for dtype in dtypes),
+            "Convert or reinterpret it on purpose before the call.",
+        )
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(
+            f"device of {name}", str(tensor.device), "cpu", "Move the tensor with .cpu() first."
+        )
+    if not tensor.is_contiguous():
+        raise LayoutMismatch(
+            name,
+            f"strides {tuple(tensor.stride())} of shape {tuple(tensor.shape)}",
+            "a contiguous tensor",
+            "Call .contiguous() on purpose: it copies.",
+        )
+    signed, unsigned = _BITS_OF_SIZE[tensor.element_size()]
+    flat: NDArray[Any] = tensor.detach().view(signed).numpy().view(unsigned).reshape(-1)
+    return flat
+
+
+@cache
+def values_of(fmt: ElementFormat) -> NDArray[np.float32]:
+    """Return the float32 values of all codes of a small format, from the definition."""
+    values: NDArray[np.float32] = decode_array(torch.arange(fmt.code_count), fmt).numpy()
+    values.flags.writeable = False
+    return values
+
+
+def bits_of(values: NDArray[np.float32], dtype: torch.dtype) -> NDArray[Any]:
+    """Return the bits of `values` in float32 or, rounded to nearest even, in bfloat16."""
+    bits: NDArray[np.uint32] = values.view(np.uint32)
+    if dtype is torch.float32:
+        return bits
+    half: NDArray[np.uint32] = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + half) >> np.uint32(16)).astype(np.uint16)
+
+
+def output_tensor(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return `out` after checking its shape, or a new tensor."""
+    if out is None:
+        return empty_tensor(shape, dtype)
+    if tuple(out.shape) != tuple(shape):
+        raise ShapeMismatch(
+            "out", tuple(out.shape), f"{tuple(shape)}", "Leave it out to get a new tensor."
+        )
+    return out
+
+
+def run_parts(
+    work: Callable[[int, int], object], count: int, grain: int, threads: int | None
+) -> list[Any]:
+    """Call work(start, stop) over contiguous parts of range(count), at least `grain` long each.
+
+    `threads` defaults to torch.get_num_threads(); the calling thread is one of them. There are more
+    parts than threads, so that a thread whose core is busy elsewhere leaves work to the others.
+    """
+    if threads is None:
+        threads = torch.get_num_threads()
+    if threads < 1:
+        raise InvalidArgument("threads", threads, "at least 1", "Leave it out for torch's number.")
+    threads = max(1, min(threads, count // grain))
+    parts = 1 if threads == 1 else min(threads * PARTS_A_THREAD, count // grain)
+    bounds = [part * count // parts for part in range(parts + 1)]
+    results: list[Any] = [None] * parts
+    pending = deque(range(parts))
+
+    def take_parts() -> None:
+        while True:
+            try:
+                part = pending.popleft()  # atomic, so every part is taken once
+            except IndexError:
+                return
+            results[part] = work(bounds[part], bounds[part + 1])
+
+    if threads == 1:
+        take_parts()
+        return results
+    with ThreadPoolExecutor(threads - 1) as pool:
+        helpers = [pool.submit(take_parts) for _ in range(threads - 1)]
+        take_parts()
+    for helper in helpers:
+        helper.result()
+    return results

@@ -1,0 +1,313 @@
+"""`degarble generate` as one run: prompts from words and files, the model, what it said.
+
+Owns the way from a prompt to ids (plain text, or a conversation in the family's chat encoding), the
+dialogue with history, and the summary. Nothing is compared here, so no verdict is given: the JSON
+says null. Refuses prompt files that are missing, empty or no UTF-8, conversations for a tokenizer
+that lacks their marks, and tools that are no list of functions.
+What keeps it honest: suites/generate/test_generate.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.backends.registry import (
+    kernels_of,
+    require_backend,
+    use_backend,
+)
+from degarble.harness.base.errors import InvalidArgument, Refused, UnreadableFile
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.chat import special_tokens as marks
+from degarble.harness.chat.chat import Chat, chat_of
+from degarble.harness.chat.tokenizer import Tokenizer
+from degarble.harness.chat.turns import TOOLS, TOOLS_REMEDY, Style, is_tool
+from degarble.harness.inference.generation import Finish, Generation, Limits, Pace, Speech
+from degarble.harness.inference.model import open_model
+from degarble.harness.inference.perplexity import Surprise, surprise
+from degarble.harness.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from degarble.harness.backends.pairings import Paired
+    from degarble.harness.backends.registry import AskedBackend
+    from degarble.harness.inference.model import OpenModel
+
+LARGEST_FILE = 256 << 20  # of prompts, or of a text
+_NAMED = 8  # unknown words that a warning names
+_MARKS = (marks.USER, marks.ASSISTANT, marks.END_THINK)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to speak. `chat`: prompts are what a user says, not the beginning of a text."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    limits: Limits = field(default_factory=Limits)
+    chat: bool = False
+    style: Style = field(default_factory=Style)
+    system: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What was said to each prompt, and at what pace."""
+
+    prompts: tuple[Any, ...]
+    speeches: tuple[Speech, ...]
+    pace: Pace
+    chat: Chat | None
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        pairs = zip(self.prompts, self.speeches, strict=True)
+        return {
+            "texts": [self._one(prompt, speech) for prompt, speech in pairs],
+            "tokens_per_second": self.pace.tokens_per_second,
+            "prompt_seconds": self.pace.prompt_seconds,
+            "new_token_seconds": self.pace.new_seconds,
+        }
+
+    def line(self) -> str:
+        """Tell the pace in a line."""
+        new = sum(len(each.ids) for each in self.speeches)
+        rate = self.pace.tokens_per_second
+        told = f"{new:,} new {'token' if new == 1 else 'tokens'}"
+        prompt = f"{self.pace.prompt_tokens:,} of prompts in {self.pace.prompt_seconds:.2f} s"
+        return f"{told}{'' if rate is None else f', {rate:.1f} tokens/s'}; {prompt}"
+
+    def _one(self, prompt: object, speech: Speech) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "prompt": prompt,
+            "prompt_tokens": len(speech.prompt),
+            "text": speech.text,
+            "tokens": speech.ids,
+            "finish": speech.finish,
+        }
+        if self.chat is not None:
+            made |= message_of(self.chat, speech)
+        return made
+
+
+def message_of(chat: Chat, speech: Speech) -> dict[str, Any]:
+    """What was said as a message; a text that leaves the encoding is told with its reason."""
+    try:
+        turn = chat.parse(speech.text, whole=False)
+    except Refused as error:
+        return {"message": None, "not_a_message": str(error)}
+    return {"message": turn.message()}
+
+
+class Talker:
+    """An open model with its tokenizer, in one manner."""
+
+    def __init__(
+        self, model: OpenModel, manner: Manner, tell: Callable[[str], None] | None = None
+    ) -> None:
+        self.model = model
+        self.manner = manner
+        self.tell = tell or (lambda _told: None)  # what a person should know beside the text
+        self._strange: Counter[str] = Counter()  # words that the tokenizer does not know
+        self._told: set[str] = set()
+        checkpoint, config = model.checkpoint, model.config
+        self.tokenizer = Tokenizer.of_checkpoint(
+            checkpoint.root, checkpoint.config, config.vocab_size
+        )
+        self.chat: Chat | None = None
+        if manner.chat:
+            self._require_marks()
+            self.chat = chat_of(config, checkpoint.root, manner.style)
+
+    @property
+    def knows_chat(self) -> bool:
+        """Whether the tokenizer has the marks of a conversation."""
+        return self.tokenizer.knows(*_MARKS)
+
+    def ids_of(self, prompt: object) -> list[int]:
+        """Ids of a text, or of a conversation."""
+        if isinstance(prompt, str) and not self.tokenizer.encode(prompt, begin=False):
+            raise InvalidArgument(
+                "prompt", prompt, "a text of one token at least, besides the begin token",
+                "Say something; --interactive asks for it.",
+            )  # fmt: skip
+        if self.chat is None:
+            if not isinstance(prompt, str):
+                raise InvalidArgument(
+                    "prompt", prompt, "a text", "Add --chat for prompts that are conversations."
+                )
+            return self.ids(prompt)
+        if isinstance(prompt, list):
+            self._require_own_words(prompt)
+        messages = prompt if isinstance(prompt, list) else self.opening(str(prompt))
+        return self.ids(self.chat.encode(messages))
+
+    def ids(self, text: str, *, begin: bool = True) -> list[int]:
+        """Ids of a text as it is; words that the tokenizer does not know are kept in mind."""
+        ids = self.tokenizer.encode(text, begin=begin)
+        self._strange.update(self.tokenizer.unknown(text))
+        return ids
+
+    def tell_strange(self) -> None:
+        """Say once of every word that the tokenizer does not know it: the model never hears it."""
+        new = {word: count for word, count in self._strange.items() if word not in self._told}
+        self._strange.clear()
+        if new:
+            self._told |= new.keys()
+            self.tell(strange_line(new))
+
+    def opening(self, said: str) -> list[dict[str, Any]]:
+        """A conversation that begins with what a user says."""
+        system: dict[str, Any] = {"role": "system", "content": self.manner.system or ""}
+        if self.manner.tools:
+            system["tools"] = list(self.manner.tools)
+        wanted = self.manner.system is not None or self.manner.tools
+        return [*([system] if wanted else []), {"role": "user", "content": said}]
+
+    def speak(
+        self, prompts: list[Any], heard: Callable[[Speech, str], None] | None = None
+    ) -> Spoken:
+        """Continue every prompt."""
+        speeches = [Speech(self.ids_of(prompt)) for prompt in prompts]
+        self.tell_strange()
+        generation = self.generation()
+        generation.run(speeches, heard)
+        return Spoken(tuple(prompts), tuple(speeches), generation.pace, self.chat)
+
+    def generation(self) -> Generation:
+        """A fresh loop in this manner."""
+        manner = self.manner
+        return Generation(self.model.speaker, self.tokenizer, manner.sampling, manner.limits)
+
+    def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> Surprise:
+        """How surprised the model is by a text."""
+        ids = self.ids(text)
+        self.tell_strange()
+        return surprise(self.model.speaker, ids, heard)
+
+    def _require_own_words(self, messages: list[Any]) -> None:
+        """A conversation brings its system message and its tools; others would go unheard."""
+        given = {"--system": self.manner.system is not None, "--tools": bool(self.manner.tools)}
+        for flag in (flag for flag, wanted in given.items() if wanted):
+            raise InvalidArgument(
+                flag, "beside a conversation of a file", "the conversation's own messages alone",
+                "Write it into the conversation's system message.",
+            )  # fmt: skip
+        if not messages:
+            raise InvalidArgument("prompt", messages, "one message at least", "Say something.")
+
+    def _require_marks(self) -> None:
+        if not self.knows_chat:
+            raise InvalidArgument(
+                "--chat", "a tokenizer without the marks of a conversation", " and ".join(_MARKS),
+                "Leave --chat out: the model continues plain text.",
+            )  # fmt: skip
+
+
+@contextmanager
+def speaking_model(
+    source: Path, arithmetic: str | None, asked: AskedBackend
+) -> Iterator[tuple[OpenModel, Paired]]:
+    """Open a model that speaks by a backend's kernels, or by the references alone."""
+    require_backend(asked.name)
+    with open_model(source, arithmetic, switches=asked.conventions) as model:
+        if asked.graph:
+            from degarble.harness.backends.graph.decoder import speak_by_layers  # noqa: PLC0415  our kernels
+
+            yield model, speak_by_layers(model, kernels_of(asked), asked.graph)
+        else:
+            yield model, use_backend(model.speaker.bound, asked, model.recipe)
+
+
+def strange_line(words: Mapping[str, int]) -> str:
+    """Name the words that a tokenizer does not know, and say how many they are."""
+    named = [f"{word!r}{f' ({count} times)' if count > 1 else ''}" for word, count in words.items()]
+    more = "" if len(named) <= _NAMED else f", and {len(named) - _NAMED} more"
+    total = sum(words.values())
+    what = "1 word is" if total == 1 else f"{total} words are"
+    return (
+        f"warning: {what} unknown to the tokenizer and reach the model as one and the same id: "
+        f"{', '.join(named[:_NAMED])}{more}"
+    )
+
+
+def surprise_document(found: Surprise) -> dict[str, Any]:
+    """The machine's view of a text's evaluation."""
+    return {
+        "tokens": len(found.log_probabilities),
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "log_probabilities": list(found.log_probabilities),
+    }
+
+
+def prompts_from(path: Path) -> list[Any]:
+    """Read prompts: one a line, or, in a .jsonl file, a text or a conversation a line."""
+    # Trap: splitlines also cuts at U+2028, which JSON leaves inside its texts, and at form feeds.
+    text = text_from("--prompts", path).replace("\r\n", "\n")
+    lines = {n: line for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise UnreadableFile(
+            "--prompts", str(path), "one prompt a line", "Write a prompt into the file."
+        )
+    if not _is_json(path):
+        return list(lines.values())
+    return [_json(path, number, line) for number, line in lines.items()]
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix == ".jsonl"
+
+
+def _json(path: Path, number: int, line: str) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(
+            f"{path}: line {number}", str(error), "a JSON text, or a list of messages",
+            "Write one JSON value a line.",
+        ) from error  # fmt: skip
+    if not isinstance(found, str | list):
+        raise InvalidArgument(
+            f"{path}: line {number}", found, "a JSON text, or a list of messages",
+            "Write one JSON value a line.",
+        )  # fmt: skip
+    return found
+
+
+def tools_from(path: Path) -> tuple[dict[str, Any], ...]:
+    """Read the functions that a model may call: a JSON list as in OpenAI's API."""
+    try:
+        found = json.loads(text_from("--tools", path))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(
+            "--tools", f"{path}: {error}", "a JSON list of functions", "Repair the file."
+        ) from error
+    if not isinstance(found, list) or not all(map(is_tool, found)):
+        raise InvalidArgument("--tools", found, TOOLS, TOOLS_REMEDY)
+    return tuple(found)
+
+
+def text_from(name: str, path: Path) -> str:
+    """Read a file of text."""
+    raw = read_small_file(path, LARGEST_FILE)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(
+            name, f"{path}: {error.reason} at byte {error.start}", "a text in UTF-8",
+            "Save the file as UTF-8.",
+        ) from error  # fmt: skip
+
+
+def finished(speech: Speech) -> str:
+    """Say why a text ended, where that was not its own doing."""
+    return {Finish.LENGTH: "token limit", Finish.CONTEXT: "end of the model's context"}.get(
+        speech.finish or Finish.END, ""
+    )

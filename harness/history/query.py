@@ -1,0 +1,242 @@
+"""What `degarble history` answers: lines for a terminal and a document for a machine.
+
+Owns the choice of histories (subject, machine, measure, places by name or pattern) and their words.
+Refuses, by name, a subject, a machine or a place that the store does not have.
+Kept honest by suites/history/test_query.py and the suites of the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import UnknownName
+from degarble.harness.history.explain import apart, counted
+from degarble.harness.history.panel import History, history_of, sentence_of
+from degarble.harness.history.records import measure_named
+from degarble.harness.report.number_text import number, visible
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from degarble.harness.history.explain import Moved
+    from degarble.harness.history.rows import Told
+    from degarble.harness.history.store import Nights, Store, Stream
+
+_KEY = 40  # characters of a row's key that are shown
+_FEW = 5  # skipped rows that are named one by one
+_APART = 20  # places that a comparison prints
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which histories: all that fit; `place` may be a pattern with `*`."""
+
+    place: str | None = None
+    subject: str | None = None
+    machine: str | None = None
+    measure: str | None = None
+
+
+def histories(store: Store, question: Question) -> list[History]:
+    """Read the histories that a question is about."""
+    if question.measure is not None:
+        measure_named(question.measure)
+    measures = (question.measure,) if question.measure else ()
+    found = [history_of(store, each, measures) for each in _streams(store, question)]
+    if question.place is None:
+        return found
+    kept = [_narrowed(each, question.place) for each in found]
+    if not any(each.measured for each in kept):
+        known = sorted({place for each in found for _, n in each.measured for place in n.places})
+        raise UnknownName.among("COMPONENT", question.place, known)
+    return [each for each in kept if each.measured]
+
+
+def _streams(store: Store, question: Question) -> list[Stream]:
+    streams = store.streams()
+    for name, wanted in (("subject", question.subject), ("machine", question.machine)):
+        known = {getattr(each, name) for each in streams}
+        if wanted is not None and wanted not in known:
+            raise UnknownName.among(f"--{name}", wanted, sorted(known))
+    return [
+        each
+        for each in streams
+        if question.subject in (None, each.subject) and question.machine in (None, each.machine)
+    ]
+
+
+def _narrowed(history: History, pattern: str) -> History:
+    measured = tuple(
+        (measure, kept)
+        for measure, nights in history.measured
+        if (kept := _places(nights, pattern)).places
+    )
+    moves = tuple(each for each in history.moves if fnmatchcase(each.place, pattern))
+    return replace(history, measured=measured, moves=moves)
+
+
+def _places(nights: Nights, pattern: str) -> Nights:
+    at = [n for n, place in enumerate(nights.places) if fnmatchcase(place, pattern)]
+    places = tuple(nights.places[n] for n in at)
+    return replace(nights, places=places, values=nights.values[:, at])
+
+
+def changes_lines(found: Sequence[History]) -> list[str]:
+    """Every change, the latest first."""
+    lines = []
+    for history in found:
+        lines.append(sentence_of(history))
+        lines += [f"  {each.measure}  {each.sentence}" for each in history.moves]
+    return [visible(line) for line in lines]
+
+
+def changes_document(found: Sequence[History]) -> dict[str, Any]:
+    """The changes for a machine."""
+    return {
+        "verdict": changes_verdict(found),
+        "histories": [_named(each) for each in found],
+        "changes": [
+            {"subject": h.stream.subject, "machine": h.stream.machine, **_moved(each)}
+            for h in found
+            for each in h.moves
+        ],
+    }
+
+
+def changes_verdict(found: Sequence[History]) -> Verdict:
+    """DIFFERS where anything moved: `degarble history changes` ends with its status."""
+    return Verdict.DIFFERS if any(each.moves for each in found) else Verdict.AGREES
+
+
+def _named(history: History) -> dict[str, Any]:
+    stream = history.stream
+    return {
+        "subject": stream.subject,
+        "machine": stream.machine,
+        "runs": len(history.runs),
+        "first": stream.first,
+        "last": stream.last,
+        "measures": {measure.name: len(nights.places) for measure, nights in history.measured},
+    }
+
+
+def _moved(each: Moved) -> dict[str, Any]:
+    return {
+        "measure": each.measure,
+        "place": each.place,
+        "first": each.first,
+        "last_before": each.last_before or None,
+        "found": each.found,
+        "before": each.before,
+        "after": each.after,
+        "noise": each.noise,
+        "deviate": each.deviate,
+        "worse": each.worse,
+        "red": each.red,
+        "commits": each.commits or None,
+        "good": each.good or None,
+        "bad": each.bad or None,
+        "differs": [list(fact) for fact in each.differs],
+    }
+
+
+def trends_document(found: Sequence[History]) -> dict[str, Any]:
+    """Every number of every night for a machine; null where a place has none."""
+    series = [
+        {
+            "subject": history.stream.subject,
+            "machine": history.stream.machine,
+            "measure": measure.name,
+            "place": place,
+            "nights": list(nights.nights),
+            "values": [None if value != value else value for value in column],  # noqa: PLR0124
+        }
+        for history in found
+        for measure, nights in history.measured
+        for place, column in zip(nights.places, nights.values.T.tolist(), strict=True)
+    ]
+    return {"verdict": changes_verdict(found), "series": series}
+
+
+def compared(store: Store, first: str, second: str) -> tuple[list[str], dict[str, Any]]:
+    """Set two runs beside each other: lines and document."""
+    runs = [store.run(name) for name in (first, second)]
+    found = apart(*(store.numbers(run) for run in runs))
+    names = [f"{run.id} ({run.night}, {run.verdict}, {run.commit[:12] or 'no commit'})"
+             for run in runs]  # fmt: skip
+    same = sum(each.move == 0 for each in found)
+    lines = [f"{names[0]} beside {names[1]}: {same:,} of {counted(len(found), 'number')} equal."]
+    lines += [f"  {name}: {old} -> {new}" for name, old, new in _facts(*runs)]
+    moved = [each for each in found if each.move][:_APART]
+    lines += [
+        f"  {each.measure}  {each.place}: {_value(each.first)} -> {_value(each.second)}"
+        for each in moved
+    ]
+    rest = len(found) - same - len(moved)
+    lines += [f"  {rest:,} more that moved less; --json has them"] if rest else []
+    lines = [visible(line) for line in lines]
+    document = {
+        "verdict": Verdict.AGREES if same == len(found) else Verdict.DIFFERS,
+        "runs": [_run(run) for run in runs],
+        "numbers": [
+            {"measure": e.measure, "place": e.place, "first": e.first, "second": e.second}
+            for e in found
+        ],
+    }
+    return lines, document
+
+
+def _facts(first: Told, second: Told) -> list[tuple[str, str, str]]:
+    names = sorted({*first.facts, *second.facts})
+    pairs = ((n, first.facts.get(n, "none"), second.facts.get(n, "none")) for n in names)
+    return [(n, mine, theirs) for n, mine, theirs in pairs if mine != theirs]
+
+
+def _value(value: float | None) -> str:
+    return "none" if value is None else number(value)
+
+
+def _run(run: Told) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "subject": run.subject,
+        "night": run.night,
+        "machine": run.machine,
+        "commit": run.commit,
+        "verdict": run.verdict,
+        "facts": run.facts,
+    }
+
+
+def runs_lines(runs: Sequence[Told]) -> list[str]:
+    """One line a run."""
+    return [
+        visible(
+            f"{run.id}  {run.night}  {run.verdict!s:<9}  {run.commit[:12] or '-':<12}  "
+            f"{run.subject} on {run.machine}"
+        )
+        for run in runs
+    ]
+
+
+def runs_document(runs: Sequence[Told]) -> dict[str, Any]:
+    """The runs for a machine."""
+    return {"verdict": Verdict.AGREES, "runs": [_run(run) for run in runs]}
+
+
+def skipped_lines(store: Store) -> list[str]:
+    """Say which rows were left out, and how to be rid of them; nothing where there are none."""
+    rows = store.skipped
+    if not rows:
+        return []
+    count = counted(len(rows), "row")
+    lines = [
+        f"degarble: {count} of {store.name} cannot be read; the answer is about the others only"
+    ]
+    lines += [f"  {row.table}  {row.key[:_KEY]}: {row.reason}" for row in rows[:_FEW]]
+    lines += [f"  {len(rows) - _FEW:,} more; --json has them"] if len(rows) > _FEW else []
+    lines.append("  remedy  Restore the store, or delete these rows and add their runs again.")
+    return [visible(line) for line in lines]

@@ -1,0 +1,1 @@
+"""Run a reference model: weights, ranks, generation, sampling."""

@@ -1,0 +1,117 @@
+"""Components of a bound model on a GPU: inputs and weights go there, outputs come back.
+
+Owns the way there and back, call by call, so that judging, captures and reports stay on the CPU and
+know nothing of devices. Weights that are held are kept on the device once they were read; streamed
+ones go there for one call. What a kernel writes into its inputs there is written here as well, so
+that a recorder sees it.
+
+Refuses a device that this machine does not have. Kept honest by suites/inference/test_devices.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from degarble.harness.base.errors import MissingDevice
+from degarble.harness.engine.localise.recorded_run import same_bits
+from degarble.harness.formats.weight import Weight
+from degarble.harness.inference.held_weights import HeldWeight
+from degarble.references.binding import Passing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.references.binding import Bound
+
+    _Held = WeakKeyDictionary[Weight, Weight]
+
+CPU = "cpu"
+_FIELDS = ("value", "codes", "block_scale", "tensor_scale", "input_scale")
+
+
+def require_device(name: str, device: str) -> None:
+    """Refuse a device that is not here."""
+    if device != CPU and not torch.cuda.is_available():
+        raise MissingDevice(
+            name, device, "an NVIDIA GPU that torch can use",
+            "Leave the option out to compute on the CPU, or install torch with CUDA.",
+        )  # fmt: skip
+
+
+def put_on(bound: Bound, device: str) -> None:
+    """Let every component of a model run on a device; on the CPU nothing is to be done."""
+    if device != CPU:
+        through(bound, torch.device(device))
+
+
+def through(bound: Bound, device: torch.device) -> None:
+    """Wrap every call of a model, whatever the device."""
+    held: _Held = WeakKeyDictionary()
+    for name, call in list(bound.calls.items()):
+        bound.calls[name] = _There(call, device, held)
+
+
+class _There(Passing):
+    """A call that runs on a device."""
+
+    def __init__(self, behind: ComponentCall, device: torch.device, held: _Held) -> None:
+        super().__init__(behind)
+        self._device, self._held = device, held
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Run it there; give what came back."""
+        given = {name: each.to(self._device) for name, each in inputs.items()}
+        made = self.behind(given, _WeightsThere(weights, self._device, self._held))
+        home = torch.device(CPU)
+        for name, each in inputs.items():
+            home = each.device
+            if given[name] is not each:
+                back = given[name].to(home)
+                if not same_bits(back, each):
+                    each.copy_(back)
+        return {name: each.to(home) for name, each in made.items()}
+
+
+class _WeightsThere(Mapping[str, Weight]):
+    """The weights of a component on a device; each goes there when it is asked for."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        device: torch.device,
+        held: _Held,
+    ) -> None:
+        self._weights, self._device, self._held = weights, device, held
+
+    def __getitem__(self, key: str) -> Weight:
+        weight = self._weights[key]
+        if not isinstance(weight, HeldWeight):
+            return _moved(weight, self._device)
+        found = self._held.get(weight)
+        if found is None:
+            found = self._held[weight] = HeldWeight.of_weight(_moved(weight, self._device))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _moved(weight: Weight, device: torch.device) -> Weight:
+    """The same record with its tensors on a device; decoding happens there."""
+    made = Weight(storage=weight.storage)
+    for name in _FIELDS:
+        held = getattr(weight, name)
+        setattr(made, name, None if held is None else held.to(device))
+    return made

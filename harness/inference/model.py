@@ -1,0 +1,265 @@
+"""A checkpoint of any layout as a model that can be run: weights, arithmetic, reference together.
+
+Owns the choice of how weights are held (in memory, or streamed through a window), of the arithmetic
+(definition, bf16, twin by the checkpoint's own recipe), and of what a component asks for next.
+Between two roundings everything is float64 where the weights are held, so that company in a batch
+moves no token; where they are streamed a decoded weight costs memory, and bf16 sums in float32.
+
+Refuses checkpoints without a known config, with parameters missing, and unknown arithmetics.
+Kept honest by suites/inference/test_model.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from degarble.harness.base.errors import UnknownName, UnreadableFile
+from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe, take_inventory
+from degarble.harness.checkpoint.transform.source import require_model
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.inference.held_weights import HeldWeights
+from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.streamed_weights import StreamedWeights
+from degarble.harness.model.components import components
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
+from degarble.references.binding import Bound, Passing
+from degarble.references.numerics import Numerics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.checkpoint.audit.structure.inventory import Inventory
+    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
+    from degarble.references.binding import Observer
+
+ARITHMETICS = ("definition", "bf16", "twin")
+HELD_VALUES = 1 << 27  # decoded values that are kept in memory: 1 GiB in float64
+_WIDE = 1024  # of hidden states: from here on a product is worth a second thread
+_MANY_VISITS = 2  # slots an expert, from which on all experts are taken to be visited
+
+
+@dataclass
+class OpenModel:
+    """A checkpoint, ready to be run. Use it as a context, or close it.
+
+    In its context a narrow model is computed by one thread.
+    """
+
+    checkpoint: Checkpoint
+    speaker: Speaker
+    recipe: Recipe
+    arithmetic: str
+    streamed: StreamedWeights | None
+    _threads: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def config(self) -> Config:
+        """The model's config."""
+        return self.speaker.config
+
+    def close(self) -> None:
+        """Give files back."""
+        if self.streamed is not None:
+            self.streamed.close()
+        self.checkpoint.close()
+
+    def __enter__(self) -> Self:
+        self._threads.enter_context(threads_for(self.config))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
+        self.close()
+
+
+def threads_for(config: Config) -> AbstractContextManager[None]:
+    """Let one thread compute a narrow model: to wake others up takes longer than its products."""
+    return one_thread() if config.hidden_size < _WIDE else nullcontext()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: threads that spin on a busy machine cost more than small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def open_model(
+    path: Path,
+    arithmetic: str | None = None,
+    observer: Observer | None = None,
+    *,
+    absorbed: bool = True,
+    held_values: int = HELD_VALUES,
+    switches: Mapping[str, Any] = MappingProxyType({}),
+) -> OpenModel:
+    """Bind a checkpoint to its reference; more than `held_values` values are streamed.
+
+    Without an arithmetic it is twin where the checkpoint quantises activations, else bf16.
+    `switches` says on which side of the sources' disagreements it computes, where not the official.
+    """
+    if arithmetic is not None and arithmetic not in ARITHMETICS:
+        raise UnknownName.among("--numerics", arithmetic, ARITHMETICS)
+    checkpoint = Checkpoint.open(path)
+    try:
+        config, names = require_model(checkpoint, "generate")
+        config = _without_drafters(config)
+        _require_complete(config, names)
+        recipe = recipe_as_stored(take_inventory(names), config)
+        if arithmetic is None:
+            quantised = any(rule.activation != BF16 for rule in recipe.rules)
+            arithmetic = "twin" if quantised else "bf16"
+        size = sum(prod(each.shape) for each in parameters(config))
+        streamed = StreamedWeights(checkpoint, config) if size > held_values else None
+        weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
+        numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
+        chosen = recipe if arithmetic == "twin" else None
+        bound = Bound(config, numerics, weights, chosen, observer)
+        bound.declared = dict(switches)
+        if streamed is not None:
+            Plan(bound, streamed).install()
+    except BaseException:
+        checkpoint.close()
+        raise
+    return OpenModel(checkpoint, Speaker(bound, absorbed=absorbed), recipe, arithmetic, streamed)
+
+
+def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
+    """The arithmetic by its name; `held` says that decoded weights cost no memory."""
+    if arithmetic == "definition":
+        return Numerics.definition()
+    chosen = Numerics.twin() if arithmetic == "twin" else Numerics.bf16()
+    exact = torch.float64
+    return replace(chosen, work=exact, products=exact) if held else chosen
+
+
+def _without_drafters(config: Config) -> Config:
+    """The main model: drafters speed engines up and change no token."""
+    if isinstance(config, V4Config):
+        return replace(config, num_nextn_predict_layers=0, dspark=None)
+    return replace(config, num_nextn_predict_layers=0)
+
+
+def _require_complete(config: Config, names: LogicalNames) -> None:
+    missing = [each.name for each in parameters(config) if each.name not in names.present]
+    if missing:
+        raise UnreadableFile(
+            "weights", f"{len(missing)} parameters missing, such as {missing[0]}",
+            "every parameter of the model",
+            "Fetch the missing shards. A conversion for one kernel is no model: run its source.",
+        )  # fmt: skip
+
+
+def recipe_as_stored(inventory: Inventory, config: Config) -> Recipe:
+    """The recipe that a checkpoint follows, activations included.
+
+    NVFP4 activations have input scales; others are dynamic as in the official recipe, where that
+    has the same format for the weight and whole blocks of activations fit it.
+    """
+    stored, official = stored_recipe(inventory), recipe_named("official", config)
+    said: dict[str, Rule] = {}
+    for each in inventory.linears:
+        name = each.parameter.name
+        rule = next(rule for rule in stored.rules if rule.pattern.fullmatch(name))
+        formats = official.format_of(each.parameter)
+        if rule.match in said or rule.activation != BF16 or rule.weight == BF16:
+            said.setdefault(rule.match, rule)
+        elif formats.weight == rule.weight and _fits(each.parameter, formats.activation):
+            said[rule.match] = Rule(rule.match, rule.weight, formats.activation)
+    return Recipe("as stored", tuple(said.get(rule.match, rule) for rule in stored.rules))
+
+
+def _fits(parameter: Parameter, activation: str) -> bool:
+    form = BLOCK_FORMATS.get(activation)
+    return form is None or parameter.shape[-1] % form.block[1] == 0
+
+
+class Plan:
+    """What each component reads, and what comes behind it, in the order in which they run."""
+
+    def __init__(self, bound: Bound, streamed: StreamedWeights) -> None:
+        self._bound = bound
+        self._streamed = streamed
+        order = [each.name for each in components(bound.config) if each.name in bound.calls]
+        self._place = {name: number for number, name in enumerate(order)}
+        self._weights = {
+            each.name: each.weights for each in components(bound.config) if each.name in self._place
+        }
+        self._order = order
+
+    def install(self) -> None:
+        """Wrap every call."""
+        for name, call in list(self._bound.calls.items()):
+            self._bound.calls[name] = _Announced(call, partial(self._announce, name))
+
+    def _announce(self, name: str, inputs: Mapping[str, Tensor]) -> None:
+        if self._weights.get(name):
+            self._streamed.expect(self._next(name, inputs))
+
+    def _next(self, name: str, inputs: Mapping[str, Tensor]) -> Iterator[str]:
+        """Name what this component reads, then what follows as far as it is certain."""
+        visited = None
+        if "experts" in inputs:
+            visited = set(inputs["experts"].unique().tolist())
+        yield from _of_experts(self._weights[name], visited)
+        tokens = len(next(iter(inputs.values()))) if inputs else 0
+        for follower in self._order[self._place[name] + 1 :]:
+            same = follower.rpartition(".experts.")[0] == name.rpartition(".experts.")[0]
+            if ".experts." in follower and not (same and visited is not None):
+                count = self._bound.config.n_routed_experts
+                if tokens * self._bound.config.num_experts_per_tok < _MANY_VISITS * count:
+                    return
+            yield from _of_experts(self._weights[follower], visited if same else None)
+            if ".experts." in follower and not same:
+                return
+
+
+class _Announced(Passing):
+    """A call in front of which it is said what will be read."""
+
+    def __init__(
+        self, behind: ComponentCall, announce: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        super().__init__(behind)
+        self._announce = announce
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Say it, and run."""
+        self._announce(inputs)
+        return self.behind(inputs, weights)
+
+
+def _of_experts(names: tuple[str, ...], visited: set[int] | None) -> Iterator[str]:
+    """Order names as they are read, without the experts that nobody visits."""
+    if visited is None or not any(".experts." in name for name in names):
+        yield from names
+        return
+    by_expert: dict[int, list[str]] = {}
+    for name in names:
+        by_expert.setdefault(int(name.split(".experts.")[1].split(".")[0]), []).append(name)
+    for number in sorted(visited & by_expert.keys()):
+        yield from by_expert[number]

@@ -1,0 +1,90 @@
+"""How surprised a model is by a text: the log-probability of every token, and their mean.
+
+Owns the evaluation. The text is one sequence: no token's context is cut, and the probabilities are
+those of one forward pass over the whole. Layers take PIECE tokens at a time with their caches, as
+engines prefill; a text of at most PIECE tokens is one pass. The head takes rows at a time, because
+logits of a whole text would not fit. Refuses texts without a token to predict, texts beyond the
+model's context, and probabilities that are not finite.
+Kept honest by suites/inference/test_perplexity.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.harness.inference.speaker import Speaker
+
+PIECE = 8192  # tokens that go through the layers together
+_LOGITS = 1 << 24  # of one block of rows: 128 MiB in float64
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """Natural logarithms of the probabilities of all tokens but the first."""
+
+    log_probabilities: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean negative logarithm, in nats a token."""
+        return -math.fsum(self.log_probabilities) / len(self.log_probabilities)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where float64 holds no such number."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+def surprise(
+    speaker: Speaker,
+    ids: list[int],
+    heard: Callable[[int], None] | None = None,
+    piece: int = PIECE,
+) -> Surprise:
+    """Evaluate a text; `heard` is told how many tokens went through."""
+    context = speaker.context
+    if not 2 <= len(ids) <= context:
+        raise InvalidArgument(
+            "text", f"{len(ids)} tokens", f"2 to {context}, the model's context",
+            "Choose another text, or a part of it.",
+        )  # fmt: skip
+    tokens, sequence, found = torch.tensor(ids), Sequence(), []
+    for begin in range(0, len(ids) - 1, piece):
+        new = tokens[begin : min(begin + piece, len(ids) - 1)]
+        hidden = speaker.hidden([sequence], [new])
+        found.append(_of_targets(speaker, hidden, tokens[begin + 1 : begin + 1 + len(new)]))
+        if heard is not None:
+            heard(begin + len(new))
+    values = torch.cat(found)
+    wrong = int((~values.isfinite()).sum())
+    if wrong:
+        raise InvalidArgument(
+            "log-probabilities", f"{wrong} of {len(values)} not finite", "finite numbers",
+            "Audit the checkpoint: degarble audit CKPT.",
+        )  # fmt: skip
+    return Surprise(tuple(values.tolist()))
+
+
+def _of_targets(speaker: Speaker, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities [T] of the targets, in float64."""
+    rows, found = max(1, _LOGITS // speaker.config.vocab_size), []
+    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = speaker.logits(part).double()
+        chosen = logits.gather(1, wanted[:, None]).squeeze(1)
+        found.append(chosen - logits.logsumexp(-1))
+    return torch.cat(found)

@@ -1,0 +1,71 @@
+"""The next token from logits: the likeliest one, or one drawn from the likeliest share.
+
+Owns temperature, top-p and the randomness. A draw depends on the seed and on the number of tokens
+drawn before for the same prompt, never on what else is in the batch. Everything happens in float64,
+and ties go to the lower id. Refuses logits that are not finite: the model is broken there, and a
+token would hide it. A capture goes on all the same, since broken runs are what it is made for.
+Kept honest by suites/inference/test_sampling.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 takes the likeliest each time.
+
+    `goes_on` where logits are not finite: with the likeliest finite one, else with the first id.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    goes_on: bool = False
+
+    def sampler(self) -> Sampler:
+        """A sampler for one prompt."""
+        return Sampler(self)
+
+
+class Sampler:
+    """The choices for one prompt, one after the other."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._how = sampling
+        self._random = torch.Generator().manual_seed(sampling.seed)
+        self.drawn = 0
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """Choose the next token."""
+        values = logits_V.detach().double().cpu()
+        wrong = int((~values.isfinite()).sum())
+        if wrong and self._how.goes_on:
+            self.drawn += 1
+            return int(values.where(values.isfinite(), -torch.inf).argmax())
+        if wrong:
+            raise InvalidArgument(
+                f"logits of new token {self.drawn}", f"{wrong} of {values.numel()} not finite",
+                "finite logits", "Audit the checkpoint: degarble audit CKPT.",
+            )  # fmt: skip
+        self.drawn += 1
+        if self._how.temperature == 0:
+            return int(values.argmax())  # of several largest ones the first
+        # Trap: a tiny temperature makes quotients infinite; only those below the peak may be.
+        share = torch.softmax((values - values.max()) / self._how.temperature, dim=-1)
+        ordered, numbers = torch.sort(share, descending=True, stable=True)
+        total = ordered.cumsum(0)
+        kept = int((total < self._how.top_p).sum()) + 1  # the one that reaches the share is in
+        kept = min(kept, len(total))
+        drawn = torch.rand((), generator=self._random, dtype=torch.float64) * total[kept - 1]
+        place = int(torch.searchsorted(total[:kept], drawn, right=True))
+        return int(numbers[min(place, kept - 1)])

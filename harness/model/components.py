@@ -1,0 +1,281 @@
+"""Components of a config under a recipe: the units of replay and of blame, wired to each other.
+
+Owns the list: every component by full name, its inputs with the sites that produce each, its
+outputs, and the parameters that it reads. The tables are in wiring.py; here they are laid out for
+the blocks of one config, and `<linear>.act_quant` is put in front of every linear whose input the
+recipe quantises: it puts out codes and scales, which are then the linear's inputs.
+
+Refuses a recipe that quantises one input of two fused weights differently, and sites that a config
+does not have. Kept honest by suites/model/test_components.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import LayoutMismatch, UnknownName
+from degarble.harness.formats.block_formats import block_format
+from degarble.harness.model import wiring
+from degarble.harness.model.config.config import Config, V4Config
+from degarble.harness.model.parameters import WHERE, parameters
+from degarble.harness.model.recipes import BF16, Recipe, recipe_named
+from degarble.harness.model.sites import Port, Site, parse_site
+from degarble.harness.model.types import Block, Kind, MlpType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.wiring import Line
+
+OUTSIDE = ("tokens", "positions", "offsets", "state")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a component: the sites that produce it, and how.
+
+    `via` is empty where the input equals its one source; otherwise a word of wiring.py, or of
+    OUTSIDE where no component produces it.
+    """
+
+    name: str
+    sources: tuple[Site, ...]
+    via: str = ""
+
+
+@dataclass(frozen=True)
+class Component:
+    """A function between sites. `block` is None for the ends of the model."""
+
+    name: str
+    role: str
+    block: Block | None
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]  # the plain `.out` is called out
+    weights: tuple[str, ...] = ()
+    input_scales: tuple[str, ...] = ()  # parameters whose stored input_scale it reads
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer; None at the ends and in a drafter block."""
+        return None if self.block is None or self.block.is_drafter else self.block.index
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every site of this component, inputs first."""
+        ins = (Site(self.name, Port.IN, each.name) for each in self.inputs)
+        return (*ins, *(_output(self.name, each) for each in self.outputs))
+
+
+def components(config: Config, recipe: Recipe | None = None) -> tuple[Component, ...]:
+    """List the components in the order in which they run; without a recipe nothing is quantised."""
+    return _components(config, recipe or recipe_named("bf16", config))
+
+
+def component_named(config: Config, name: str, recipe: Recipe | None = None) -> Component:
+    """Look a component up by its full name."""
+    known = _by_name(config, recipe or recipe_named("bf16", config))
+    if name not in known:
+        raise UnknownName.among("component", name, known)
+    return known[name]
+
+
+def site_named(config: Config, text: str, recipe: Recipe | None = None) -> Site:
+    """Read a site and refuse one that this config does not have."""
+    site = parse_site(text)
+    component = component_named(config, site.component, recipe)
+    if site not in component.sites:
+        raise UnknownName.among("site", text, (str(each) for each in component.sites))
+    return site
+
+
+@lru_cache(maxsize=8)
+def _by_name(config: Config, recipe: Recipe) -> dict[str, Component]:
+    return {component.name: component for component in components(config, recipe)}
+
+
+@lru_cache(maxsize=8)
+def _components(config: Config, recipe: Recipe) -> tuple[Component, ...]:
+    readers: dict[str, list[Parameter]] = {}
+    for parameter in parameters(config):
+        readers.setdefault(parameter.component, []).append(parameter)
+    found: list[Component] = []
+    for block, lines in _plan(config):
+        present = {line.name for line in lines}
+        outside = _entering(config, block)
+        for line in lines:
+            component = _laid_out(line, block, present, outside)
+            read = _read_by(component, readers)
+            component = replace(component, weights=tuple(each.name for each in read))
+            feeds = readers.get(component.name.replace("experts.act_quant", "experts.w2"), [])
+            found.extend(_quantised(component, read, feeds, recipe))
+    return tuple(found)
+
+
+def _read_by(component: Component, readers: Mapping[str, list[Parameter]]) -> Sequence[Parameter]:
+    """Return what a component reads, the parameters that it shares with another one included."""
+    own = readers.get(component.name, [])
+    if not own and component.role in {"embed", "head"}:
+        return readers[component.role]  # V4's drafter has none of its own
+    if component.role == "attn.attend" and not own:
+        # V3.2, absorbed: attention itself multiplies by the expanding matrix.
+        return readers[component.name.replace("attend", "wkv_b")]
+    return own
+
+
+def _plan(config: Config) -> Iterator[tuple[Block | None, list[Line]]]:
+    """Yield each block with its lines; None is the model's two ends."""
+    v4 = isinstance(config, V4Config)
+    yield None, list(wiring.V4_FIRST if v4 else wiring.V32_FIRST)
+    body = wiring.V4_BLOCK if v4 else wiring.V32_BLOCK
+    for block in config.layers:
+        yield block, _present(body, block, config)
+    yield None, list(wiring.V4_LAST if v4 else wiring.V32_LAST)
+    before = wiring.V4_DRAFTER_FIRST if v4 else wiring.V32_DRAFTER_FIRST
+    after = wiring.V4_DRAFTER_LAST if v4 else wiring.V32_DRAFTER_LAST
+    for block in config.blocks[len(config.layers) :]:
+        yield block, _present((*before, *body, *after), block, config)
+
+
+def _present(lines: Sequence[Line], block: Block, config: Config) -> list[Line]:
+    places = {name: exists(block, config) for name, exists in WHERE.items()}
+    return [line for line in lines if any(places[each] for each in line.where.split(", "))]
+
+
+def _entering(config: Config, block: Block | None) -> Mapping[str, str]:
+    """Say which outputs stand behind the words with an @, for one block or the last end."""
+    before = config.layers[-1] if block is None else _before(config, block)
+    if isinstance(config, V4Config):
+        return _entering_v4(config, block, before)
+    if block is not None and block.is_drafter:
+        # The drafter continues the normed stream (as vLLM's V3 drafter does; no primary source).
+        previous = f"mtp.{block.index - 1}.norm.out" if block.index else "norm.out"
+        return {"previous": previous, "stream": f"{block.prefix}.eh_proj.out"}
+    if before is None:
+        return {"stream": "embed.out"}
+    last = "ffn.w2.out" if before.mlp_type is MlpType.DENSE else "ffn.moe_sum.out"
+    return {
+        "stream": f"{before.prefix}.{last}",
+        "residual": f"{before.prefix}.ffn.norm.residual",
+    }
+
+
+def _entering_v4(config: V4Config, block: Block | None, before: Block | None) -> Mapping[str, str]:
+    streams = f"{before.prefix}.ffn.hc_post.out" if before else "embed.out:streams"
+    if block is None or not block.is_drafter:
+        return {"streams": streams}
+    if config.dspark is None:
+        return {"previous": streams, "streams": f"{block.prefix}.join.out"}
+    behind = enumerate(config.dspark.target_layer_ids)
+    return {
+        "streams": streams if block.index else f"{block.prefix}.embed.out:streams",
+        "context": "mtp.0.main_norm.out",
+        **{f"target_{i}": f"layers.{layer}.ffn.hc_post.out" for i, layer in behind},
+    }
+
+
+def _before(config: Config, block: Block) -> Block | None:
+    at = config.blocks.index(block)
+    return config.blocks[at - 1] if at else None
+
+
+def _laid_out(
+    line: Line, block: Block | None, present: set[str], outside: Mapping[str, str]
+) -> Component:
+    """Put one line into its block: full names, and the inputs that exist there."""
+    prefix = f"{block.prefix}." if block else ""
+    words = line.inputs.split()
+    if words == ["@targets"]:
+        words = [f"{name}=@{name}" for name in outside if name.startswith("target_")]
+    inputs: list[Input] = []
+    for word in words:
+        name, _, text = word.partition("=")
+        producers, _, via = text.partition(":")
+        entering = producers.removeprefix("@")
+        if entering in OUTSIDE:
+            # What earlier calls left of an input falls away with it.
+            if entering != "state" or name.removeprefix("state_") in {i.name for i in inputs}:
+                inputs.append(Input(name, (), entering))
+        elif producers.startswith("@"):
+            if entering in outside:
+                producer, _, via = outside[entering].partition(":")
+                inputs.append(Input(name, (_site(producer),), via))
+        elif producers.rpartition(".")[0] in present:
+            inputs.append(Input(name, (_site(prefix + producers),), via))
+    outputs = tuple(line.outputs.split())
+    return Component(prefix + line.name, line.name, block, tuple(inputs), outputs)
+
+
+def _site(producer: str) -> Site:
+    """Turn `attn.hc_pre.post` into the site attn.hc_pre.out.post."""
+    component, _, name = producer.rpartition(".")
+    return _output(component, name)
+
+
+def _output(component: str, name: str) -> Site:
+    return Site(component, Port.OUT, "" if name == "out" else name)
+
+
+def _quantised(
+    component: Component, read: Sequence[Parameter], feeds: Sequence[Parameter], recipe: Recipe
+) -> Iterator[Component]:
+    """Yield the component as the recipe makes it, behind an act_quant where one is needed."""
+    if component.role == "ffn.experts.act_quant":
+        activation = _activation(component.name, feeds, recipe)
+        if activation != BF16:
+            scales = tuple(each.name for each in feeds) if _is_static(activation) else ()
+            outputs = _parts(activation)
+            component = replace(component, outputs=outputs, input_scales=scales)
+        yield component
+        return
+    activation = _activation(component.name, read, recipe)
+    x = next((each for each in component.inputs if each.name == "x"), None)
+    if activation == BF16 or x is None:
+        yield component
+        return
+    maker = f"{component.name}.act_quant"
+    if component.role == "ffn.experts.w2":
+        maker = x.sources[0].component
+    else:
+        kept = (x.name, "experts") if _is_static(activation) else (x.name,)
+        yield replace(
+            component,
+            name=maker,
+            role=f"{component.role}.act_quant",
+            inputs=tuple(each for each in component.inputs if each.name in kept),
+            outputs=_parts(activation),
+            weights=(),
+            input_scales=component.weights if _is_static(activation) else (),
+        )
+    codes = tuple(Input(part, (_output(maker, part),)) for part in _parts(activation))
+    rest = tuple(each for each in component.inputs if each is not x)
+    yield replace(component, inputs=(*codes, *rest))
+
+
+def _is_static(activation: str) -> bool:
+    """Tell whether a format takes a calibrated scale from the checkpoint."""
+    return block_format(activation).tensor_scale
+
+
+def _parts(activation: str) -> tuple[str, ...]:
+    """Name what an act_quant puts out."""
+    return ("codes", "block_scale", *(("tensor_scale",) if _is_static(activation) else ()))
+
+
+def _activation(component: str, read: Sequence[Parameter], recipe: Recipe) -> str:
+    """Return the one format of a component's input, or refuse two."""
+    found: dict[str, str] = {}
+    for each in read:
+        if each.kind is Kind.LINEAR:
+            found.setdefault(recipe.format_of(each).activation, each.name)
+    if len(found) > 1:
+        raise LayoutMismatch(
+            f"activations of {component}",
+            ", ".join(f"{name}: {form}" for form, name in found.items()),
+            "one format for all weights that share the input",
+            f"Make the rules of recipe {recipe.name} agree.",
+        )
+    return next(iter(found), BF16)

@@ -1,0 +1,1 @@
+"""Configs of models: records, their checks, and config.json in every known spelling."""

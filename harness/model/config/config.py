@@ -1,0 +1,353 @@
+"""Config records of DeepSeek-V4 and V3.2: the facts of one model, and what follows from them.
+
+Owns V4Config and V32Config, the three released geometries V4_PRO, V4_FLASH and V3_2, and makers of
+small models. Every record checks itself, however it was made; files are read by config_json.
+
+Refuses fields of the wrong type, values out of range, contradictions (heads that no group count
+divides, a list of ratios of the wrong length), and compress ratios other than 0, 4 and 128.
+Compress ratios are read, never assumed: layer 60 of V4-Pro was once believed to be 0 and is 4.
+
+Sources: deepseek-ai/DeepSeek-V4-Pro and -Flash config.json and inference/model.py;
+deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json. Kept honest by
+suites/model/config/test_config.py. What arrives as provenance (`quantisation`, `other`) is kept as
+it came and takes no part in equality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from degarble.harness.model.config.checks import require, require_fields
+from degarble.harness.model.types import Block, End, LayerType, MlpType, Pairing, Rope, Yarn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# DeepSeek-V4 inference/model.py: ratio 4 alone overlaps and has an indexer.
+LAYER_TYPES: Mapping[int, LayerType] = MappingProxyType(
+    {0: LayerType.SLIDING, 4: LayerType.SPARSE, 128: LayerType.HEAVY}
+)
+INDEXER_NORM_EPSILON = 1e-6  # of V3.2's LayerNorm: official code, transformers and vLLM fix it
+SCORING = frozenset({"sqrtsoftplus", "softmax", "sigmoid"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dspark:
+    """The block-parallel drafter of V4-Flash-0731 and V4-Pro-0813 in place of the MTP block."""
+
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+    block_size: int
+    noise_token_id: int
+
+    @property
+    def blocks(self) -> int:
+        """Drafter blocks: one a target layer (seen in Flash-0731 only)."""
+        return len(self.target_layer_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class V4Config:
+    """DeepSeek-V4. Constant for the family: one KV head, one shared expert, untied head."""
+
+    family: ClassVar[str] = "deepseek_v4"
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int | None = None
+
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]  # one a layer; a drafter block's 0 may follow
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn | None
+
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    num_hash_layers: int
+    scoring_func: str
+    routed_scaling_factor: float
+    swiglu_limit: float  # 0: no clamp
+    expert_dtype: str = "fp4"
+
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float = 1e-6
+
+    num_nextn_predict_layers: int
+    dspark: Dspark | None = None
+    quantisation: Mapping[str, Any] | None = field(default=None, compare=False)
+    other: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        lowest = {"num_hash_layers": 0, "num_nextn_predict_layers": 0, "swiglu_limit": 0}
+        names = {"scoring_func": SCORING, "expert_dtype": frozenset({"fp4", "fp8"})}
+        require_fields(self, lowest, names)
+        if self.dspark is not None:
+            require_fields(self.dspark, {"noise_token_id": 0}, {})
+        self._require_agreement()
+
+    def _require_agreement(self) -> None:
+        """Refuse fields that are fine alone and wrong together."""
+        layers, ratios = self.num_hidden_layers, self.compress_ratios
+        lengths = sorted({layers, layers + self.num_nextn_predict_layers, layers + self.drafters})
+        length = (
+            f"{' or '.join(map(str, lengths))} entries: one a layer, or one a drafter block more"
+        )
+        require(len(ratios) in lengths, "compress_ratios", len(ratios), length)
+        for layer, ratio in enumerate(ratios):
+            known = LAYER_TYPES if layer < layers else {0: None}
+            place = f"compress_ratios[{layer}]"
+            require(ratio in known, place, ratio, f"one of {', '.join(map(str, known))}")
+        heads = self.num_attention_heads
+        require(
+            heads % self.o_groups == 0, "o_groups", self.o_groups, f"a divisor of {heads} heads"
+        )
+        require(
+            self.num_hash_layers <= layers,
+            "num_hash_layers",
+            self.num_hash_layers,
+            f"at most num_hidden_layers = {layers}",
+        )
+        require_experts(self.num_experts_per_tok, self.n_routed_experts)
+        narrowest = min(self.head_dim, self.index_head_dim)
+        require_rotary(self.qk_rope_head_dim, narrowest, "head_dim and index_head_dim")
+        for layer in self.dspark.target_layer_ids if self.dspark else ():
+            require(layer < layers, "dspark_target_layer_ids", layer, f"a layer below {layers}")
+        if self.yarn is not None:
+            require_base(self.compress_rope_theta, "compress_rope_theta")
+            require(self.yarn.truncate, "truncate", False, "true: nothing else is read for V4")
+            if self.yarn.attention_factor is None:  # V4 leaves cos and sin alone unless told
+                object.__setattr__(self, "yarn", replace(self.yarn, attention_factor=1.0))
+        # Drafter blocks have no compressor; what the list says of them is checked, then left out.
+        object.__setattr__(self, "compress_ratios", ratios[:layers])
+
+    @property
+    def drafters(self) -> int:
+        """Drafter blocks `mtp.0`, `mtp.1`, ..."""
+        return self.dspark.blocks if self.dspark else self.num_nextn_predict_layers
+
+    @cached_property
+    def layers(self) -> tuple[Block, ...]:
+        """The decoder layers of the main model."""
+        count = self.num_hidden_layers
+        return tuple(self._block("layers", i, self.compress_ratios[i]) for i in range(count))
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Decoder layers, then drafter blocks. A drafter block has no compressor (ratio 0)."""
+        return self.layers + tuple(self._block("mtp", i, 0) for i in range(self.drafters))
+
+    def _block(self, scope: str, index: int, ratio: int) -> Block:
+        hashed = scope == "layers" and index < self.num_hash_layers
+        mlp = MlpType.HASH if hashed else MlpType.SCORED
+        return Block(scope, index, LAYER_TYPES[ratio], mlp, ratio)
+
+    def layer_type(self, layer: int) -> LayerType:
+        """What attention of decoder layer `layer` looks at."""
+        return self.layers[layer].layer_type
+
+    def is_hash_layer(self, layer: int) -> bool:
+        """Tell whether `layer` chooses experts by token id."""
+        return self.layers[layer].mlp_type is MlpType.HASH
+
+    def has_compressor(self, layer: int) -> bool:
+        """Tell whether `layer` pools tokens into compressed entries."""
+        return self.layers[layer].ratio > 0
+
+    def has_indexer(self, layer: int) -> bool:
+        """Tell whether `layer` chooses among its compressed entries."""
+        return self.layer_type(layer) is LayerType.SPARSE
+
+    def coff(self, layer: int) -> int:
+        """How many windows one entry sees: 2 where windows overlap, 1 where they do not, else 0."""
+        return compressor_windows(self.layers[layer])
+
+    def rope(self, block: Block) -> Rope:
+        """How q, window KV, compressed KV and the indexer of `block` rotate: all alike."""
+        compressed = block.ratio > 0
+        return Rope(
+            theta=self.compress_rope_theta if compressed else self.rope_theta,
+            dims=self.qk_rope_head_dim,
+            pairing=Pairing.INTERLEAVED,
+            end=End.LAST,
+            yarn=self.yarn if compressed else None,
+        )
+
+    @property
+    def nope_head_dim(self) -> int:
+        """Dims of a head without rotation; these come first."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def heads_per_group(self) -> int:
+        """Consecutive heads that share one output group."""
+        return self.num_attention_heads // self.o_groups
+
+    @property
+    def group_features(self) -> int:
+        """Inputs of one block of wo_a."""
+        return self.heads_per_group * self.head_dim
+
+    @property
+    def hc_rows(self) -> int:
+        """Rows of a hyper-connection: pre, post, and the mix, row-major."""
+        return (2 + self.hc_mult) * self.hc_mult
+
+    def wo_a_view(self, tp: int = 1) -> tuple[int, int, int]:
+        """Return (groups, rank, features) of wo_a as a batched matrix on one of `tp` ranks."""
+        require(
+            tp > 0 and self.o_groups % tp == 0, "tp", tp, f"a divisor of {self.o_groups} groups"
+        )
+        return self.o_groups // tp, self.o_lora_rank, self.group_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class V32Config:
+    """DeepSeek-V3.2. Constant for the family: MoE behind the dense layers, untied head."""
+
+    family: ClassVar[str] = "deepseek_v32"
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int | None = None
+
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_theta: float
+    yarn: Yarn | None
+
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    intermediate_size: int
+    first_k_dense_replace: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    scoring_func: str
+    routed_scaling_factor: float
+
+    num_nextn_predict_layers: int
+    quantisation: Mapping[str, Any] | None = field(default=None, compare=False)
+    other: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        lowest = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+        require_fields(self, lowest, {"scoring_func": SCORING})
+        layers, groups, experts = self.num_hidden_layers, self.n_group, self.n_routed_experts
+        require(
+            self.first_k_dense_replace <= layers,
+            "first_k_dense_replace",
+            self.first_k_dense_replace,
+            f"at most num_hidden_layers = {layers}",
+        )
+        require(experts % groups == 0, "n_group", groups, f"a divisor of {experts} experts")
+        require(
+            self.topk_group <= groups, "topk_group", self.topk_group, f"at most {groups} groups"
+        )
+        require_experts(self.num_experts_per_tok, experts // groups * self.topk_group)
+        require_rotary(self.qk_rope_head_dim, self.index_head_dim, "index_head_dim")
+        if self.yarn is not None:
+            require_base(self.rope_theta, "rope_theta")
+
+    @property
+    def drafters(self) -> int:
+        """Drafter blocks, stored behind the decoder layers."""
+        return self.num_nextn_predict_layers
+
+    @cached_property
+    def layers(self) -> tuple[Block, ...]:
+        """The decoder layers of the main model."""
+        return tuple(self._block("layers", i) for i in range(self.num_hidden_layers))
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Decoder layers, then drafter blocks."""
+        return self.layers + tuple(self._block("mtp", i) for i in range(self.drafters))
+
+    def _block(self, scope: str, index: int) -> Block:
+        dense = scope == "layers" and index < self.first_k_dense_replace
+        mlp = MlpType.DENSE if dense else MlpType.SCORED
+        return Block(scope, index, LayerType.INDEXED, mlp, 0)
+
+    def layer_type(self, layer: int) -> LayerType:
+        """What attention of `layer` looks at: the indexer's choice, everywhere."""
+        return self.layers[layer].layer_type
+
+    def has_indexer(self, layer: int) -> bool:
+        """Tell whether `layer` chooses tokens; in V3.2 every layer does."""
+        return self.layer_type(layer) is LayerType.INDEXED
+
+    def rope(self, block: Block) -> Rope:
+        """How the separate rotary dims of q and k rotate, in every block."""
+        del block
+        return self._rope(Pairing.INTERLEAVED, End.LAST)
+
+    def indexer_rope(self) -> Rope:
+        """How the indexer rotates; the code released before 2025-11-17 paired dims wrongly."""
+        return self._rope(Pairing.HALVES, End.FIRST)
+
+    def _rope(self, pairing: Pairing, end: End) -> Rope:
+        dims = self.qk_rope_head_dim
+        return Rope(theta=self.rope_theta, dims=dims, pairing=pairing, end=end, yarn=self.yarn)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dims of one query head: nope, then rope."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the shared experts, which are stored as one."""
+        return self.moe_intermediate_size * self.n_shared_experts
+
+
+Config = V4Config | V32Config
+
+
+def compressor_windows(block: Block) -> int:
+    """Return how many windows one compressed entry of `block` sees; ratio 4 overlaps."""
+    return {0: 0, 4: 2, 128: 1}[block.ratio]
+
+
+def require_experts(chosen: int, available: int) -> None:
+    """Refuse a top-k that exceeds what it chooses from."""
+    require(chosen <= available, "num_experts_per_tok", chosen, f"at most {available} experts")
+
+
+def require_base(theta: float, name: str) -> None:
+    """Refuse a base whose powers are all alike: YaRN divides by its logarithm."""
+    require(theta != 1, name, theta, "another base than 1, with YaRN")
+
+
+def require_rotary(dims: int, width: int, of: str) -> None:
+    """Refuse rotary dims that cannot be paired or do not fit."""
+    fits = dims % 2 == 0 and dims <= width
+    require(fits, "qk_rope_head_dim", dims, f"an even number up to {width} ({of})")

@@ -1,0 +1,268 @@
+"""Recipes: which weights and activations a checkpoint quantises, and to which formats.
+
+Owns the built-in recipes and the reading of custom ones. A recipe is a table of rules; **the first
+rule whose pattern matches decides**, and what no rule matches stays unquantised (BF16). A pattern
+is a logical parameter name in which `*` stands for any run of characters, dots included. Only
+LINEAR parameters can be quantised; a pattern that reaches none of them is reported by `unmatched`.
+
+A custom recipe is YAML: `name`, optionally `base` (a built-in recipe, consulted after the rules),
+and `rules`, a list of {match, weight, activation}; `activation` may be left out for none. Refuses
+unknown and repeated keys, aliases, unknown formats, and quantised activations of an unquantised
+weight.
+
+Sources: facts of ModelOpt's V4 and V3.2 exports and of the first field report, on the lines below.
+Kept honest by suites/model/test_recipes.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.base.input_files import read_small_text
+from degarble.harness.model.config.config import Config, V4Config
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.types import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from degarble.harness.model.parameters import Parameter
+
+BF16 = "BF16"  # as stored by the source: no quantisation, no scales
+WEIGHT_FORMATS = frozenset(
+    {BF16, "NVFP4", "MXFP4", "MXFP8", "FP8_128X128_UE8M0", "FP8_128X128_F32"}
+)
+ACTIVATION_FORMATS = frozenset({BF16, "NVFP4", "MXFP8", "FP8_1X128_UE8M0", "FP8_1X128_F32"})
+_LARGEST_FILE = 1 << 20
+# PyYAML's constructors let out whatever Python raises: for `!!int x`, `!!bool x`, 2020-99-99.
+_YAML_ERRORS = (
+    yaml.YAMLError,
+    RecursionError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
+
+
+class Formats(NamedTuple):
+    """The formats of one linear's weight and of the activations in front of it."""
+
+    weight: str
+    activation: str
+
+
+UNQUANTISED = Formats(BF16, BF16)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a recipe."""
+
+    match: str
+    weight: str
+    activation: str = BF16
+
+    def __post_init__(self) -> None:
+        if self.weight not in WEIGHT_FORMATS:
+            raise UnknownName.among("weight", self.weight, WEIGHT_FORMATS)
+        if self.activation not in ACTIVATION_FORMATS:
+            raise UnknownName.among("activation", self.activation, ACTIVATION_FORMATS)
+        if self.weight == BF16 and self.activation != BF16:
+            raise InvalidArgument(
+                f"activation of {self.match}",
+                self.activation,
+                "BF16 beside a BF16 weight",
+                "Quantise the weight too, or leave the activation out.",
+            )
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """The pattern as a regular expression over whole names."""
+        return re.compile(".*".join(re.escape(part) for part in self.match.split("*")))
+
+    @property
+    def formats(self) -> Formats:
+        """What the rule decides."""
+        return Formats(self.weight, self.activation)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A name and its rules, first match first."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def format_of(self, parameter: Parameter) -> Formats:
+        """Return the formats of a parameter's weight and of the activations in front of it."""
+        if parameter.kind is not Kind.LINEAR:
+            return UNQUANTISED
+        name = parameter.name
+        for rule in self.rules:
+            if rule.pattern.fullmatch(name):
+                return rule.formats
+        return UNQUANTISED
+
+    def unmatched(self, config: Config) -> tuple[str, ...]:
+        """Return the patterns that decide nothing for `config`: no linear, or all taken before."""
+        open_rules = dict(enumerate(self.rules))
+        for parameter in parameters(config):
+            if parameter.kind is not Kind.LINEAR:
+                continue
+            hits = (
+                i for i, rule in enumerate(self.rules) if rule.pattern.fullmatch(parameter.name)
+            )
+            open_rules.pop(next(hits, -1), None)
+            if not open_rules:
+                break
+        return tuple(rule.match for rule in open_rules.values())
+
+
+_FP8 = ("FP8_128X128_UE8M0", "FP8_1X128_UE8M0")
+_FP8_F32 = ("FP8_128X128_F32", "FP8_1X128_F32")
+_NVFP4 = ("NVFP4", "NVFP4")
+
+# DeepSeek-V4-Pro shard headers; quantization_config: activation_scheme dynamic, scale_fmt ue8m0.
+# The official code alone dequantises wo_a to BF16 after loading; serving engines keep it FP8.
+_V4_SOURCE = (
+    Rule("*.compressor.*", BF16),
+    Rule("*.attn.indexer.weights_proj", BF16),
+    Rule("*.attn.*", *_FP8),
+    Rule("*.ffn.shared_experts.*", *_FP8),
+    Rule("mtp.*.e_proj", *_FP8),
+    Rule("mtp.*.h_proj", *_FP8),
+    Rule("mtp.*.main_proj", *_FP8),
+)
+_V4_MXFP4_EXPERTS = Rule("*.ffn.experts.*", "MXFP4", "FP8_1X128_UE8M0")
+# The -Base releases: expert_dtype fp8, which vLLM reads with fp32 scales.
+_V4_FP8_EXPERTS = Rule("*.ffn.experts.*", "FP8_128X128_F32", "FP8_1X128_UE8M0")
+# DeepSeek-V3.2: FP8 with fp32 scales, of power-of-two values; quantised dynamically in 1x128.
+_V32_SOURCE = (
+    Rule("*.attn.indexer.weights_proj", BF16),
+    # Decode absorbs this matrix into q and o, so no quantised activation ever meets it there.
+    Rule("*.attn.wkv_b", "FP8_128X128_F32"),
+    Rule("*.attn.*", *_FP8_F32),
+    Rule("*.ffn.gate", BF16),
+    Rule("*.ffn.*", *_FP8_F32),
+)
+
+# The first field report's checkpoint: linears and compressors NVFP4; o_a, the router, embedding and
+# head BF16. Of the indexer it names the compressor alone, so the indexer's other linears stay BF16.
+_V4_FULL = (
+    Rule("layers.*.attn.wo_a", BF16),
+    Rule("layers.*.attn.indexer.wq_b", BF16),
+    Rule("layers.*.attn.indexer.weights_proj", BF16),
+    Rule("layers.*.attn.*", *_NVFP4),
+    Rule("layers.*.ffn.experts.*", *_NVFP4),
+    Rule("layers.*.ffn.shared_experts.*", *_NVFP4),
+)
+# NVIDIA/Model-Optimizer examples/deepseek/deepseek_v3: experts, shared experts, dense MLPs, o_proj.
+_V32_FULL = (
+    Rule("layers.*.attn.wo", *_NVFP4),
+    Rule("layers.*.ffn.gate", BF16),
+    Rule("layers.*.ffn.*", *_NVFP4),
+)
+_NVFP4_EXPERTS = Rule("layers.*.ffn.experts.*", *_NVFP4)
+
+RECIPE_NAMES = ("bf16", "official", "nvfp4-experts", "nvfp4-full")
+
+
+def recipe_named(name: str, config: Config) -> Recipe:
+    """Return a built-in recipe; what it says depends on the family, and on V4's expert_dtype."""
+    if name not in RECIPE_NAMES:
+        raise UnknownName.among("recipe", name, RECIPE_NAMES)
+    v4 = isinstance(config, V4Config)
+    match name:
+        case "bf16":
+            rules: tuple[Rule, ...] = ()
+        case "nvfp4-full":
+            rules = _V4_FULL if v4 else _V32_FULL
+        case _:
+            rules = (_expert_rule(config), *_V4_SOURCE) if v4 else _V32_SOURCE
+            if name == "nvfp4-experts":  # the drafter keeps its source format: layers.* only
+                rules = (_NVFP4_EXPERTS, *rules)
+    return Recipe(name, rules)
+
+
+def _expert_rule(config: Config) -> Rule:
+    assert isinstance(config, V4Config)
+    return _V4_FP8_EXPERTS if config.expert_dtype == "fp8" else _V4_MXFP4_EXPERTS
+
+
+def recipe_from_file(path: Path, config: Config) -> Recipe:
+    """Read a custom recipe from a YAML file."""
+    return recipe_from_yaml(read_small_text(path, _LARGEST_FILE), config)
+
+
+def recipe_from_yaml(text: str, config: Config) -> Recipe:
+    """Read a custom recipe from YAML text."""
+    try:
+        raw = _StrictLoader(text).get_single_data()
+    except _YAML_ERRORS as error:
+        raise UnreadableFile(
+            "recipe", str(error), "plain YAML", "See docs/anatomy.md for an example."
+        ) from error
+    raw = _keys("recipe", raw, required=("name", "rules"), optional=("base",))
+    lines = raw["rules"]
+    if not isinstance(lines, list) or not lines:
+        raise _refused("rules", lines, "a list of rules")
+    rules = tuple(_rule(f"rules[{i}]", line) for i, line in enumerate(lines))
+    if "base" in raw:
+        rules += recipe_named(raw["base"], config).rules
+    if not isinstance(raw["name"], str) or raw["name"] in RECIPE_NAMES:
+        raise _refused("name", raw["name"], "a text that no built-in recipe has as its name")
+    return Recipe(raw["name"], rules)
+
+
+def _rule(where: str, line: object) -> Rule:
+    raw = _keys(where, line, required=("match", "weight"), optional=("activation",))
+    for key, value in raw.items():
+        if not isinstance(value, str):
+            raise _refused(f"{where}.{key}", value, "a text")
+    return Rule(**raw)
+
+
+def _keys(
+    where: str, raw: object, required: Iterable[str], optional: Iterable[str]
+) -> dict[str, Any]:
+    """Refuse what is no mapping, lacks a key, or has one that means nothing."""
+    known = {*required, *optional}
+    if not isinstance(raw, dict):
+        raise _refused(where, raw, f"a mapping with {', '.join(sorted(known))}")
+    for key in raw:
+        if key not in known:
+            raise UnknownName.among(f"{where} key", key, known)
+    for key in required:
+        if key not in raw:
+            raise _refused(f"{where}.{key}", "missing", "this key")
+    return raw
+
+
+def _refused(name: str, value: object, expectation: str) -> InvalidArgument:
+    return InvalidArgument(name, value, expectation, "See docs/anatomy.md for an example.")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses repeated keys: YAML would let the last one win in silence."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases: a few lines of them stand for more text than a machine can hold."""
+        if self.check_event(yaml.AliasEvent):
+            raise _refused("recipe", "an alias", "a table without aliases")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping whose keys differ."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise _refused("recipe key", key, "each key once")
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,272 @@
+"""Sharding plans: which rank holds which box of which parameter, under TP, EP and PP.
+
+Owns the rules by which engines cut a model, one line a parameter, and the plan that follows for a
+config: stages of layers, ranks in a stage, experts a rank. A plan is data about logical
+parameters; the stored parts of a shard follow from its box (`part_boxes`), and the tensors of one
+rank from the layout (`rank_tensors`).
+
+Ranks are numbered stage by stage. In a stage there are max(tp, ep) ranks: attention is cut into tp
+and repeated where ep is larger (data-parallel attention); experts are spread over ep, or, where ep
+is 1, cut into tp like everything else. Layers beyond an even split go to the stages before the
+last one, which has the head and the drafter to hold; a drafter has its own copy of the embedding.
+
+Refuses TP that does not divide the output groups (V4) or heads (V3.2), EP that does not divide the
+experts or is no multiple of TP, PP beyond the layers, and cuts through a scale block. Sources:
+vLLM 0.33 models/deepseek_v4 and DeepSeek-V4 inference/convert.py. Kept honest by
+suites/model/test_sharding.py: shards tile every tensor exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.model.config.config import Config, V4Config
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.storage import Part, parts_of
+from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.types import Box, StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.harness.model.layouts import Layout
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.recipes import Formats
+
+
+class Cut(NamedTuple):
+    """How a parameter is cut: along which dimension, and in what multiples.
+
+    `padded`: ranks get whole multiples and the last ones less, or nothing.
+    """
+
+    dim: int
+    multiple: int = 1
+    padded: bool = False
+
+
+ROWS, COLUMNS = Cut(0), Cut(1)
+_BLOCKS_OF_ROWS, _BLOCKS_OF_COLUMNS = Cut(0, 128, padded=True), Cut(1, 128, padded=True)
+_EXPERTS = {
+    "ffn.experts.{e}.w1": ROWS,
+    "ffn.experts.{e}.w2": COLUMNS,
+    "ffn.experts.{e}.w3": ROWS,
+}
+
+# What no line names is repeated on every rank of its stage. Experts are cut only where ep is 1.
+STYLES: Mapping[tuple[str, str], Mapping[str, Cut]] = {
+    ("deepseek_v4", "vllm"): {
+        "embed": ROWS,
+        "head": ROWS,
+        "attn.wq_b": ROWS,
+        "attn.wo_a": ROWS,
+        "attn.wo_b": COLUMNS,
+        "attn.attn_sink": ROWS,
+        # Padded so that every rank has whole 128-blocks.
+        "ffn.shared_experts.w1": _BLOCKS_OF_ROWS,
+        "ffn.shared_experts.w2": _BLOCKS_OF_COLUMNS,
+        "ffn.shared_experts.w3": _BLOCKS_OF_ROWS,
+        **_EXPERTS,
+    },
+    # The official convert.py cuts the indexer's heads and repeats the shared expert.
+    ("deepseek_v4", "official"): {
+        "embed": ROWS,
+        "head": ROWS,
+        "attn.wq_b": ROWS,
+        "attn.wo_a": ROWS,
+        "attn.wo_b": COLUMNS,
+        "attn.attn_sink": ROWS,
+        "attn.indexer.wq_b": ROWS,
+        "attn.indexer.weights_proj": ROWS,
+    },
+    ("deepseek_v32", "vllm"): {
+        "embed": ROWS,
+        "head": ROWS,
+        "attn.wq_b": ROWS,
+        "attn.wkv_b": ROWS,
+        "attn.wo": COLUMNS,
+        "ffn.w1": ROWS,
+        "ffn.w2": COLUMNS,
+        "ffn.w3": ROWS,
+        "ffn.shared_experts.w1": ROWS,
+        "ffn.shared_experts.w2": COLUMNS,
+        "ffn.shared_experts.w3": ROWS,
+        **_EXPERTS,
+    },
+}
+
+
+class Shard(NamedTuple):
+    """One box of a parameter, and the ranks that hold it."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds what. Made by `plan`, which checks it."""
+
+    config: Config
+    style: str
+    tp: int
+    ep: int
+    pp: int
+    stage_layers: tuple[tuple[int, int], ...]  # half-open ranges, one a stage
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that share a stage."""
+        return max(self.tp, self.ep)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.pp * self.ranks_per_stage
+
+    @cached_property
+    def _cuts(self) -> Mapping[str, Cut]:
+        return STYLES[self.config.family, self.style]
+
+    def stages(self, parameter: Parameter) -> tuple[int, ...]:
+        """Return the stages that need a parameter; two for the embedding of a drafting model."""
+        block, last = parameter.block, self.pp - 1
+        if block is None:
+            if parameter.row.name != "embed":
+                return (last,)
+            shares = isinstance(self.config, V4Config) and self.config.drafters > 0
+            return (0, last) if shares and last else (0,)
+        if block.is_drafter:
+            return (last,)
+        inside = (
+            i for i, (start, stop) in enumerate(self.stage_layers) if start <= block.index < stop
+        )
+        return (next(inside),)
+
+    def experts_of(self, rank: int) -> range:
+        """Return the ids of the routed experts on a rank; all of them where ep is 1."""
+        each = self.config.n_routed_experts // self.ep
+        first = (rank % self.ranks_per_stage) % self.ep * each
+        return range(first, first + each)
+
+    def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
+        """Return the boxes that a parameter is cut into; empty boxes are left out."""
+        whole = Box.whole(parameter.shape)
+        if parameter.expert is not None and self.ep > 1:
+            holder = parameter.expert // (self.config.n_routed_experts // self.ep)
+            return (Shard(whole, self._ranks(parameter, [holder])),)
+        cut = self._cuts.get(parameter.row.name)
+        if cut is None or self.tp == 1:
+            return (Shard(whole, self._ranks(parameter, range(self.ranks_per_stage))),)
+        shards = []
+        for rank, (start, stop) in enumerate(_pieces(parameter, cut, self.tp)):
+            if start == stop:
+                continue
+            ranges = list(whole.ranges)
+            ranges[cut.dim] = (start, stop)
+            members = range(rank, self.ranks_per_stage, self.tp)
+            shards.append(Shard(Box(tuple(ranges)), self._ranks(parameter, members)))
+        return tuple(shards)
+
+    def _ranks(self, parameter: Parameter, members: range | list[int]) -> tuple[int, ...]:
+        size = self.ranks_per_stage
+        return tuple(stage * size + rank for stage in self.stages(parameter) for rank in members)
+
+    def box_on(self, parameter: Parameter, rank: int) -> Box | None:
+        """Return what a rank holds of a parameter, or None."""
+        held = (shard.box for shard in self.shards(parameter) if rank in shard.ranks)
+        return next(held, None)
+
+
+def plan(config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vllm") -> Plan:
+    """Make the plan of a config for tp x ep x pp, in the style of an engine."""
+    known = [name for family, name in STYLES if family == config.family]
+    if style not in known:
+        raise UnknownName.among("sharding style", style, known)
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    groups = config.o_groups if isinstance(config, V4Config) else config.num_attention_heads
+    what = "output groups" if isinstance(config, V4Config) else "heads"
+    _require(tp, groups % max(tp, 1) == 0, "tp", f"a divisor of {groups} {what}")
+    _require(ep, experts % max(ep, 1) == 0, "ep", f"a divisor of {experts} experts")
+    _require(ep, ep == 1 or ep % max(tp, 1) == 0, "ep", f"1, or a multiple of tp = {tp}")
+    _require(
+        ep, ep == tp or style != "official", "ep", f"tp = {tp}: the official code has one size"
+    )
+    _require(pp, pp <= layers, "pp", f"at most {layers} layers")
+    made = Plan(config, style, tp, ep, pp, _stages(layers, pp))
+    for parameter in parameters(config):
+        if parameter.expert in {None, 0}:
+            made.shards(parameter)  # refuses what cannot be cut before anybody relies on the plan
+    return made
+
+
+def _require(value: int, fits: bool, name: str, expectation: str) -> None:
+    if type(value) is not int or value < 1 or not fits:
+        raise InvalidArgument(
+            name, value, expectation, "Choose another number of ranks for this model."
+        )
+
+
+def _stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """Split layers evenly; what is over goes to the stages before the last, latest first."""
+    counts = [layers // pp] * pp
+    for i in range(layers % pp):
+        counts[pp - 2 - i] += 1
+    starts = [sum(counts[:i]) for i in range(pp)]
+    return tuple((start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def _pieces(parameter: Parameter, cut: Cut, tp: int) -> list[tuple[int, int]]:
+    """Cut one extent into tp pieces."""
+    extent = parameter.shape[cut.dim]
+    if not cut.padded and extent % tp:
+        raise ShapeMismatch(
+            f"dimension {cut.dim} of {parameter.name}",
+            extent,
+            f"a multiple of tp = {tp}",
+            "Choose another number of ranks for this model.",
+        )
+    blocks = -(-extent // cut.multiple)
+    step = -(-blocks // tp) * cut.multiple
+    return [(min(i * step, extent), min((i + 1) * step, extent)) for i in range(tp)]
+
+
+def part_boxes(
+    made: Plan, parameter: Parameter, formats: Formats
+) -> tuple[tuple[Part, tuple[Shard, ...]], ...]:
+    """Return the shards of every stored part; scalars go wherever the parameter goes."""
+    shards = made.shards(parameter)
+    found = []
+    for stored in parts_of(parameter, formats):
+        if stored.shape:
+            cut = [Shard(stored.box_of(s.box, parameter.name), s.ranks) for s in shards]
+        else:
+            everyone = sorted({rank for shard in shards for rank in shard.ranks})
+            cut = [Shard(Box(()), tuple(everyone))]
+        found.append((stored.part, tuple(cut)))
+    return tuple(found)
+
+
+def rank_tensors(made: Plan, layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
+    """List what one rank holds, in the names and shapes of a layout.
+
+    Under EP experts are numbered anew from 0. vLLM keeps input_scale of all experts on every rank;
+    here a rank lists its own.
+    """
+    if not 0 <= rank < made.ranks:
+        raise InvalidArgument("rank", rank, f"0 to {made.ranks - 1}", "Choose a rank of the plan.")
+    first = made.experts_of(rank).start
+    recipe = layout.recipe_for(made.config)
+    held = []
+    for parameter in parameters(made.config):
+        box = made.box_on(parameter, rank)
+        if box is None:
+            continue
+        for stored in parts_of(parameter, recipe.format_of(parameter)):
+            stored.box_of(box, parameter.name)  # refuses a cut through a scale block
+        expert = None if parameter.expert is None else parameter.expert - first
+        held.append(replace(parameter, shape=box.shape, expert=expert))
+    return tensors_of(made.config, layout, held)

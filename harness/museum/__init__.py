@@ -1,0 +1,1 @@
+"""The museum of faults, and the demo."""

@@ -1,0 +1,115 @@
+"""Which faults the data cannot tell apart: two that make the same of the same calls.
+
+Owns the rule, and by it nothing is a matter of opinion. Two faults are one class at a place if, in
+every call of the trouble, what the named one makes has the names and shapes of what the planted
+one made, and 999 of 1,000 elements are equal. Both are made by the twin on the inputs that the
+candidate saw, call after call, so that a way that remembers, or throws dice, does what it did. On
+an edge what arrived is what the planted one made.
+
+Refuses nothing. Kept honest by suites/museum/test_alike.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.engine.diagnose.calls import MOST_WAYS, with_earlier
+from degarble.harness.engine.diagnose.trial import make
+from degarble.harness.engine.localise.recorded_run import by_component
+from degarble.harness.museum.cases import equal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose.diagnose import Named
+    from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
+    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.localise.recorded_run import InMemoryRun
+    from degarble.references.binding import Bound
+
+    Tensors = Mapping[str, Tensor]
+
+ALIKE = 0.999  # of the elements; the rest are roundings of sums in another order
+
+
+@dataclass(eq=False)
+class Remade:
+    """What the twin makes with a planted way, call after call of the run that had it."""
+
+    twin: Bound
+    component: str
+    way: Way
+    run: InMemoryRun
+
+    @cached_property
+    def _calls(self) -> list[tuple[Tensors, Tensors]]:
+        faulty = self.way.apply(self.twin.calls[self.component])
+        weights = self.twin.weights_of(self.component)
+        made: list[tuple[Tensors, Tensors]] = []
+        with torch.inference_mode():
+            for call in by_component(self.run).get(self.component, ()):
+                inputs = self.run.inputs(call)
+                try:
+                    made.append((inputs, dict(faulty(inputs, weights))))
+                except CANNOT_RUN:
+                    return made
+        return made
+
+    def of(self, sight: Sight) -> Tensors | None:
+        """Outputs of the call that a sight is; None where it is none of the run's."""
+        for inputs, outputs in self._calls:
+            if equal(sight.inputs, inputs):
+                return {
+                    name: each.to(sight.outputs[name].dtype) if name in sight.outputs else each
+                    for name, each in outputs.items()
+                }
+        return None
+
+
+def same_effect(planted: Remade, trouble: Trouble, first: Named) -> bool:
+    """Whether a named cause makes of every call what the planted one made."""
+    assert trouble.sight is not None, "it was diagnosed"
+    calls = with_earlier((trouble.sight, *trouble.more))
+    return all(_same(planted, trouble.scene, call, first) for call in calls)
+
+
+def _same(planted: Remade, scene: Scene, call: Sight, first: Named) -> bool:
+    if call.implied:
+        wanted: Tensors | None = {n: call.inputs[n] for n in call.implied if n in call.inputs}
+    else:
+        wanted = planted.of(call)
+    if wanted is None:
+        return False
+    for way in _ways(scene, call, first):
+        with torch.inference_mode():
+            made = make(scene, call, way)
+        if made is not None and alike(made.outputs, wanted):
+            return True
+    return False
+
+
+def _ways(scene: Scene, call: Sight, first: Named) -> Iterator[Way]:
+    """The named way; of a fault that differs from call to call, all that it may be in this one."""
+    yield first.way
+    if first.fault.per_call:
+        yield from islice(first.fault.signature(scene, call), MOST_WAYS)
+
+
+def alike(made: Tensors, wanted: Tensors) -> bool:
+    """Whether all that is wanted was made, with nearly all elements equal to the bit."""
+    for name, each in wanted.items():
+        other = made.get(name)
+        if other is None or other.shape != each.shape:
+            return False
+        same = (other == each) | ((other != other) & (each != each))  # noqa: PLR0124  NaN
+        if same.numel() and float(same.double().mean()) < ALIKE:
+            return False
+    return True

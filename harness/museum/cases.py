@@ -1,0 +1,350 @@
+"""The cases of the museum: a model, a recipe, prompts of some lengths, a seed, and what ran.
+
+Owns how a case is run: prompts side by side, then tokens one by one, in memory. Prompts are longer
+than the window, than the ratio of a heavily compressed layer and than the indexer's choice, so that
+every component works; the healthy variants change lengths, company in the batch, switches and the
+order of sums. Everything follows from the seed.
+
+Refuses nothing. Kept honest by suites/museum/test_cases.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.negative_controls import (
+    CONTROLS,
+    WEIGHT_CONTROLS,
+    WHOLE_RUN_CONTROLS,
+)
+from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component, same_bits
+from degarble.harness.inference.held_weights import HeldWeight
+from degarble.harness.model.components import component_named
+from degarble.harness.museum.models import KEYS, ModelKey, MuseumModel, prompt_ids
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics, switches_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.base.protocols import ComponentCall
+    from degarble.harness.capture.files.types import Call
+    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.negative_controls import Control
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.numerics import Switches
+
+LENGTHS = ((133, 17), (131, 9, 30), (200,), (133, 133))
+NEW_TOKENS = 3
+_HEALTHY_LENGTHS = (*LENGTHS, (5,), (1,), (64, 3, 40), (129, 1), (200,), (2, 2, 2, 2))
+_SOURCES = ("official", "exact", "vllm")
+TOGETHER, IN_CHUNKS, JOINING = "together", "in chunks", "joining"
+SCHEDULES = (TOGETHER, IN_CHUNKS, JOINING)
+_CHUNK = 48  # tokens of a prompt that are fed at a time
+_EDGES = {each.id: each for each in WHOLE_RUN_CONTROLS if each.id == "window_shift"}
+_WEIGHTS = {each.id: each for each in WEIGHT_CONTROLS}
+_CONTROLS = (*(each.id for each in CONTROLS), *_EDGES, *_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run. `products` is the dtype in which the candidate sums; the twin's is float64."""
+
+    key: ModelKey
+    seed: int
+    lengths: tuple[int, ...] = LENGTHS[0]
+    new_tokens: int = NEW_TOKENS
+    source: str = "official"
+    products: str = "float32"
+    absorbed: bool = True
+    control: str = ""  # a negative control that sits wherever it can, or nothing
+    schedule: str = TOGETHER  # how prompts are fed: whole, in chunks, or one behind the other
+
+    def __str__(self) -> str:
+        lengths = "+".join(map(str, self.lengths))
+        more = [self.source, *(() if self.products == "float32" else (self.products,))]
+        more += [] if self.absorbed else ["naive"]
+        more += [self.control] if self.control else []
+        more += [self.schedule] if self.schedule != TOGETHER else []
+        return f"{self.key}, {lengths} tokens, seed {self.seed}, {', '.join(more)}"
+
+    @property
+    def switches(self) -> Switches | None:
+        """What the source of switches chooses; None for the defaults."""
+        if self.source == "exact":
+            return None
+        return switches_of(
+            f"official-{self.key.model}" if self.source == "official" else self.source
+        )
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids."""
+        return tuple(
+            prompt_ids(1000 + 16 * self.seed + number, length)
+            for number, length in enumerate(self.lengths)
+        )
+
+
+def planting_cases(seed: int = 0) -> tuple[Case, ...]:
+    """One case for each model and recipe, with lengths that differ."""
+    return tuple(
+        Case(key, seed + number, LENGTHS[(seed + number) % len(LENGTHS)])
+        for number, key in enumerate(KEYS)
+    )
+
+
+# Faults without effect where parts share a scale, or no block scale is small, have cases of their
+# own. What their checkpoints hold is legal.
+_OF_FAULTS = {"M03": "own_scales", "M08.subnormal": "small_scales", "M08.flushed": "small_scales"}
+
+
+def cases_of_fault(fault: str) -> tuple[Case, ...]:
+    """The cases that only this fault needs: none, or one of either model."""
+    control = next((each for name, each in _OF_FAULTS.items() if fault.startswith(name)), None)
+    if control is None:
+        return ()
+    return tuple(
+        Case(key, 8 + number, LENGTHS[number], control=control)
+        for number, key in enumerate(each for each in KEYS if each.recipe == "nvfp4-full")
+    )
+
+
+def healthy_cases(count: int) -> Iterator[Case]:
+    """Cases in which nothing is wrong: seeds, lengths, switches, orders of sums, controls."""
+    for number in range(count):
+        key = KEYS[number % len(KEYS)]
+        turn = number // len(KEYS)
+        control = _CONTROLS[(turn // 2) % len(_CONTROLS)] if turn % 2 else ""
+        lengths = _HEALTHY_LENGTHS[turn % len(_HEALTHY_LENGTHS)]
+        schedule = SCHEDULES[1 + turn // 3 % 2] if turn % 3 == 2 else TOGETHER
+        yield Case(
+            key,
+            seed=100 + number,
+            lengths=lengths,
+            new_tokens=2 + turn % 2,
+            source=_SOURCES[turn % len(_SOURCES)],
+            products="float64" if turn % 5 == 4 else "float32",
+            absorbed=turn % 4 != 3,
+            control=control,
+            schedule=schedule,
+        )
+
+
+def steps_of(case: Case) -> tuple[Step, ...]:
+    """Forward passes in which prompts are fed otherwise than side by side; tokens are given."""
+    sequences = [
+        prompt_ids(1000 + 16 * case.seed + number, length + case.new_tokens)
+        for number, length in enumerate(case.lengths)
+    ]
+    cuts = [
+        _cuts(case, length, len(ids)) for length, ids in zip(case.lengths, sequences, strict=True)
+    ]
+    begins = [number if case.schedule == JOINING else 0 for number in range(len(cuts))]
+    steps = []
+    for at in range(max(begin + len(each) - 1 for begin, each in zip(begins, cuts, strict=True))):
+        fed = [
+            (owner, each[at - begin], each[at - begin + 1])
+            for owner, (begin, each) in enumerate(zip(begins, cuts, strict=True))
+            if 0 <= at - begin < len(each) - 1
+        ]
+        tokens = tuple(token for owner, a, b in fed for token in sequences[owner][a:b])
+        positions = tuple(place for _, a, b in fed for place in range(a, b))
+        owners = tuple(owner for owner, a, b in fed for _ in range(a, b))
+        phase = Phase.DECODE if len(tokens) == len(fed) and at else Phase.PREFILL
+        steps.append(Step(at, phase, tokens, positions, owners))
+    return tuple(steps)
+
+
+def _cuts(case: Case, length: int, total: int) -> list[int]:
+    """Where the tokens of one sequence are cut: its prompt in chunks or whole, then one by one."""
+    size = _CHUNK if case.schedule == IN_CHUNKS else length
+    return [*range(0, length, size), *range(length, total + 1)]
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether two sides of a call hold the same bits."""
+    return left.keys() == right.keys() and all(same_bits(left[n], right[n]) for n in right)
+
+
+@dataclass(eq=False)
+class _Tape:
+    """A component's call that looks first whether the healthy run was given the same."""
+
+    call: ComponentCall
+    healthy: InMemoryRun
+    known: Sequence[Call]
+
+    def __call__(
+        self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Give what it gave, or compute."""
+        for each in self.known:
+            if equal(inputs, self.healthy.inputs(each)):
+                kept = self.healthy.outputs(each)
+                return {name: tensor.clone() for name, tensor in kept.items()}
+        return self.call(inputs, weights)
+
+
+class Changed(Mapping[str, "Weight"]):
+    """All weights of a model behind a change; each is changed once, when it is first read."""
+
+    def __init__(
+        self, source: Mapping[str, Weight], change: Callable[[str, Weight], Weight]
+    ) -> None:
+        self._source, self._change = source, change
+        self._made: dict[str, HeldWeight] = {}
+
+    def __getitem__(self, name: str) -> Weight:
+        found = self._made.get(name)
+        if found is None:
+            with torch.inference_mode(mode=False):
+                made = self._change(name, self._source[name])
+            found = self._made[name] = HeldWeight.of_weight(made)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+class Rest:
+    """A run of which some components were judged already: theirs are told as if not stored."""
+
+    def __init__(self, run: InMemoryRun, judged: frozenset[str]) -> None:
+        self.steps, self.facts = run.steps, run.facts
+        self.inputs, self.outputs = run.inputs, run.outputs
+        self.judged = judged
+        self.calls = [_told(call) if call.component in judged else call for call in run.calls]
+
+
+def _told(call: Call) -> Call:
+    inputs, outputs = (
+        {name: kept._replace(at=None) for name, kept in side.items()}
+        for side in (call.inputs, call.outputs)
+    )
+    return replace(call, inputs=inputs, outputs=outputs)
+
+
+@dataclass(eq=False)
+class Stage:
+    """A case with its twin and its healthy run, on which faults are planted."""
+
+    case: Case
+    model: MuseumModel
+    twin: Bound
+    healthy: InMemoryRun = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.healthy = self.run()
+        self.calls = by_component(self.healthy)
+
+    @classmethod
+    def of(cls, case: Case, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
+        """Open a case; models are kept from one case to the next."""
+        if case.key not in models:
+            models[case.key] = MuseumModel.open(case.key, root)
+        model = models[case.key]
+        if case.control in _WEIGHTS:
+            model = replace(model, weights=Changed(model.weights, _WEIGHTS[case.control].change))
+        numerics = Numerics.twin(case.switches)
+        return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
+
+    def candidate(self) -> Bound:
+        """A healthy candidate that may be changed."""
+        products = getattr(torch, self.case.products)
+        numerics = Numerics.twin(self.case.switches, products=products)
+        bound = Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
+        for control in CONTROLS:
+            if control.id == self.case.control:
+                self._put(control, bound)
+        return bound
+
+    def _put(self, control: Control, bound: Bound) -> None:
+        """Wrap every component where a negative control can be, with one of its ways."""
+        chance = random.Random(self.case.seed)  # noqa: S311  no secret
+        for name in list(bound.calls):
+            scene = self.scene(name, bound)
+            if control.sits(scene):
+                ways = list(control.ways(scene))
+                if ways:
+                    bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
+
+    def taped(self) -> Bound:
+        """A candidate that computes only what the healthy run has not computed already."""
+        bound = self.candidate()
+        for name, calls in self.calls.items():
+            bound.calls[name] = _Tape(bound.calls[name], self.healthy, calls)
+        return bound
+
+    def rest(self, run: InMemoryRun) -> Rest:
+        """What is left to judge of a run: components that saw anything new.
+
+        All calls of the others are those of the healthy run, bit for bit, and judged with it.
+        """
+        judged = set()
+        for name, calls in by_component(run).items():
+            known = self.calls.get(name, ())
+            if len(calls) == len(known) and all(map(partial(self._alike, run), calls, known)):
+                judged.add(name)
+        return Rest(run, frozenset(judged))
+
+    def _alike(self, run: InMemoryRun, call: Call, known: Call) -> bool:
+        return (
+            call.step == known.step
+            and call.changed == known.changed
+            and equal(run.inputs(call), self.healthy.inputs(known))
+            and equal(run.outputs(call), self.healthy.outputs(known))
+        )
+
+    def run(
+        self, candidate: Bound | None = None, edges: Mapping[str, Way] = MappingProxyType({})
+    ) -> InMemoryRun:
+        """Run the case; fed together, the tokens behind the prompts are the candidate's own."""
+        candidate = candidate or self.candidate()
+        edges = {**self._edges(), **edges}
+        if self.case.schedule != TOGETHER:
+            steps, absorbed = steps_of(self.case), self.case.absorbed
+            return InMemoryRun.again(candidate, steps, edges, absorbed=absorbed)
+        return InMemoryRun.of(
+            candidate,
+            self.case.prompts,
+            self.case.new_tokens,
+            edges,
+            absorbed=self.case.absorbed,
+        )
+
+    def _edges(self) -> dict[str, Way]:
+        """A control of whole runs, wherever it can be, in the same way everywhere."""
+        control = _EDGES.get(self.case.control)
+        if control is None:
+            return {}
+        scenes = {name: self.scene(name) for name in self.twin.calls}
+        return {
+            name: list(control.ways(scene))[self.case.seed % 2]
+            for name, scene in scenes.items()
+            if control.sits(scene)
+        }
+
+    def scene(self, name: str, bound: Bound | None = None) -> Scene:
+        """A component, by default the twin's."""
+        component = component_named(self.model.config, name, self.model.recipe)
+        return Scene(bound or self.twin, component, self.model.recipe)
+
+    def first(self, name: str) -> Call:
+        """The healthy run's first call of a component."""
+        return self.calls[name][0]

@@ -1,0 +1,257 @@
+"""The demonstration: a small model that talks, healthy, then with one fault planted on purpose.
+
+Owns the model (the released tiny V4, quantised in a temporary folder), the prompts, the place where
+the fault is planted, and whether the story holds: the healthy run agrees, and the fault is found in
+its component and named. A fault that changes no output anywhere it fits is said to have no effect.
+
+Refuses unknown faults, and those that this model cannot carry, by name. Kept honest by
+suites/museum/test_demo.py, also with a diagnosis that is blind on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.chat.tokenizer import Growing, Tokenizer
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.commands.audit.audit import identity_of
+from degarble.harness.commands.check.output_statistics import Looker
+from degarble.harness.commands.check.page import Found
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import Reach, Scene
+from degarble.harness.engine.faults.registry import model_fault_named
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.inference.model import one_thread, open_model
+from degarble.harness.model.components import components
+from degarble.harness.museum.models import ModelKey, MuseumModel, prepare
+from degarble.harness.report.verdict import Verdict
+from degarble.references import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from degarble.harness.engine.faults.model_faults import ModelFault, Way
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.references.binding import Bound
+
+KEY = ModelKey("v4", "nvfp4-full")
+PLANTED = "M10.nibble_order"
+PROMPTS = (
+    (
+        "recall : anna paints blue . recall : boris eats bread . the quiet fox sees a tree ."
+        " recall : anna paints"
+    ),
+    "3 plus 4 is",
+)
+NEW_TOKENS = 12
+JUDGED_STEPS = 4  # the prompt and three new tokens; the text is longer than what is judged
+_TRIALS = 4  # places at most that are tried until the text changes
+_LAYER = 3
+# Where a fault is planted if it fits there, before anywhere else.
+_ROLES = ("ffn.experts.w2", "ffn.experts.w13", "attn.wo_b", "attn.wq_b", "attn.attend")
+_SOURCE = Path(tiny.__file__).parent / "v1" / "v4"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The quantised model, its twin, its BF16 reference, its words."""
+
+    museum: MuseumModel
+    twin: Bound
+    reference: Bound
+    tokenizer: Tokenizer
+    identity: str
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Ids of the prompts."""
+        return [self.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """One run: what it said to each prompt, token by token, and what was found."""
+
+    said: tuple[tuple[str, ...], ...]
+    localised: Localised
+    looker: Looker
+    found: tuple[Found, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Planted:
+    """A fault, in one way, at one component; `run` has it."""
+
+    fault: ModelFault
+    component: str
+    way: Way
+    run: InMemoryRun
+    has_effect: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Story:
+    """What the model should say, what it says healthy, and what it says with the fault."""
+
+    model: Model
+    twin_said: tuple[tuple[str, ...], ...]
+    healthy: Told
+    planted: Planted
+    sick: Told
+
+    @property
+    def named(self) -> bool:
+        """Whether the planted fault was found where it is, and nothing else was.
+
+        A fault on an edge may show at several inputs of its component.
+        """
+        return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
+
+    def _is_planted(self, found: Found) -> bool:
+        ids = [] if found.diagnosed is None else [each.id for each in found.diagnosed.named]
+        return found.trouble.scene.name == self.planted.component and self.planted.fault.id in ids
+
+    @property
+    def holds(self) -> bool:
+        """Whether both runs were judged rightly."""
+        if self.healthy.localised.verdict is not Verdict.AGREES:
+            return False
+        if not self.planted.has_effect:
+            return self.sick.localised.verdict is Verdict.AGREES
+        return self.named
+
+
+def demo_fault(identity: str | None) -> ModelFault:
+    """The fault to plant: the one that is named, or the default."""
+    return model_fault_named(PLANTED if identity is None else identity)
+
+
+def tell_story(fault: ModelFault, step: Callable[[str], None] = lambda _name: None) -> Story:
+    """Quantise, run and judge healthy, plant, run and judge again."""
+    with one_thread(), tempfile.TemporaryDirectory(prefix="degarble-") as folder:
+        model = demo_model(Path(folder))
+        step("quantised")
+        spoken = InMemoryRun.of(model.twin, model.prompts, NEW_TOKENS)
+        healthy_run = InMemoryRun.of(model.museum.candidate(), model.prompts, NEW_TOKENS)
+        healthy = judged(model, healthy_run)
+        step("healthy run judged")
+        planted = plant(model, fault, healthy_run)
+        step(f"{fault.id} planted")
+        sick = judged(model, planted.run)
+        step("sick run judged")
+        return Story(model, said(model, spoken), healthy, planted, sick)
+
+
+def demo_model(folder: Path) -> Model:
+    """Quantise the released model into a folder, and open it."""
+    prepare(folder, (KEY,))
+    museum = MuseumModel.open(KEY, folder)
+    target = folder / KEY.folder
+    with Checkpoint.open(target) as checkpoint:
+        identity = identity_of(checkpoint)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.of_checkpoint(_SOURCE, config, museum.config.vocab_size)
+    with open_model(_SOURCE, "bf16") as opened:
+        reference = opened.speaker.bound
+        for name in reference.weights:
+            reference.weights[name].values(torch.float64)  # read before the files are closed
+    return Model(museum, museum.twin(), reference, tokenizer, identity)
+
+
+def judged(model: Model, run: InMemoryRun) -> Told:
+    """Localise the first steps of a run, and diagnose what is wrong."""
+    looker = Looker(model.museum.config)
+    found = localise(
+        model.twin, model.museum.recipe, first_steps(run, JUDGED_STEPS), model.reference,
+        lambda _component: None, looker,
+    )  # fmt: skip
+    causes = tuple(
+        Found(each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None)
+        for each in found.origins
+    )
+    return Told(said(model, run), found, looker, causes)
+
+
+def first_steps(run: InMemoryRun, count: int) -> InMemoryRun:
+    """The beginning of a run; calls keep their numbers."""
+    calls = [call for call in run.calls if call.step < count]
+    return replace(run, steps=run.steps[:count], calls=calls, logits=run.logits[:count])
+
+
+def said(model: Model, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
+    """What a run said to each prompt, a piece a token."""
+    found = []
+    for at in range(len(PROMPTS)):
+        growing = Growing(model.tokenizer)
+        ids = [int(logits[at].argmax()) for logits in run.logits]
+        pieces = [growing.add(number) for number in ids]
+        found.append((*pieces[:-1], pieces[-1] + growing.rest()))
+    return tuple(found)
+
+
+def plant(model: Model, fault: ModelFault, healthy: InMemoryRun) -> Planted:
+    """Plant a fault where the text shows it; else where anything does; else where it fits."""
+    first: Planted | None = None
+    expected = said(model, healthy)
+    for number, (scene, way) in enumerate(_places(model, fault)):
+        if number == _TRIALS:
+            break
+        candidate, edges = model.museum.candidate(), dict[str, "Way"]()
+        if fault.reach is Reach.EDGE:
+            edges[scene.name] = way
+        else:
+            candidate.calls[scene.name] = way.apply(candidate.calls[scene.name])
+        run = InMemoryRun.of(candidate, model.prompts, NEW_TOKENS, edges)
+        made = Planted(fault, scene.name, way, run, _has_effect(run, healthy))
+        if said(model, run) != expected:
+            return made
+        if first is None or (made.has_effect and not first.has_effect):
+            first = made
+    if first is None:
+        raise InvalidArgument(
+            "--fault", fault.id, "a fault that the tiny V4 in NVFP4 can carry",
+            "degarble faults list shows where each of them fits.",
+        )  # fmt: skip
+    return first
+
+
+def _has_effect(run: InMemoryRun, healthy: InMemoryRun) -> bool:
+    pairs = zip(run.logits, healthy.logits, strict=True)
+    return any(not torch.equal(left.nan_to_num(), right.nan_to_num()) for left, right in pairs)
+
+
+def _places(model: Model, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
+    """Where a fault fits, the places of the story first; one expert before all of them."""
+    candidate = model.museum.candidate()
+    found = {
+        each.name: each
+        for each in components(model.museum.config, model.museum.recipe)
+        if each.name in candidate.calls
+    }
+
+    def liked(name: str) -> tuple[int, int]:
+        role = found[name].role
+        block = found[name].block
+        far = 0 if block is not None and block.index == _LAYER else 1
+        return (_ROLES.index(role) if role in _ROLES else len(_ROLES)), far
+
+    for name in sorted(found, key=liked):
+        scene = Scene(candidate, found[name], model.museum.recipe)
+        if fault.sits(scene):
+            ways = list(fault.ways(scene))
+            yield from ((scene, way) for way in sorted(ways, key=_breadth)[:2])
+
+
+def _breadth(way: Way) -> int:
+    """One whole weight first: what is milder may not be heard, what is wider is no riddle."""
+    told: Mapping[str, object] = way.where
+    weights = str(told.get("weights", ""))
+    return int("all " in weights or " of experts " in weights) + 2 * int("rows" in told)

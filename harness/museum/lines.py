@@ -1,0 +1,41 @@
+"""The museum as JSON lines, one a task, so that a run that is cut off still tells what passed."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.report.plain import to_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from degarble.harness.museum.museum import Done
+
+    Ended = Callable[[Done], None]
+
+
+@contextmanager
+def lines_to(path: Path | None) -> Iterator[Ended]:
+    """Give a function that writes a task that has ended to `path`; without one it does nothing."""
+    if path is None:
+        yield lambda _done: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UnwritablePath(
+            str(path), error.strerror or str(error), "a file that can be written",
+            "Name another file.",
+        ) from error  # fmt: skip
+    with file:
+
+        def ended(done: Done) -> None:
+            line = {"task": done.task.name, "seconds": done.seconds, "found": done.found}
+            file.write(json.dumps(to_plain(line), allow_nan=False) + "\n")
+            file.flush()
+
+        yield ended

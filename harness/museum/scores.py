@@ -1,0 +1,205 @@
+"""What the museum's outcomes amount to: shares with intervals, by strength and by family.
+
+Owns the targets, Wilson's interval, and which fault is missed: from three budgets on it must be
+localised to its component alone, and no wrong cause may be named. A plant below one budget has no
+effect and is not counted, unless somebody else is blamed for it. What the engine cannot judge for
+want of a budget counts as missed, never as no effect.
+
+Causes are scored by classes of the same data effect (museum_alike), and beside them strictly, by
+the fault's own name alone; strict shares have no target, since no engine can tell a class apart.
+
+Refuses nothing. Kept honest by suites/museum/test_scores.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.museum.plants import Cause, Outcome, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from degarble.harness.museum.repeats import Repeated
+
+_Z = 1.959964  # 95 % on two sides
+STRONG = 3.0  # budgets from which on every fault must be localised
+BINS = (("below 1", 0.0, 1.0), ("1 to 3", 1.0, 3.0), ("3 to 10", 3.0, 10.0), ("from 10", 10.0, 0.0))
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """Interval of a share at 95 %; all of it where nothing was counted."""
+    if not total:
+        return 0.0, 1.0
+    share, square = hits / total, _Z**2
+    middle = (share + square / (2 * total)) / (1 + square / total)
+    reach = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total**2))
+    reach /= 1 + square / total
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A claim, and how often it held; a share without target is told beside one that has it."""
+
+    claim: str
+    hits: int
+    total: int
+    wanted: float | None = 0.0
+    at_least: bool = True
+
+    @property
+    def share(self) -> float:
+        """Of what was counted; NaN where nothing was."""
+        return self.hits / self.total if self.total else math.nan
+
+    @property
+    def met(self) -> bool:
+        """Whether the target holds; nothing counted is nothing missed."""
+        if not self.total or self.wanted is None:
+            return True
+        return self.share >= self.wanted if self.at_least else self.share <= self.wanted
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        low, high = wilson(self.hits, self.total)
+        return {
+            "claim": self.claim, "hits": self.hits, "total": self.total, "share": self.share,
+            "interval": [low, high], "wanted": self.wanted, "at_least": self.at_least,
+            "met": self.met,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """One healthy run, and what was wrongly said of it; nothing, as it should be."""
+
+    case: str
+    alarms: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def has_effect(outcome: Outcome) -> bool:
+    """Whether a plant counts: its effect is a budget at least, or cannot be judged."""
+    return math.isnan(outcome.effect) or outcome.effect >= 1
+
+
+def is_strong(outcome: Outcome) -> bool:
+    """Whether it must be found."""
+    return math.isnan(outcome.effect) or outcome.effect >= STRONG
+
+
+def is_missed(outcome: Outcome) -> bool:
+    """Whether what was said of a plant is wrong, or is not said at all."""
+    if not has_effect(outcome):
+        return outcome.place is not Place.NOWHERE
+    if not is_strong(outcome):
+        return outcome.place in (Place.ELSEWHERE, Place.ALSO_ELSEWHERE)
+    return outcome.place is not Place.EXACT or outcome.cause is Cause.WRONG
+
+
+def scores(
+    outcomes: Sequence[Outcome], healthy: Sequence[Healthy], repeats: Sequence[Repeated] = ()
+) -> tuple[Score, ...]:
+    """The claims of the museum."""
+    strong = [each for each in outcomes if is_strong(each)]
+    told = [each for each in strong if _is_right(each)]
+    without = [each for each in told if each.left_out is not None]
+    weak = [each for each in outcomes if not has_effect(each)]
+    races = [each for each in repeats if each.fault]
+    same = [each for each in repeats if not each.fault]
+    return (
+        _score("localised to the component, from 3x", strong, _is_exact, 0.98),
+        _score("cause named first, from 3x", strong, _is_named, 0.90),
+        _score("  strictly: by its own name", strong, lambda o: o.cause is Cause.FIRST, None),
+        _score("wrong cause named, from 3x", strong, _is_wrong, 0.02, at_least=False),
+        _score("  strictly: any other name", strong, _is_other, None, at_least=False),
+        _score("its family left out: localised", without, _is_exact, 0.98),
+        _score("its family left out: no known fault", without, _says_unknown, 0.98),
+        _score("  strictly: nothing named", without, lambda o: o.left_out is Cause.UNKNOWN, None),
+        _score("blamed below 1x", weak, is_missed, 0.0, at_least=False),
+        _score("alarms on healthy runs", healthy, lambda h: bool(h.alarms), 0.0, at_least=False),
+        _score("healthy runs judged", healthy, lambda h: not h.undecided, 1.0),
+        _score("run twice: UNSTABLE, at its component", races, lambda r: r.right, 0.98),
+        _score("run twice: alarms on healthy runs", same, lambda r: r.apart, 0.0, at_least=False),
+    )
+
+
+def classes(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], int]:
+    """Pairs of faults that made the same of the data, and how often that was seen."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for each in outcomes:
+        for cause, named in ((each.cause, each.named), (each.left_out, each.left_named)):
+            if cause is Cause.SAME:
+                found[min(each.fault, named), max(each.fault, named)] += 1
+    return dict(sorted(found.items()))
+
+
+def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Score, Score]]:
+    """Localised, named first and wrongly named, for each bin of effect, and their number."""
+    rows = []
+    for name, low, high in BINS:
+        inside = [o for o in outcomes if o.effect >= low and (o.effect < high or not high)]
+        rows.append((name, inside))
+    rows.append(("no budget", [o for o in outcomes if math.isnan(o.effect)]))
+    return [(name, len(inside), *_three(inside)) for name, inside in rows if inside]
+
+
+def by_family(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int, Score, Score, Score]]:
+    """By family: plants, those that count, and the three scores from 3x."""
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for each in outcomes:
+        groups[each.family].append(each)
+    found = {}
+    for family, group in sorted(groups.items()):
+        strong = [each for each in group if is_strong(each)]
+        found[family] = (len(group), sum(map(has_effect, group)), *_three(strong))
+    return found
+
+
+def _three(group: Sequence[Outcome]) -> tuple[Score, Score, Score]:
+    return (
+        _score("localised", group, _is_exact, 0.98),
+        _score("named first", group, _is_named, 0.90),
+        _score("wrong", group, _is_wrong, 0.02, at_least=False),
+    )
+
+
+def _score(
+    claim: str,
+    group: Sequence[Any],
+    holds: Callable[[Any], bool],
+    wanted: float | None,
+    *,
+    at_least: bool = True,
+) -> Score:
+    return Score(claim, sum(map(holds, group)), len(group), wanted, at_least)
+
+
+def _is_exact(outcome: Outcome) -> bool:
+    return outcome.place is Place.EXACT
+
+
+def _is_right(outcome: Outcome) -> bool:
+    return outcome.place in (Place.EXACT, Place.ALSO_ELSEWHERE)
+
+
+def _is_named(outcome: Outcome) -> bool:
+    return outcome.cause in (Cause.FIRST, Cause.SAME)
+
+
+def _is_other(outcome: Outcome) -> bool:
+    return outcome.cause in (Cause.SAME, Cause.BESIDE, Cause.WRONG)
+
+
+def _is_wrong(outcome: Outcome) -> bool:
+    return outcome.cause is Cause.WRONG
+
+
+def _says_unknown(outcome: Outcome) -> bool:
+    """Without its family: nothing named, or another fault that makes the same of the data."""
+    return outcome.left_out in (Cause.UNKNOWN, Cause.SAME)

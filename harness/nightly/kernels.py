@@ -1,0 +1,267 @@
+"""Kernels in a night: every suite that this device can run, and rates beside ceilings of the run.
+
+Owns two steps. `kernels` runs the suites of kernels, formats and runs that are marked for a device
+by processes of their own, one a file, so that a kernel that breaks the device breaks no other's,
+and names each kernel whose suite fails; one that does not end is stopped, with all that it started,
+and fails. `figures` runs suites/bench/bench_night.py, whose shares go into
+the history as `speed`. Both need a GPU: where none was asked for they say so and are UNDECIDED,
+never green; the same where no suite of this device is there. Refuses as target_of_device does.
+Kept honest by suites/nightly/test_kernels.py, with stand-ins, and by suites/nights on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.history.ledger import Failure
+from degarble.harness.history.records import SPEED
+from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.report.number_text import share
+from degarble.harness.report.verdict import Verdict
+from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SUITES = Path(__file__).resolve().parents[2] / "suites"
+FOLDERS = (
+    "backends",
+    "formats",
+    "kernels",
+    "support",
+)  # the others want servers, or are nights themselves
+BENCH = "degarble.suites.bench.bench_night"
+MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
+PROCESSES = 12  # at once: each compiles on one core, and they share the device
+SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
+_LONG = 200  # characters of what a failing case says
+_RUNNING: set[int] = set()  # sessions of suites
+_NO_CASES = 5  # status of pytest; 0 and 1 are answers
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What the suite of a kernel said: its cases, the first that failed, and why others did not."""
+
+    kernel: str
+    cases: int = 0
+    failed: int = 0
+    first: str = ""
+    broken: str = ""  # why there is no answer
+    left: str = ""  # how many cases were not decided, and why the first was not
+
+    @property
+    def verdict(self) -> Verdict:
+        """DIFFERS where a case failed or the suite broke off."""
+        return Verdict.DIFFERS if self.failed or self.broken else Verdict.AGREES
+
+    @property
+    def sentence(self) -> str:
+        """What is read in one line."""
+        if self.broken:
+            return self.broken
+        said = f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
+        if not self.failed:
+            said = f"{self.cases:,} cases agree with their definitions"
+        return f"{said}; {self.left}" if self.left else said
+
+
+def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+    """Run the suites of the kernels on this machine's device."""
+    if not asked.gpu:
+        return _without("kernels")
+    markers = MARKERS[target_of_device().name]
+    found = [each for each in _run_all(markers) if each.cases or each.broken]
+    if not found:
+        told = " or ".join(markers)
+        return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {told} is here.")
+    wrong = [each for each in found if each.verdict is not Verdict.AGREES]
+    cases = sum(each.cases for each in found)
+    sentence = f"{len(found)} suites of kernels agree with definitions in {cases:,} cases."
+    if wrong:
+        first = f"{wrong[0].kernel}: {wrong[0].sentence}"
+        sentence = f"{len(wrong)} of {len(found)} suites of kernels fail. {first}."
+    return StepResult(
+        Verdict.DIFFERS if wrong else Verdict.AGREES,
+        sentence,
+        failures=tuple(
+            Failure(f"kernels.{each.kernel}", Verdict.DIFFERS, None, each.sentence)
+            for each in wrong
+        ),
+        judged=tuple(f"kernels.{each.kernel}" for each in found),
+        lines=tuple(f"{e.kernel}: {e.sentence}" for e in found if e in wrong or e.left),
+        rows=tuple((each.kernel, str(each.verdict), each.sentence) for each in found),
+    )
+
+
+def _run_all(markers: Sequence[str]) -> list[Suite]:
+    """Run every file with suites of a device, the longest ones first; in order of their names."""
+    files = sorted(files_for(markers), key=lambda path: -path.stat().st_size)
+    with (
+        TemporaryDirectory() as folder,
+        ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
+    ):
+        made = [(path, Path(folder) / f"{path.stem}.xml") for path in files]
+        try:
+            found = list(pool.map(lambda each: run_suite(each[0], each[1], markers), made))
+        except BaseException:  # an interrupted night ends what it started
+            pool.shutdown(wait=False, cancel_futures=True)
+            for group in tuple(_RUNNING):
+                _end(group)
+            raise
+        return sorted(found, key=lambda each: each.kernel)
+
+
+def files_for(markers: Sequence[str]) -> list[Path]:
+    """Return the files with suites of a device."""
+    there = [path for folder in FOLDERS for path in (SUITES / folder).rglob("test_*.py")]
+    return [path for path in there if _is_marked(path, markers)]
+
+
+def _is_marked(path: Path, markers: Sequence[str]) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return any(f"mark.{marker}" in text for marker in markers)
+
+
+def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
+    """Run the cases of one file by a process of its own."""
+    kernel = path.stem.removeprefix("test_")
+    line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
+    line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
+    environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_NIGHT}
+    environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
+    status, said = _ended(line, environment)
+    if status is None:
+        return Suite(kernel, broken=f"did not end in {SUITE_SECONDS // 60} minutes")
+    if status == _NO_CASES:
+        return Suite(kernel)
+    if status not in (0, 1) or not report.exists():
+        last = " ".join(said.split())[-_LONG:]
+        return Suite(kernel, broken=f"broke off with status {status}: {last}")
+    found = suite_of(kernel, report)
+    if status and found.verdict is Verdict.AGREES:
+        return Suite(kernel, broken=f"ended with status {status}, and no case failed")
+    return found
+
+
+def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Run a suite; its status and words. None where it hangs: then all that it started is ended."""
+    with subprocess.Popen(  # noqa: S603  ours
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        _RUNNING.add(process.pid)
+        try:
+            said, _ = process.communicate(timeout=SUITE_SECONDS)
+        except subprocess.TimeoutExpired:
+            _end(process.pid)
+            return None, ""
+        finally:
+            _RUNNING.discard(process.pid)
+    return process.returncode, said
+
+
+def _end(group: int) -> None:
+    """End a suite and all that it started. Trap: it may just have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+# Of torchrun and of the night's own pytest: a suite of a kernel is a run of its own.
+_OF_THE_NIGHT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+
+
+def suite_of(kernel: str, report: Path) -> Suite:
+    """Read JUnit: cases that ran, and the first that failed. What was skipped is told, no case."""
+    cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
+    ran = [case for case in cases if case.find("skipped") is None]
+    failed = [case for case in ran if _trouble(case) is not None]
+    if not ran:
+        return Suite(kernel, broken="skipped every case")
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    left = f"{len(skipped):,} undecided, first {_said(skipped[0])}" if skipped else ""
+    first = _said(failed[0]) if failed else ""
+    return Suite(kernel, len(ran), len(failed), first, left=left)
+
+
+def _said(case: ET.Element) -> str:
+    """A case's name, and why it failed or was skipped."""
+    why = _trouble(case)
+    why = case.find("skipped") if why is None else why
+    words = "" if why is None else why.get("message") or ""
+    return f"{case.get('name')}: {' '.join(words.split())[:_LONG]}"
+
+
+def _trouble(case: ET.Element) -> ET.Element | None:
+    found = case.find("failure")
+    return case.find("error") if found is None else found
+
+
+def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+    """Measure what the kernels reach of a copy's bandwidth, or of cuBLAS, in this run."""
+    if not asked.gpu:
+        return _without("speed")
+    said = run_bench([sys.executable, "-m", BENCH, "--json"])
+    if isinstance(said, str):
+        return StepResult(Verdict.UNDECIDED, f"No rate was measured: {said}")
+    return told(said)
+
+
+def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
+    """Run the bench of a night; its document, or why there is none."""
+    try:
+        done = subprocess.run(  # noqa: S603  ours
+            line, capture_output=True, text=True, check=False, timeout=BENCH_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"{BENCH} did not end in {BENCH_SECONDS // 60} minutes."
+    last = done.stdout.strip().rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return f"status {done.returncode}: {' '.join(done.stderr.split())[-_LONG:] or 'no words'}"
+    return found if isinstance(found, dict) else f"not a document: {last[:_LONG]}"
+
+
+def told(document: Mapping[str, Any]) -> StepResult:
+    """Say what a bench measured; a kernel that could not be timed leaves the step undecided."""
+    speeds: Mapping[str, Mapping[str, Any]] = document["speeds"]
+    failed: Mapping[str, str] = document["failed"]
+    rows = [
+        (name, "measured", f"{share(each['share'])} of {each['of']}, {each['microseconds']:.1f} us")
+        for name, each in speeds.items()
+    ]
+    rows += [(name, "not measured", f"not timed: {why}") for name, why in failed.items()]
+    values = {f"kernels.{name}": float(each["share"]) for name, each in speeds.items()}
+    sentence = f"{len(speeds)} kernels were timed beside ceilings of the same run"
+    slowest = min(speeds, key=lambda name: speeds[name]["share"], default=None)
+    if slowest is not None:
+        sentence += f"; furthest from its own: {slowest}, {share(speeds[slowest]['share'])}"
+        sentence += f" of {speeds[slowest]['of']}"
+    if failed:
+        sentence = f"{', '.join(failed)} could not be timed. {sentence}"
+    return StepResult(
+        Verdict.UNDECIDED if failed or not speeds else Verdict.AGREES,
+        f"{sentence}.",
+        values={SPEED.name: values} if values else {},
+        lines=tuple(f"{name}: {' '.join(why.split())[:_LONG]}" for name, why in failed.items()),
+        rows=tuple(rows),
+    )
+
+
+def _without(what: str) -> StepResult:
+    return StepResult(
+        Verdict.UNDECIDED, f"{what} was not run: no GPU was asked for (-m b200, -m h200).",
+        asked=False,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Metamorphic runs: the same prompts in other company, behind padding, in two pieces.
+
+Owns three relations that a correct model keeps, and their judgement: what lies in front of the
+head, and the logits, of each prompt alone are those of the prompt in a batch, of the prompt with
+tokens behind it (a causal model does not see them), and of the prompt fed in two pieces. Equal to
+the bit agrees. Where bits differ the other run is judged component by component against its twin:
+sums may be made in another order, but each output must stay within its budget; what does not is
+named.
+
+Refuses nothing: captures of another program cannot be run again, and that is said.
+Kept honest by suites/nightly/test_steps.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.backends.registry import AskedBackend, use_backend
+from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.generate.generate import Manner, Talker, prompts_from
+from degarble.harness.history.ledger import Failure
+from degarble.harness.inference.model import open_model
+from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.steps import prompts_file
+from degarble.harness.report.number_text import number
+from degarble.harness.report.verdict import SEVERITY, Verdict
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.inference.model import OpenModel
+    from degarble.harness.inference.speaker import Speaker
+
+PROMPTS = 4  # that are run in every way
+LENGTH = 512  # tokens of a prompt at most
+_WORDS = {
+    Verdict.AGREES: "each component within its budget",
+    Verdict.UNDECIDED: "the run could not be judged",
+}
+_PADDING = 5  # tokens behind a prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """What lies in front of the head for each token of a prompt, and the logits behind it."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+def metamorphic(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+    """Run the relations on the checkpoint, with its backend."""
+    if asked.captures is not None:
+        return StepResult(
+            Verdict.UNDECIDED, "Captures cannot be run again: leave --captures out for this.",
+            asked=False,
+        )  # fmt: skip
+    backend = AskedBackend(asked.backend)
+    with open_model(asked.checkpoint, switches=backend.conventions) as model:
+        use_backend(model.speaker.bound, backend, model.recipe)
+        prompts = prompts_of(model, asked)
+        return judged(model, prompts, asked)
+
+
+def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
+    """The ids of the first prompts, none of them longer than LENGTH."""
+    prompts = prompts_from(prompts_file(asked))
+    chat = any(isinstance(each, list) for each in prompts)
+    talker = Talker(model, Manner(chat=chat))
+    return [talker.ids_of(each)[:LENGTH] for each in prompts]
+
+
+def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResult:
+    """Run each relation beside the prompts alone."""
+    few = prompts[:PROMPTS]
+    alone = [_run(model.speaker, [ids], [[len(ids)]])[0] for ids in few]
+    rows, failures, worst = [], list[Failure](), 0.0
+    for name, fed, pieces in relations(few):
+        others = _run(model.speaker, fed, pieces)
+        apart = [_apart(mine, theirs) for mine, theirs in zip(alone, others, strict=True)]
+        if not any(apart):
+            rows.append((name, str(Verdict.AGREES), "equal to the bit"))
+            continue
+        worst = max(worst, *apart)
+        found, verdict = _origins(model, asked, fed, pieces)
+        failures += found
+        said = f"largest relative difference {number(max(apart), 3)}"
+        within = _WORDS.get(verdict, "beyond a budget")
+        rows.append((name, str(verdict), f"{said}; {within}"))
+    what = ", ".join(name for name, _, _ in rows)
+    unjudged = [name for name, verdict, _ in rows if verdict == Verdict.UNDECIDED]
+    if failures:
+        passed = (Verdict.AGREES, Verdict.UNDECIDED)
+        wrong = [name for name, verdict, _ in rows if verdict not in passed]
+        sentence = f"{', '.join(wrong)} moves {failures[0].component} beyond its budget."
+        if unjudged:  # an entry for the others does not excuse it
+            failures.append(Failure("night.metamorphic", Verdict.UNDECIDED))
+        verdict = max((each.verdict for each in failures), key=SEVERITY.index)
+        return StepResult(verdict, sentence, failures=tuple(failures), rows=tuple(rows))
+    if unjudged:
+        sentence = f"{', '.join(unjudged)}: bits differ, and no component could be judged."
+        return StepResult(Verdict.UNDECIDED, sentence, rows=tuple(rows))
+    bits = "to the bit" if not worst else f"within budgets, at most {number(worst, 3)} apart"
+    sentence = f"{len(few)} prompts say the same alone, {what}: {bits}."
+    return StepResult(Verdict.AGREES, sentence, rows=tuple(rows))
+
+
+def relations(
+    prompts: list[list[int]],
+) -> Iterator[tuple[str, list[list[int]], list[list[int]]]]:
+    """Name, what is fed, and the pieces in which each sequence is fed."""
+    yield "in a batch", prompts, [[len(ids)] for ids in prompts]
+    padded = [[*ids, *[ids[-1]] * _PADDING] for ids in prompts]
+    yield "with padding behind", padded, [[len(ids)] for ids in padded]
+    yield "in two pieces", prompts, [_halves(len(ids)) for ids in prompts]
+
+
+def _halves(length: int) -> list[int]:
+    half = length // 2
+    return [half, length - half] if half else [length]
+
+
+def _run(speaker: Speaker, fed: list[list[int]], pieces: list[list[int]]) -> list[Said]:
+    """Feed sequences side by side, piece by piece."""
+    sequences = [Sequence() for _ in fed]
+    parts: list[list[Tensor]] = [[] for _ in fed]
+    for turn in range(max(map(len, pieces))):
+        at = [n for n, each in enumerate(pieces) if turn < len(each)]
+        new = [
+            torch.tensor(fed[n][sequences[n].length :][: pieces[n][turn]], dtype=torch.int64)
+            for n in at
+        ]
+        hidden = speaker.hidden([sequences[n] for n in at], new)
+        for n, part in zip(at, hidden.split([len(each) for each in new]), strict=True):
+            parts[n].append(part)
+    whole = [torch.cat(each) for each in parts]
+    return [Said(each, speaker.logits(each)) for each in whole]
+
+
+def _apart(mine: Said, theirs: Said) -> float:
+    """Largest difference over largest magnitude, of the tokens that both have; 0 to the bit."""
+    found = 0.0
+    for left, right in ((mine.hidden, theirs.hidden), (mine.logits, theirs.logits)):
+        right = right[: len(left)]  # noqa: PLW2901  without what is behind the prompt
+        if torch.equal(left, right):
+            continue
+        away = (left.double() - right.double()).abs().max() / left.double().abs().max()
+        found = max(found, float(away) if away.isfinite() else float("inf"))
+    return found
+
+
+def _origins(
+    model: OpenModel, asked: Asked, fed: list[list[int]], pieces: list[list[int]]
+) -> tuple[list[Failure], Verdict]:
+    """Judge the run, in the same pieces, against the twin; components beyond their budgets."""
+    run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))
+    conventions = AskedBackend(asked.backend).conventions
+    with open_model(asked.checkpoint, model.arithmetic, switches=conventions) as twin:
+        found = localise(twin.speaker.bound, twin.recipe, run)
+    failures = [
+        Failure(each.component, Verdict.DIFFERS, None, each.sentence) for each in found.origins
+    ]
+    failures += [
+        Failure(each, Verdict.UNSTABLE, None, "two answers on equal inputs")
+        for each in found.unstable
+    ]
+    return failures, found.verdict
+
+
+def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[Step]:
+    """The forward passes in which the sequences are fed, as `_run` feeds them."""
+    made, at = [], [0 for _ in fed]
+    for turn in range(max(map(len, pieces))):
+        ids, positions, owners = list[int](), list[int](), list[int]()
+        for owner, each in enumerate(pieces):
+            if turn < len(each):
+                begin, end = at[owner], at[owner] + each[turn]
+                ids += fed[owner][begin:end]
+                positions += range(begin, end)
+                owners += [owner] * (end - begin)
+                at[owner] = end
+        made.append(Step(turn, Phase.PREFILL, tuple(ids), tuple(positions), tuple(owners)))
+    return made

@@ -1,0 +1,214 @@
+"""A night: an ordered list of steps over one checkpoint, journalled, settled against the ledger.
+
+Owns the order (a step runs behind those that it needs), the continuing of an interrupted night, and
+when a night is red: a step DIFFERS, is UNSTABLE, was REFUSED, or is UNDECIDED although it was asked
+for, and the ledger does not know it; or a step crashed or did not finish: that is UNDECIDED.
+What the step `ledger` itself finds no entry excuses. The steps are in the table of night_table; a
+step is a function of what was asked and of what the steps before it said.
+
+Refuses before anything runs: workers of xdist, a ledger that cannot be read, an address or a file
+that is no store (a server may be away until it is needed), a folder in which another night runs.
+Kept honest by suites/nightly/test_night.py, with small steps, and by suites/nights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument
+from degarble.harness.history.addresses import address_of
+from degarble.harness.history.ledger import Failure, Ledger, read_ledger
+from degarble.harness.history.machine import kernel_versions, machine, provenance
+from degarble.harness.history.store import Store
+from degarble.harness.nightly.record import (
+    CAPTURES,
+    Asked,
+    Journal,
+    StepResult,
+    digest_of,
+    files_told,
+    refused,
+    to_plain,
+)
+from degarble.harness.report.files import usable_folder
+from degarble.harness.report.verdict import SEVERITY, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    StepRun = Callable[[Asked, Mapping[str, StepResult]], StepResult]
+
+LEDGER = "ledger"  # the step that no entry excuses
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `needs` are the steps whose results it is given; `all_before` gives it all."""
+
+    name: str
+    run: StepRun
+    needs: tuple[str, ...] = ()
+    all_before: bool = False
+
+
+class Night:
+    """One night over one checkpoint."""
+
+    def __init__(self, asked: Asked, steps: Sequence[Step]) -> None:
+        self.ledger = _ledger_of(asked)
+        usable_folder("--report-dir", asked.folder)
+        _require_store(asked.store)
+        self._steps = {step.name: step for step in steps}
+        self._order = [step.name for step in steps]
+        self.journal = Journal(asked.work)
+        self.asked = replace(asked, started=self.journal.started)
+        self._key = _key_of(asked)
+        self.results: dict[str, StepResult] = {}
+        self.continued: list[str] = []  # answered from the journal
+        self.crashed: list[str] = []  # ended by an error that is none of ours
+
+    def result(self, name: str) -> StepResult:
+        """Run a step, behind those that it needs, or take it from the journal."""
+        if name in self.results:
+            return self.results[name]
+        step = self._steps[name]
+        before = self._order[: self._order.index(name)] if step.all_before else step.needs
+        given = {each: self.result(each) for each in before}
+        told = {each: to_plain(result) for each, result in given.items()}
+        key = digest_of(name, self._key, told)
+        found = self.journal.read(name, key)
+        if found is not None and found.verdict is not Verdict.REFUSED:
+            self.continued.append(name)
+        else:
+            try:
+                found = step.run(self.asked, given)
+            except DegarbleError as error:
+                found = refused(error)
+            except Exception as error:
+                self.crashed.append(name)  # and not in the journal: it is tried again
+                self.results[name] = _crash(error)
+                raise
+            self.journal.write(name, key, found)
+        self.results[name] = found
+        return found
+
+    def run(self) -> Verdict:
+        """Run every step; return what the night says."""
+        for name in self._order:
+            self.result(name)
+        return self.verdict
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step has said something, and none crashed."""
+        return not self.missing and not self.crashed
+
+    @property
+    def missing(self) -> list[str]:
+        """Steps that said nothing: not reached, interrupted, or left out."""
+        return [name for name in self._order if name not in self.results]
+
+    def red(self, name: str) -> bool:
+        """Whether a step fails the night: it is red, and the ledger does not know why."""
+        result = self.results[name]
+        known = name not in (*self.crashed, LEDGER) and excused(
+            self.asked, self.ledger, name, result
+        )
+        return result.red and not known
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of what is red; green is AGREES, of a whole night."""
+        found = [self.results[name].verdict for name in self.results if self.red(name)]
+        found += [Verdict.UNDECIDED] * bool(self.missing)
+        return max(found, key=SEVERITY.index, default=Verdict.AGREES)
+
+    @property
+    def sentence(self) -> str:
+        """What the night says, in one sentence."""
+        red = [name for name in self._order if name in self.results and self.red(name)]
+        unfinished = f" Not finished: {', '.join(self.missing)}." if self.missing else ""
+        if red:
+            first = self.results[red[0]].sentence.removesuffix(".")
+            more = f" Red as well: {', '.join(red[1:])}." if red[1:] else ""
+            return f"{red[0]}: {first}.{more}{unfinished}"
+        ran = [name for name, each in self.results.items() if each.verdict is not Verdict.UNDECIDED]
+        left = [name for name in self.results if name not in ran]
+        known = [n for n in ran if self.results[n].red]
+        told = f"{len(ran)} of {len(self._order)} steps ran, none of them red"
+        told += f"; known by the ledger: {', '.join(known)}" if known else ""
+        told += f"; not run: {', '.join(left)}" if left else ""
+        return f"{told}.{unfinished}"
+
+    def close(self) -> None:
+        """End the night: a complete one is never continued, a green one leaves no captures."""
+        if not self.complete:
+            return
+        self.journal.finish()
+        if self.verdict is Verdict.AGREES:
+            shutil.rmtree(self.asked.work / CAPTURES, ignore_errors=True)
+
+
+def _crash(error: Exception) -> StepResult:
+    said = " ".join(str(error).split())[:400]
+    return StepResult(Verdict.UNDECIDED, f"The step crashed: {type(error).__name__}: {said}")
+
+
+def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:
+    """What a red step found wrong; a step that names no component is one itself."""
+    if not result.red:
+        return ()
+    whole = Failure(f"night.{name}", result.verdict, None, result.sentence)
+    return result.failures or (whole,)
+
+
+def excused(asked: Asked, ledger: Ledger | None, name: str, result: StepResult) -> bool:
+    """Whether the ledger knows all that is wrong with a step."""
+    failures = failures_of_step(name, result)
+    return ledger is not None and all(
+        any(entry.covers(each, asked.name) for entry in ledger.entries) for each in failures
+    )
+
+
+def require_no_workers(environment: Mapping[str, str]) -> None:
+    """Refuse to run as one of xdist's workers: steps have an order."""
+    worker = environment.get("PYTEST_XDIST_WORKER")
+    if worker:
+        raise InvalidArgument(
+            "PYTEST_XDIST_WORKER", worker, "a night whose steps run in their order",
+            "Start pytest without -n. Several ranks: torchrun, see docs/nights.md.",
+        )  # fmt: skip
+
+
+def today() -> str:
+    """The night's date, UTC."""
+    return str(datetime.now(UTC).date())
+
+
+def _ledger_of(asked: Asked) -> Ledger | None:
+    if asked.ledger is None:
+        return None
+    return read_ledger(asked.ledger, date.fromisoformat(asked.night))
+
+
+def _require_store(url: str | None) -> None:
+    if url is None:
+        return
+    engine = address_of(url, create=True).engine
+    engine.dispose()
+    if engine.dialect.name == "sqlite":
+        with Store(url, create=True):
+            pass
+
+
+def _key_of(asked: Asked) -> str:
+    """A digest of what every step depends on."""
+    places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
+    told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
+    ranks = asked.ranks
+    versions = (provenance("").versions, kernel_versions())
+    where = (machine(), versions, asked.commit, asked.name)
+    return digest_of(told, ranks, where, [(str(each), files_told(each)) for each in places])

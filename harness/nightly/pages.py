@@ -1,0 +1,247 @@
+"""What a night leaves behind: the checkpoint's page, a JSON document, a Markdown summary.
+
+Owns the page's last form (the panels of audit and check as their steps wrote them, the gates beside
+the text, kernels, history) and the words of the summary, which is made for the page of a CI job.
+Text from outside is shown escaped. Refuses what the report folder refuses.
+Kept honest by suites/nightly/test_pages.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.input_files import read_small_text
+from degarble.harness.commands.history_page import MANIFEST
+from degarble.harness.commands.report_folder import LARGEST_RECORD, write_page
+from degarble.harness.history.machine import machine, provenance
+from degarble.harness.history.panel import history_panel
+from degarble.harness.history.store import Store
+from degarble.harness.nightly.closing import history_in, run_of
+from degarble.harness.nightly.record import to_plain
+from degarble.harness.nightly.steps import RAN, where_of
+from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table
+from degarble.harness.report.files import write_text
+from degarble.harness.report.number_text import visible
+from degarble.harness.report.page import Page, Panel, PanelKind, Subject
+from degarble.harness.report.page_json import page_from_json
+from degarble.harness.report.verdict import SCHEMA, SEVERITY, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from degarble.harness.nightly.night import Night
+    from degarble.harness.nightly.record import StepResult
+
+COMMAND = "make nightly"
+KERNEL_STEPS = ("codecs", "kernels", "figures")
+_SIGNS = {
+    Verdict.AGREES: "✓", Verdict.DIFFERS: "✗", Verdict.UNSTABLE: "✗",
+    Verdict.UNDECIDED: "–", Verdict.REFUSED: "!",
+}  # fmt: skip
+_LINES = 8  # of what is wrong with one step
+_MARKS = re.compile(r"([\\`*_{}\[\]<>|#])")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a night."""
+
+    page: Path
+    document: Path
+    summary: Path
+
+
+def write_night(night: Night) -> Written:
+    """Write page, document and summary of what was run so far."""
+    page = page_of(night)
+    html = write_page(night.asked.folder, page)
+    stem = f"{page.subject.key}-night"
+    document, summary = (night.asked.folder / f"{stem}.{end}" for end in ("json", "md"))
+    write_text(document, json.dumps(document_of(night), ensure_ascii=True, indent=1) + "\n")
+    write_text(summary, markdown(night))
+    return Written(html, document, summary)
+
+
+def page_of(night: Night) -> Page:
+    """The page of the checkpoint with all panels of the night."""
+    subject = Subject(night.asked.checkpoint.resolve().name, "Checkpoint", _identity(night))
+    record = night.asked.folder / f"{subject.key}.json"
+    if record.exists():
+        page = page_from_json(read_small_text(record, LARGEST_RECORD), str(record))
+    else:
+        page = Page(subject, provenance(COMMAND), Verdict.AGREES, "")
+    for panel in (_kernels(night), _history(night), _texts(night, page)):
+        if panel is not None:
+            page = page.with_panel(panel)
+    made = replace(provenance(COMMAND), machine=_where(night))
+    return replace(page, provenance=made, verdict=night.verdict, sentence=night.sentence)
+
+
+def _where(night: Night) -> str:
+    result = night.results.get("environment")
+    told = where_of(result.facts, gpu=night.asked.gpu) if result is not None else ""
+    return told or machine()
+
+
+def _identity(night: Night) -> str:
+    for result in night.results.values():
+        if MANIFEST in result.facts:
+            return result.facts[MANIFEST]
+    return f"sha256:{hashlib.sha256(night.asked.name.encode()).hexdigest()}"
+
+
+def _table(caption: str, rows: Iterable[tuple[str, str, str]], columns: tuple[str, ...]) -> Table:
+    return Table(caption, tuple(Column(each) for each in columns), tuple(rows))
+
+
+def _kernels(night: Night) -> Panel | None:
+    found = {name: night.results[name] for name in KERNEL_STEPS if name in night.results}
+    if not found:
+        return None
+    # Formats that are met say nothing of kernels that did not run.
+    judged = [
+        each.verdict
+        for name, each in found.items()
+        if name == "kernels" or each.verdict is not Verdict.UNDECIDED
+    ] + [Verdict.UNDECIDED] * ("kernels" not in found)
+    worst = max(judged, key=SEVERITY.index, default=Verdict.UNDECIDED)
+    columns = (Column("step"), Column("verdict", ColumnKind.VERDICT), Column("what it says"))
+    rows = tuple((name, each.verdict, each.sentence) for name, each in found.items())
+    sentence = " ".join(each.sentence for each in found.values())
+    blocks = [Table("Known answers", columns, rows)]
+    suites = found["kernels"].rows if "kernels" in found else ()
+    if suites:
+        columns = (Column("suite"), Column("verdict", ColumnKind.VERDICT), Column("cases"))
+        told = tuple((name, Verdict(verdict), said) for name, verdict, said in suites)
+        blocks.append(Table("Suites of kernels on this device", columns, told))
+    rates = found["figures"].rows if "figures" in found else ()
+    if rates:
+        blocks.append(
+            Table(
+                "Rates beside ceilings of the same run",
+                (Column("kernel"), Column("rate")),
+                tuple((name, said) for name, _, said in rates),
+            )
+        )
+    ran = _kernels_that_ran(night)
+    if ran:
+        names = tuple(Column(each) for each in ("role", "kernels, tactics, launches"))
+        blocks.append(Table("Which kernel and tactic ran", names, ran))
+    return Panel(PanelKind.KERNELS, sentence, worst, tuple(blocks))
+
+
+def _kernels_that_ran(night: Night) -> tuple[tuple[str, str], ...]:
+    result = night.results.get("captures")
+    facts = result.facts if result is not None else {}
+    return tuple((k.removeprefix(RAN), v) for k, v in facts.items() if k.startswith(RAN))
+
+
+def _history(night: Night) -> Panel | None:
+    asked, result = night.asked, night.results.get("history")
+    if asked.store is None or result is None or result.verdict not in _RAN:
+        return None
+    run = run_of(asked, {k: v for k, v in night.results.items() if k not in ("history", "ledger")})
+    assert run is not None, "the step has added it"
+    with Store(asked.store) as store:
+        panel = history_panel(history_in(store, run))
+    settled = night.results.get("ledger")
+    lines = settled.lines if settled is not None else ()
+    panel = replace(panel, verdict=result.verdict, sentence=result.sentence)
+    return replace(panel, blocks=(*panel.blocks, *(Sentence(f"Ledger: {each}") for each in lines)))
+
+
+_RAN = (Verdict.AGREES, Verdict.DIFFERS)
+
+
+def _texts(night: Night, page: Page) -> Panel | None:
+    """The text panel with the gates behind what was said."""
+    result = night.results.get("text")
+    if result is None:
+        return None
+    old = next((each for each in page.panels if each.kind is PanelKind.TEXT), None)
+    kept = () if old is None else tuple(b for b in old.blocks if not _is_gates(b))
+    columns = ("statistic", "verdict", "drift")
+    blocks = (*kept, _table(_GATES, result.rows, columns)) if result.rows else kept
+    verdict = result.verdict
+    if old is not None and old.verdict is not None:
+        verdict = max(verdict, old.verdict, key=SEVERITY.index)
+    return Panel(PanelKind.TEXT, result.sentence, verdict, blocks)
+
+
+_GATES = "Statistics over the prompts, each drift with its interval"
+
+
+def _is_gates(block: object) -> bool:
+    return isinstance(block, Table) and block.caption == _GATES
+
+
+def document_of(night: Night) -> dict[str, object]:
+    """The night for a machine."""
+    asked = night.asked
+    return {
+        "schema": SCHEMA,
+        "verdict": night.verdict,
+        "sentence": night.sentence,
+        "checkpoint": asked.name,
+        "night": asked.night,
+        "started": asked.started,
+        "commit": asked.commit or None,
+        "complete": night.complete,
+        "continued": night.continued,
+        "missing": night.missing,
+        "crashed": night.crashed,
+        "red": [name for name in night.results if night.red(name)],
+        "steps": {name: to_plain(each) for name, each in night.results.items()},
+    }
+
+
+def markdown(night: Night) -> str:
+    """The summary for the page of a CI job."""
+    asked = night.asked
+    about = [asked.night, _where(night), f"commit {asked.commit[:12]}" if asked.commit else ""]
+    lines = [
+        f"## {_SIGNS[night.verdict]} {night.verdict}: {_plain(asked.name)}",
+        "",
+        _plain(", ".join(filter(None, about))),
+        "",
+        _plain(night.sentence),
+        "",
+        "| step | verdict | what it says |",
+        "|---|---|---|",
+    ]
+    lines += [_row(night, name, each) for name, each in night.results.items()]
+    for name, each in night.results.items():
+        lines += _wrong(night, name, each)
+    return "\n".join(lines) + "\n"
+
+
+def _row(night: Night, name: str, result: StepResult) -> str:
+    verdict = str(result.verdict)
+    if result.red and not night.red(name):
+        verdict += ", known"
+    elif result.verdict is Verdict.UNDECIDED and not result.asked:
+        verdict = "not run"
+    return f"| {name} | {_SIGNS[result.verdict]} {verdict} | {_plain(result.sentence)} |"
+
+
+def _wrong(night: Night, name: str, result: StepResult) -> list[str]:
+    """What is wrong with a step, or what else it tells."""
+    told = list(result.lines)
+    if result.red and not told:
+        told = [f"{each.component}: {each.sentence}" for each in result.failures]
+    if not told:
+        return []
+    more = len(told) - _LINES
+    head = "What is wrong" if night.red(name) else "Also told"
+    lines = ["", f"### {head}: {name}", "", *(f"- {_plain(each)}" for each in told[:_LINES])]
+    return [*lines, f"- and {more} more"] if more > 0 else lines
+
+
+def _plain(text: str) -> str:
+    """One line of Markdown that means its own characters."""
+    return _MARKS.sub(r"\\\1", " ".join(visible(text).split()))

@@ -1,0 +1,95 @@
+"""A night over the ranks of torchrun: each captures its shards, rank 0 judges and reports.
+
+Owns what the ranks do together: captures, each by a fresh process a rank, so that what is random by
+launch differs between repeats; and the words by which the others learn what a step said. All other
+steps run on rank 0 alone, and so do pages, journal, store and ledger: there is one report, and rank
+0 alone fails.
+
+Refuses kernels in the place of components, which are not cut, and captures of the user's own, which
+need no ranks. Kept honest by suites/nightly/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.inference.ranks import environment_of_child, free_port, told_by_first
+from degarble.harness.nightly.steps import capture_line, captures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from degarble.harness.nightly.night import Step
+    from degarble.harness.nightly.record import Asked, StepResult
+
+_TORCH = "torch"
+
+
+def over_ranks(steps: Sequence[Step], ranks: int) -> list[Step]:
+    """The same steps, of which captures are made by all ranks."""
+    shared = partial(_captures, ranks)
+    return [replace(each, run=shared) if each.name == "captures" else each for each in steps]
+
+
+def lead(name: str, run: Callable[[], StepResult]) -> StepResult:
+    """Run a step on rank 0, and tell the others what it said; nothing where it was no answer."""
+    said = None
+    try:
+        result = run()
+        said = f"{result.verdict}: {result.sentence}"
+        return result
+    finally:
+        told_by_first({"step": name, "said": said})
+
+
+def follow(name: str) -> str:
+    """Do what rank 0 asks for until a step is over; return what it said."""
+    while True:
+        word = told_by_first()
+        if "line" in word:
+            _child(word)
+            continue
+        assert word["step"] == name, "all ranks run the same steps"
+        return str(word["said"] or "no answer: see rank 0")
+
+
+def _captures(ranks: int, asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
+    """Capture the prompts on all ranks together, as often as it is asked."""
+    if asked.backend != _TORCH or asked.captures is not None:
+        name = "--backend" if asked.backend != _TORCH else "--captures"
+        raise InvalidArgument(
+            name, asked.backend if name == "--backend" else asked.captures,
+            f"the references over {ranks} ranks", "Start pytest itself, without torchrun.",
+        )  # fmt: skip
+    found = captures(asked, results, _together)
+    return replace(found, facts={**found.facts, "ranks": str(ranks)})
+
+
+def _together(asked: Asked, prompts: Path, out: Path) -> str:
+    """One capture by all ranks; return why there is none."""
+    word = {"line": capture_line(asked, prompts, out), "port": free_port()}
+    told_by_first(word)
+    said = _child(word)
+    for place in out.parent.glob(f".{out.name}.rank-*"):
+        shutil.rmtree(place, ignore_errors=True)
+    return said
+
+
+def _child(word: Mapping[str, Any]) -> str:
+    """Run a process of this rank, which meets those of the others at the port."""
+    done = subprocess.run(  # noqa: S603  ours
+        [sys.executable, *word["line"]],
+        env=environment_of_child(os.environ, word["port"]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if not done.returncode else done.stderr or f"exit status {done.returncode}"

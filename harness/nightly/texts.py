@@ -1,0 +1,254 @@
+"""Text gates of a night: perplexity, KL to the reference, output length, known-answer echo.
+
+Owns what is measured on each prompt, for the candidate, its twin and the BF16 reference: surprise
+at the prompt in nats a token, KL divergence from the reference at each position, how many tokens an
+answer has, and the share of a prompt that is known when it comes a second time (its own words are
+the answers, so any prompt file will do). Where the checkpoint runs here the candidate computes in
+the arithmetic of engines; captures of another program give what they hold: the logits behind each
+prompt and each new token. Whether a drift is one, night_statistics says.
+
+Refuses nothing of its own; fewer prompts than a gate needs are Undecided.
+Kept honest by suites/nightly/test_steps.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.harness.backends.registry import AskedBackend, use_backend
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.commands.check.texts import spoken_in
+from degarble.harness.engine.localise.recorded_run import forward_again
+from degarble.harness.history.ledger import Failure
+from degarble.harness.history.records import TEXT
+from degarble.harness.inference.generation import Finish, Generation, Limits, Speech
+from degarble.harness.inference.model import open_model
+from degarble.harness.inference.speaker import Speaker
+from degarble.harness.nightly.metamorphic import prompts_of
+from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.statistics import FEWEST, Gate, gate
+from degarble.harness.nightly.steps import folders_of
+from degarble.harness.report.verdict import Verdict
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.inference.model import OpenModel
+
+NEW_TOKENS = 24
+PROMPTS = 32
+UNITS = {
+    "perplexity": "nats",
+    "divergence": "nats",
+    "length": "tokens",
+    "echo": "of the tokens",
+}
+_PROBABILITIES = ("perplexity", "divergence")
+# The drift that a gate has to see: perplexity doubled, half of an answer, half of the known words.
+MATTERS = {
+    "perplexity": math.log(2),
+    "divergence": math.log(2),
+    "length": NEW_TOKENS / 2,
+    "echo": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What one model is on each prompt; None where it was not measured."""
+
+    perplexity: list[float]
+    divergence: list[float]
+    length: list[float] | None = None
+    echo: list[float] | None = None
+
+
+def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
+    """Measure the three voices, and hold each statistic against what is healthy."""
+    if asked.captures is not None:
+        if results["captures"].verdict is not Verdict.AGREES:
+            return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
+        voices = _captured(asked, Capture.open(folders_of(results)[0]))
+    else:
+        voices = _spoken(asked)
+    gates = []
+    for name, unit in UNITS.items():
+        candidate, twin, reference = (getattr(voice, name) for voice in voices)
+        if candidate is not None and twin is not None and reference is not None:
+            gates.append(gate(name, unit, candidate, twin, reference, MATTERS[name]))
+    return told(gates)
+
+
+def told(gates: list[Gate]) -> StepResult:
+    """Say what the gates say; the numbers go into the history.
+
+    Nothing is decided where no gate on the model's probabilities would see a drift that matters.
+    """
+    red = [each for each in gates if each.verdict is Verdict.DIFFERS]
+    blind = [each for each in gates if each.verdict is Verdict.UNDECIDED]
+    values = {f"{g.name}.{who}": value for g in gates
+              for who, value in (("candidate", g.candidate), ("drift", g.drift),
+                                 ("twin.reference", g.twin - g.reference))
+              if value == value}  # fmt: skip  # noqa: PLR0124
+    sees = any(g.name in _PROBABILITIES and g.verdict is Verdict.AGREES for g in gates)
+    verdict = Verdict.DIFFERS if red else Verdict.AGREES if sees else Verdict.UNDECIDED
+    if red:
+        sentence = " ".join(each.sentence for each in red)
+    elif sees:
+        green = [each for each in gates if each.verdict is Verdict.AGREES]
+        sentence = f"No text statistic drifts beyond what is healthy. {green[0].sentence}"
+    else:
+        sentence = f"The prompts cannot show a drift that matters. {blind[0].sentence}"
+    left = [name for name in UNITS if name not in {each.name for each in gates}]
+    sentence += f" Not measured: {', '.join(left)}." if left else ""
+    if blind and verdict is Verdict.AGREES:
+        sentence += f" Too few prompts to judge {', '.join(each.name for each in blind)}."
+    return StepResult(
+        verdict,
+        sentence,
+        values={TEXT.name: values},
+        failures=tuple(
+            Failure(f"text.{each.name}", Verdict.DIFFERS, None, each.sentence) for each in red
+        ),
+        judged=tuple(f"text.{each.name}" for each in gates if each not in blind),
+        rows=tuple((each.name, str(each.verdict), each.sentence) for each in gates),
+    )
+
+
+def _spoken(asked: Asked) -> tuple[Voice, Voice, Voice]:
+    """Run candidate, twin and reference over the prompts."""
+    with open_model(asked.reference, "bf16") as reference:
+        with open_model(asked.checkpoint) as twin:
+            prompts = [ids for ids in prompts_of(twin, asked)[:PROMPTS] if len(ids) > 1]
+            meant = _rows(reference.speaker, prompts)
+            twins = _voice(twin, prompts, meant)
+        backend = AskedBackend(asked.backend)
+        with open_model(asked.checkpoint, switches=backend.conventions) as candidate:
+            _as_engines(candidate)
+            use_backend(candidate.speaker.bound, backend, candidate.recipe)
+            mine = _voice(candidate, prompts, meant)
+        return mine, twins, _voice(reference, prompts, meant)
+
+
+def _as_engines(model: OpenModel) -> None:
+    """Let products be summed in float32, as engines do."""
+    if model.streamed is None and model.arithmetic == "twin":
+        weights = model.speaker.bound.weights
+        switches = model.speaker.bound.numerics.switches
+        numerics = Numerics.twin(switches, products=torch.float32)
+        model.speaker = Speaker(Bound(model.config, numerics, weights, model.recipe))
+
+
+def _rows(speaker: Speaker, prompts: list[list[int]]) -> list[Tensor]:
+    """Logarithms of the probabilities behind every token of each prompt."""
+    sequences = [Sequence() for _ in prompts]
+    hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
+    parts = hidden.split([len(ids) for ids in prompts])
+    return [speaker.logits(part).double().log_softmax(-1) for part in parts]
+
+
+def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> Voice:
+    speaker = model.speaker
+    rows = _rows(speaker, prompts)
+    twice = [[*ids, *ids[1:]] for ids in prompts]
+    again = _rows(speaker, twice)
+    length = _lengths(model, prompts, [NEW_TOKENS] * len(prompts))
+    return Voice(
+        [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
+        [_divergence(row, mean) for row, mean in zip(rows, meant, strict=True)],
+        length,
+        [_known(row, ids) for row, ids in zip(again, prompts, strict=True)],
+    )
+
+
+def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> list[float] | None:
+    """How many tokens follow each prompt, up to its limit."""
+    if model.streamed is not None:  # a token would cost a pass over the disk
+        return None
+    speeches = [Speech(list(ids)) for ids in prompts]
+    Generation(model.speaker, None, None, Limits(max(limits))).run(speeches)
+    return [float(min(len(e.ids), most)) for e, most in zip(speeches, limits, strict=True)]
+
+
+def _surprise(row: Tensor, targets: list[int]) -> float:
+    """Nats a token."""
+    return -float(row.gather(1, torch.tensor(targets)[:, None]).mean())
+
+
+def _divergence(row: Tensor, meant: Tensor) -> float:
+    """Mean Kullback-Leibler divergence from the reference, in nats a position."""
+    return float((meant.exp() * (meant - row)).sum(-1).mean())
+
+
+def _known(row: Tensor, ids: list[int]) -> float:
+    """The share of a prompt's second copy that is foretold; its first word has no forerunner."""
+    again = torch.tensor(ids[2:] or ids[1:])
+    begin = len(row) - 1 - len(again)
+    return float((row[begin : begin + len(again)].argmax(-1) == again).double().mean())
+
+
+def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
+    """Three voices on the steps of a capture: behind each prompt and each new token."""
+    head = {call.step: call for call in run.calls if call.component == "head"}
+    steps = [step for step in run.steps if step.number in head]
+    mine = [run.outputs(head[step.number])["out"].double() for step in steps]
+    owners = [list(dict.fromkeys(step.sequences)) for step in steps]
+    place = {step.number: number for number, step in enumerate(run.steps)}
+    at = [place[step.number] for step in steps]
+    spoken = spoken_in(run)
+    new = {number: ids for number, (_, ids) in enumerate(spoken)}
+    rows = [_by_owner(mine, owners)]
+    known = [owner for owner in rows[0] if new.get(owner)]
+    limits = limits_of(run, known, new)
+    lengths = [[float(len(new[o])) for o in limits] or None]
+    prompts = [spoken[o][0] for o in limits]
+    for checkpoint, arithmetic in ((asked.checkpoint, None), (asked.reference, "bf16")):
+        with open_model(checkpoint, arithmetic) as model:
+            again = forward_again(model.speaker.bound, run.steps)
+            rows.append(_by_owner([again[n].double() for n in at], owners))
+            lengths.append(_lengths(model, prompts, list(limits.values())) if limits else None)
+    voices = [
+        Voice(
+            [_surprise(side[o][: len(new[o])], new[o][: len(side[o])]) for o in known],
+            [_divergence(side[o], rows[-1][o]) for o in known],
+            length if None not in lengths else None,
+        )
+        for side, length in zip(rows, lengths, strict=True)
+    ]
+    return voices[0], voices[1], voices[2]
+
+
+def limits_of(run: Capture, known: list[int], new: Mapping[int, list[int]]) -> dict[int, int]:
+    """How long a twin may answer too, for sequences of which the capture says how they ended.
+
+    What ended at its limit may be no longer in the twin's mouth; of what was broken off nothing is
+    known. Only a run that states its answers counts their last tokens, which nobody fed again.
+    """
+    stated = run.facts.get("sequences")
+    ends = [each.get("finish") if isinstance(each, dict) else None
+            for each in (stated if isinstance(stated, list) else ())]  # fmt: skip
+    most = max((NEW_TOKENS, *(len(new[owner]) for owner in known)))
+    found = {
+        owner: len(new[owner]) if ends[owner] == Finish.LENGTH else most
+        for owner in known
+        if owner < len(ends) and ends[owner] in (Finish.LENGTH, Finish.END)
+    }
+    return found if len(found) >= FEWEST else {}
+
+
+def _by_owner(side: list[Tensor], owners: list[list[int]]) -> dict[int, Tensor]:
+    """The logits of each sequence, step after step, as logarithms of probabilities."""
+    found: dict[int, list[Tensor]] = {}
+    for logits, who in zip(side, owners, strict=True):
+        for owner, row in zip(who, logits, strict=True):
+            found.setdefault(owner, []).append(row)
+    return {owner: torch.stack(each).log_softmax(-1) for owner, each in found.items()}

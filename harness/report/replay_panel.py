@@ -1,0 +1,173 @@
+"""What the replay and text panels show, as plain records: outputs, places, histograms, texts.
+
+Owns the table layer x component with all that a click on a cell unfolds. Numbers are numbers and
+codes are hex words, so that an old run is told again without torch, a GPU or its checkpoint. Where
+nothing was measured stands None. Refuses labels and values of unequal number.
+What keeps it honest: suites/report/test_replay_panel.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PAIRS = ("candidate and twin", "candidate and BF16", "twin and BF16")
+
+
+@dataclass(frozen=True)
+class PlaceJudged:
+    """The worst place of one level (element, row, tile, head, ...), in one unit with its bound."""
+
+    level: str
+    place: str
+    measured: float
+    allowed: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class WorstElement:
+    """The element that is furthest beyond its bound: both codes in hex, both values."""
+
+    place: str
+    candidate_code: str
+    twin_code: str
+    candidate: float
+    twin: float
+    steps: int | None = None  # ulps between them; None where one is no number
+
+
+@dataclass(frozen=True)
+class Along:
+    """The relative difference along one axis: positions, rows, heads, experts, tiles."""
+
+    name: str
+    labels: tuple[str, ...]
+    values: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        _require_labelled(self.name, self.labels, self.values)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many elements are how many steps from their twin's."""
+
+    unit: str
+    labels: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require_labelled("histogram", self.labels, self.counts)
+
+
+@dataclass(frozen=True)
+class CloseLook:
+    """What a click on a cell unfolds, measured while the tensors were at hand."""
+
+    worst: WorstElement | None = None
+    places: tuple[PlaceJudged, ...] = ()
+    along: tuple[Along, ...] = ()
+    histogram: Histogram | None = None
+    derivation: tuple[str, ...] = ()
+    gain: float | None = None
+    rounding_bias: float | None = None
+
+
+@dataclass(frozen=True)
+class JudgedOutput:
+    """One output of one component over the whole run.
+
+    `cosines` follow PAIRS; `difference` and `budget` are relative L2 of the worst call, `ratio` is
+    the worst place of any level in units of its own budget. `layer` is None at the ends.
+    """
+
+    component: str
+    role: str
+    layer: int | None
+    output: str
+    verdict: Verdict
+    ratio: float | None = None
+    cosines: tuple[float | None, float | None, float | None] = (None, None, None)
+    difference: float | None = None
+    budget: float | None = None
+    identical: float | None = None
+    elements: int = 0
+    calls: int = 0
+    flips: int = 0
+    choices: int = 0
+    undecided: str = ""
+    look: CloseLook = field(default_factory=CloseLook)
+
+    @property
+    def site(self) -> str:
+        """Where it is seen."""
+        name = "" if self.output == "out" else f".{self.output}"
+        return f"{self.component}.out{name}"
+
+    @property
+    def column(self) -> str:
+        """What its layer is called: drafters carry their own name, the ends none."""
+        if self.layer is None:
+            return "ends"
+        return f"mtp.{self.layer}" if self.component.startswith("mtp.") else str(self.layer)
+
+
+@dataclass(frozen=True)
+class ReplayRecord:
+    """All outputs in the order of the run, what was found, and where it was obtained."""
+
+    verdict: Verdict
+    sentence: str
+    outputs: tuple[JudgedOutput, ...]
+    origins: tuple[str, ...] = ()  # sites at which something began, in the order of the run
+    findings: tuple[str, ...] = ()  # one sentence each
+    notes: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()  # provenance
+    preface: tuple[str, ...] = ()  # what went well before
+
+
+@dataclass(frozen=True)
+class Said:
+    """One prompt, what each model said, and the first token at which they part."""
+
+    prompt: str
+    voices: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def parting(self) -> int | None:
+        """The first token that is not the same in all of them; None where they never part."""
+        texts = [tokens for _, tokens in self.voices]
+        for at in range(max((len(tokens) for tokens in texts), default=0)):
+            if len({tokens[at] if at < len(tokens) else None for tokens in texts}) > 1:
+                return at
+        return None
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """What the model says, healthy and as it was run."""
+
+    said: tuple[Said, ...]
+    notes: tuple[str, ...] = ()
+
+
+def worst_first(outputs: tuple[JudgedOutput, ...]) -> list[JudgedOutput]:
+    """Outputs that differ, then those that are undecided, then those nearest to their budget."""
+    order: Mapping[Verdict, int] = {Verdict.DIFFERS: 0, Verdict.UNSTABLE: 0, Verdict.UNDECIDED: 1}
+    return sorted(outputs, key=lambda each: (order.get(each.verdict, 2), -(each.ratio or 0.0)))
+
+
+def _require_labelled(
+    name: str, labels: tuple[str, ...], values: tuple[float | None, ...] | tuple[int, ...]
+) -> None:
+    if len(labels) != len(values):
+        raise ShapeMismatch(
+            f"labels of {name}", len(labels), f"{len(values)}, one a value", "Label every value."
+        )

@@ -1,0 +1,23 @@
+"""How something on a page is meant. Imports no sibling.
+
+Kept honest by suites/report/, with the blocks that carry a tone.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """How a sentence or bar is meant. Never told by colour alone."""
+
+    PLAIN = "plain"
+    NOTE = "note"
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+    @property
+    def weight(self) -> int:
+        """Order of tones, the worst one highest."""
+        return list(Tone).index(self)

@@ -1,1 +1,0 @@
-"""Checkpoint, reference, engine and report put together: what the commands call."""

@@ -1,0 +1,125 @@
+"""The model as the web side knows it: its name, its tokenizer, its chats, its bounds.
+
+Owns the facts that every answer repeats. Refuses chats where the tokenizer lacks the marks of a
+conversation: another text in their place would be another prompt.
+Kept honest by suites/serve/test_engine.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.base.version import VERSION
+from degarble.harness.chat.chat import Chat, chat_of
+from degarble.harness.checkpoint.view.fingerprint import fingerprint
+from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.model.components import components
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.types import Kind
+from degarble.harness.serve.messages import Bounds
+from degarble.harness.serve.refusals import ApiError, wrong_input
+
+if TYPE_CHECKING:
+    from degarble.harness.chat.tokenizer import Tokenizer
+    from degarble.harness.chat.turns import Style
+    from degarble.harness.inference.model import OpenModel
+
+BACKEND = "torch"  # the references: the twin's arithmetic
+
+
+@dataclass(frozen=True)
+class Desk:
+    """An open model, as far as requests are concerned."""
+
+    model: OpenModel
+    name: str
+    bounds: Bounds = field(default_factory=Bounds)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def talker(self) -> Talker:
+        """What turns texts into ids."""
+        return Talker(self.model, Manner())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.talker.tokenizer
+
+    @property
+    def context(self) -> int:
+        """How many tokens a prompt and its continuation may have together."""
+        return self.model.speaker.context
+
+    @cached_property
+    def mark(self) -> str:
+        """What was served, in a line: version, arithmetic, and a hash of the checkpoint."""
+        digest = fingerprint(self.model.checkpoint)[:12]
+        return f"degarble-{VERSION}-{self.model.arithmetic}-{digest}"
+
+    @property
+    def gap(self) -> str:
+        """What the tokenizer writes between two tokens: a space where tokens are bare words."""
+        number = 0
+        one, two = self.tokenizer.decode([number]), self.tokenizer.decode([number, number])
+        return two[len(one) : len(two) - len(one)]
+
+    def chat(self, style: Style) -> Chat:
+        """The chat encoding, in a style."""
+        if not self.talker.knows_chat:
+            told = (
+                f"the tokenizer of {self.name} has no marks of a conversation, so a chat cannot be"
+                " written as the model was trained on it; use /v1/completions"
+            )
+            raise ApiError(400, told, "messages", "chat_unavailable")
+        try:
+            return chat_of(self.model.config, self.model.checkpoint.root, style)
+        except DegarbleError as error:  # V3.2 knows no effort
+            raise wrong_input("reasoning_effort", error) from error
+
+    def card(self) -> dict[str, Any]:
+        """Write the model as /v1/models lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "degarble",
+            "max_model_len": self.context,
+        }
+
+    def info(self) -> dict[str, str]:
+        """What is served, as labels."""
+        return {
+            "version": VERSION,
+            "model": self.name,
+            "numerics": self.model.arithmetic,
+            "backend": BACKEND,
+            "weights": "held" if self.model.streamed is None else "streamed",
+            "checkpoint": self.mark.rpartition("-")[2],
+        }
+
+    @cached_property
+    def computed(self) -> tuple[dict[str, str], ...]:
+        """What computes each component of each layer, and in which formats, as labels."""
+        model, known = self.model, {each.name: each for each in parameters(self.model.config)}
+        rows = []
+        for each in components(model.config, model.recipe):
+            if each.name not in model.speaker.bound.calls:
+                continue
+            named = (known[name] for name in each.weights)
+            linears = {model.recipe.format_of(p) for p in named if p.kind is Kind.LINEAR}
+            weights = " ".join(sorted({formats.weight for formats in linears}))
+            taken = sorted({formats.activation for formats in linears})
+            row = {
+                "layer": "" if each.layer is None else str(each.layer),
+                "component": each.role,
+                "weights": weights,
+                "activations": " ".join(taken) if model.arithmetic == "twin" else "",
+                "backend": BACKEND,
+            }
+            rows.append(row)
+        return tuple(rows)

@@ -1,0 +1,67 @@
+"""What runs each part of each layer, for vLLM's /metrics: the gauge degarble_part_info.
+
+Owns the logger that vLLM's group `vllm.stat_logger_plugins` makes in the process that answers
+/metrics. It reads the records that the ranks left when they had loaded. Only where VLLM_PLUGINS
+names degarble. Kept honest by suites/vllm/bound/test_metrics.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from degarble.harness.base.errors import MissingDependency
+from degarble.harness.vllm.installed import is_named, require_vllm
+from degarble.harness.vllm.log_messages import folder_of, labels, read_records
+from degarble.harness.vllm.options import read_options
+from degarble.harness.vllm.parts import Running
+
+require_vllm()
+
+try:  # not through upstream.py: this process needs no model
+    from prometheus_client import REGISTRY, Gauge
+
+    from vllm.v1.metrics.loggers import StatLoggerBase
+except ImportError as error:
+    raise MissingDependency(
+        "vllm",
+        str(error),
+        "vLLM 0.33 with its metrics",
+        "make vllm-env builds such an environment.",
+    ) from error
+
+METRIC = "degarble_part_info"
+LABELS = ("rank", *Running._fields)
+
+
+class PartInfo(StatLoggerBase):
+    """Sets one gauge a part, once the engine stands."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._config = vllm_config
+        self._engine = engine_index
+        self.shown = 0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Nothing of a step is ours to tell."""
+
+    def log_engine_initialized(self) -> None:
+        """Show what the ranks recorded; the same start shown again changes nothing."""
+        if not is_named():
+            return
+        asked = read_options(self._config.additional_config).told
+        gauge = self._gauge()
+        for rank, running in read_records(folder_of(self._config.instance_id, asked)).items():
+            for each in labels(rank, running):
+                gauge.labels(**each).set(1)
+                self.shown += 1
+
+    @staticmethod
+    def _gauge() -> Any:
+        known = getattr(REGISTRY, "_names_to_collectors", {}).get(METRIC)
+        return known or Gauge(METRIC, "What runs each part of each layer.", LABELS)

@@ -1,0 +1,56 @@
+"""Pages of vLLM's caches as our kernels take them: rows of bytes, with whatever lies between.
+
+vLLM packs all layers of a block beside one another, so a layer's pages are far apart and its last
+one ends before a whole stride is over: no tensor of torch's may have these rows. What the kernels
+ask of an operand is told here instead; they read and write entries alone, never what lies behind.
+Refuses pages whose entries do not lie close together. Kept honest by
+suites/vllm/bound/test_pages.py. Shape letters: N pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import LayoutMismatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class PagedView:
+    """A cache [N, entries, bytes] as [N, stride]: what kernels/runtime/operands.py asks for."""
+
+    def __init__(self, name: str, cache: Tensor) -> None:
+        _, entries, nbytes = cache.shape
+        if cache.element_size() != 1 or cache.stride()[1:] != (nbytes, 1):
+            raise LayoutMismatch(
+                f"cache of {name}", f"{cache.dtype}, strides {cache.stride()}",
+                f"bytes, entries of {nbytes} close together", "Start with --kv-cache-dtype fp8.",
+            )  # fmt: skip
+        self._cache = cache
+        self.entries = entries
+        self.stride_bytes = cache.stride(0)
+        self.shape = (cache.shape[0], self.stride_bytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As the cache has it."""
+        return self._cache.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self._cache.device
+
+    def stride(self) -> tuple[int, int]:
+        """Bytes from page to page, and from byte to byte."""
+        return self.stride_bytes, 1
+
+    def is_contiguous(self) -> bool:
+        """Rows follow each other by their whole length."""
+        return True
+
+    def data_ptr(self) -> int:
+        """Where the first page begins."""
+        return self._cache.data_ptr()

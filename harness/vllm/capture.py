@@ -1,0 +1,397 @@
+"""Captures from vLLM: a worker extension, a switch on its API server, and a run without one.
+
+    DEGARBLE_CAPTURES=DIR vllm serve CKPT --enforce-eager
+        --worker-extension-cls degarble.harness.vllm.capture.CaptureWorker
+        --middleware degarble.harness.vllm.capture.CaptureSwitch
+
+Owns what of vLLM is used, all of it public or looked up by name when a capture opens: the worker's
+collective_rpc, the model runner's model and the batch that it prepares. No file of vLLM is changed,
+and with no capture open nothing of ours is in its way. Imports vLLM only to run it here.
+
+Refuses engines that replay recorded graphs, pipeline stages, runners without the batch's requests,
+and whoever the gate does not know. Kept honest by suites/vllm/test_vllm_switch.py, on a worker
+and an API server that stand in for vLLM's; in vLLM 0.26 it ran on an H200 (docs/vllm.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from degarble.harness.capture.capture import How
+    from degarble.harness.capture.options import Asked
+
+PATH = "/degarble/capture"
+FOLDER_VARIABLE, TOKEN_VARIABLE = "DEGARBLE_CAPTURES", "DEGARBLE_CAPTURE_TOKEN"
+EXTENSION = "degarble.harness.vllm.capture.CaptureWorker"
+_MOST_BODY = 64 << 10
+
+
+class CaptureWorker:
+    """Methods that vLLM mixes into its worker. Their names are called by collective_rpc."""
+
+    def degarble_capture_open(self, spec: str) -> dict[str, Any]:
+        """Open a capture on this rank; `spec` is JSON: folder, and what is asked for."""
+        raw = json.loads(spec)
+        return _told(lambda: _Rank.open(self, Path(raw["folder"]), raw["asked"]))
+
+    def degarble_capture_state(self) -> dict[str, Any]:
+        """Tell what this rank has."""
+        found: _Rank | None = vars(self).get(_Rank.NAME)
+        return {"open": False} if found is None else {"open": True} | found.capture.state
+
+    def degarble_capture_close(self) -> dict[str, Any]:
+        """Close it, and take everything of ours away."""
+        found: _Rank | None = vars(self).pop(_Rank.NAME, None)
+        if found is None:
+            return {"refused": "no capture is open on this rank"}
+        return _told(found.close)
+
+
+def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Give a refusal back instead of raising it: an exception would end vLLM's engine."""
+    try:
+        return work()
+    except (DegarbleError, OSError) as error:
+        return {"refused": str(error)}
+
+
+class _Rank:
+    """One rank's capture, and the watching of its model runner."""
+
+    NAME = "_degarble_capture"
+
+    def __init__(self, capture: Any, stack: ExitStack, method: str) -> None:
+        self.capture, self._stack, self._method = capture, stack, method
+        self._batch: list[tuple[str, int]] = []
+
+    @classmethod
+    def open(cls, worker: Any, folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+        """Begin on this worker."""
+        # Imports torch, which vLLM's API server does without.
+        from degarble.harness.capture.engine.session import EngineCapture  # noqa: PLC0415
+        from degarble.harness.capture.engine.vllm import sightings_of  # noqa: PLC0415
+        from degarble.harness.capture.options import Asked  # noqa: PLC0415
+        from degarble.harness.model.config.json_file import config_from_file  # noqa: PLC0415
+
+        if cls.NAME in vars(worker):
+            raise InvalidArgument("capture", "open already", "one at a time", "Close it first.")
+        ranks = _require_plain(worker.vllm_config)
+        model, runner = worker.get_model(), worker.model_runner
+        places = sightings_of(config_from_file(Path(_checkpoint(worker)) / "config.json"), ranks)
+        own = folder / f"rank-{worker.rank:04}"
+        capture = EngineCapture(own, model, places, Asked.of_json(raw))
+        stack = ExitStack()
+        made = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
+        try:
+            _watch_batches(runner, made.note, stack)
+            hook = model.register_forward_pre_hook(made.begin, prepend=True, with_kwargs=True)
+            stack.callback(hook.remove)
+        except BaseException:
+            stack.close()
+            capture.close()
+            raise
+        setattr(worker, cls.NAME, made)
+        return {"rank": worker.rank, "ranks": ranks, "checkpoint": _checkpoint(worker)}
+
+    def note(self, batch: list[tuple[str, int]]) -> None:
+        """Keep who is in the batch that comes, and with how many tokens."""
+        self._batch = batch
+
+    def begin(self, _model: Any, given: Any, named: dict[str, Any]) -> None:
+        """Tell the capture of a forward pass; a dummy run has no batch."""
+        from degarble.harness.capture.engine.session import Scheduled  # noqa: PLC0415  torch
+
+        batch, self._batch = self._batch, []
+        ids, positions = (
+            named.get(name, given[n] if n < len(given) else None)
+            for n, name in enumerate(("input_ids", "positions"))
+        )
+        if not batch or ids is None or positions is None:
+            self.capture.batch([])
+            return
+        count = sum(each for _, each in batch)
+        tokens, places = ids[:count].tolist(), positions[:count].tolist()
+        scheduled, at = [], 0
+        for request, new in batch:
+            scheduled.append(Scheduled(request, places[at], tokens[at : at + new]))
+            at += new
+        self.capture.batch(scheduled)
+
+    def close(self) -> dict[str, Any]:
+        """End it."""
+        self._stack.close()
+        found: dict[str, Any] = self.capture.close()
+        return found | {"method": self._method}
+
+
+def _require_plain(config: Any) -> int:
+    """How many ranks share the model; refuse what cannot be captured."""
+    if not config.model_config.enforce_eager:
+        raise InvalidArgument(
+            "vLLM", "recorded graphs", "an engine that calls its modules",
+            "Start it with --enforce-eager.",
+        )  # fmt: skip
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages != 1:
+        raise InvalidArgument(
+            "pipeline_parallel_size", stages, "1: a rank that has all layers",
+            "Capture with tensor parallelism alone.",
+        )  # fmt: skip
+    return int(config.parallel_config.tensor_parallel_size)
+
+
+def _checkpoint(worker: Any) -> str:
+    return str(worker.vllm_config.model_config.model)
+
+
+def _watch_batches(
+    runner: Any, note: Callable[[list[tuple[str, int]]], None], stack: ExitStack
+) -> None:
+    """Hear of every batch: from what the newer runner prepares, or the older one's input batch."""
+    name = next((n for n in ("prepare_inputs", "_prepare_inputs") if hasattr(runner, n)), None)
+    if name is None:
+        raise InvalidArgument(
+            "vLLM's model runner", type(runner).__name__, "prepare_inputs or _prepare_inputs",
+            "Use vLLM 0.33.",
+        )  # fmt: skip
+    own = getattr(runner, name)
+
+    def prepared(scheduler_output: Any, *given: Any, **named: Any) -> Any:
+        made = own(scheduler_output, *given, **named)
+        if hasattr(made, "req_ids"):
+            counts = [int(each) for each in made.num_scheduled_tokens[: len(made.req_ids)]]
+            note(list(zip(made.req_ids, counts, strict=True)))
+        else:
+            new = scheduler_output.num_scheduled_tokens
+            note([(each, new[each]) for each in runner.input_batch.req_ids if each in new])
+        return made
+
+    setattr(runner, name, prepared)
+    stack.callback(delattr, runner, name)
+
+
+class CaptureSwitch:
+    """Middleware of vLLM's API server: /degarble/capture, where a folder was named."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        folder, self._token = (os.environ.get(n) for n in (FOLDER_VARIABLE, TOKEN_VARIABLE))
+        self._folder = Path(folder) if folder else None
+        self._place: Path | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer our own path, and pass everything else on."""
+        if scope["type"] != "http" or scope["path"] != PATH or self._folder is None:
+            await self._app(scope, receive, send)
+            return
+        from starlette.requests import Request  # noqa: PLC0415  vLLM's server has it
+        from starlette.responses import JSONResponse  # noqa: PLC0415
+
+        from degarble.harness.serve.refusals import ApiError, wrong_input  # noqa: PLC0415
+
+        request = Request(scope, receive)
+        try:
+            self._admit(request)
+            found, status = await self._asked(request), 200
+        except ApiError as error:
+            found, status = error.document(), error.status
+        except DegarbleError as error:
+            found, status = wrong_input("capture", error).document(), 400
+        await JSONResponse(found, status)(scope, receive, send)
+
+    def _admit(self, request: Any) -> None:
+        """Let in who has the token, or, without one, who is on this machine."""
+        from degarble.harness.serve.auth import Gate  # noqa: PLC0415
+        from degarble.harness.serve.messages import LOOPBACK  # noqa: PLC0415
+        from degarble.harness.serve.refusals import ApiError  # noqa: PLC0415
+
+        client = (request.scope.get("client") or ("",))[0]
+        if self._token is None and client not in LOOPBACK:
+            raise ApiError(403, "captures are for this machine alone", None, "unknown_host")
+        Gate.of("127.0.0.1", self._token, anyone=False).admit(PATH, request.headers)
+
+    async def _asked(self, request: Any) -> dict[str, Any]:
+        engine = request.scope["app"].state.engine_client
+        if request.method == "GET":
+            return {"ranks": await engine.collective_rpc("degarble_capture_state")}
+        if request.method == "POST":
+            return await self._opened(engine, await request.body())
+        return await self._closed(engine)
+
+    async def _opened(self, engine: Any, body: bytes) -> dict[str, Any]:
+        from degarble.harness.capture.options import Asked  # noqa: PLC0415
+        from degarble.harness.serve.fields import read_object  # noqa: PLC0415
+
+        if len(body) > _MOST_BODY or self._place is not None:
+            raise InvalidArgument(
+                "capture", "open already" if self._place else f"{len(body)} bytes",
+                "one at a time, asked for in 64 KiB", "Close it first.",
+            )  # fmt: skip
+        asked = Asked.of_json(read_object(body) if body else {})
+        assert self._folder is not None, "the path is answered only with a folder"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix="capture-", dir=self._folder))
+        spec = json.dumps({"folder": str(place), "asked": asked.document()})
+        replies = await engine.collective_rpc("degarble_capture_open", args=(spec,))
+        if any("refused" in each for each in replies):
+            await engine.collective_rpc("degarble_capture_close")
+            shutil.rmtree(place, ignore_errors=True)
+        _require(replies)
+        self._place = place
+        return {"state": "open", "capture": place.name, "asked": asked.document()}
+
+    async def _closed(self, engine: Any) -> dict[str, Any]:
+        place, self._place = self._place, None
+        if place is None:
+            raise InvalidArgument("capture", "none is open", "an open capture", "Open one first.")
+        replies = await engine.collective_rpc("degarble_capture_close")
+        _require(replies)
+        checkpoint = Path(engine.vllm_config.model_config.model)
+        apart = joined(checkpoint, place, replies[0])
+        told = {name: replies[0][name] for name in ("requests", "calls", "ended", "unseen")}
+        return {"state": "closed", "capture": place.name, "ranks_apart": apart} | told
+
+
+def _require(replies: Sequence[dict[str, Any]]) -> None:
+    """Raise the first rank's refusal."""
+    refused = next((each["refused"] for each in replies if "refused" in each), None)
+    if refused is not None:
+        raise InvalidArgument("vLLM's worker", refused, "a capture", "See docs/capture-engine.md.")
+
+
+def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
+    """Make one capture of the ranks' in `place`; their own folders go."""
+    from degarble.harness.capture.capture import How, facts_of  # noqa: PLC0415  imports torch
+    from degarble.harness.capture.engine.ranks import join_ranks  # noqa: PLC0415  as above
+    from degarble.harness.capture.engine.session import require_calls  # noqa: PLC0415  as above
+    from degarble.harness.capture.engine.vllm import sightings_of  # noqa: PLC0415  as above
+    from degarble.harness.engine.conventions.registry import KEY  # noqa: PLC0415  as above
+    from degarble.harness.inference.model import open_model  # noqa: PLC0415  as above
+
+    require_calls(state)
+    ranks = sorted(place.glob("rank-*"))
+    with open_model(checkpoint) as model:
+        places = sightings_of(model.config, len(ranks))
+        facts = facts_of(checkpoint, model, How()) | {
+            "backend": "vllm", KEY: stated_conventions(state.get("method"))
+        }  # fmt: skip
+        apart = join_ranks(ranks, places, place, facts)
+    for folder in ranks:
+        shutil.rmtree(folder)
+    return apart
+
+
+def stated_conventions(method: str | None) -> dict[str, Any]:
+    """Say on which side of the sources' disagreements vLLM computes, and our plugin in it."""
+    from degarble.harness.vllm.installed import NAME  # noqa: PLC0415  with the engine
+    from degarble.references.numerics import SOURCES, Switches  # noqa: PLC0415  imports torch
+
+    theirs, official = SOURCES["vllm"], Switches()
+    if method == NAME:  # each expert keeps its own input scale
+        theirs = replace(theirs, input_scale_shared=False)
+    each = {name: getattr(theirs, name) for name in sorted(official.__dataclass_fields__)}
+    return {
+        name: str(value) if isinstance(value, StrEnum) else value
+        for name, value in each.items()
+        if value != getattr(official, name)
+    }
+
+
+def capture_vllm(
+    checkpoint: Path,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    how: How,
+    make: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """Run token ids through vLLM in this process, on one rank, and capture every request."""
+    from degarble.harness.capture.options import MOST_BYTES, Asked  # noqa: PLC0415
+    from degarble.harness.report.files import require_folder  # noqa: PLC0415
+
+    require_folder("--out", folder)
+    asked: Asked = replace(Asked(how.wanted), count=len(prompts), nbytes=MOST_BYTES)
+    engine = (make or _engine())(
+        model=str(checkpoint), enforce_eager=True, worker_extension_cls=EXTENSION
+    )
+    spec = json.dumps({"folder": str(folder), "asked": asked.document()})
+    _require(engine.collective_rpc("degarble_capture_open", args=(spec,)))
+    engine.generate_ids([list(each) for each in prompts], how.new_tokens)
+    replies = engine.collective_rpc("degarble_capture_close")
+    _require(replies)
+    found: dict[str, Any] = replies[0]
+    return found | {"ranks_apart": joined(checkpoint, folder, found)}
+
+
+@dataclass(frozen=True)
+class FromVllm:
+    """What `degarble capture --backend vllm` wrote."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        """Tell it in a few lines."""
+        from degarble.harness.capture.files.reader import Capture  # noqa: PLC0415
+        from degarble.harness.capture.files.text import capture_lines  # noqa: PLC0415
+
+        apart = self.state["ranks_apart"]
+        told = [f"{len(apart)} copies differ between ranks, such as {apart[0]}"] if apart else []
+        return [*capture_lines(Capture.open(self.folder)), *told, f"Wrote {self.folder}"]
+
+    def document(self) -> dict[str, Any]:
+        """The machine's view of it."""
+        made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
+        return made | {"capture": str(self.folder), "backend": "vllm", "engine": self.state}
+
+
+def from_vllm(checkpoint: Path, prompts: Sequence[Any], folder: Path, how: How) -> FromVllm:
+    """Capture what vLLM makes of prompts: texts, or conversations in the official encoding."""
+    wrong = "--patch" if how.patch is not None else "--statistics-only"
+    if how.patch is not None or how.statistics_only:
+        raise InvalidArgument(
+            wrong, "beside --backend vllm", "an engine as it is, and its tensors",
+            f"Leave {wrong} out.",
+        )  # fmt: skip
+    make = _engine()
+    # Imports torch, which a refusal does without.
+    from degarble.harness.generate.generate import Manner, Talker  # noqa: PLC0415
+    from degarble.harness.inference.model import open_model  # noqa: PLC0415
+
+    with open_model(checkpoint) as model:
+        chat = any(isinstance(each, list) for each in prompts)
+        talker = Talker(model, Manner(chat=chat))
+        ids = [talker.ids_of(each) for each in prompts]
+    return FromVllm(folder, capture_vllm(checkpoint, ids, folder, how, make))
+
+
+def _engine() -> Callable[..., Any]:
+    try:
+        import vllm  # noqa: PLC0415  heavy, and another environment's
+    except ImportError as error:
+        raise MissingDependency(
+            "--backend vllm", "vllm", "vLLM 0.33 in this environment",
+            "Install it, or capture a running server: docs/capture-engine.md.",
+        ) from error  # fmt: skip
+
+    class Engine(vllm.LLM):  # type: ignore[misc]  # its classes are Any here
+        def generate_ids(self, prompts: list[list[int]], new: int) -> None:
+            """Continue prompts greedily."""
+            how = vllm.SamplingParams(temperature=0.0, max_tokens=new)
+            self.generate([{"prompt_token_ids": each} for each in prompts], how)
+
+    return Engine

@@ -1,0 +1,229 @@
+"""The whole proof of the plugin in an engine: servers started, asked, ended; a table of what held.
+
+    python -m degarble.harness.vllm.engine.prove PREPARED OUT [--only NAME] [--gpus 2]
+
+PREPARED is what `prepare` wrote. Owns the servers of the proof: checkpoints by recipe, CUDA graphs,
+faults planted in the loader, a tensor that is missing, and with two GPUs tensor parallel ranks. All
+of them start beside one another, each on its port. Status 0: everything held; 1: something did not;
+2: refused before anything is written, as without vLLM or GPUs. Captures, logs and verdicts stay in
+OUT. Interrupted, it ends its servers. Not judged: speed. Kept honest by
+suites/vllm/engine/test_prove.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load_file, save_file
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnknownName
+from degarble.harness.report.files import require_folder
+from degarble.harness.vllm.engine.answers import Answers
+from degarble.harness.vllm.engine.server import (
+    Asked,
+    Caller,
+    Running,
+    end_all,
+    environment,
+    require_engine,
+    require_free,
+)
+from degarble.harness.vllm.engine.steps import STEPS, Outcome, Session, taken, told_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FIRST_PORT, START_SECONDS, END_SECONDS = 8101, 300.0, 60.0
+_KNOWS = ("parts", "questions", "texts", "forced")
+SERVERS = (
+    Asked("experts", "experts", tuple(STEPS)),
+    Asked("full", "full", tuple(STEPS)),
+    Asked("bf16", "bf16", (*_KNOWS, "capture"), {"experts": "vllm"}),
+    Asked("graphs", "experts", (*_KNOWS, "many"), graphs=True),
+    Asked("swapped", "experts", ("capture",), plant="gate and up",
+          blamed=("layers.1.ffn.shared.w13", "M14")),
+    Asked("exchanged", "experts", plant="w2", refused="experts after loading"),
+    Asked("lacking", "full", dropped="layers.2.attn.wo_b.weight_scale",
+          refused="loader.unwritten"),
+    Asked("ranks", "experts", tuple(STEPS), ranks=2),
+    Asked("ranks-swapped", "experts", ("capture",), ranks=2, plant="gate and up",
+          blamed=("layers.1.ffn.shared.w13", "M14")),
+    Asked("ranks-turned", "experts", ("capture",), ranks=2, plant="ranks",
+          blamed=("layers.1.attn.wq_b", "M16")),
+    Asked("ranks-exchanged", "experts", plant="w2", ranks=2, refused="experts after loading"),
+)  # fmt: skip
+_RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
+_ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")
+_ABOVE = "See root cause above"  # a process that tells of another one
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one proof reads and writes."""
+
+    prepared: Path
+    out: Path
+    seconds: float = START_SECONDS
+
+
+def prove(place: Place, servers: Sequence[Asked]) -> dict[str, list[Outcome]]:
+    """Start all servers, take their steps, end them."""
+    place.out.mkdir(parents=True)
+    with ThreadPoolExecutor(len(servers)) as pool:
+        made = pool.map(lambda pair: one(place, pair[1], FIRST_PORT + pair[0]), enumerate(servers))
+        try:
+            return {asked.name: found for asked, found in zip(servers, made, strict=True)}
+        except BaseException:  # an interrupted proof ends what it started
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
+
+
+def one(place: Place, asked: Asked, port: int) -> list[Outcome]:
+    """Start a server, take its steps, end it."""
+    out = place.out / asked.name
+    out.mkdir()
+    checkpoint = place.prepared / asked.checkpoint
+    if asked.dropped:
+        checkpoint = lacking(checkpoint, out / "checkpoint", asked.dropped)
+    captures = out / "captures"
+    line = asked.line(checkpoint, port, out / "told")
+    around = environment(asked, captures, out / "site")
+    begin = time.monotonic()
+    with Running(line, around, out / "log.txt") as server:
+        caller = Caller(port)
+        up = server.answers(caller, place.seconds)
+        begun = Outcome("start", True, f"answered after {time.monotonic() - begin:.0f} s")
+        if asked.refused:
+            return [refusal(asked, server, up=up)]
+        if not up:
+            return [Outcome("start", False, last_words(server.said()))]
+        told = Answers.read(place.prepared / f"{asked.checkpoint}.json")
+        session = Session(caller, told, checkpoint, captures, out, asked.blamed)
+        found = [begun]
+        for name in asked.steps:
+            found.append(taken(name, session))
+            say(f"{asked.name:10} {time.monotonic() - begin:4.0f} s  {found[-1].line()}")
+        if asked.graphs:
+            found.append(graphs(server.said()))
+        return found
+
+
+def refusal(asked: Asked, server: Running, *, up: bool) -> Outcome:
+    """Judge a start that has to be refused, by what its log says."""
+    if up:
+        return Outcome("refused", False, "it answered")
+    try:
+        server.process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Outcome("refused", False, "it neither answered nor ended")
+    lines = [each for each in server.said().splitlines() if asked.refused in each]
+    told = lines[0].rpartition("degarble.harness.base.errors.")[2] if lines else "not said"
+    return Outcome("refused", bool(lines), told[:300])
+
+
+def graphs(log: str) -> Outcome:
+    """Say which CUDA graphs were recorded."""
+    kinds = sorted(set(_RECORDED.findall(log)))
+    ended = bool(kinds) and "Graph capturing finished" in log
+    return Outcome("graphs", ended, f"recorded: {'; '.join(kinds) or 'none'}")
+
+
+def last_words(log: str) -> str:
+    """Return the line of a log that says why it ended."""
+    lines = [each for each in log.splitlines() if _ENDS.search(each) and _ABOVE not in each]
+    return f"never answered: {_ENDS.split(lines[-1], 1)[-1][:300] if lines else log[-300:]}"
+
+
+def lacking(checkpoint: Path, folder: Path, name: str) -> Path:
+    """Copy a checkpoint without a tensor."""
+    shutil.copytree(checkpoint, folder)
+    (shard,) = folder.glob("*.safetensors")
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    raw = json.loads(index.read_text(encoding="utf-8"))
+    del raw["weight_map"][name]
+    index.write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def chosen(names: Sequence[str], gpus: int) -> list[Asked]:
+    """Return the servers of a proof: those named, or all that so many GPUs serve."""
+    known = {each.name: each for each in SERVERS}
+    for name in names:
+        if name not in known:
+            raise UnknownName.among("server", name, known)
+    if names:
+        return [known[name] for name in dict.fromkeys(names)]
+    return [each for each in SERVERS if each.ranks <= gpus]
+
+
+def wanted(given: argparse.Namespace) -> tuple[str, list[Asked]]:
+    """Return vLLM's version, and servers; refuse what would break off once they start."""
+    if given.gpus < 1:
+        raise InvalidArgument("--gpus", given.gpus, "1 or more", "Say how many GPUs may be used.")
+    if not 0 < given.seconds < math.inf:
+        raise InvalidArgument("--seconds", given.seconds, "a number above 0", "Leave it out.")
+    servers = chosen(given.only, given.gpus)
+    version = require_engine(max(each.ranks for each in servers))
+    for name in dict.fromkeys(each.checkpoint for each in servers):
+        if not (given.prepared / name).is_dir():
+            raise InvalidArgument(
+                "PREPARED", str(given.prepared), f"a folder with {name}, as prepare writes it",
+                "Write it: python -m degarble.harness.vllm.engine.prepare PREPARED",
+            )  # fmt: skip
+        Answers.read(given.prepared / f"{name}.json")
+    if given.out.exists():
+        raise InvalidArgument("OUT", str(given.out), "a folder that does not exist", "Move it.")
+    require_folder("OUT", given.out)
+    for number in range(len(servers)):
+        require_free(FIRST_PORT + number)
+    return version, servers
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)  # noqa: T201  a script
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prove, print what held, and write it to OUT/proof.json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("prepared", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", action="append", default=[], help="a server, by name")
+    parser.add_argument("--gpus", type=int, default=1, help="2: tensor parallel ranks as well")
+    parser.add_argument("--seconds", type=float, default=START_SECONDS, help="for a start")
+    given = parser.parse_args(arguments)
+    try:
+        version, servers = wanted(given)
+        found = prove(Place(given.prepared, given.out, given.seconds), servers)
+    except DegarbleError as error:
+        print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
+        return error.exit_status
+    document = {"vllm": version, "servers": {k: told_of(each) for k, each in found.items()}}
+    (given.out / "proof.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    say(f"\nvLLM {version}")
+    for name, outcomes in found.items():
+        for each in outcomes:
+            say(f"{name:10} {each.line()}")
+    return int(any(each.passed is False for outcomes in found.values() for each in outcomes))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

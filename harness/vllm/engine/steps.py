@@ -1,0 +1,287 @@
+"""What a running server is asked, and what has to come back: one function a step.
+
+Owns the steps and their judgement. A text may leave the references' where they themselves are no
+surer than a moved rounding moves them; a question, of whose answer they are sure, may not be
+answered otherwise. Shares that nothing bounds are told and not judged. Kept honest by
+suites/vllm/engine/test_steps.py, on a server that stands in and on one that errs.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from degarble.harness.vllm import capture as vllm_capture
+from degarble.harness.vllm.engine.server import BATCH, CONTEXT, SEQUENCES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from degarble.harness.vllm.engine.answers import Answers
+    from degarble.harness.vllm.engine.server import Caller
+
+NEAR = 5  # likeliest tokens that are asked for
+TIE = 0.1  # of logits: company may change the last bits of a sum, and then the word
+DROPPED = 96  # streams
+CAPTURED, CAPTURED_TOKENS, CAPTURED_PROMPT = 3, 6, 60  # requests, new tokens, ids of a prompt
+# What a server that answers otherwise, or ends, makes of a step.
+BREAKS = (
+    OSError, http.client.HTTPException, subprocess.SubprocessError, LookupError, ValueError,
+    TypeError,
+)  # fmt: skip
+_DROPS_AT = (40, 90, 140, 190, 240)  # bytes of a stream that are read before it is dropped
+_QUIET = 2.0  # seconds until dropped requests are gone
+_CHECK = 240  # seconds
+_HITS = "vllm:prefix_cache_hits_total"
+_AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
+
+
+class Outcome(NamedTuple):
+    """What a step found. `passed` None: told, and not judged."""
+
+    step: str
+    passed: bool | None
+    told: str
+
+    def line(self) -> str:
+        """Say it."""
+        sign = {True: "passed", False: "FAILED", None: "told"}[self.passed]
+        return f"{sign:7} {self.step}: {self.told}"
+
+
+@dataclass
+class Session:
+    """A server, what the references answer, where things go; what was answered so far."""
+
+    caller: Caller
+    answers: Answers
+    checkpoint: Path
+    captures: Path
+    out: Path
+    blamed: tuple[str, str] = ("", "")
+    alone: list[Any] = field(default_factory=list)  # the texts, asked one by one
+
+    def choices(self) -> list[Any]:
+        """Return the server's texts, each asked for alone, once, with the likeliest tokens."""
+        if not self.alone:
+            self.alone = [
+                self.caller.complete(
+                    each.prompt, len(each.ids), logprobs=NEAR, return_tokens_as_token_ids=True
+                )
+                for each in self.answers.texts
+            ]
+            ids = json.dumps([each["token_ids"] for each in self.alone])
+            (self.out / "texts.json").write_text(ids, encoding="utf-8")
+        return self.alone
+
+    def texts(self) -> list[list[int]]:
+        """Return their ids."""
+        return [each["token_ids"] for each in self.choices()]
+
+    def gap(self, text: int, place: int, token: int) -> float:
+        """How far below its best the server itself had a token, alone; infinite if not near."""
+        near = self.choices()[text]["logprobs"]["top_logprobs"][place]
+        return float(max(near.values()) - near.get(f"token_id:{token}", -math.inf))
+
+
+def parts(session: Session) -> Outcome:
+    """Who runs what, as /metrics tells it."""
+    found = session.caller.gauges("degarble_part_info")
+    mine = sum('by="degarble"' in each for each in found)
+    return Outcome("parts", mine > 0, f"{len(found)} parts, {mine} by degarble")
+
+
+def texts(session: Session) -> Outcome:
+    """Greedy texts: the references', up to a place where they are no surer than a rounding."""
+    pairs = list(zip(session.texts(), session.answers.texts, strict=True))
+    first = [_apart(got, each.ids) for got, each in pairs]
+    same = sum(at is None for at in first)
+    gaps = [
+        each.gap(at, got[at])
+        for at, (got, each) in zip(first, pairs, strict=True)
+        if at is not None and at < len(got)
+    ]
+    wrong = sum(gap > session.answers.moves for gap in gaps) + len(pairs) - same - len(gaps)
+    told = f"{same} of {len(pairs)} texts of {len(pairs[0][1].ids)} tokens are the references'"
+    if gaps:
+        told += (
+            f"; the others leave them at {', '.join(str(at) for at in first if at is not None)},"
+            f" where the references have the two tokens {', '.join(f'{gap:.2f}' for gap in gaps)}"
+            f" apart (a moved rounding: up to {session.answers.moves:.2f})"
+        )
+    return Outcome("texts", not wrong, told)
+
+
+def forced(session: Session) -> Outcome:
+    """The references' texts as prompts: at how many places is their token the likeliest."""
+    gaps: list[float] = []
+    for each in session.answers.texts:
+        made = session.caller.complete(each.prompt + each.ids, 1, prompt_logprobs=1)
+        for place, token in enumerate(each.ids):
+            known = made["prompt_logprobs"][len(each.prompt) + place]
+            best = max(known, key=lambda one: known[one]["logprob"])
+            gaps.append(0.0 if int(best) == token else each.gap(place, int(best)))
+    told = (
+        f"{sum(not gap for gap in gaps)} of {len(gaps)} places, with a moved rounding the"
+        f" references' own {session.answers.steady}; where it is another, they have the two"
+        f" {max(gaps):.2f} apart at most"
+    )
+    return Outcome("forced", None, told)
+
+
+def questions(session: Session) -> Outcome:
+    """Questions of whose answers the references are sure, prompts in chunks among them."""
+    asked = session.answers.questions
+    right = [
+        session.caller.complete(each.prompt, len(each.ids))["token_ids"] == each.ids
+        for each in asked
+    ]
+    long = sum(len(each.prompt) > BATCH for each in asked)
+    words = sum(len(each.ids) for each in asked)
+    told = f"{sum(right)} of {len(asked)} as the references answer, {long} in chunks, {words} ids"
+    return Outcome("questions", all(right) and bool(long), told)
+
+
+def prefix(session: Session) -> Outcome:
+    """A long prompt again: from the cache, and the same text."""
+    each = max(session.answers.texts, key=lambda one: len(one.prompt))
+    before = sum(session.caller.gauges(_HITS).values())
+    new = min(16, len(each.ids))
+    got = [session.caller.complete(each.prompt, new)["token_ids"] for _ in range(2)]
+    hits = sum(session.caller.gauges(_HITS).values()) - before
+    same = got[0] == got[1] == session.texts()[session.answers.texts.index(each)][:new]
+    told = f"{len(each.prompt)} tokens twice: {hits:.0f} from the cache, texts the same: {same}"
+    return Outcome("prefix", same and hits > 0, told)
+
+
+def many(session: Session) -> Outcome:
+    """As many requests at once as the server takes: each as alone, up to words that tie."""
+    alone, asked = session.texts(), session.answers.texts
+
+    def one(number: int) -> float:
+        which = number % len(asked)
+        got = session.caller.complete(asked[which].prompt, len(alone[which]))["token_ids"]
+        at = _apart(got, alone[which])
+        if at is None:
+            return 0.0
+        return session.gap(which, at, got[at]) if at < len(got) else math.inf
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(SEQUENCES) as pool:
+        gaps = list(pool.map(one, range(SEQUENCES)))
+    seconds = time.perf_counter() - begin
+    same = sum(not each for each in gaps)
+    told = f"{len(gaps)} at once answered in {seconds:.1f} s, {same} as alone"
+    if any(gaps):
+        told += f"; the others left where, alone, two words were {max(gaps):.3f} apart at most"
+    return Outcome("many", max(gaps) <= TIE, told)
+
+
+def storm(session: Session) -> Outcome:
+    """Streams dropped in their middle: nothing of them stays, and texts are what they were."""
+    asked = session.answers.texts
+    workers = [
+        threading.Thread(target=_drop, args=(session.caller, asked[n % len(asked)].prompt, n))
+        for n in range(DROPPED)
+    ]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    time.sleep(_QUIET)
+    left = sum(session.caller.gauges(*_AT_WORK).values())
+    got = session.caller.complete(asked[0].prompt, len(asked[0].ids))["token_ids"]
+    same = got == session.texts()[0]
+    told = f"{DROPPED} streams dropped: {left:.0f} requests left, the text as before: {same}"
+    return Outcome("storm", same and not left, told)
+
+
+def _drop(caller: Caller, prompt: list[int], number: int) -> None:
+    body = {
+        "model": caller.model, "prompt": prompt, "max_tokens": CONTEXT - len(prompt) - 1,
+        "temperature": 0, "stream": True, "ignore_eos": True,
+    }  # fmt: skip
+    link = http.client.HTTPConnection("127.0.0.1", caller.port, timeout=60)
+    head = {"content-type": "application/json"}
+    link.request("POST", "/v1/completions", json.dumps(body), head)
+    link.getresponse().read(_DROPS_AT[number % len(_DROPS_AT)])
+    link.close()
+
+
+def capture(session: Session) -> Outcome:
+    """A capture of three requests from the running server, and what check says of it."""
+    names = [f"proof{n}" for n in range(CAPTURED)]
+    opened = session.caller.call(vllm_capture.PATH, {"requests": names}, "POST")
+    if opened.status != 200:
+        return Outcome("capture", False, f"not opened: {opened.status} {opened.body[:300]!r}")
+    for name, each in zip(names, session.answers.texts, strict=False):
+        session.caller.complete(each.prompt[:CAPTURED_PROMPT], CAPTURED_TOKENS, name)
+    closed = session.caller.call(vllm_capture.PATH, None, "DELETE", wait=_CHECK)
+    if closed.status != 200:
+        return Outcome("capture", False, f"not closed: {closed.status} {closed.body[:300]!r}")
+    place = session.captures / closed.json()["capture"]
+    kept = session.out / "capture"
+    shutil.copytree(place, kept)
+    return judged(kept, session)
+
+
+def judged(place: Path, session: Session) -> Outcome:
+    """Let degarble check judge a capture; a planted fault has to be named."""
+    made = session.out / "check.json"
+    done = subprocess.run(  # noqa: S603  our own command
+        [sys.executable, "-m", "degarble.harness.cli.main", "check", str(place), "--reference",
+         str(session.checkpoint), "--json", str(made)],
+        capture_output=True, text=True, timeout=_CHECK, check=False,
+    )  # fmt: skip
+    (session.out / "check.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if not made.exists():
+        return Outcome("capture", False, f"check ended with {done.returncode}: {done.stderr[:300]}")
+    found = json.loads(made.read_text(encoding="utf-8"))
+    where = [each["site"].rpartition(".")[0] for each in found["origins"]]
+    causes = [each["fault"] for each in found["origins"]]
+    told = f"{found['verdict']}: {found['sentence']}"
+    component, cause = session.blamed
+    if not component:
+        return Outcome("capture", found["verdict"] == "AGREES", told)
+    named = any(
+        a == component and str(b or "").startswith(cause)
+        for a, b in zip(where, causes, strict=True)
+    )
+    alone = set(where) <= {component}
+    return Outcome("capture", named and alone, f"{told} Blamed: {', '.join(where)}; {causes}")
+
+
+def _apart(got: list[int], wanted: list[int]) -> int | None:
+    """Return the first place that differs; an answer that is too short differs where it ends."""
+    if got == wanted:
+        return None
+    same = (n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b)
+    return next(same, min(len(got), len(wanted)))
+
+
+STEPS: dict[str, Callable[[Session], Outcome]] = {
+    each.__name__: each for each in (parts, questions, texts, forced, prefix, many, storm, capture)
+}
+
+
+def taken(name: str, session: Session) -> Outcome:
+    """Take a step; what goes wrong on the way is its outcome."""
+    try:
+        return STEPS[name](session)
+    except BREAKS as error:
+        return Outcome(name, False, f"{type(error).__name__}: {str(error)[:300]}")
+
+
+def told_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """Give them as data."""
+    return [each._asdict() for each in outcomes]

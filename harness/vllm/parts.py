@@ -1,0 +1,161 @@
+"""Which kernel runs each part of a layer under vLLM, decided before anything runs, or refused.
+
+Owns the table of kernels by part, format and GPU, with what was shown of each, and the choice:
+degarble's kernel where there is one, vLLM's own where the options ask for it, a refusal by name
+otherwise. Nothing falls back by itself, and parts without a hook are told as vLLM's. The level of
+CUDA graphs follows: the lowest of all parts that run inside of attention.
+
+Kept honest by suites/vllm/test_parts.py. Needs neither vLLM nor a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.vllm.options import OURS, PARTS, THEIRS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from degarble.harness.vllm.options import Options
+
+SM90A, SM100A = "sm_90a", "sm_100a"  # as kernels/runtime/targets.py names them
+TARGETS: Mapping[tuple[int, int], str] = {(9, 0): SM90A, (10, 0): SM100A}
+# As harness/model/recipes.py names them.
+NVFP4, BF16, FP8_E8M0, FP8_F32 = "NVFP4", "BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32"
+FP8 = (FP8_E8M0, FP8_F32)
+NVFP4_A16 = "NVFP4 with BF16 activations"
+FP8_CACHE = (
+    "fp8_ds_mla"  # vLLM's name of kernels/primitives/kv_problem.py's fp8: 584 bytes an entry
+)
+# vLLM's AttentionCGSupport by name, the lowest first.
+GRAPHS = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+NO_HOOK = ("embed", "metadata")
+
+
+class Kernel(NamedTuple):
+    """Kernels for a part: modules under kernels/, GPUs, where they were shown, graphs allowed."""
+
+    module: str
+    targets: tuple[str, ...]
+    shown_on: tuple[str, ...]
+    graphs: str = "ALWAYS"
+
+
+BOTH = (SM90A, SM100A)
+DECODING = "UNIFORM_SINGLE_TOKEN_DECODE"
+# By part and format. `shown_on`: its suites ran on such a GPU; a form that only compiles is no
+# entry. All were captured in CUDA graphs, by their suites or benches on an H200. Attention splits a
+# batch by numbers of the host, so a recording serves decoding alone; the indexer's grid follows
+# from the longest sequence that vLLM names, which is the whole context where it records.
+KERNELS: Mapping[tuple[str, str], Kernel] = {
+    ("linear", BF16): Kernel("sm90_gemm_bf16", (SM90A,), (SM90A,)),
+    ("linear", FP8_E8M0): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
+    ("linear", FP8_F32): Kernel("sm90_gemm_fp8_block", (SM90A,), (SM90A,)),
+    ("linear", NVFP4): Kernel("sm90_gemm_nvfp4", (SM90A,), (SM90A,)),
+    ("linear", NVFP4_A16): Kernel("sm90_gemm_w4a16", BOTH, (SM90A,)),
+    ("act_quant", NVFP4): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
+    ("experts", NVFP4): Kernel("simt_moe_rows, sm90_moe_nvfp4", (SM90A,), (SM90A,)),
+    ("attend", FP8_CACHE): Kernel("sm90_sparse_attention", (SM90A,), (SM90A,), DECODING),
+    ("rows", FP8_CACHE): Kernel("simt_rmsnorm, simt_qnorm_rope, simt_kv_write", BOTH, (SM90A,)),
+    ("router", "sqrtsoftplus"): Kernel("simt_router", BOTH, (SM90A,)),
+    ("act", BF16): Kernel("simt_quantise_nvfp4", BOTH, (SM90A,)),
+    ("gate", BF16): Kernel("sm90_gemm_grouped", (SM90A,), (SM90A,)),
+    ("head", BF16): Kernel("simt_rmsnorm, sm90_gemm_grouped", (SM90A,), (SM90A,)),
+    ("projections", BF16): Kernel("sm90_gemm_grouped, sm90_gemm_bf16", (SM90A,), (SM90A,)),
+    ("mhc", BF16): Kernel("simt_mhc_project, simt_mhc, simt_rmsnorm", BOTH, (SM90A,)),
+    ("indexer", FP8_CACHE): Kernel(
+        "simt_indexer_operand, sm90_indexer_scores, simt_indexer_topk", (SM90A,), (SM90A,), DECODING
+    ),
+    ("compressor", FP8_CACHE): Kernel("simt_paged_pool, simt_kv_write", (SM90A,), (SM90A,)),
+    ("o_proj", BF16): Kernel("simt_inverse_rope, sm90_gemm_bf16", (SM90A,), (SM90A,)),
+}
+
+# On Blackwell instead: they compile, and none was run. The log says so for each.
+BLACKWELL: Mapping[tuple[str, str], Kernel] = {
+    ("linear", BF16): Kernel("sm100_gemm_bf16", (SM100A,), ()),
+    ("linear", FP8_E8M0): Kernel("sm100_gemm_fp8_block", (SM100A,), ()),
+    ("linear", FP8_F32): Kernel("sm100_gemm_fp8_block", (SM100A,), ()),
+    ("linear", NVFP4): Kernel("sm100_gemm_nvfp4", (SM100A,), ()),
+    ("o_proj", BF16): Kernel("simt_inverse_rope, sm100_gemm_bf16", (SM100A,), ()),
+}
+
+
+class Running(NamedTuple):
+    """What runs a part of a module: `by` degarble or vllm."""
+
+    module: str
+    part: str
+    format: str
+    by: str
+    kernel: str
+    tactic: str = ""
+
+    def line(self) -> str:
+        """Say it in a line of a log."""
+        tactic = f" ({self.tactic})" if self.tactic else ""
+        form = f" [{self.format}]" if self.format else ""
+        return f"{self.module} {self.part}{form}: {self.by} {self.kernel}{tactic}"
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """Name the target of a GPU; others are refused."""
+    if capability not in TARGETS:
+        raise UnknownName(
+            "compute capability",
+            ".".join(map(str, capability)),
+            "9.0 (H100, H200) or 10.0 (B200)",
+            "degarble has no kernel for this GPU; start vLLM without the plugin.",
+        )
+    return TARGETS[capability]
+
+
+def kernel_of(part: str, form: str, target: str, options: Options) -> Kernel | None:
+    """Return our kernel of a part; None: vLLM's own, as the options ask. Refuse what has none."""
+    if part not in PARTS:
+        raise UnknownName.among("part", part, PARTS)
+    if options.side(part) == THEIRS:
+        return None
+    own = BLACKWELL if target == SM100A else {}
+    kernel = own.get((part, form)) or KERNELS.get((part, form))
+    if kernel is None:
+        has = sorted(known for name, known in KERNELS if name == part)
+        raise _refused(part, form or "any format", f"one for {' or '.join(has)}" if has else "none")
+    if target not in kernel.targets:
+        runs_on = " and ".join(kernel.targets)
+        raise _refused(
+            part, f"{form or kernel.module} on {target}", f"{kernel.module} on {runs_on}"
+        )
+    return kernel
+
+
+def graph_level(kernels: Sequence[Kernel | None], theirs: str) -> str:
+    """Return the lowest level of CUDA graphs; `theirs`: what vLLM declares for its own builder."""
+    levels = [theirs, *(each.graphs for each in kernels if each is not None)]
+    return min(levels, key=GRAPHS.index)
+
+
+def unhooked(module: str) -> list[Running]:
+    """Say of the parts that the plugin has no hook for that they are vLLM's own."""
+    return [Running(module, part, "", THEIRS, "its own", "no hook") for part in NO_HOOK]
+
+
+def ours(module: str, part: str, form: str, kernel: Kernel, tactic: str = "") -> Running:
+    """Say that a kernel of ours runs a part, and if it never ran before."""
+    if not kernel.shown_on:
+        tactic = f"{tactic}; never run" if tactic else "never run"
+    return Running(module, part, form, OURS, f"kernels: {kernel.module}", tactic)
+
+
+def theirs(module: str, part: str, form: str = "") -> Running:
+    """Say that vLLM's own code runs a part, because the options ask for it."""
+    return Running(module, part, form, THEIRS, "its own", "asked for")
+
+
+def _refused(part: str, value: str, expectation: str) -> InvalidArgument:
+    remedy = (
+        f"To have vLLM's own code run it, say so:"
+        f' --additional-config \'{{"degarble": {{"parts": {{"{part}": "{THEIRS}"}}}}}}\'.'
+    )
+    return InvalidArgument(f"kernel of part {part}", value, f"degarble has {expectation}", remedy)

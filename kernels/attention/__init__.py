@@ -1,0 +1,1 @@
+"""Sparse attention and the queries of latent attention."""

@@ -1,0 +1,396 @@
+"""What sparse attention is asked for, and what follows: tiles, splits, shared memory, grids.
+
+Owns the problem (T tokens of H heads; one list of cache slots each from a window's pages and from
+pages of compressed entries; V3.2 has one list), the families, the form, the division of lists into
+tiles of 64 keys and of tiles into splits, and the budget of shared memory. Pure host arithmetic, no
+GPU and no DSL; what a kernel shares (`tiles_of_split`) uses + - * // and scalar_ops' extremes.
+
+Which keys a split has depends on the widths of the lists alone, never on how many tokens there are
+or how long their lists really are: so the bits of a token's output are its own. Tiles behind both
+lengths are passed over; they would change nothing.
+
+Refuses extents, widths of entries and numbers of splits that do not fit. Kept honest by
+suites/kernels/attention/test_problem.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import EntryFormat, entry_format
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.kernels.primitives.kv_problem import Pages
+
+TILE = 64  # keys that are looked at together
+HEADS = 64  # of a thread block: the rows of a wgmma
+STAGES = 2  # tiles in shared memory
+WARPGROUP = 128  # threads
+CONSUMERS = 2  # warpgroups, each with half of a tile's keys and half of the output's columns
+KEYS = TILE // CONSUMERS  # of a warpgroup's products
+COLUMNS = rows.WIDTH // CONSUMERS  # of a warpgroup's output
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
+REGISTER_FILE = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0
+ALIGNMENT = 1024  # of swizzled tiles: eight rows of 128 bytes
+MOST_HEADS = 128
+MOST_SPLITS = 32
+MOST_TOGETHER = 8  # thread blocks of a portable cluster; CUDA C++ Programming Guide 13.0
+TILES_OF_SPLIT = 9  # 576 keys: 1024 + 128 are two equal splits, and 64 tokens fill an H200
+TILES_OF_SPLIT_OF_V32 = 16  # 2048 keys are two equal splits
+MODES = ("prefill", "decode")
+EXPERIMENT = "experiment-nvfp4"  # queries in NVFP4 as well; docs/design-notes/attention_kernel.md
+EXPERIMENT_ENTRY = "nvfp4-v41"  # all of a key is NVFP4, its turned values too
+PRODUCTS = ("bf16", EXPERIMENT)  # of queries and keys; nothing chooses the second by itself
+COUNTS_BYTES = 4 * HEADS * CONSUMERS  # peaks or totals, a float32 each
+MOST_AHEAD = 26_880  # bytes in which codes of the next tile wait
+BARRIER_BYTES = 8 * 2 * STAGES  # full and empty
+BATCH = 2  # turns whose codes a warp reads before it writes any of them
+GIVEN_BARRIER_BYTES = 8  # the barrier of what another thread block gives
+MASK_BYTES = 2 * TILE // 8 * STAGES  # bits of keys that are present, then of those beyond
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model's attention has: keys so wide, of which the first 512 numbers are the value."""
+
+    name: str
+    key: int
+    sinks: bool
+    lists: int  # at most
+    ahead: int  # bytes in which codes of the next tile wait
+
+
+V4 = Family("v4", rows.WIDTH, True, 2, MOST_AHEAD)
+V32 = Family("v32", rows.WITH_KEY, False, 1, 0)
+FAMILIES: Mapping[int, Family] = MappingProxyType({each.key: each for each in (V4, V32)})
+
+
+@dataclass(frozen=True)
+class KeyList:
+    """Slots that each token attends to: so many numbers a token, of entries of these pages."""
+
+    width: int
+    pages: Pages
+
+    def __post_init__(self) -> None:
+        rows.require_extent("width of a list of slots", self.width)
+        if self.pages.width not in FAMILIES:
+            raise ShapeMismatch(
+                "width of cache entries",
+                self.pages.width,
+                f"{' or '.join(map(str, FAMILIES))} values",
+                "Narrower rows have no tensor-core form.",
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the list; the last one may be ragged."""
+        made: int = ceil_div(self.width, TILE)
+        return made
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """T tokens of H heads attend to one or two lists of keys; splits 0: as the mode has it."""
+
+    tokens: int
+    heads: int
+    window: KeyList
+    entries: KeyList | None = None
+    mode: str = "prefill"
+    lengths: bool = False  # how many slots of each list count is given for each token
+    splits: int = 0
+    scale: float = rows.WIDTH**-0.5  # of V4's logits; V3.2's has to be given
+    products: str = PRODUCTS[0]
+
+    def __post_init__(self) -> None:
+        rows.require_extent("tokens", self.tokens)
+        if not 1 <= self.heads <= MOST_HEADS:
+            raise ShapeMismatch(
+                "query heads", self.heads, f"1 to {MOST_HEADS}", "Give each rank its own heads."
+            )
+        if self.mode not in MODES:
+            raise InvalidArgument(
+                "mode of attention", self.mode, " or ".join(MODES), "It decides the splits."
+            )
+        if not 0 <= self.splits <= MOST_SPLITS:
+            raise InvalidArgument(
+                "splits of the keys", self.splits, f"0 to {MOST_SPLITS}", "0 follows the mode."
+            )
+        if len(self.lists) > self.family.lists:
+            raise InvalidArgument(
+                "lists of keys",
+                len(self.lists),
+                f"{self.family.lists} where keys have {self.family.key} values",
+                "V3.2 has no window: give one list.",
+            )
+        if self.products not in PRODUCTS:
+            raise UnknownName.among("products of queries and keys", self.products, PRODUCTS)
+        formats = {each.pages.entry for each in self.lists}
+        if self.products == EXPERIMENT and formats != {EXPERIMENT_ENTRY}:
+            raise InvalidArgument(
+                f"entries beside {EXPERIMENT}",
+                sorted(formats),
+                f"{EXPERIMENT_ENTRY}, of which every value is NVFP4",
+                "Leave products out: BF16 loses nothing of any entry.",
+            )
+        if len(formats) > 1:
+            raise InvalidArgument(
+                "entry formats of the two caches",
+                sorted(formats),
+                "the same one in both",
+                "Convert one of the caches.",
+            )
+        known = self.family is V4 or self.scale != rows.WIDTH**-0.5
+        if not (known and 0 < self.scale < float("inf")):
+            raise InvalidArgument(
+                "softmax scale",
+                self.scale,
+                "a positive number, that of the model",
+                "V4 has 512**-0.5, V3.2 192**-0.5 times its context extension's factor squared.",
+            )
+
+    @property
+    def family(self) -> Family:
+        """The family whose keys these are."""
+        return FAMILIES[self.window.pages.width]
+
+    @property
+    def lists(self) -> tuple[KeyList, ...]:
+        """The lists that there are, the window's first."""
+        return (self.window,) if self.entries is None else (self.window, self.entries)
+
+    @property
+    def keys(self) -> int:
+        """Slots that a token names at most."""
+        return sum(each.width for each in self.lists)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all lists: none has keys of both."""
+        return sum(each.tiles for each in self.lists)
+
+    @property
+    def head_groups(self) -> int:
+        """Thread blocks that share a token's keys."""
+        made: int = ceil_div(self.heads, HEADS)
+        return made
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of both products, for keys that all count."""
+        return 2 * self.tokens * self.heads * self.keys * (self.family.key + rows.WIDTH)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the entries that are named, each as often as it is named."""
+        return sum(self.tokens * each.width * each.pages.format.entry_bytes for each in self.lists)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What a kernel is compiled for; extents come with the launch."""
+
+    entry: str
+    lengths: bool
+    together: int  # splits that merge in a cluster; 1: there are none, 0: another kernel merges
+    target: str
+    width: int = rows.WIDTH  # of a key
+
+    @property
+    def format(self) -> EntryFormat:
+        """The record of the entry's format."""
+        return entry_format(self.entry, self.width)
+
+    @property
+    def sinks(self) -> bool:
+        """Whether each head has a sink."""
+        return FAMILIES[self.width].sinks
+
+
+@dataclass(frozen=True)
+class MergeForm:
+    """What the merging kernel is compiled for: any number of splits."""
+
+    target: str
+    sinks: bool = True
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes of one thread block."""
+
+    queries: int
+    keys: int
+    shares: int
+    codes: int
+    exchanged: int
+    others: int
+
+    @property
+    def total(self) -> int:
+        """All of it: what is aligned most comes first."""
+        return self.queries + self.keys + self.shares + self.codes + self.exchanged + self.others
+
+
+@dataclass(frozen=True)
+class Bringing:
+    """How a thread block brings tiles: entries of a format, by so many warpgroups."""
+
+    entry: EntryFormat
+    warpgroups: int
+    space: int  # bytes of shared memory in which codes of the next tile may wait
+
+    @property
+    def threads(self) -> int:
+        """Threads that bring tiles."""
+        return self.warpgroups * WARPGROUP
+
+    @property
+    def warps(self) -> int:
+        """Warps that bring tiles."""
+        return self.threads // rows.LANES
+
+    @property
+    def rows_of_warp(self) -> int:
+        """Rows of a tile that a warp brings."""
+        return TILE // self.warps
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that fill a stage: every thread's copies, and every warp's words."""
+        return self.threads + self.warps
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of which a warp's lanes take 16 bytes of codes each, side by side."""
+        return rows.LANES * 16 // self.entry.code_bytes if self.entry.code_bytes else 0
+
+    @property
+    def turns(self) -> int:
+        """How often a warp takes codes of a tile."""
+        return self.rows_of_warp // self.rows_at_once if self.rows_at_once else 0
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes of codes that all warps take at once."""
+        return self.warps * self.rows_at_once * self.entry.code_bytes
+
+    @property
+    def turns_ahead(self) -> int:
+        """Turns of which the codes wait in shared memory; those of others wait in registers."""
+        return min(self.turns, self.space // self.turn_bytes) if self.turns else 0
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes in which codes of the next tile wait."""
+        return self.turns_ahead * self.turn_bytes
+
+
+def bringing(entry: EntryFormat) -> Bringing:
+    """Return how Hopper brings tiles: codes are decoded on their way, by twice as many warps."""
+    warpgroups = 2 if entry.code_bytes and not entry.inside else 1
+    return Bringing(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
+
+
+def threads(entry: EntryFormat) -> int:
+    """Return the threads of a thread block: of those that multiply and those that bring."""
+    return CONSUMER_THREADS + bringing(entry).threads
+
+
+def registers(entry: EntryFormat) -> tuple[int, int]:
+    """Return the registers of a thread that multiplies, and of one that brings."""
+    return (200, 56) if bringing(entry).warpgroups > 1 else (208, 88)
+
+
+def columns_at_once(entry: EntryFormat) -> int:
+    """Return the columns of an output's wgmma: 256 take 158 registers of a thread at the start."""
+    return COLUMNS // bringing(entry).warpgroups
+
+
+def halved(entry: EntryFormat) -> bool:
+    """Return whether a warpgroup has half of the latent of all keys for the logits.
+
+    Else it has half of the keys, and queries are read twice: keys of 576 leave no memory in which
+    warpgroups could exchange what they have.
+    """
+    return entry.width == rows.WIDTH
+
+
+def laid_over(entry: EntryFormat) -> bool:
+    """Return whether half of the exchanged logits lie where shares did: E4M3's codes take more."""
+    return halved(entry) and entry.code_bits == 8
+
+
+def exchanged_bytes(entry: EntryFormat) -> int:
+    """Return the bytes in which warpgroups give each other logits, beside those of shares."""
+    return (2 if laid_over(entry) else 4) * HEADS * TILE if halved(entry) else 0
+
+
+def shared_memory(entry: EntryFormat) -> SharedMemory:
+    """Return what a thread block keeps: queries, tiles of keys, shares, codes and barriers."""
+    return SharedMemory(
+        queries=2 * HEADS * entry.width,
+        keys=2 * TILE * entry.width * STAGES,
+        shares=2 * HEADS * TILE,
+        codes=bringing(entry).ahead_bytes,
+        exchanged=exchanged_bytes(entry),
+        others=COUNTS_BYTES + BARRIER_BYTES + GIVEN_BARRIER_BYTES + MASK_BYTES,
+    )
+
+
+def tiles_each(problem: AttentionProblem) -> int:
+    """Return how many tiles a split has; prefill has thread blocks enough without splits."""
+    each: int = problem.tiles
+    if problem.splits:
+        each = ceil_div(problem.tiles, problem.splits)
+    elif problem.mode == "decode":
+        least = TILES_OF_SPLIT if problem.family is V4 else TILES_OF_SPLIT_OF_V32
+        each = max(least, ceil_div(problem.tiles, MOST_SPLITS))
+    return max(1, each)
+
+
+def choose_splits(problem: AttentionProblem) -> int:
+    """Return into how many splits the keys go; the last ones may be empty."""
+    made: int = problem.splits or max(1, ceil_div(problem.tiles, tiles_each(problem)))
+    return made
+
+
+def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
+    """Return the form that answers a problem."""
+    entry = problem.window.pages.entry
+    splits = choose_splits(problem)
+    together = splits if splits <= MOST_TOGETHER else 0
+    return AttentionForm(entry, problem.lengths, together, target, problem.family.key)
+
+
+def grid(problem: AttentionProblem) -> int:
+    """Thread blocks: tokens, groups of heads and splits, the last one fastest."""
+    return problem.tokens * choose_splits(problem) * problem.head_groups
+
+
+# ---- ints and kernels ----------------------------------------------------------------------------
+
+
+def tiles_of_split(
+    split: Any, each: Any, widths: tuple[Any, Any], lengths: tuple[Any, Any]
+) -> tuple[Any, Any, Any]:
+    """Return the first tile and the number of tiles of the window's list in a split, and of all.
+
+    `widths` are the tiles that lists have, `lengths` those that hold slots that count. After the
+    window's tiles come those from max(first, widths[0]) on.
+    """
+    first = split * each
+    end = first + each
+    near = ops.maximum(ops.minimum(end, lengths[0]) - first, 0)
+    begin = ops.maximum(first, widths[0])
+    far = ops.maximum(ops.minimum(end, widths[0] + lengths[1]) - begin, 0)
+    return first, near, near + far

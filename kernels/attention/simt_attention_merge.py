@@ -1,0 +1,133 @@
+"""Merge what splits of the keys left of an attention: sums beside one peak, the sink, the output.
+
+Owns the second kernel of sparse attention with splits. A thread block has a head of a token, a
+thread four of its 512 values; splits are added in their order, each beside the largest peak of all,
+so that the result is the same in every run. A split without keys has a peak of -inf and a sum of 0:
+its values are not read, whatever memory holds there.
+
+Refuses nothing: the wrapper of sm90_sparse_attention has checked and launches both. Kept honest by
+suites/kernels/attention/test_sm90_sparse_attention.py.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint8, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention.problem import MergeForm
+from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
+from degarble.kernels.runtime.operands import pointer
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+VALUES = 4  # of a thread
+THREADS = rows.WIDTH // VALUES
+
+
+class Addresses(NamedTuple):
+    """Global memory, as 64-bit numbers."""
+
+    sums: Any
+    stats: Any
+    sink: Any
+    out: Any
+    lse: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+def finite(peak: Any) -> Any:
+    """Return the peak that powers are taken beside: 0 where there is none. Trap: -inf - -inf."""
+    return ops.select(peak == -float("inf"), Float32(0.0), peak)
+
+
+def inverse_total(total: Any, peak: Any, sink: Any) -> Any:
+    """Return what sums are multiplied by: one over the shares' sum with the sink, or 0."""
+    own = ptx.power_of_two(ops.subtract_rn(ops.multiply_rn(sink, LOG2_E), finite(peak)))
+    both = ops.add_rn(total, own)
+    return ops.select(both == 0.0, Float32(0.0), ops.divide_rn(1.0, both))
+
+
+def lse_of(total: Any, peak: Any) -> Any:
+    """Return the natural logarithm of the sum over keys."""
+    return ops.multiply_rn(ops.add_rn(finite(peak), ptx.binary_logarithm(total)), LN_2)
+
+
+def factor_of(peak: Any, largest: Any) -> Any:
+    """Return what brings a split's sums beside the largest peak."""
+    return ptx.power_of_two(ops.subtract_rn(peak, finite(largest)))
+
+
+def sink_of(start: Any, head: Any, sinks: cutlass.Constexpr) -> Any:
+    """Return a head's sink; -inf where there are none."""
+    return ptx.single_at(start + Int64(head) * 4) if sinks else Float32(-float("inf"))
+
+
+@cute.kernel
+def merge_kernel(addresses: Addresses, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Give each head of a token a thread block."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    heads, splits = extents
+    token, head = block // heads, block % heads
+    first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
+    largest = Float32(-float("inf"))
+    for split in cutlass.range(Int32(0), splits, unroll=4):
+        number = first + Int64(split) * Int64(heads)
+        largest = ptx.larger(largest, ptx.single_at(addresses.stats + number * 8))
+    total = Float32(0.0)
+    sums = cute.make_rmem_tensor(VALUES, Float32)
+    sums.fill(0.0)
+    for split in cutlass.range(Int32(0), splits, unroll=2):
+        number = first + Int64(split) * Int64(heads)
+        factor = factor_of(ptx.single_at(addresses.stats + number * 8), largest)
+        of_split = ptx.single_at(addresses.stats + number * 8 + 4)
+        if of_split != 0.0:
+            total = ops.fma_rn(of_split, factor, total)
+            at = addresses.sums + (number * rows.WIDTH + Int64(thread) * VALUES) * 4
+            read = ptx.singles_at(at)
+            for i in cutlass.range_constexpr(VALUES):
+                sums[i] = ops.fma_rn(read[i], factor, sums[i])
+    inverse = inverse_total(total, largest, sink_of(addresses.sink, head, form.sinks))
+    words = [
+        ptx.pair_rounded(*(ops.multiply_rn(sums[i + j], inverse) for j in range(2)))
+        for i in range(0, VALUES, 2)
+    ]
+    number = Int64(token) * Int64(heads) + Int64(head)
+    ptx.store_8(addresses.out + (number * rows.WIDTH + Int64(thread) * VALUES) * 2, words)
+    if thread == 0:
+        ptx.store_single(addresses.lse + number * 4, lse_of(total, largest))
+
+
+@cute.jit
+def launch_merge(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on extents that are known now: heads, splits, thread blocks."""
+    heads, splits, blocks = extents
+    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    merge_kernel(addresses, (heads, splits), form).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: MergeForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile the form of a target; needs no GPU."""
+    pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
+    arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
+    return compile_kernel(launch_merge, arguments, TARGETS[form.target], settings)

@@ -1,0 +1,502 @@
+"""The kernel of sparse attention on Blackwell: what its four warpgroups do.
+
+Owns a thread block's work: a token, 64 heads, a split of the keys, as on Hopper. One warpgroup
+brings tiles of 64 keys (sm90_attention_gather). One warp multiplies by tcgen05: queries with keys
+into logits, a tile ahead; then shares, in BF16 in shared memory, with the same keys taken as values
+into the output, which stays in tensor memory. Two warpgroups weigh, each half of a tile's keys
+beside the peak of all, and half of the output's columns, which they bring to a new peak where there
+is one: a factor of one is left out, and changes no bit. Rounding is that of the Hopper kernel.
+
+Barriers: a tile is full when the warps that bring it have arrived, and empty when the products with
+its values are done; logits are there and sums are done when the matrix unit says so; shares are
+there when eight warps have arrived. Between threads and tcgen05 there is a fence on either side.
+Refuses nothing: a kernel cannot. Compiled, never run:
+suites/kernels/attention/test_sm100_sparse_attention.py
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import tcgen05 as instructions
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import simt_attention_merge as merging
+from degarble.kernels.attention import sm90_attention_kernel as hopper
+from degarble.kernels.attention import sm100_attention_instructions as tensor
+from degarble.kernels.attention import tensor_memory
+from degarble.kernels.attention.problem import AttentionForm
+from degarble.kernels.attention.sm90 import cluster, gather
+from degarble.kernels.attention.sm90 import gather_with_key as with_key
+from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.attention.sm90_attention_kernel import Addresses, Lane, Place
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.primitives import attention_rows as rows
+
+QUERIES_THERE, SUMS_READ = 4, 5  # barriers beside those of sm90_attention_kernel
+WARPS_THAT_WEIGH = hopper.CONSUMER_THREADS // rows.LANES
+REPEATS_OF_LOGITS = tensor_memory.repeats(facts.KEYS)
+AT_ONCE = tensor_memory.REPEATS_AT_ONCE
+COLUMNS_AT_ONCE = AT_ONCE * tensor_memory.REPEAT_COLUMNS
+NUMBERS_AT_ONCE = AT_ONCE * tensor_memory.REPEAT_REGISTERS
+
+
+class Barriers(NamedTuple):
+    """Shared addresses of barriers beside those of tiles."""
+
+    logits: Any  # two: they are there
+    shares: Any
+    sums: Any  # what the products with a tile's values have been added to
+
+
+class Memory(NamedTuple):
+    """Shared memory: tensors that tcgen05 reads, and addresses."""
+
+    queries: Any
+    keys: Any
+    values: Any  # the same memory: (half of the columns, keys), halves, tiles
+    shares: Any
+    queries_at: Any
+    shares_at: Any
+    counts_at: Any
+    places: gather.Places
+    barriers: Barriers
+    address: Any  # of tensor memory's address
+
+
+class Products(NamedTuple):
+    """What the multiplying warp has: instructions, operands, where tensor memory begins."""
+
+    of_logits: Any
+    of_sums: Any
+    queries: Any
+    keys: Any
+    shares: Any
+    values: Any
+    logits: Any  # layouts of what they write
+    sums: Any
+    base: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def attention_kernel(
+    addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
+) -> None:
+    """Take a role by warpgroup: two weigh, one brings keys, a warp of the last one multiplies."""
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory, registers = prepared(form), tensor_memory.REGISTERS[form.width]
+    place = hopper.place_of(extents)
+    lists, widths, walk = hopper.lists_of(addresses, extents, place, form)
+    if group == tensor_memory.GATHERING_GROUP:
+        cute.arch.setmaxregister_decrease(registers.gathering)
+        producer = with_key if form.format.inside else gather
+        how = tensor_memory.bringing(form.format)
+        producer.produce(lists, widths, walk, memory.places, how)
+        leave_together(form)
+    elif group == tensor_memory.MULTIPLYING_GROUP:
+        cute.arch.setmaxregister_decrease(registers.multiplying)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == tensor_memory.MULTIPLYING_WARP:
+            multiply_tiles(memory, walk[2])
+        leave_together(form)
+    else:
+        cute.arch.setmaxregister_increase(registers.weighing)
+        lane = lane_of(thread, group)
+        hopper.load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
+        meet_multiplier()
+        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        peaks.fill(-float("inf"))
+        totals.fill(0.0)
+        weigh_tiles(memory, lane, walk[2], (peaks, totals), scale)
+        sums = sums_of(memory, lane, walk[2])
+        give_back(memory.address)
+        hopper.share_totals(memory, lane, totals)
+        leave(addresses, place, lane, ((sums, peaks, totals), memory), form)
+
+
+def lane_of(thread: Any, group: Any) -> Lane:
+    """Return where a thread of a weighing warpgroup stands: as in a wgmma."""
+    within, quads = thread % facts.WARPGROUP, hopper.QUADS
+    warp, lane = within // rows.LANES, thread % rows.LANES
+    return Lane(group, warp * 16 + lane // quads, thread % quads, warp, lane)
+
+
+@cute.jit
+def leave(
+    addresses: Addresses, place: Place, lane: Lane, held: tuple[Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Write what a split or all of them gave, as Hopper's warpgroups do."""
+    state, memory = held
+    places = memory.places.tiles, memory.shares_at  # nobody reads either any more
+    if cutlass.const_expr(form.together == 0):
+        hopper.store_partial(addresses, place, lane, state)
+    elif cutlass.const_expr(form.together == 1):
+        hopper.store_output(addresses, place, lane, state, (places[0], form.sinks))
+    else:
+        cluster.leave(*places, lane, state)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
+        cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
+        cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+        cute.arch.cluster_wait()
+
+
+@cute.jit
+def leave_together(form: cutlass.Constexpr) -> None:
+    """Take part in the cluster's barriers."""
+    if cutlass.const_expr(form.together > 1):
+        for _ in range(2):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+
+# ---- shared memory and tensor memory -------------------------------------------------------------
+
+
+def prepared(form: AttentionForm) -> Memory:
+    """Divide shared memory, set barriers up, allocate tensor memory; then all threads go on."""
+    allocator = cutlass.memory.SmemAllocator()
+    layouts = (*layouts_of(form.width), layout_of_values(form.width))
+    sizes = (facts.HEADS * form.width, facts.STAGES * facts.TILE * form.width)
+    pointers = [
+        allocator.allocate_array(BFloat16, size, byte_alignment=facts.ALIGNMENT)
+        for size in (*sizes, facts.HEADS * facts.TILE)
+    ]
+    how = tensor_memory.bringing(form.format)
+    counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
+    tiles = allocator.allocate_array(Int64, 2 * facts.STAGES)
+    masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
+    others = allocator.allocate_array(Int64, tensor_memory.BARRIERS)
+    address = allocator.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    codes = allocator.allocate_array(Uint32, how.ahead_bytes // 4 or 4, byte_alignment=16)
+    places = gather.Places(*(Uint32(each.toint()) for each in (pointers[1], tiles, masks, codes)))
+    first = Uint32(others.toint())
+    size = tensor_memory.BARRIER_BYTES
+    barriers = Barriers(first, first + tensor_memory.LOGITS * size, first + 3 * size)
+    begin(places, barriers, (address, how))
+    queries, keys, shares, values = (
+        cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
+        for at, layout in zip((*pointers, pointers[1]), layouts, strict=True)
+    )
+    at = (Uint32(pointers[0].toint()), Uint32(pointers[2].toint()), Uint32(counts.toint()))
+    return Memory(queries, keys, values, shares, *at, places, barriers, address)
+
+
+@cute.jit
+def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Constexpr]) -> None:
+    """Set all barriers up and allocate tensor memory; nobody goes on before."""
+    thread, _, _ = cute.arch.thread_idx()
+    address, how = held
+    if thread == 0:
+        for stage in range(facts.STAGES):
+            shared.begin_barrier(places.full + stage * 8, how.arrivals)
+            shared.begin_barrier(places.full + (facts.STAGES + stage) * 8, 1)
+        for buffer in range(tensor_memory.LOGITS):
+            shared.begin_barrier(barriers.logits + buffer * 8, 1)
+        shared.begin_barrier(barriers.shares, WARPS_THAT_WEIGH)
+        shared.begin_barrier(barriers.sums, 1)
+        cute.arch.mbarrier_init_fence()
+    if cute.arch.warp_idx() == 0:
+        cute.arch.alloc_tmem(tensor_memory.columns_allocated(), address)
+        cute.arch.relinquish_tmem_alloc_permit()
+    tcgen05.fence("before")
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def give_back(address: Any) -> None:
+    """Let the first warp free tensor memory, once all that weigh have read theirs."""
+    tcgen05.fence("before")
+    cute.arch.barrier(barrier_id=SUMS_READ, number_of_threads=hopper.CONSUMER_THREADS)
+    if cute.arch.warp_idx() == 0:
+        cute.arch.dealloc_tmem(tcgen05.base_of(address), tensor_memory.columns_allocated())
+
+
+def meet_multiplier() -> None:
+    """Let the warps that weigh and the one that multiplies meet: queries are there."""
+    count = hopper.CONSUMER_THREADS + rows.LANES
+    cute.arch.barrier(barrier_id=QUERIES_THERE, number_of_threads=count)
+
+
+def mma_of(columns: int, major: Any) -> Any:
+    """Return the instruction of 64 rows and so many columns; `major` is that of B."""
+    shape = (facts.HEADS, columns, tensor_memory.INSTRUCTION_K)
+    group, source = instructions.CtaGroup.ONE, instructions.OperandSource.SMEM
+    return cute.make_tiled_mma(
+        instructions.MmaF16BF16Op(
+            BFloat16, Float32, shape, group, source, OperandMajorMode.K, major
+        )
+    )
+
+
+def layouts_of(width: int) -> tuple[Any, ...]:
+    """Return how queries, tiles of keys and shares lie: rows of 128 bytes, swizzled."""
+    kind = instructions.SmemLayoutAtomKind.K_SW128
+    atom = instructions.make_smem_layout_atom(kind, BFloat16)
+    products, output = mma_of(facts.TILE, OperandMajorMode.K), mma_of_sums()
+    shapes = (
+        (products.partition_shape_A((facts.HEADS, width)), 1),
+        (products.partition_shape_B((facts.TILE, width)), facts.STAGES),
+        (output.partition_shape_A((facts.HEADS, facts.TILE)), 1),
+    )
+    return tuple(
+        instructions.tile_to_mma_shape(atom, cute.append(shape, count), order=(1, 2, 3))
+        for shape, count in shapes
+    )
+
+
+def mma_of_sums() -> Any:
+    """Return the instruction of shares and half of the columns of keys, taken as values."""
+    return mma_of(facts.COLUMNS, OperandMajorMode.MN)
+
+
+def layout_of_values(width: int) -> Any:
+    """Return how a tile's first 512 columns lie, columns first: half by half, tile by tile."""
+    kind = instructions.SmemLayoutAtomKind.MN_SW128
+    atom = instructions.make_smem_layout_atom(kind, BFloat16)
+    shape = mma_of_sums().partition_shape_B((facts.COLUMNS, facts.TILE))
+    one = instructions.tile_to_mma_shape(atom, shape, order=(2, 1))
+    halves = cute.make_layout(facts.CONSUMERS, stride=facts.TILE * facts.COLUMNS)
+    tiles = cute.make_layout(facts.STAGES, stride=facts.TILE * width)
+    outer = cute.append(cute.append(one.outer, halves), tiles)
+    return cute.make_composed_layout(one.inner, 0, outer)
+
+
+# ---- multiply ------------------------------------------------------------------------------------
+
+
+def products_of(memory: Memory) -> Products:
+    """Cut the operands for both instructions."""
+    logits, sums = mma_of(facts.TILE, OperandMajorMode.K), mma_of_sums()
+    return Products(
+        logits,
+        sums,
+        logits.make_fragment_A(memory.queries),
+        logits.make_fragment_B(memory.keys),
+        sums.make_fragment_A(memory.shares),
+        sums.make_fragment_B(memory.values),
+        logits.make_fragment_C(logits.partition_shape_C((facts.HEADS, facts.TILE))).layout,
+        sums.make_fragment_C(sums.partition_shape_C((facts.HEADS, facts.COLUMNS))).layout,
+        tcgen05.base_of(memory.address),
+    )
+
+
+@cute.jit
+def multiply_tiles(memory: Memory, steps: Any) -> None:
+    """Multiply tile after tile: the next one's logits are begun in front of this one's sums."""
+    products, places, barriers = products_of(memory), memory.places, memory.barriers
+    meet_multiplier()
+    stage, phase, before = Uint32(0), Uint32(0), Uint32(0)
+    for step in cutlass.range(Int32(0), steps + 1, unroll=1):
+        if step < steps:
+            multiply_keys(products, places, barriers, (stage, phase, Uint32(step)))
+        if step > 0:
+            multiply_values(products, places, barriers, (before, Uint32(step) - 1))
+        before = stage
+        stage, phase = gather.shared_next(stage, phase)
+
+
+@cute.jit
+def multiply_keys(
+    products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any, Any]
+) -> None:
+    """Begin to multiply queries with a tile's keys; `at` is its stage, phase and number."""
+    stage, phase, number = at
+    buffer = number % tensor_memory.LOGITS
+    shared.await_phase(places.full + stage * 8, phase)
+    cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, tcgen05 reads
+    tcgen05.fence("after")
+    column = tensor_memory.first_columns()[1] + Int32(buffer) * facts.TILE
+    logits = cute.make_tensor(products.base + column, products.logits)
+    queries = (products.queries[None, None, None, 0],)
+    keys = (products.keys[None, None, None, stage],)
+    tcgen05.multiply_stage(products.of_logits, logits, queries, keys, True)
+    tensor.arrive_behind_products(barriers.logits + buffer * 8)
+
+
+@cute.jit
+def multiply_values(
+    products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any]
+) -> None:
+    """Begin to add shares times a tile's values to both halves; `at` is its stage and number."""
+    stage, number = at
+    shared.await_phase(barriers.shares, number % 2)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    tcgen05.fence("after")
+    shares = (products.shares[None, None, None, 0],)
+    for half in cutlass.range_constexpr(facts.CONSUMERS):
+        lanes = half * tensor_memory.UPPER_LANES * tensor_memory.LANE
+        sums = cute.make_tensor(products.base + lanes, products.sums)
+        values = (products.values[None, None, None, half, stage],)
+        tcgen05.multiply_stage(products.of_sums, sums, shares, values, number == 0)
+    tensor.arrive_behind_products(places.full + (facts.STAGES + stage) * 8)
+    tensor.arrive_behind_products(barriers.sums)
+
+
+# ---- weigh ---------------------------------------------------------------------------------------
+
+
+def lanes_of(lane: Lane, half: Any) -> Any:
+    """Return what an address adds for a warp's 16 lanes: lower or upper ones."""
+    first = (
+        Uint32(lane.warp) * tensor_memory.LANES_OF_WARP + Uint32(half) * tensor_memory.UPPER_LANES
+    )
+    return first * tensor_memory.LANE
+
+
+@cute.jit
+def weigh_tiles(
+    memory: Memory,
+    lane: Lane,
+    steps: Any,
+    state: tuple[Any, Any],
+    scale: Any,
+) -> None:
+    """Turn every tile's logits into shares."""
+    start = Uint32(tcgen05.base_of(memory.address).toint())
+    to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    logits = cute.make_rmem_tensor(REPEATS_OF_LOGITS * tensor_memory.REPEAT_REGISTERS, Float32)
+    column = tensor_memory.first_columns()[1] + Uint32(lane.half) * facts.KEYS
+    logits_at = start + column + lanes_of(lane, 0)
+    sums_at = start + lanes_of(lane, lane.half)
+    stage, phase = Uint32(0), Uint32(0)
+    for step in cutlass.range(Int32(0), steps, unroll=1):
+        number = Uint32(step)
+        buffer = number % tensor_memory.LOGITS
+        shared.await_phase(memory.places.full + stage * 8, phase)  # masks are there
+        ready = memory.barriers.logits + buffer * 8
+        shared.await_phase(ready, number // tensor_memory.LOGITS % 2)
+        tcgen05.fence("after")
+        found = tensor.read_fragment(logits_at + buffer * facts.TILE, REPEATS_OF_LOGITS)
+        for i in cutlass.range_constexpr(len(found)):
+            logits[i] = found[i]
+        present, beyond = hopper.masks_of(memory.places.masks, stage, lane)
+        hopper.hide(logits, present, beyond, lane)
+        factors = weigh(memory, lane, logits, state, to_powers)
+        if step > 0:
+            shared.await_phase(memory.barriers.sums, (number - 1) % 2)
+            tcgen05.fence("after")
+            rescale(sums_at, factors)
+        store_shares(memory, lane, logits)
+        hand_over(memory, lane)
+        stage, phase = gather.shared_next(stage, phase)
+
+
+@cute.jit
+def weigh(memory: Any, lane: Lane, logits: Any, state: tuple[Any, Any], to_powers: Any) -> Any:
+    """Turn logits into powers beside the peak of both warpgroups' keys; return rows' factors."""
+    peaks, totals = state
+    tops = [own_top(logits, row) for row in range(2)]
+    for row in cutlass.range_constexpr(2):
+        if lane.quad == 0:
+            ptx.store_number(hopper.counts_at(memory, lane, lane.half, row), tops[row])
+    threads = hopper.CONSUMER_THREADS
+    cute.arch.barrier(barrier_id=hopper.EXCHANGE, number_of_threads=threads)
+    factors = cute.make_rmem_tensor(2, Float32)
+    for row in cutlass.range_constexpr(2):
+        other = ptx.number_at(hopper.counts_at(memory, lane, 1 - lane.half, row))
+        top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
+        peak = ptx.larger(peaks[row], top)
+        against = merging.finite(peak)
+        factors[row] = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        peaks[row] = peak
+        total = Float32(0.0)
+        for block in cutlass.range_constexpr(hopper.BLOCKS):
+            at = block * 4 + 2 * row
+            for i in cutlass.range_constexpr(2):
+                power = ops.fma_rn(logits[at + i], to_powers, -against)
+                logits[at + i] = ptx.power_of_two(power)
+            total = ops.add_rn(total, ops.add_rn(logits[at], logits[at + 1]))
+        totals[row] = ops.fma_rn(totals[row], factors[row], total)
+    # Nobody writes the next tile's peaks before all have read this one's.
+    cute.arch.barrier(barrier_id=hopper.SHARES_READY, number_of_threads=threads)
+    return factors
+
+
+def own_top(logits: Any, row: int) -> Any:
+    """Return the largest logit of a row among a warpgroup's keys: the same in a quad."""
+    top = logits[2 * row]
+    for i in range(1, 2 * hopper.BLOCKS):
+        top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
+    for distance in (1, 2):
+        top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+    return top
+
+
+@cute.jit
+def rescale(sums_at: Any, factors: Any) -> None:
+    """Bring a warp's half of the output to new peaks, where any of its rows has one."""
+    if cute.arch.vote_ballot_sync((factors[0] != 1.0) | (factors[1] != 1.0)) != 0:
+        for i in cutlass.range_constexpr(facts.COLUMNS // COLUMNS_AT_ONCE):
+            at = sums_at + i * COLUMNS_AT_ONCE
+            numbers = tensor.read_fragment(at, AT_ONCE)
+            made = [
+                ops.multiply_rn(number, factors[j // 2 % 2]) for j, number in enumerate(numbers)
+            ]
+            tensor.write_fragment(at, made)
+        tensor.end_of_writes()
+
+
+@cute.jit
+def store_shares(memory: Memory, lane: Lane, shares: Any) -> None:
+    """Round shares to BF16, and leave them where tcgen05 reads them."""
+    for row in cutlass.range_constexpr(2):
+        for block in cutlass.range_constexpr(hopper.BLOCKS):
+            at = block * 4 + 2 * row
+            chunk = Uint32(lane.half) * (facts.KEYS // rows.HALF) + block
+            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, chunk)
+            word = ptx.pair_rounded(shares[at], shares[at + 1])
+            ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
+
+
+def hand_over(memory: Memory, lane: Lane) -> None:
+    """Say that a warp's shares are there, and that its sums are at their peaks."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    tcgen05.fence("before")
+    cute.arch.sync_warp()
+    shared.arrive(memory.barriers.shares, lane.lane == 0)
+
+
+@cute.jit
+def sums_of(memory: Memory, lane: Lane, steps: Any) -> Any:
+    """Return a thread's part of the output: zeros where there was no tile."""
+    start = Uint32(tcgen05.base_of(memory.address).toint())
+    sums = cute.make_rmem_tensor(facts.COLUMNS // 2, Float32)
+    sums.fill(0.0)
+    if steps > 0:
+        shared.await_phase(memory.barriers.sums, Uint32(steps - 1) % 2)
+        tcgen05.fence("after")
+        for i in cutlass.range_constexpr(facts.COLUMNS // COLUMNS_AT_ONCE):
+            at = start + lanes_of(lane, lane.half) + i * COLUMNS_AT_ONCE
+            numbers = tensor.read_fragment(at, AT_ONCE)
+            for j in cutlass.range_constexpr(NUMBERS_AT_ONCE):
+                sums[i * NUMBERS_AT_ONCE + j] = numbers[j]
+    return sums
+
+
+@cute.jit
+def launch_attention(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    scale: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; the last one is the thread blocks."""
+    *inner, blocks = extents
+    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    attention_kernel(addresses, tuple(inner), scale, form).launch(
+        grid=[blocks, 1, 1],
+        block=[tensor_memory.THREADS, 1, 1],
+        cluster=[max(1, form.together), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )

@@ -1,0 +1,1 @@
+"""The parts of sparse attention on Hopper."""

@@ -1,0 +1,173 @@
+"""What halves give each other: warpgroups of their logits, thread blocks of their sums.
+
+Owns `joined`: each warpgroup has sums over half of the latent for all keys of a tile, and gives the
+other one those of its keys. And `merge_two`, the end of sparse attention where a cluster has two
+splits: a thread has sums of two rows, keeps the one that its thread block writes, and gives the
+other to the same thread of the other thread block, by asynchronous stores whose bytes a barrier
+counts. Splits are added in their order: the bits are those of simt_attention_merge's kernel.
+
+Nobody gives sums before all threads of both have said that tiles are read no more. Refuses nothing:
+a kernel cannot. Kept honest by suites/kernels/attention/test_sm90_sparse_attention.py.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int64, Uint32, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import simt_attention_merge as merging
+from degarble.kernels.attention.sm90 import gather
+from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import EntryFormat
+
+TOGETHER = 2  # splits of a cluster that end here
+LOGITS_READY = 4  # a barrier of the warpgroups that multiply
+VALUES = 4  # of a store
+ROUNDS_OF_LOGITS = facts.KEYS // 2 // VALUES
+ROUNDS = facts.COLUMNS // 8 * 2 // VALUES
+ROW_OF_ROUND = facts.CONSUMER_THREADS * 4 * VALUES  # bytes
+TILE_BYTES = 2 * facts.TILE * rows.WIDTH
+GIVEN_BYTES = ROUNDS * ROW_OF_ROUND + facts.HEADS // 2 * 8
+
+
+def places_of_given(memory: Any, lane: Any, half: Any, entry: EntryFormat) -> list[Any]:
+    """Return where a thread of a warpgroup leaves logits for the same thread of the other one.
+
+    Where room is short, half go where the other's shares of the tile before lie: this warp alone
+    has read these 16 rows. Lanes four apart have rows four apart: other banks.
+    """
+    thread, lane_of_warp = Uint32(lane.warp * rows.LANES + lane.lane), Uint32(lane.lane)
+    over = facts.laid_over(entry)
+    own = ROUNDS_OF_LOGITS // 2 if over else ROUNDS_OF_LOGITS
+    start = memory.partner_at + (Uint32(half) * (own * facts.WARPGROUP) + thread) * gather.CHUNK
+    made = [start + i * (gather.CHUNK * facts.WARPGROUP) for i in range(own)]
+    if over:
+        chunk = (1 - Uint32(half)) * (facts.KEYS // rows.HALF) + lane_of_warp % 4
+        row = Uint32(lane.warp) * 16 + lane_of_warp // 8 + lane_of_warp // 4 % 2 * 4
+        at = [gather.address_in_tile(row + 8 * i, chunk) for i in range(ROUNDS_OF_LOGITS - own)]
+        made += [memory.shares_at + each for each in at]
+    return made
+
+
+@cute.jit
+def joined(memory: Any, lane: Any, halves: Any, entry: cutlass.Constexpr) -> Any:
+    """Return a warpgroup's logits: its sums over half of the latent, and the other's."""
+    count = facts.KEYS // 2
+    mine = places_of_given(memory, lane, lane.half, entry)
+    theirs = places_of_given(memory, lane, 1 - lane.half, entry)
+    is_first = lane.half == 0
+    for i in cutlass.range_constexpr(0, count, VALUES):
+        first, second = ([halves[at + i + j] for j in range(VALUES)] for at in (0, count))
+        ptx.store_one_of(mine[i // VALUES], second, first, is_first)
+    logits = cute.make_rmem_tensor(count, Float32)
+    for i in cutlass.range_constexpr(count):
+        logits[i] = ops.select(is_first, halves[i], halves[count + i])
+    cute.arch.barrier(barrier_id=LOGITS_READY, number_of_threads=facts.CONSUMER_THREADS)
+    for i in cutlass.range_constexpr(0, count, VALUES):
+        four = ptx.numbers_at(theirs[i // VALUES], VALUES)
+        for j in cutlass.range_constexpr(VALUES):
+            logits[i + j] = ops.add_rn(logits[i + j], four[j])
+    return logits
+
+
+@cute.jit
+def merge_two(
+    addresses: Any, where: tuple[Any, Any], state: Any, memory: Any, sinks: cutlass.Constexpr
+) -> None:
+    """Give, take, and write the rows that are this thread block's."""
+    place, lane = where
+    tiles_at, barrier = memory.places.tiles, memory.given
+    thread = Uint32(lane.half * facts.WARPGROUP + lane.warp * rows.LANES + lane.lane)
+    shared.expect(barrier, Uint32(GIVEN_BYTES), thread == 0)
+    head = ops.minimum(place.head + lane.row + 8 * place.split, place.heads - 1)
+    sink = merging.sink_of(addresses.sink, head, sinks)  # it is far away: asked for in time
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+    at = tiles_at + thread * (4 * VALUES), memory.shares_at + Uint32(lane.row) * 8, barrier
+    for row in cutlass.range_constexpr(2):
+        if place.split != row:
+            give(at, lane, state, (row, Uint32(row)))
+    shared.await_phase(barrier, Uint32(0))
+    for row in cutlass.range_constexpr(2):
+        if place.split == row:
+            take((addresses, place, lane), at, (*state, sink), (row, tiles_at + TILE_BYTES))
+
+
+def value_of(sums: Any, row: int, number: int) -> Any:
+    """Return one of a row's values that a thread has, by number."""
+    return sums[number // 2 * 4 + 2 * row + number % 2]
+
+
+@cute.jit
+def give(
+    at: tuple[Any, Any, Any], lane: Any, state: tuple[Any, Any, Any], which: tuple[Any, Any]
+) -> None:
+    """Give a row's sums, peak and total to the thread block of that rank."""
+    sums, peaks, totals = state
+    row, rank = which
+    for turn in cutlass.range_constexpr(ROUNDS):
+        four = [value_of(sums, row, turn * VALUES + i) for i in range(VALUES)]
+        ptx.give_numbers(at[0] + turn * ROW_OF_ROUND, four, at[2], rank)
+    if (lane.quad == 0) & (lane.half == 0):
+        ptx.give_numbers(at[1], [peaks[row], totals[row]], at[2], rank)
+
+
+@cute.jit
+def take(
+    where: tuple[Any, Any, Any],
+    at: tuple[Any, Any, Any],
+    state: tuple[Any, Any, Any, Any],
+    which: tuple[Any, Any],
+) -> None:
+    """Add up both splits of a row, divide, round once, write by way of shared memory."""
+    addresses, place, lane = where
+    sums, peaks, totals, sink = state
+    row, staged_at = which
+    stats = [(peaks[row], totals[row]), tuple(ptx.numbers_at(at[1], 2))]
+    mine = [value_of(sums, row, i) for i in range(ROUNDS * VALUES)]
+    given = [ptx.numbers_at(at[0] + turn * ROW_OF_ROUND, VALUES) for turn in range(ROUNDS)]
+    theirs = [number for four in given for number in four]
+    both = [mine, theirs]
+    if cutlass.const_expr(row == 1):  # the rank is the row: splits count in their order
+        stats, both = stats[::-1], both[::-1]
+    made, total, largest = added(stats, both)
+    head = place.head + lane.row + 8 * row
+    inverse = merging.inverse_total(total, largest, sink)
+    if (head < place.heads) & (lane.quad == 0) & (lane.half == 0):
+        number = Int64(place.token) * Int64(place.heads) + Int64(head)
+        ptx.store_single(addresses.lse + number * 4, merging.lse_of(total, largest))
+    first = Uint32(lane.half) * (facts.COLUMNS // rows.HALF)
+    for block in cutlass.range_constexpr(facts.COLUMNS // 8):
+        pair = [ops.multiply_rn(made[2 * block + i], inverse) for i in range(2)]
+        to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
+        ptx.store_word(staged_at + to + Uint32(lane.quad) * 4, ptx.pair_rounded(*pair))
+    cute.arch.sync_warp()
+    for turn in cutlass.range_constexpr(8):
+        within = lane.warp * 16 + 8 * row + turn
+        head = place.head + within
+        if head < place.heads:
+            from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
+            words = shared.shared_words(staged_at + from_, 4)
+            number = Int64(place.token) * Int64(place.heads) + Int64(head)
+            chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
+            ptx.store_16(addresses.out + chunk * gather.CHUNK, words)
+
+
+def added(stats: list[Any], both: list[list[Any]]) -> tuple[list[Any], Any, Any]:
+    """Return the sums of two splits beside the larger peak, their total, and that peak."""
+    largest = ptx.larger(stats[0][0], stats[1][0])
+    total = Float32(0.0)
+    made = [Float32(0.0)] * len(both[0])
+    for (peak, of_split), values in zip(stats, both, strict=True):
+        counts = of_split != 0.0
+        factor = merging.factor_of(peak, largest)
+        total = ops.select(counts, ops.fma_rn(of_split, factor, total), total)
+        made = [
+            ops.select(counts, ops.fma_rn(value, factor, so_far), so_far)
+            for value, so_far in zip(values, made, strict=True)
+        ]
+    return made, total, largest

@@ -1,0 +1,371 @@
+"""The warps that bring keys: slots to addresses, entries to BF16 rows of a tile in shared memory.
+
+Owns the way of a tile of 64 keys from the paged cache to shared memory as wgmma reads it (K along
+rows, 128-byte swizzle). A warp brings 16 rows, or 8 where there are codes: those keep eight warps
+busy. What is BF16 in the cache goes there by asynchronous copies; codes of the next tile wait in
+shared memory, where every thread has places of its own, or in registers, and are decoded on their
+way (sm90_attention_decoding). A slot that is -1, or behind the length of its list, brings zeros and
+a bit in a mask; one beyond the cache zeros and a bit in another, by which its logit becomes NaN.
+
+Refuses nothing: a kernel cannot. Kept honest by
+suites/kernels/attention/test_sm90_sparse_attention.py.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import Bringing
+from degarble.kernels.attention.sm90 import decoding
+from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as entries_of
+from degarble.kernels.primitives.kv_problem import EntryFormat
+
+CHUNK = 16  # bytes
+CHUNKS = 2 * rows.WIDTH // CHUNK  # of an output row, and of V4's keys
+UNIT = 8  # bytes in which offsets of scales are counted; values lie at pieces of 16
+ROWS_OF_CODES = rows.LANES // UNIT  # rows of which a warp's lanes have the codes of eight scales
+QUARTER = 8  # lanes whose 16 bytes meet shared memory's banks together
+
+
+class List(NamedTuple):
+    """One list of slots and its cache, as addresses and extents."""
+
+    indices: Any  # address of the token's first slot
+    width: Any  # slots that count
+    cache: Any  # address
+    entries: Any  # of a page
+    stride: Any  # bytes of a page
+    capacity: Any  # slots of the cache
+
+
+class Rows(NamedTuple):
+    """What a lane knows of the tile's row that is its own (lanes 0 to 15 of each warp)."""
+
+    cache: Any  # address
+    values: Any  # offset in pieces
+    scales: Any  # offset in units
+    codes: Any  # of scales, where a row has eight: a lane has one of every fourth row
+    present: Any  # masks of the warp's rows
+    beyond: Any
+
+
+def address_in_tile(row: Any, chunk: Any) -> Any:
+    """Return the byte of a row's 16 bytes `chunk` in a tile: 64 columns, then the next 64."""
+    return chunk // 8 * (facts.TILE * 128) + row * 128 + (chunk % 8 ^ row % 8) * CHUNK
+
+
+def slot_address(index: Any, of: List, entry: EntryFormat) -> tuple[Any, Any]:
+    """Return the piece of the cache with which a slot's values begin, the unit of its scales."""
+    place = index // Uint32(of.entries), index % Uint32(of.entries)
+    pieces = Uint32(of.stride) // CHUNK
+    values = entries_of.value_piece(place, pieces, entry)
+    scales = entries_of.scale_within(place[1], Uint32(of.entries), entry) // UNIT
+    return values, place[0] * pieces * (CHUNK // UNIT) + scales
+
+
+def counts(index: Any, capacity: Any) -> tuple[Any, Any]:
+    """Return whether a slot is in the cache, and whether it lies beyond it; -1 is neither."""
+    return (index >= 0) & (index < capacity), index >= capacity
+
+
+def within(key: Any, width: Any) -> Any:
+    """Return whether a place of a list counts."""
+    return key < width
+
+
+def standpoint(how: Bringing) -> tuple[Any, Any]:
+    """Return the lane, and the warp among those that bring: they begin behind two warpgroups."""
+    thread, _, _ = cute.arch.thread_idx()
+    return Uint32(thread % rows.LANES), Uint32(thread % how.threads // rows.LANES)
+
+
+def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing) -> Any:
+    """Begin to read the slot of a lane's row of a tile; -1 where none counts."""
+    lane, warp = (Int32(each) for each in standpoint(how))
+    far, of = list_of(lists, tile, widths)
+    key = ops.select(far, tile - widths[0], tile) * facts.TILE + warp * how.rows_of_warp + lane
+    wanted = (lane < how.rows_of_warp) & within(key, of.width)
+    address = of.indices + Int64(key) * 4
+    return Int32(ptx.index_if(address, ops.select(wanted, Uint32(1), Uint32(0))))
+
+
+def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tuple[Any, List]:
+    """Return whether a tile is one of the entries, and its list."""
+    far = tile >= widths[0]
+    return far, List(*(ops.select(far, b, a) for a, b in zip(*lists, strict=True)))
+
+
+def rows_of(
+    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing
+) -> Rows:
+    """Return where the entries of a warp's rows of a tile are."""
+    _, of = list_of(lists, tile, widths)
+    inside, outside = counts(slot, of.capacity)
+    present = Uint32(cute.arch.vote_ballot_sync(inside))
+    beyond = Uint32(cute.arch.vote_ballot_sync(outside))
+    values, scales = slot_address(Uint32(ops.select(inside, slot, Int32(0))), of, how.entry)
+    codes: tuple[Any, ...] = ()
+    if how.entry.scale_bytes == UNIT:
+        lane, _ = standpoint(how)
+        for first in range(0, how.rows_of_warp, ROWS_OF_CODES):
+            row = lane // UNIT + first
+            start = of.cache + Int64(of_row(scales, row)) * UNIT + Int64(lane % UNIT)
+            codes += (ptx.scale_if(start, bit(present, row), 1),)
+    return Rows(of.cache, values, scales, codes, present, beyond)
+
+
+def bit(mask: Any, place: Any) -> Any:
+    """Return a bit of a mask."""
+    return ops.shift_right(mask, Uint32(place)) & 1
+
+
+def of_row(words: Any, row: Any) -> Any:
+    """Return what the lane that owns a row knows of it."""
+    return Uint32(cute.arch.shuffle_sync(words, row))
+
+
+def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
+    """Copy what the cache has as BF16."""
+    lane, warp = standpoint(how)
+    first = how.entry.quantised // rows.HALF
+    count = how.entry.width // rows.HALF - first
+    for turn in range(count * how.rows_of_warp // rows.LANES):
+        item = lane + turn * rows.LANES
+        row, chunk = item // count, item % count
+        source = found.cache + Int64(of_row(found.values, row)) * CHUNK
+        source = source + how.entry.rest_at + Int64(chunk) * CHUNK
+        target = tile_at + address_in_tile(warp * how.rows_of_warp + row, chunk + first)
+        ptx.copy_16(target, source, bit(found.present, row) * CHUNK)
+
+
+class Standing(NamedTuple):
+    """Which 16 bytes of codes of a row are a lane's, and how they go to a tile."""
+
+    active: Any
+    chunk: Any
+    upper: Any  # of the rows that a warp takes at once
+    order: Any  # the part with which the lane begins: neighbours read and write other banks
+    targets: list[Any]  # of parts, in that order, for the warp's first row
+    waits_at: Any  # where the codes of the first turn wait
+
+
+def parts_of(entry: EntryFormat) -> int:
+    """Return how many 16 bytes of BF16 become of 16 bytes of codes."""
+    return 16 // entry.code_bits
+
+
+def standing_of(codes_at: Any, how: Bringing) -> Any:
+    """Return what a lane does in every turn; None where there are no codes."""
+    if not how.entry.code_bytes:
+        return None
+    lane, warp = standpoint(how)
+    chunks, parts = how.entry.code_bytes // CHUNK, parts_of(how.entry)
+    chunk, upper = lane % chunks, lane // chunks
+    order = (lane // (QUARTER // parts) + lane // QUARTER) % parts
+    row = warp * how.rows_of_warp + upper
+    targets = [address_in_tile(row, chunk * parts + (order ^ part)) for part in range(parts)]
+    taking = chunks * how.rows_at_once
+    # Trap: lanes that take no part read all the same, and must not read beyond shared memory.
+    waits_at = codes_at + (warp * taking + ops.minimum(lane, taking - 1)) * CHUNK
+    return Standing(lane < taking, chunk, upper, order, targets, waits_at)
+
+
+class Waiting(NamedTuple):
+    """What a thread has of the next tile beside what waits in shared memory."""
+
+    scales: Any  # of E2M1 codes
+    words: Any  # of turns for which there is no space
+
+
+def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> None:
+    """Begin to read a lane's codes of one turn, and scales where they are many."""
+    row = stands.upper + turn * how.rows_at_once
+    there = bit(found.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
+    values = found.cache + Int64(of_row(found.values, row)) * CHUNK
+    source = values + Int64(stands.chunk) * CHUNK
+    if how.entry.code_bits == 4:
+        of_scale = found.cache + Int64(of_row(found.scales, row)) * UNIT
+        of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, how.entry))
+        waiting.scales[turn] = ptx.scale_if(of_scale, there, 2)
+    if turn < how.turns_ahead:
+        target = stands.waits_at + turn * how.turn_bytes
+        ptx.copy_16_if(target, source, there * CHUNK, stands.active)
+    else:
+        first = (turn - how.turns_ahead) * 4
+        for i, word in enumerate(ptx.words_if(source, there, 4)):
+            waiting.words[first + i] = word
+
+
+def factors_of_rows(found: Rows, entry: EntryFormat) -> list[Any]:
+    """Return what a lane's codes of scales stand for."""
+    return [decoding.factors_of(Uint32(code), entry)[0] for code in found.codes]
+
+
+def factors_of_turn(
+    of_rows: list[Any], turn: int, stands: Standing, waiting: Waiting, how: Bringing
+) -> list[Any]:
+    """Return the factors of a lane's codes in one turn: one for E4M3, two for E2M1."""
+    if how.entry.code_bits == 4:
+        return decoding.factors_of(Uint32(waiting.scales[turn]), how.entry)
+    lane = turn % ROWS_OF_CODES * UNIT + scale_of_chunk(stands.chunk, how.entry)
+    return [of_row(of_rows[turn // ROWS_OF_CODES], lane)]
+
+
+def words_of_turn(turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> list[list[Any]]:
+    """Read what a lane has waiting of one turn, part by part in its own order."""
+    parts = parts_of(how.entry)
+    count = 4 // parts
+    own = [stands.order ^ part for part in range(parts)]
+    if turn < how.turns_ahead:
+        start = stands.waits_at + turn * how.turn_bytes
+        return [shared.shared_words(start + each * (CHUNK // parts), count) for each in own]
+    first = (turn - how.turns_ahead) * 4
+    words = [Uint32(waiting.words[first + i]) for i in range(4)]
+    return [chosen_part(words, each, count) for each in own]
+
+
+def decoded_turn(
+    words: list[list[Any]], factors: list[Any], turn: int, stands: Standing, how: Bringing
+) -> list[tuple[Any, list[Any]]]:
+    """Return a lane's values of one turn: their places in a tile, and words."""
+    parts, row = parts_of(how.entry), turn * how.rows_at_once
+    made = []
+    for part in range(parts):
+        target = (stands.targets[part] ^ row % 8 * CHUNK) + row * 128
+        factor = factors[0]
+        if len(factors) > 1:
+            upper = (stands.order ^ part) >= parts // 2
+            factor = ops.select(upper, factors[1], factors[0])
+        made.append((target, decoding.decoded(words[part], factor, how.entry)))
+    return made
+
+
+def store_turns(made: list[tuple[Any, list[Any]]], tile_at: Any, stands: Standing) -> None:
+    """Write decoded values to a tile."""
+    for target, words in made:
+        ptx.store_16_if(tile_at + target, words, stands.active)
+
+
+def chosen_part(words: list[Any], part: Any, count: int) -> list[Any]:
+    """Return a part of words, the number of which is known to lanes alone."""
+    made = words[:count]
+    for i in range(1, len(words) // count):
+        other = words[i * count : (i + 1) * count]
+        made = [ops.select(part == i, b, a) for a, b in zip(made, other, strict=True)]
+    return made
+
+
+def scale_of_chunk(chunk: Any, entry: EntryFormat) -> Any:
+    """Return the first byte of the scales of 16 bytes of codes."""
+    values = CHUNK * 8 // entry.code_bits
+    each = entry.block
+    return chunk * (values // each) if values >= each else chunk // (each // values)
+
+
+class Places(NamedTuple):
+    """Shared addresses."""
+
+    tiles: Any
+    full: Any  # barriers, one a stage; those that say empty lie behind them
+    masks: Any
+    codes: Any  # of the next tile
+
+
+def prepared_turns(
+    following: Rows,
+    factors: list[Any],
+    begin: int,
+    lane: tuple[Standing, Waiting],
+    how: Bringing,
+) -> list[tuple[Any, list[Any]]]:
+    """Decode some turns of a tile, and ask for those of the next one.
+
+    All are read before one is written: no compiler moves a read across a write.
+    """
+    some = range(begin, min(begin + facts.BATCH, how.turns))
+    words = [words_of_turn(turn, *lane, how) for turn in some]
+    of_turns = [factors_of_turn(factors, turn, *lane, how) for turn in some]
+    for turn in some:
+        ask_ahead(following, turn, *lane, how)
+    made = []
+    for i, turn in enumerate(some):
+        made += decoded_turn(words[i], of_turns[i], turn, lane[0], how)
+    return made
+
+
+@cute.jit
+def produce(
+    lists: tuple[List, List],
+    widths: tuple[Any, Any],
+    walk: tuple[Any, Any, Any],
+    places: Places,
+    how: cutlass.Constexpr,
+) -> None:
+    """Bring every tile of a split, one after the other, as soon as there is space."""
+    entry, steps = how.entry, walk[2]
+    lane, warp = standpoint(how)
+    turns = how.turns
+    stands = standing_of(places.codes, how)
+    waiting = Waiting(
+        cute.make_rmem_tensor(max(1, turns), Uint32),
+        cute.make_rmem_tensor(max(1, 4 * (turns - how.turns_ahead)), Uint32),
+    )
+    waiting.scales.fill(0)
+    waiting.words.fill(0)
+    tile = tile_of_step(Int32(0), walk, widths)
+    found = rows_of(slot_of(lists, tile, widths, how), lists, tile, widths, how)
+    slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
+    for turn in cutlass.range_constexpr(turns):
+        ask_ahead(found, turn, stands, waiting, how)
+    stage, phase = Uint32(0), Uint32(1)
+    for step in cutlass.range(Int32(0), steps, unroll=1):
+        tile = tile_of_step(step + 1, walk, widths)
+        following = rows_of(slot, lists, tile, widths, how)
+        slot = slot_of(lists, tile_of_step(step + 2, walk, widths), widths, how)
+        if cutlass.const_expr(entry.quantised > 0):
+            ptx.end_of_copies()  # this thread's own codes; nobody else reads them
+        factors = factors_of_rows(found, entry)
+        shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
+        tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
+        full = places.full + stage * 8
+        if cutlass.const_expr(entry.quantised < entry.width):
+            copy_values(found, tile_at, how)
+        ptx.arrive_behind_copies(full)
+        for begin in cutlass.range_constexpr(0, turns, facts.BATCH):
+            made = prepared_turns(following, factors, begin, (stands, waiting), how)
+            store_turns(made, tile_at, stands)
+        if lane == 0:
+            leave_masks(found, places.masks, (stage, warp), how)
+        cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
+        shared.arrive(full, lane == 0)
+        found = following
+        stage, phase = shared_next(stage, phase)
+    ptx.end_of_copies()
+
+
+def leave_masks(found: Rows, masks: Any, at: tuple[Any, Any], how: Bringing) -> None:
+    """Leave a warp's bits of a stage: of all keys that are present, then of all beyond."""
+    stage, warp = at
+    of_tile = facts.TILE // 8
+    place = masks + stage * (2 * of_tile) + warp * (how.rows_of_warp // 8)
+    ptx.store_bits(place, found.present, how.rows_of_warp)
+    ptx.store_bits(place + of_tile, found.beyond, how.rows_of_warp)
+
+
+def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:
+    """Return the number of a step's tile: the window's, then those of the entries."""
+    first, near, _ = walk
+    begin = ops.maximum(first, widths[0])
+    return ops.select(step < near, first + step, begin + step - near)
+
+
+def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
+    """Return the next stage, and the parity of the phase that is waited for."""
+    wraps = stage + 1 == facts.STAGES
+    return ops.select(wraps, Uint32(0), stage + 1), ops.select(wraps, phase ^ 1, phase)

@@ -1,0 +1,223 @@
+"""The instructions by which sparse attention gathers, waits and exponentiates, each with operands.
+
+Owns what PTX does and the DSL has no word for here: copies of 16 bytes that bring zeros where a key
+is absent, loads that do nothing there, barriers, float32 numbers in shared memory, that of other
+thread blocks included, powers and logarithms of two. No kernel and no address lives here. Refuses
+nothing: a kernel cannot. Kept honest by suites/kernels/attention/test_sm90_sparse_attention.py.
+"""
+
+from typing import Any
+
+from cutlass import Float32, Uint32
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.gemm.w4a16_instructions import emit
+
+
+def copy_16(target: Any, source: Any, size: Any) -> None:
+    """Begin to copy 16 bytes from global to shared memory; of size 0, write zeros instead."""
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    emit(text, [], target, source, size)
+
+
+def end_of_copies() -> None:
+    """Wait for this thread's copies."""
+    emit("cp.async.wait_all;", [])
+
+
+def arrive_behind_copies(barrier: Any) -> None:
+    """Let a barrier count this thread as soon as its copies so far are done."""
+    emit("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", [], barrier)
+
+
+def words_if(address: Any, present: Any, count: int) -> list[Any]:
+    """Read words from global memory, or zeros."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
+    text = (
+        f"{{ .reg .pred there; setp.ne.u32 there, {{$r1}}, 0; {zeros} "
+        f"@there ld.global.nc.v{count}.b32 {{{names}}}, [{{$r0}}]; }}"
+    )
+    return list(emit(text, [Uint32] * count, address, present))
+
+
+def word_if(address: Any, present: Any) -> Any:
+    """Read a word from global memory, or zero."""
+    text = (
+        "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, 0; "
+        "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
+    )
+    return emit(text, [Uint32], address, present)
+
+
+def scale_if(address: Any, present: Any, size: int) -> Any:
+    """Read one or two bytes from global memory, or zeros."""
+    text = (
+        "{ .reg .pred there; .reg .u16 read; setp.ne.u32 there, {$r1}, 0; mov.u16 read, 0; "
+        f"@there ld.global.nc.u{8 * size} read, [{{$r0}}]; cvt.u32.u16 {{$w0}}, read; }}"
+    )
+    return emit(text, [Uint32], address, present)
+
+
+def index_if(address: Any, present: Any) -> Any:
+    """Read a word from global memory, or -1."""
+    text = (
+        "{ .reg .pred there; setp.ne.u32 there, {$r1}, 0; mov.b32 {$w0}, -1; "
+        "@there ld.global.nc.b32 {$w0}, [{$r0}]; }"
+    )
+    return emit(text, [Uint32], address, present)
+
+
+def store_word(address: Any, word: Any) -> None:
+    """Write a word to shared memory."""
+    emit("st.shared.b32 [{$r0}], {$r1};", [], address, word)
+
+
+def store_bits(address: Any, word: Any, bits: int) -> None:
+    """Write the low 8 or 16 bits of a word to shared memory."""
+    text = f"{{ .reg .u16 low; cvt.u16.u32 low, {{$r1}}; st.shared.u{bits} [{{$r0}}], low; }}"
+    emit(text, [], address, word)
+
+
+def store_number(address: Any, number: Any) -> None:
+    """Write a float32 to shared memory."""
+    emit("st.shared.f32 [{$r0}], {$r1};", [], address, number)
+
+
+def number_at(address: Any) -> Any:
+    """Read a float32 from shared memory."""
+    return emit("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def power_of_two(exponent: Any) -> Any:
+    """Return 2**exponent; PTX ISA 9.1, ex2.approx: two steps of float32 at most, 0 of -inf."""
+    return emit("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], exponent)
+
+
+def binary_logarithm(number: Any) -> Any:
+    """Return the logarithm; PTX ISA 9.1, lg2.approx, -inf of 0."""
+    return emit("lg2.approx.ftz.f32 {$w0}, {$r0};", [Float32], number)
+
+
+def larger(left: Any, right: Any) -> Any:
+    """Return the larger of two numbers; a NaN is left out."""
+    return emit("max.f32 {$w0}, {$r0}, {$r1};", [Float32], left, right)
+
+
+def pair_rounded(low: Any, high: Any) -> Any:
+    """Return two numbers rounded to BF16 in a word."""
+    return emit("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], low, high)
+
+
+def store_pair(address: Any, low: Any, high: Any) -> None:
+    """Write two float32 numbers to global memory."""
+    emit("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, low, high)
+
+
+def store_single(address: Any, number: Any) -> None:
+    """Write a float32 number to global memory."""
+    emit("st.global.f32 [{$r0}], {$r1};", [], address, number)
+
+
+def store_16(address: Any, words: list[Any]) -> None:
+    """Write 16 bytes to global memory."""
+    emit("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def single_at(address: Any) -> Any:
+    """Read a float32 number from global memory."""
+    return emit("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def singles_at(address: Any) -> list[Any]:
+    """Read four float32 numbers from global memory."""
+    text = "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(emit(text, [Float32] * 4, address))
+
+
+def word_at(address: Any) -> Any:
+    """Read a word from global memory."""
+    return emit("ld.global.b32 {$w0}, [{$r0}];", [Uint32], address)
+
+
+def store_8(address: Any, words: list[Any]) -> None:
+    """Write 8 bytes to global memory."""
+    emit("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", [], address, *words)
+
+
+def store_numbers(address: Any, first: Any, second: Any) -> None:
+    """Write two float32 to shared memory."""
+    emit("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", [], address, first, second)
+
+
+def numbers_of_rank(address: Any, rank: int, count: int) -> list[Any]:
+    """Read float32 numbers of a thread block of the cluster."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = (
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
+        f"ld.shared::cluster.v{count}.f32 {{{names}}}, [there]; }}"
+    )
+    return list(emit(text, [Float32] * count, address, Uint32(rank)))
+
+
+def copy_16_if(target: Any, source: Any, size: Any, taken: Any) -> None:
+    """Begin to copy 16 bytes, or write zeros, where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
+        "@part cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; }"
+    )
+    emit(text, [], target, source, size, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
+    """Write 16 bytes to shared memory where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
+        "@part st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }"
+    )
+    emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_8_if(address: Any, words: list[Any], taken: Any) -> None:
+    """Write 8 bytes to global memory where a lane takes part."""
+    text = (
+        "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
+        "@part st.global.v2.b32 [{$r0}], {{$r1}, {$r2}}; }"
+    )
+    emit(text, [], address, *words, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def store_single_if(address: Any, number: Any, taken: Any) -> None:
+    """Write a float32 number to global memory where a lane takes part."""
+    text = "{ .reg .pred part; setp.ne.u32 part, {$r2}, 0; @part st.global.f32 [{$r0}], {$r1}; }"
+    emit(text, [], address, number, ops.select(taken, Uint32(1), Uint32(0)))
+
+
+def numbers_at(address: Any, count: int) -> list[Any]:
+    """Read two or four float32 from shared memory."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.shared.v{count}.f32 {{{names}}}, [{{$r0}}];"
+    return list(emit(text, [Float32] * count, address))
+
+
+def give_numbers(address: Any, numbers: list[Any], barrier: Any, rank: Any) -> None:
+    """Write two or four float32 to a thread block of the cluster; its barrier counts the bytes."""
+    count = len(numbers)
+    names = ", ".join(f"{{$r{i + 3}}}" for i in range(count))
+    text = (
+        "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, {$r0}, {$r2}; "
+        "mapa.shared::cluster.u32 counts, {$r1}, {$r2}; "
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{count}.f32 "
+        f"[there], {{{names}}}, [counts]; }}"
+    )
+    emit(text, [], address, barrier, rank, *numbers)
+
+
+def store_one_of(address: Any, one: list[Any], other: list[Any], first: Any) -> None:
+    """Write the first or the second four float32 to shared memory."""
+    text = (
+        "{ .reg .pred one; setp.ne.u32 one, {$r1}, 0; "
+        "@one st.shared.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; "
+        "@!one st.shared.v4.f32 [{$r0}], {{$r6}, {$r7}, {$r8}, {$r9}}; }"
+    )
+    emit(text, [], address, ops.select(first, Uint32(1), Uint32(0)), *one, *other)

@@ -1,0 +1,583 @@
+"""The kernel of sparse attention on Hopper: what its three or four warpgroups do.
+
+Owns a thread block's work: a token, 64 heads, a split of the keys. The last one or two bring tiles
+of 64 keys (sm90_attention_gather); two multiply by wgmma, each with half of the latent or of the
+keys for the logits, then all 64 shares with half of the output's columns: keys and values are the
+same numbers in shared memory, taken once along rows and once along columns. Operands are BF16, sums
+float32; shares are rounded to BF16 beside a peak that moves when it is passed by a factor of more
+than 2**8, their sum is of what was not rounded.
+
+Barriers: a stage is full when all threads that bring it, and their copies, have arrived, and empty
+when the eight warps that multiply have. Whoever sees a full stage fences, because wgmma reads by
+another proxy than threads write. Named barriers let both warpgroups see the other's logits, peaks,
+then shares. Refuses nothing: a kernel cannot. Kept honest by
+suites/kernels/attention/test_sm90_sparse_attention.py.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import simt_attention_merge as merging
+from degarble.kernels.attention.problem import AttentionForm
+from degarble.kernels.attention.sm90 import cluster, exchange, gather
+from degarble.kernels.attention.sm90 import gather_with_key as with_key
+from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.gemm import wgmma
+from degarble.kernels.primitives import attention_rows as rows
+
+NAN = float("nan")
+QUADS = 4  # lanes that share a row
+STEP = 16  # keys of a wgmma
+STEPS_OF_KEYS = facts.KEYS // STEP
+BLOCKS = facts.KEYS // 8  # of eight columns in a warpgroup's products
+EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups that multiply
+CONSUMER_THREADS = facts.CONSUMER_THREADS
+LEEWAY = 8.0  # a peak moves where it is passed by a factor of more than 2**8: seldom
+CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
+
+
+class Addresses(NamedTuple):
+    """Global memory, as 64-bit numbers."""
+
+    q: Any
+    sink: Any
+    near: Any
+    near_lengths: Any
+    near_cache: Any
+    far: Any
+    far_lengths: Any
+    far_cache: Any
+    out: Any
+    lse: Any
+    sums: Any
+    stats: Any
+
+
+class Place(NamedTuple):
+    """Which token, split and heads a thread block has; extents T, H and the splits."""
+
+    token: Any
+    split: Any
+    head: Any  # the first
+    tokens: Any
+    heads: Any
+    splits: Any
+
+
+class Lane(NamedTuple):
+    """Where a thread of a multiplying warpgroup stands."""
+
+    half: Any  # the warpgroup
+    row: Any  # of the fragment, the first of two that are eight apart
+    quad: Any
+    warp: Any  # of the warpgroup
+    lane: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: tensors that wgmma reads, and addresses."""
+
+    queries: Any
+    keys: Any
+    values: Any  # the same memory, 512 columns of it
+    shares: Any
+    queries_at: Any
+    shares_at: Any
+    counts_at: Any
+    partner_at: Any  # where logits are exchanged
+    given: Any  # the barrier of what another thread block gives
+    places: gather.Places
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def attention_kernel(
+    addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
+) -> None:
+    """Take a role by warpgroup: two multiply, those behind them bring keys."""
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = shared_memory(form)
+    how, (multiplying, bringing) = facts.bringing(form.format), facts.registers(form.format)
+    begin_barriers(memory, how)
+    cute.arch.sync_threads()
+
+    place = place_of(extents)
+    lists, widths, walk = lists_of(addresses, extents, place, form)
+    if group >= facts.CONSUMERS:
+        cute.arch.setmaxregister_decrease(bringing)
+        producer = with_key if form.format.inside else gather
+        producer.produce(lists, widths, walk, memory.places, how)
+        if cutlass.const_expr(form.together > 1):
+            for _ in range(1 if form.together == exchange.TOGETHER else 2):
+                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_wait()
+    else:
+        cute.arch.setmaxregister_increase(multiplying)
+        lane = Lane(
+            group,
+            thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
+            thread % QUADS,
+            thread % facts.WARPGROUP // rows.LANES,
+            thread % rows.LANES,
+        )
+        load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
+        output = wgmma_of_output(facts.columns_at_once(form.format))
+        sums = wgmma.sums_of(output, facts.COLUMNS)
+        sums.fill(0.0)
+        peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        peaks.fill(-float("inf"))
+        totals.fill(0.0)
+        consume(memory, lane, walk[2], (sums, peaks, totals), (scale, form.format))
+        share_totals(memory, lane, totals)
+        state = (sums, peaks, totals)
+        if cutlass.const_expr(form.together == 0):
+            store_partial(addresses, place, lane, state)
+        elif cutlass.const_expr(form.together == 1):
+            store_output(addresses, place, lane, state, (memory.places.tiles, form.sinks))
+        elif cutlass.const_expr(form.together == exchange.TOGETHER):
+            exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
+        else:
+            places = memory.places.tiles, memory.shares_at  # nobody reads either any more
+            cluster.leave(*places, lane, state)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
+            cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
+            cute.arch.cluster_arrive_relaxed()  # nobody leaves while others read its sums
+            cute.arch.cluster_wait()
+
+
+@cute.jit
+def begin_barriers(memory: Memory, how: cutlass.Constexpr) -> None:
+    """Set up, by one thread, the barriers of stages and of what is given."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for stage in range(facts.STAGES):
+            shared.begin_barrier(memory.places.full + stage * 8, how.arrivals)
+            empty = memory.places.full + (facts.STAGES + stage) * 8
+            shared.begin_barrier(empty, CONSUMER_THREADS // rows.LANES)
+        shared.begin_barrier(memory.given, 1)
+        cute.arch.mbarrier_init_fence()
+
+
+def shared_memory(form: AttentionForm) -> Memory:
+    """Divide the shared memory of a thread block."""
+    allocator = cutlass.memory.SmemAllocator()
+    swizzle = wgmma.Swizzle.K_SW128
+    layouts = (
+        wgmma.staged_layout(BFloat16, facts.HEADS, form.width, 1, swizzle),
+        wgmma.staged_layout(BFloat16, facts.TILE, form.width, facts.STAGES, swizzle),
+        wgmma.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
+    )
+    pointers = [
+        allocator.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
+        for layout in layouts
+    ]
+    tensors = [
+        cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
+        for at, layout in zip(pointers, layouts, strict=True)
+    ]
+    counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
+    barriers = allocator.allocate_array(Int64, 2 * facts.STAGES + 1)
+    masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
+    queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
+    codes, partner = (
+        allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
+        for size in (facts.bringing(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
+    )
+    others = (Uint32(each.toint()) for each in (barriers, masks, codes))
+    places = gather.Places(keys_at, *others)
+    queries, keys, shares = tensors
+    given = places.full + 2 * facts.STAGES * 8
+    at = (queries_at, shares_at, Uint32(counts.toint()), Uint32(partner.toint()), given)
+    values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
+    return Memory(queries, keys, values, shares, *at, places)
+
+
+def layout_of_values(width: int) -> Any:
+    """Return the layout of the first 512 columns of every stage, columns first."""
+    swizzle = wgmma.Swizzle.K_SW128
+    tile = wgmma.staged_layout(BFloat16, facts.TILE, rows.WIDTH, 1, swizzle).outer
+    stages = cute.make_layout(facts.STAGES, stride=facts.TILE * width)
+    return cute.append(cute.select(tile, [1, 0]), stages)
+
+
+def place_of(extents: tuple[Any, ...]) -> Place:
+    """Return what this thread block has: splits count fastest, then groups of heads."""
+    block, _, _ = cute.arch.block_idx()
+    tokens, heads, splits, *_ = extents
+    groups = (heads + facts.HEADS - 1) // facts.HEADS
+    token, rest = block // (groups * splits), block % (groups * splits)
+    return Place(token, rest % splits, rest // splits * facts.HEADS, tokens, heads, splits)
+
+
+def lists_of(
+    addresses: Addresses, extents: tuple[Any, ...], place: Place, form: AttentionForm
+) -> tuple[Any, Any, Any]:
+    """Return the token's lists, the tiles that they have, and the walk of this split."""
+    *_, each, near_width, near_entries, near_stride, near_capacity = extents[:8]
+    far_width, far_entries, far_stride, far_capacity = extents[8:]
+    kept = near_width, far_width
+    if form.lengths:
+        at = addresses.near_lengths, addresses.far_lengths
+        lengths = (Int32(ptx.word_at(start + Int64(place.token) * 4)) for start in at)
+        kept = tuple(
+            ops.maximum(ops.minimum(length, width), 0)
+            for length, width in zip(lengths, kept, strict=True)
+        )
+    token = Int64(place.token) * 4
+    near = gather.List(
+        addresses.near + token * Int64(near_width),
+        kept[0],
+        addresses.near_cache,
+        near_entries,
+        near_stride,
+        near_capacity,
+    )
+    far = gather.List(
+        addresses.far + token * Int64(far_width),
+        kept[1],
+        addresses.far_cache,
+        far_entries,
+        far_stride,
+        far_capacity,
+    )
+    tiles = [(count + facts.TILE - 1) // facts.TILE for count in (near_width, far_width, *kept)]
+    widths = tiles[0], tiles[1]
+    walk = facts.tiles_of_split(place.split, each, widths, (tiles[2], tiles[3]))
+    return (near, far), widths, walk
+
+
+def wgmma_of_output(columns: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
+    """Return the instruction for 64 rows of shares and columns of keys, taken as values."""
+    operation = warpgroup.MmaF16BF16Op(
+        BFloat16,
+        Float32,
+        (facts.HEADS, columns, STEP),
+        source,
+        OperandMajorMode.K,
+        OperandMajorMode.MN,
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(operation))
+
+
+def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
+    """Bring 64 heads of the token to shared memory; rows without a head are zeros."""
+    thread, _, _ = cute.arch.thread_idx()
+    first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
+    for turn in range(facts.HEADS * chunks // CONSUMER_THREADS):
+        item = Uint32(thread) + turn * CONSUMER_THREADS
+        row, chunk = item // chunks, item % chunks
+        exists = place.head + Int32(row) < place.heads
+        kept = ops.select(exists, row, Uint32(0))
+        source = q + ((first + Int64(kept)) * chunks + Int64(chunk)) * gather.CHUNK
+        size = ops.select(exists, Uint32(gather.CHUNK), Uint32(0))
+        ptx.copy_16(queries_at + gather.address_in_tile(row, chunk), source, size)
+    ptx.end_of_copies()
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=CONSUMER_THREADS)
+
+
+@cute.jit
+def consume(
+    memory: Memory,
+    lane: Lane,
+    steps: Any,
+    state: tuple[Any, Any, Any],
+    given: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Multiply, weigh and add up every tile of a split."""
+    sums, peaks, totals = state
+    scale, entry = given
+    halved = facts.halved(entry)
+    columns_of = facts.TILE if halved else facts.KEYS
+    products = wgmma.mma_of(BFloat16, columns_of)
+    at_once = facts.columns_at_once(entry)
+    output = wgmma_of_output(at_once)
+    logits = wgmma.sums_of(products, columns_of)
+    queries, own = memory.queries, memory.keys
+    width = cute.size(memory.keys, mode=[1])
+    if cutlass.const_expr(halved):
+        queries = cute.local_tile(queries, (facts.HEADS, width // 2, 1), (0, lane.half, 0))
+        own = cute.local_tile(own, (facts.TILE, width // 2, facts.STAGES), (0, lane.half, 0))
+    else:
+        own = cute.local_tile(own, (facts.KEYS, width, facts.STAGES), (lane.half, 0, 0))
+    a = products.make_fragment_A(products.get_slice(0).partition_A(queries))
+    b = products.make_fragment_B(products.get_slice(0).partition_B(own))
+    of_half = facts.COLUMNS, facts.TILE, facts.STAGES
+    columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
+    values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
+    shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
+    to_powers = ops.multiply_rn(scale, merging.LOG2_E)
+    state = (sums, peaks, totals)
+    of_registers = wgmma_of_output(at_once, warpgroup.OperandSource.RMEM)
+    own_shares = of_registers.make_fragment_A(
+        of_registers.partition_shape_A((facts.HEADS, facts.KEYS))
+    )
+    pairs = (products, logits, a, b), ((of_registers, own_shares), (output, shares), sums, values)
+    if steps > 0:
+        stage, phase = Uint32(0), Uint32(0)
+        begin_products(memory, pairs[0], (stage, phase))
+        for _ in cutlass.range(Int32(1), steps, unroll=1):
+            warpgroup.wait_group(0)
+            weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)
+            begin_sums(lane, pairs[1], stage)
+            following = gather.shared_next(stage, phase)
+            begin_products(memory, pairs[0], following)
+            # Trap: were the sums under way where the loop begins anew, ptxas would wait for each.
+            warpgroup.wait_group(1)
+            give_back(memory, lane, stage)
+            stage, phase = following
+        warpgroup.wait_group(0)
+        weigh(memory, lane, (logits, own_shares), state, (to_powers, stage), entry)
+        begin_sums(lane, pairs[1], stage)
+        warpgroup.wait_group(0)
+        give_back(memory, lane, stage)
+
+
+@cute.jit
+def begin_products(memory: Memory, pair: tuple[Any, ...], at: tuple[Any, Any]) -> None:
+    """Wait for a tile and begin to multiply queries with a warpgroup's keys of it."""
+    products, logits, a, b = pair
+    stage, phase = at
+    shared.await_phase(memory.places.full + stage * 8, phase)
+    cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
+    wgmma.multiply_stage(
+        products, logits, a[None, None, None, 0], b[None, None, None, stage], begins=True
+    )
+
+
+@cute.jit
+def begin_sums(lane: Lane, pair: tuple[Any, ...], stage: Any) -> None:
+    """Begin to add shares times values of a tile: first of the warpgroup's own keys.
+
+    Those come from registers, so that products are under way while the other's shares are awaited.
+    """
+    (of_registers, own_shares), (output, shares), sums, values = pair
+    add_products(of_registers, sums, own_shares, (values, stage), (0, lane.half * STEPS_OF_KEYS))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
+    other = (1 - lane.half) * STEPS_OF_KEYS
+    add_products(output, sums, shares[None, None, None, 0], (values, stage), (other, other))
+    warpgroup.commit_group()
+
+
+@cute.jit
+def add_products(
+    mma: Any, sums: Any, shares: Any, values: tuple[Any, Any], first: tuple[Any, Any]
+) -> None:
+    """Add shares times values of a warpgroup's keys; `first` says where they begin in both."""
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in wgmma.multiply_stage
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    tensor, stage = values
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(STEPS_OF_KEYS):
+        a = shares[None, None, first[0] + k]
+        cute.gemm(mma, sums, a, tensor[None, None, first[1] + k, stage], sums)
+
+
+def give_back(memory: Memory, lane: Lane, stage: Any) -> None:
+    """Say that this warp reads a stage no more."""
+    cute.arch.sync_warp()
+    shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
+
+
+def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
+    """Return which of the 32 keys of a warpgroup are present, and which beyond the cache."""
+    at = masks + stage * (2 * facts.TILE // 8) + Uint32(lane.half) * (facts.KEYS // 8)
+    (present,), (beyond,) = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
+    return present, beyond
+
+
+@cute.jit
+def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
+    """Make logits of absent keys -inf, and those of keys beyond the cache NaN."""
+    if present != 0xFFFF_FFFF:
+        for block in cutlass.range_constexpr(BLOCKS):
+            for i in cutlass.range_constexpr(4):
+                key = Uint32(lane.quad) * 2 + (block * 8 + i % 2)
+                absent = ops.select(
+                    gather.bit(beyond, key) == 1, Float32(NAN), Float32(-float("inf"))
+                )
+                here = gather.bit(present, key) == 1
+                logits[block * 4 + i] = ops.select(here, logits[block * 4 + i], absent)
+
+
+@cute.jit
+def weigh(
+    memory: Memory,
+    lane: Lane,
+    registers: tuple[Any, Any],
+    state: tuple[Any, Any, Any],
+    step: tuple[Any, Any],
+    entry: cutlass.Constexpr,
+) -> None:
+    """Turn logits into shares, in registers and for the other warpgroup in shared memory.
+
+    Both take powers beside the peak of both warpgroups' keys.
+    """
+    sums, peaks, totals = state
+    logits, own_shares = registers
+    if cutlass.const_expr(facts.halved(entry)):
+        logits = exchange.joined(memory, lane, logits, entry)
+    words = cute.recast_tensor(own_shares, Uint32)
+    to_powers, stage = step
+    present, beyond = masks_of(memory.places.masks, stage, lane)
+    hide(logits, present, beyond, lane)
+    tops = []
+    for row in cutlass.range_constexpr(2):
+        top = logits[2 * row]
+        for i in cutlass.range_constexpr(1, 2 * BLOCKS):
+            top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
+        for distance in (1, 2):
+            top = ptx.larger(top, cute.arch.shuffle_sync_bfly(top, offset=distance))
+        tops.append(top)
+        if lane.quad == 0:
+            ptx.store_number(counts_at(memory, lane, lane.half, row), top)
+    cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
+    factors = []
+    for row in cutlass.range_constexpr(2):
+        other = ptx.number_at(counts_at(memory, lane, 1 - lane.half, row))
+        top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
+        peak = ops.select(top > ops.add_rn(peaks[row], Float32(LEEWAY)), top, peaks[row])
+        against = merging.finite(peak)
+        factor = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
+        peaks[row] = peak
+        total = Float32(0.0)
+        for block in cutlass.range_constexpr(BLOCKS):
+            at = block * 4 + 2 * row
+            pair = [
+                ptx.power_of_two(ops.fma_rn(logits[at + i], to_powers, -against)) for i in range(2)
+            ]
+            total = ops.add_rn(total, ops.add_rn(pair[0], pair[1]))
+            chunk = Uint32(lane.half) * (facts.KEYS // rows.HALF) + block
+            place = gather.address_in_tile(Uint32(lane.row) + 8 * row, chunk)
+            word = ptx.pair_rounded(pair[0], pair[1])
+            ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
+            words[block * 2 + row] = word
+        totals[row] = ops.fma_rn(totals[row], factor, total)
+        factors.append(factor)
+    if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+        rescale(sums, factors)
+
+
+def rescale(sums: Any, factors: list[Any]) -> None:
+    """Bring what was added up to the new peak."""
+    for i in range(cute.size(sums)):
+        sums[i] = ops.multiply_rn(sums[i], factors[i // 2 % 2])
+
+
+def counts_at(memory: Memory, lane: Lane, half: Any, row: int) -> Any:
+    """Return where a warpgroup's number of a row lies."""
+    return memory.counts_at + (Uint32(half) * facts.HEADS + Uint32(lane.row) + 8 * row) * 4
+
+
+@cute.jit
+def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
+    """Add up the sums of shares, over lanes and over both warpgroups in one order."""
+    cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
+    for row in cutlass.range_constexpr(2):
+        total = totals[row]
+        for distance in (1, 2):
+            total = ops.add_rn(total, cute.arch.shuffle_sync_bfly(total, offset=distance))
+        if lane.quad == 0:
+            ptx.store_number(counts_at(memory, lane, lane.half, row), total)
+    cute.arch.barrier(barrier_id=SHARES_READY, number_of_threads=CONSUMER_THREADS)
+    for row in cutlass.range_constexpr(2):
+        both = [ptx.number_at(counts_at(memory, lane, half, row)) for half in range(2)]
+        totals[row] = ops.add_rn(both[0], both[1])
+
+
+@cute.jit
+def store_partial(
+    addresses: Addresses, place: Place, lane: Lane, state: tuple[Any, Any, Any]
+) -> None:
+    """Leave sums, peak and sum of shares of a split for the merging kernel."""
+    sums, peaks, totals = state
+    for row in cutlass.range_constexpr(2):
+        head = place.head + lane.row + 8 * row
+        if head < place.heads:
+            of_token = Int64(place.token) * Int64(place.splits) + Int64(place.split)
+            number = of_token * Int64(place.heads) + Int64(head)
+            if (lane.quad == 0) & (lane.half == 0):
+                ptx.store_pair(addresses.stats + number * 8, peaks[row], totals[row])
+            start = addresses.sums + (number * rows.WIDTH + lane.half * facts.COLUMNS) * 4
+            for block in cutlass.range_constexpr(facts.COLUMNS // 8):
+                at = block * 4 + 2 * row
+                to = start + Int64(lane.quad) * 8 + block * 32
+                ptx.store_pair(to, sums[at], sums[at + 1])
+
+
+@cute.jit
+def store_output(
+    addresses: Addresses,
+    place: Place,
+    lane: Lane,
+    state: tuple[Any, Any, Any],
+    more: tuple[Any, cutlass.Constexpr],
+) -> None:
+    """Divide by the sum with the sink, round once, and write rows by way of shared memory."""
+    sums, peaks, totals = state
+    tiles_at, sinks = more
+    inverses = []
+    for row in cutlass.range_constexpr(2):
+        head = place.head + lane.row + 8 * row
+        sink = Float32(0.0)
+        if head < place.heads:
+            sink = merging.sink_of(addresses.sink, head, sinks)
+            if (lane.quad == 0) & (lane.half == 0):
+                number = Int64(place.token) * Int64(place.heads) + Int64(head)
+                ptx.store_single(
+                    addresses.lse + number * 4, merging.lse_of(totals[row], peaks[row])
+                )
+        inverses.append(merging.inverse_total(totals[row], peaks[row], sink))
+    # Half of a tile's columns, 64 rows of them, is as much as this warpgroup writes; nobody else
+    # reads or writes them any more.
+    first = Uint32(lane.half) * CHUNKS_OF_HALF
+    for row in cutlass.range_constexpr(2):
+        for block in cutlass.range_constexpr(facts.COLUMNS // 8):
+            at = block * 4 + 2 * row
+            pair = [ops.multiply_rn(sums[at + i], inverses[row]) for i in range(2)]
+            to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
+            word = ptx.pair_rounded(pair[0], pair[1])
+            ptx.store_word(tiles_at + to + Uint32(lane.quad) * 4, word)
+    cute.arch.sync_warp()
+    for turn in cutlass.range_constexpr(16):
+        within = lane.warp * 16 + turn
+        head = place.head + within
+        if head < place.heads:
+            from_ = gather.address_in_tile(Uint32(within), first + Uint32(lane.lane))
+            words = shared.shared_words(tiles_at + from_, 4)
+            number = Int64(place.token) * Int64(place.heads) + Int64(head)
+            chunk = number * gather.CHUNKS + Int64(first + Uint32(lane.lane))
+            ptx.store_16(addresses.out + chunk * gather.CHUNK, words)
+
+
+@cute.jit
+def launch_attention(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    scale: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; the last one is the thread blocks."""
+    *inner, blocks = extents
+    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    attention_kernel(addresses, tuple(inner), scale, form).launch(
+        grid=[blocks, 1, 1],
+        block=[facts.threads(form.format), 1, 1],
+        cluster=[max(1, form.together), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )

@@ -1,0 +1,251 @@
+"""Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
+
+    out_THL, lse_TH = sparse_attention(
+        Operands(q_THL, sink_H, Keys(slots_TW, cache), Keys(slots_TK, cache_of_entries)),
+        AttentionProblem(T, H, KeyList(W, pages), KeyList(K, pages_of_entries), mode="decode"),
+        settings)
+
+Slots are int32 numbers of cache entries: -1 is passed over, one beyond the cache makes the token's
+output NaN, seen, not hidden, and the same one may come again, and counts again. With lengths only
+so many slots of each list count. A token without keys has zeros, and -inf as LSE. LSE is the
+natural logarithm of the sum over keys, without the sink. Heads come out not turned back. What no
+slot names is never read. V3.2's queries and entries have 576 numbers, the latent and the turned
+key, of which 512 are the value; it has one list, and no sinks (None).
+
+Decoding goes in splits of 576 keys (V3.2: 1024), merged in order, in a cluster or, beyond eight, by
+a second kernel: a token's bits depend on its own keys and the widths of lists, never on the other
+tokens. The wrapper checks and launches, and never waits for the GPU. Refuses other dtypes, shapes,
+strides and alignments by name. Kept honest by
+suites/kernels/attention/test_sm90_sparse_attention.py and test_sm90_latent_attention.py. T tokens,
+H heads, L 512, W, K list widths.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from cutlass import Float32, Int32, Uint8
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import simt_attention_merge as merging
+from degarble.kernels.attention.problem import (
+    AttentionForm,
+    AttentionProblem,
+    MergeForm,
+)
+from degarble.kernels.attention.sm90 import sm90_attention_experiment as experiment
+from degarble.kernels.attention.sm90_attention_kernel import Addresses, launch_attention
+from degarble.kernels.gemm import contract
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, TARGETS, Target
+
+
+@cache
+def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    return compiled(launch_attention, form, settings)
+
+
+def compiled(jitted: Any, form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile the launch of a target's kernel."""
+    pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
+    extents = tuple(Int32(1) for _ in range(13))
+    arguments = (pointers, extents, Float32(1.0), form, any_stream())
+    return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
+
+
+class Keys(NamedTuple):
+    """One list of slots: int32 [T, width], pages of uint8, and, where asked for, int32 [T]."""
+
+    slots: Tensor
+    cache: Tensor
+    lengths: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """Query heads (BF16, turned) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
+
+    q: Tensor
+    sink: Tensor | None
+    window: Keys
+    entries: Keys | None = None
+
+
+class Results(NamedTuple):
+    """Heads [T, H, L] in BF16, not turned back yet, and float32 logarithms of sums [T, H]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Workspace(NamedTuple):
+    """What splits leave: float32 sums [T, splits, H, L], peaks and sums of shares [..., 2]."""
+
+    sums: Tensor
+    stats: Tensor
+
+
+def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
+    """Allocate what a launch fills."""
+    heads = (problem.tokens, problem.heads)
+    return Results(
+        torch.empty(*heads, rows.WIDTH, dtype=torch.bfloat16, device=device),
+        torch.empty(*heads, dtype=torch.float32, device=device),
+    )
+
+
+def empty_workspace(problem: AttentionProblem, device: torch.device) -> Workspace | None:
+    """Allocate what splits need that do not merge in a cluster; None without them."""
+    splits = facts.choose_splits(problem)
+    if splits <= facts.MOST_TOGETHER:
+        return None
+    shape = (problem.tokens, splits, problem.heads)
+    made = (torch.empty(*shape, n, dtype=torch.float32, device=device) for n in (rows.WIDTH, 2))
+    return Workspace(*made)
+
+
+def sparse_attention(
+    operands: Operands,
+    problem: AttentionProblem,
+    settings: CompileSettings,
+    *,
+    results: Results | None = None,
+    workspace: Workspace | None = None,
+) -> Results:
+    """Attend, on the GPU that holds the operands; memory that is not given is allocated."""
+    entry = compile_form, SM90A
+    return attended(entry, operands, problem, settings, (results, workspace))
+
+
+def attended(
+    entry: tuple[Callable[[AttentionForm, CompileSettings], CompiledKernel], Target],
+    operands: Operands,
+    problem: AttentionProblem,
+    settings: CompileSettings,
+    memory: tuple[Results | None, Workspace | None],
+) -> Results:
+    """Check, allocate what is missing and launch the forms of an entry's target."""
+    (compile_, target), device = entry, operands.q.device
+    results, workspace = memory
+    if results is None:
+        results = empty_results(problem, device)
+    if workspace is None:
+        workspace = empty_workspace(problem, device)
+    require_operands(problem, operands, results, workspace)
+    tensors = _tensors(operands, results, workspace)
+    require_device(tensors)
+    if problem.tokens:
+        contract.require_place(tuple(each for each in tensors if each is not None), target)
+        if problem.products == facts.EXPERIMENT:
+            operands = operands._replace(q=experiment.queries_in_nvfp4(operands.q, settings))
+        kernel = compile_(facts.choose_form(problem, target.name), settings)
+        merge = None
+        if workspace:
+            merge = merging.compile_form(MergeForm(target.name, problem.family.sinks), settings)
+        launch((kernel, merge), problem, operands, results, workspace)
+    return results
+
+
+def launch(
+    kernels: tuple[CompiledKernel, CompiledKernel | None],
+    problem: AttentionProblem,
+    operands: Operands,
+    results: Results,
+    workspace: Workspace | None,
+) -> None:
+    """Launch on checked tensors."""
+    device = operands.q.device.index or 0
+    stream = current_stream(device)
+    near, far = operands.window, operands.entries or operands.window
+    sums, stats = workspace or (None, None)
+    given = (
+        operands.q, operands.sink, near.slots, near.lengths, near.cache,
+        far.slots, far.lengths, far.cache, *results, sums, stats,
+    )  # fmt: skip
+    pointers = tuple(pointer(Uint8, tensor, 4) for tensor in given)
+    kernels[0](pointers, _extents(problem), Float32(problem.scale), stream)
+    if kernels[1] is not None:
+        merged = (sums, stats, operands.sink, *results)
+        pointers = tuple(pointer(Uint8, tensor, 4) for tensor in merged)
+        blocks = problem.tokens * problem.heads
+        numbers = (problem.heads, facts.choose_splits(problem), blocks)
+        kernels[1](pointers, tuple(map(Int32, numbers)), stream)
+
+
+def _extents(problem: AttentionProblem) -> tuple[Int32, ...]:
+    """Return what a launch is told; a list that is not there has no width."""
+    near, far = problem.window, problem.entries or replace(problem.window, width=0)
+    of_lists = [
+        number
+        for each in (near, far)
+        for number in (each.width, each.pages.entries, each.pages.stride, each.pages.slots)
+    ]
+    splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
+    numbers = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))
+    return tuple(Int32(number) for number in numbers)
+
+
+def require_operands(
+    problem: AttentionProblem,
+    operands: Operands,
+    results: Results,
+    workspace: Workspace | None,
+) -> None:
+    """Refuse tensors that the kernels would misread."""
+    tokens, heads = problem.tokens, problem.heads
+    shape = (tokens, heads, rows.WIDTH)
+    of_queries = (tokens, heads, problem.family.key)
+    require_tensor("query heads", operands.q, torch.bfloat16, of_queries, 16)
+    if (operands.sink is not None) != problem.family.sinks:
+        raise InvalidArgument(
+            "sinks",
+            "given" if operands.sink is not None else None,
+            "one a head" if problem.family.sinks else "none",
+            f"Keys of {problem.family.key} are those of {problem.family.name}.",
+        )
+    if operands.sink is not None:
+        require_tensor("sinks", operands.sink, torch.float32, (heads,), 4)
+    given = [operands.window] if operands.entries is None else [operands.window, operands.entries]
+    if len(given) != len(problem.lists):
+        raise ShapeMismatch(
+            "lists of keys", len(given), f"{len(problem.lists)}, as the problem says", "Give both."
+        )
+    for name, keys, of in zip(("window", "entries"), given, problem.lists, strict=False):
+        require_tensor(f"slots of the {name}", keys.slots, torch.int32, (tokens, of.width), 4)
+        pages = (of.pages.count, of.pages.stride)
+        require_tensor(f"cache of the {name}", keys.cache, torch.uint8, pages, 16)
+        if (keys.lengths is not None) != problem.lengths:
+            raise InvalidArgument(
+                f"lengths of the {name}",
+                "given" if keys.lengths is not None else None,
+                "lengths of every list exactly if the problem says so",
+                f"The problem says lengths={problem.lengths}.",
+            )
+        if keys.lengths is not None:
+            require_tensor(f"lengths of the {name}", keys.lengths, torch.int32, (tokens,), 4)
+    require_tensor("output", results.out, torch.bfloat16, shape, 16)
+    require_tensor("LSE", results.lse, torch.float32, (tokens, heads), 4)
+    splits = facts.choose_splits(problem)
+    if (workspace is not None) != (splits > facts.MOST_TOGETHER):
+        raise InvalidArgument("workspace", workspace, f"one for {splits} splits", "Leave it out.")
+    if workspace is not None:
+        of_splits = (tokens, splits, heads)
+        require_tensor("sums", workspace.sums, torch.float32, (*of_splits, rows.WIDTH), 16)
+        require_tensor("peaks", workspace.stats, torch.float32, (*of_splits, 2), 16)
+
+
+def _tensors(operands: Operands, results: Results, workspace: Workspace | None) -> list[Any]:
+    lists = [*operands.window, *(operands.entries or ())]
+    return [operands.q, operands.sink, *lists, *results, *(workspace or ())]

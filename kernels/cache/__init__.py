@@ -1,0 +1,1 @@
+"""Paged caches: reading, writing, pooling, slots."""

@@ -1,0 +1,415 @@
+"""Norm, turn, quantise latent rows and put them into the paged cache by slot, in one pass.
+
+Owns the writing forms of kv_problem: latents (RMSNorm rounded to BF16, then RoPE rounded to BF16,
+as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries, and
+an indexer's fp8-key. A warp has a token; its row stays in registers from the load to the store. Of
+V3.2's rows the latent is normed, the key beside it turned; entries are fp8-v32, fp8-v32-ue8m0 and
+bf16.
+
+A slot below 0 or beyond the cache is skipped; whatever no token names is left as it was. A position
+outside of the table of turns makes the turned values NaN: seen, not hidden. Two tokens of a launch
+with one slot: with `duplicates="last"` the last token's entry stays, by a first kernel that claims
+slots and a second that keeps and clears the claims; with "absent" the caller promises that there
+are none. The wrapper checks and launches, and never waits for the GPU, so it may be captured.
+
+Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/cache/test_simt_kv_write.py: compiled for every target, and on an H200 byte for byte.
+Shape letters: T tokens, L row width (512, 128 or 576), P positions, N pages, B bytes of a page, S
+slots.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as facts
+from degarble.kernels.primitives import kv_rules as rules
+from degarble.kernels.primitives.kv_problem import NO_CLAIM, WriteForm, WriteProblem
+from degarble.kernels.primitives.latent_words import (
+    NAN,
+    WORDS,
+    amax_bits,
+    amax_number,
+    ask_for_turn,
+    factor_of_row,
+    fp8_words,
+    high_product,
+    load_row,
+    load_turn,
+    nvfp4_scale_code,
+    nvfp4_word,
+    put,
+    quotient_words,
+    registers_of,
+    turned_words,
+    vectors,
+    words_at,
+)
+from degarble.kernels.primitives.nvfp4_words import numbers_of, rounded_words, store
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    DRIVERS_CHOICE,
+    DTYPES,
+    pointer,
+    require_device,
+    require_optional,
+)
+from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+THREADS = facts.WARPS * rows.LANES
+CLAIMING_THREADS = 256
+ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
+ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
+
+
+class Operands(NamedTuple):
+    """What a launch reads: rows [T, L], weight [L], turns [P, 64], positions [T], slots [T]."""
+
+    values: Tensor
+    weight: Tensor | None
+    turns: Tensor | None
+    positions: Tensor | None
+    slots: Tensor
+    claims: Tensor | None = None  # [S] of int32, all -1; they are -1 again afterwards
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernels read and write; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+
+    values: Any
+    weight: Any
+    turns: Any
+    positions: Any
+    slots: Any
+    claims: Any
+    cache_16: Any
+    cache_8: Any
+    cache_4: Any
+    cache_1: Any
+
+
+class Row(NamedTuple):
+    """What a warp holds of its row: three sets of registers, factor, position, is it inside."""
+
+    words: Any
+    weight: Any
+    turn: Any
+    factor: Any
+    position: Any
+    inside: Any
+
+
+def weight_registers(tensors: Tensors, row: rows.Geometry) -> Any:
+    """Make registers for a lane's weights."""
+    return registers_of(tensors.weight.shape[0], row.slots)
+
+
+def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> Tensors:
+    """View the pointers; extents are checked by token and slot, not by these layouts."""
+    of_weight = rows.HALF if form.weight == "fp32" else WORDS
+    shapes = (WORDS, of_weight, 4, 0, 0, 0, 4, 2, 0, 0)
+    views = zip(pointers, shapes, strict=True)
+    return Tensors(*(vectors(address, words) for address, words in views))
+
+
+def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteForm) -> list[Any]:
+    """Return the normed values of a half, rounded to BF16."""
+    fp32 = form.weight == "fp32"
+    numbers = [ops.number_of(word) for word in weights] if fp32 else numbers_of(weights)
+    pairs = zip(numbers_of(words), numbers, strict=True)
+    return rounded_words([rows.normed(number, weight, factor) for number, weight in pairs])
+
+
+def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
+    """Return the code of the block's scale, or its bits, and the words of a lane's codes."""
+    entry = form.format
+    if entry.code_bits == 4:
+        code = nvfp4_scale_code(amax_number(words, entry.block // rows.HALF))
+        return code, [nvfp4_word(words, code, form.target)]
+    bits = amax_bits(words, entry.block // rows.HALF)
+    if entry.numbers:
+        scale = rules.fp32_scale_bits(bits, entry)
+        return scale, quotient_words(words, ops.number_of(scale))
+    code = rules.fp8_scale_code(bits)
+    return code, fp8_words(words, rules.fp8_factor(code))
+
+
+@cute.kernel
+def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> None:
+    """Let the last token with a slot claim it."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    token = Int32(block) * CLAIMING_THREADS + Int32(thread)
+    if token < tokens:
+        slot = Int64(slots[token])
+        if (slot >= 0) & (slot < capacity):
+            cute.arch.atomic_max((claims.iterator + slot).llvm_ptr, token)
+
+
+@cute.jit
+def load_weight(
+    tensors: Tensors, rWeight: Any, half: cutlass.Constexpr, lane: Any, held: cutlass.Constexpr
+) -> None:
+    """Read a lane's weights of a half."""
+    if lane < held.lanes:
+        cute.autovec_copy(tensors.weight[None, half * rows.LANES + lane], rWeight[None, half])
+
+
+@cute.jit
+def norm_half(
+    tensors: Tensors, row: Row, half: cutlass.Constexpr, lane: Any, form: cutlass.Constexpr
+) -> None:
+    """Norm a half of the latent, and turn its tail or the key, in registers."""
+    held = rows.cached_geometry(form.width)
+    last = half == held.slots - 1
+    if cutlass.const_expr(half < facts.normed_slots(form)):
+        if cutlass.const_expr(not form.few):
+            load_weight(tensors, row.weight, half, lane, held)
+        weights, found = words_at(row.weight, half), words_at(row.words, half)
+        put(row.words, half, normed_words(found, weights, row.factor, form))
+    if cutlass.const_expr(last):  # noqa: SIM102  one is known in tracing
+        if (lane >= held.first_turned_lane) & (lane < held.lanes_of(half)):
+            if cutlass.const_expr(not form.few):  # noqa: SIM102  as above
+                if row.inside:
+                    group = lane - held.first_turned_lane
+                    load_turn(tensors.turns, row.turn, (row.position, group))
+            numbers = numbers_of(words_at(row.words, half))
+            put(row.words, half, turned_words(numbers, row.turn, back=False))
+
+
+@cute.jit
+def put_half(
+    tensors: Tensors,
+    words: list[Any],
+    half: cutlass.Constexpr,
+    place: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Quantise a half and store it; place is the entry's first piece, its scales, and the lane."""
+    start, scales, lane = place
+    entry = form.format
+    codes_end = entry.quantised // rows.HALF
+    chunk = half * rows.LANES + lane
+    plain = chunk >= codes_end
+    if cutlass.const_expr(not facts.coded_only(entry, half)):  # noqa: SIM102  known in tracing
+        if plain & (lane < rows.cached_geometry(form.width).lanes_of(half)):
+            rest = chunk + (entry.rest_at // facts.VECTOR - codes_end)
+            store(tensors.cache_16, start + Int64(rest), words)
+    if cutlass.const_expr(facts.coded_at_all(entry, half)):
+        code, codes = coded(words, form)
+        if cutlass.const_expr(facts.coded_only(entry, half)):
+            plain = False
+        if not plain:
+            if cutlass.const_expr(entry.code_bits == 8):
+                store(tensors.cache_8, start * 2 + Int64(chunk), codes)
+            else:
+                tensors.cache_4[start * 4 + Int64(chunk)] = codes[0]
+        lanes = entry.block // rows.HALF
+        if cutlass.const_expr(entry.inside):
+            if chunk % lanes == 0:
+                tensors.cache_4[scales // 4 + Int64(chunk // lanes)] = code
+        elif cutlass.const_expr(entry.numbers):
+            if chunk == 0:
+                tensors.cache_4[scales // 4] = code
+        elif (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
+            code = ops.select(plain, Uint32(0), code)
+            tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
+
+
+@cute.kernel
+def write_kernel(
+    tensors: Tensors,
+    extents: tuple[Any, ...],
+    pages: tuple[Any, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Give each token a warp: read, norm, turn, quantise, store."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    tokens, positions, capacity = extents
+    entries, pieces, multiplier, shift = pages
+    lane = Int32(thread) % rows.LANES
+    token = Int32(block) * facts.WARPS + Int32(thread) // rows.LANES
+    held = rows.cached_geometry(form.width)
+    entry, latent = form.format, form.source == "latent"
+    if token < tokens:
+        slot = Int64(tensors.slots[token])
+        rWords = registers_of(WORDS, held.slots)
+        load_row(tensors.values, rWords, Int64(token) * held.chunks, lane, held)
+        row = Row(rWords, None, None, None, None, None)
+        if cutlass.const_expr(latent):
+            position = Int64(tensors.positions[token])
+            # Trap: as one unsigned comparison each, here and below, forms of float32 weights spill.
+            inside = (position >= 0) & (position < Int64(positions))
+            rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
+            rTurn.fill(NAN)
+            group = lane - held.first_turned_lane
+            if inside & (group >= 0) & (lane < held.lanes_of(held.slots - 1)):
+                if cutlass.const_expr(form.few):
+                    load_turn(tensors.turns, rTurn, (position, group))
+                else:
+                    ask_for_turn(tensors.turns, (position, group))
+            if cutlass.const_expr(form.few):
+                rWeight.fill(0)
+                for half in cutlass.range_constexpr(facts.normed_slots(form)):
+                    load_weight(tensors, rWeight, half, lane, held)
+            factor = factor_of_row(rWords, epsilon, facts.normed_width(form.width))
+            row = Row(rWords, rWeight, rTurn, factor, position, inside)
+
+        live = (slot >= 0) & (slot < capacity)
+        if cutlass.const_expr(form.duplicates == "last"):
+            claim = Int32(NO_CLAIM)
+            if live:
+                claim = Int32(tensors.claims[slot])
+            live = live & (claim == token)
+        if live:
+            magic = (multiplier, shift)
+            of_slot = facts.place_of(Uint32(slot), magic, Uint32(entries), high_product)
+            start = Int64(facts.value_piece(of_slot, Uint32(pieces), entry))
+            scales = Int64(of_slot[0] * Uint32(pieces)) * facts.VECTOR
+            scales += Int64(facts.scale_within(of_slot[1], Uint32(entries), entry))
+            for half in cutlass.range_constexpr(held.slots):
+                if cutlass.const_expr(latent):
+                    norm_half(tensors, row, half, lane, form)
+                put_half(tensors, words_at(rWords, half), half, (start, scales, lane), form)
+            if cutlass.const_expr(form.duplicates == "last"):  # noqa: SIM102  known in tracing
+                if lane == 0:
+                    tensors.claims[slot] = Int32(NO_CLAIM)
+
+
+@cute.jit
+def launch_write(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: tokens, positions, slots, four numbers of a page, two of thread blocks."""
+    tensors = tensors_of(pointers, form)
+    tokens, positions, capacity, entries, pieces, multiplier, shift, blocks, claiming = extents
+    if cutlass.const_expr(form.duplicates == "last"):
+        claim_kernel(tensors.slots, tensors.claims, tokens, Int64(capacity)).launch(
+            grid=[claiming, 1, 1], block=[CLAIMING_THREADS, 1, 1], use_pdl=EARLY, stream=stream
+        )
+    pages = (entries, pieces, multiplier, shift)
+    bound = facts.bound_blocks(form)
+    write_kernel(tensors, (tokens, positions, Int64(capacity)), pages, epsilon, form).launch(
+        grid=[blocks, 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=bound,
+        preferred_smem_carveout=DRIVERS_CHOICE if bound else None,
+        use_pdl=EARLY,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: WriteForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    arguments = (_pointers((None,) * 7), _extents(None), Float32(1e-6), form, any_stream())
+    return compile_kernel(launch_write, arguments, TARGETS[form.target], settings)
+
+
+def kv_write(
+    operands: Operands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
+) -> Tensor:
+    """Write rows into the cache as the problem says, on their GPU; return the cache."""
+    require_operands(problem, operands, cache_NB)
+    tensors = (*operands, cache_NB)
+    device = require_device(tensors)
+    if problem.tokens and problem.pages.count:
+        form = facts.choose_write_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return cache_NB
+
+
+def launch(
+    kernel: CompiledKernel, problem: WriteProblem, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Launch on checked tensors: the operands in their order, then the cache."""
+    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
+    kernel(_pointers(tensors), _extents(problem), Float32(problem.epsilon), current_stream(device))
+
+
+def empty_cache(problem: WriteProblem, device: torch.device) -> Tensor:
+    """Allocate pages; nothing but entries is ever written into them."""
+    pages = problem.pages
+    return torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=device)
+
+
+def empty_claims(problem: WriteProblem, device: torch.device) -> Tensor:
+    """Allocate what decides between tokens of one slot; may be kept for any number of launches."""
+    return torch.full((problem.pages.slots,), NO_CLAIM, dtype=torch.int32, device=device)
+
+
+def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor) -> None:
+    """Refuse tensors that the kernel would misread."""
+    latent, last = problem.source == "latent", problem.duplicates == "last"
+    tokens, pages = (problem.tokens,), problem.pages
+    of_weight = (facts.normed_width(pages.width),)
+    of_turns = (problem.positions, rows.TABLE_WIDTH)
+    wanted: tuple[tuple[bool, torch.dtype, tuple[int, ...]], ...] = (
+        (True, torch.bfloat16, (*tokens, pages.width)),
+        (latent, DTYPES[problem.weight], of_weight),
+        (latent, torch.float32, of_turns),
+        (latent, torch.int64, tokens),
+        (True, torch.int64, tokens),
+        (last, torch.int32, (pages.slots,)),
+        (True, torch.uint8, (pages.count, pages.stride)),
+    )
+    given = zip(
+        (*Operands._fields, "cache"), (*operands, cache_NB), wanted, ALIGNMENTS, strict=True
+    )
+    remedy = f"It says source={problem.source!r}, duplicates={problem.duplicates!r}."
+    for name, tensor, (present, dtype, shape), alignment in given:
+        kind = (dtype, shape, alignment)
+        require_optional(name, tensor, kind, present=present, remedy=remedy)
+
+
+def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:
+    """Return what a launch is told; without a problem numbers to compile with."""
+    kinds = (Int32, Int32, Int32, Int32, Int32, Uint32, Uint32, Int32, Int32)
+    if problem is None:
+        return tuple(kind(1) for kind in kinds)
+    pages = problem.pages
+    numbers = (
+        *(problem.tokens, problem.positions, pages.slots),
+        *(pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries)),
+        facts.grid(problem.tokens),
+        -(-problem.tokens // CLAIMING_THREADS),
+    )
+    return tuple(kind(number) for kind, number in zip(kinds, numbers, strict=True))
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    *operands, cache_NB = tensors
+    places = zip(ELEMENTS, operands, ALIGNMENTS, strict=False)
+    made = [pointer(element, tensor, alignment) for element, tensor, alignment in places]
+    views = ((Uint32, 16), (Uint32, 8), (Uint32, 4), (Uint8, 1))
+    return (*made, *(pointer(element, cache_NB, alignment) for element, alignment in views))

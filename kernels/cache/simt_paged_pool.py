@@ -1,0 +1,302 @@
+"""Keep tokens' states in the pages of a sequence, and pool the windows that they close.
+
+Owns one kernel source for sm_90a and sm_100a, in two launches. `keep` writes a token's latents, and
+its gates with their bias `ape`, into its slot of the states. Then each token that closes a window
+reads that window's rows back from the pages of its sequence, and leaves a pooled BF16 entry
+[T, E], the position that it is turned by, and its slot in the cache of entries; of other tokens the
+slot alone, which is -1. Sums are simt_compressor's, in its order: equal rows give equal bits.
+
+Tokens without a slot (below 0, or beyond the pages) are skipped. A page that there is not makes its
+window NaN: seen, not hidden. Nothing waits for the GPU and nothing is allocated where outputs are
+given, so a launch may be captured; grids follow from extents alone.
+
+Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/cache/test_simt_paged_pool.py. Shape letters as in paged_pool_problem.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.cache import paged_pool_problem as facts
+from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, NOTHING
+from degarble.kernels.cache.compressor_rows import row_registers
+from degarble.kernels.cache.paged_pool_problem import PagedForm, PagedPoolProblem
+from degarble.kernels.cache.simt_compressor import Entries, pool_window, shared_of
+from degarble.kernels.primitives.latent_words import vectors
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+FOUR = facts.VECTOR // 4  # columns of a load where rows are kept
+
+
+class Operands(NamedTuple):
+    """What a launch reads: tokens' projections, whose they are, and where things lie."""
+
+    projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
+    ape: Tensor  # float32 [ratio, F]
+    requests: Tensor  # int32 [T], the sequence of each
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T], of states; below 0: none
+    table: Tensor  # int32 [B, pages of a sequence], of states
+    entries: Tensor  # int64 [T], slots in the cache of entries, of tokens that close a window
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernels read and write; floats of states in pairs, or in fours."""
+
+    projected: Any
+    ape: Any
+    requests: Any
+    positions: Any
+    slots: Any
+    table: Any
+    entries: Any
+    states: Any
+    values: Any
+    firsts: Any
+    told: Any
+
+
+def tensors_of(pointers: tuple[Any, ...], floats: int) -> Tensors:
+    """View the pointers; extents are checked by token, slot and page, not by these layouts."""
+    shapes = (floats, floats, 0, 0, 0, 0, 0, floats, CHANNELS // 2, 0, 0)
+    return Tensors(*(vectors(at, words) for at, words in zip(pointers, shapes, strict=True)))
+
+
+@cute.kernel
+def keep_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Put a token's row into its slot, its gates with their bias."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    token, _, _ = cute.arch.block_idx()
+    capacity, of_page = extents
+    slot = Int64(tensors.slots[token])
+    if (slot >= 0) & (slot < capacity):
+        of_gate = form.pool.columns // FOUR
+        at = Int64(token) * (2 * of_gate) + Int64(thread)
+        place = Int64(Int32(slot) // form.rows) * of_page
+        place += Int64(Int32(slot) % form.rows * (2 * of_gate) + Int32(thread))
+        bias = Int32(tensors.positions[token]) % form.pool.ratio * of_gate + Int32(thread)
+        for step in cutlass.range_constexpr(of_gate // form.keeping_threads):
+            more = step * form.keeping_threads
+            rLatent, rGate, rBias = (cute.make_rmem_tensor(FOUR, Float32) for _ in range(3))
+            cute.autovec_copy(tensors.projected[None, at + more], rLatent)
+            cute.autovec_copy(tensors.projected[None, at + (of_gate + more)], rGate)
+            cute.autovec_copy(tensors.ape[None, bias + more], rBias)
+            for column in cutlass.range_constexpr(FOUR):
+                rGate[column] = ops.add_rn(Float32(rGate[column]), Float32(rBias[column]))
+            cute.autovec_copy(rLatent, tensors.states[None, place + more])
+            cute.autovec_copy(rGate, tensors.states[None, place + (of_gate + more)])
+
+
+def read_rows(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    told: tuple[Any, ...],
+    extents: tuple[Any, ...],
+    form: PagedForm,
+) -> None:
+    """Read a part's rows of a window; `told`: first position, part, chunk of E, sequence.
+
+    Rows before the sequence's first have no weight; those of a page that there is not are NaN.
+    """
+    first, part, chunk, sequence = told
+    pages, columns, of_page = extents
+    rLatent, rGate = registers
+    of_row, of_gate, of_entry = (
+        n // CHANNELS for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
+    )
+    begin, found = first + part * AT_ONCE, []
+    for row in range(AT_ONCE):
+        position = ops.maximum(begin + row, Int32(0))
+        column = position // form.rows
+        inside = column < columns
+        listed = Int64(sequence) * columns + Int64(ops.select(inside, column, Int32(0)))
+        page = Int32(tensors.table[listed])
+        there = inside & (page >= 0) & (page < pages)
+        found.append(there)
+        at = Int64(ops.select(there, page, Int32(0))) * of_page
+        within = row // form.pool.ratio * of_entry
+        at += Int64(position % form.rows * of_row + chunk + within)
+        cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
+        cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
+    for row in range(AT_ONCE):
+        is_there = begin + row >= 0
+        known = is_there & found[row]
+        lost = ops.select(is_there, Float32.nan, Float32(0.0))
+        before = ops.select(is_there, Float32(0.0), -Float32.inf)
+        for channel in range(CHANNELS):
+            rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
+            rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
+
+
+@cute.jit
+def pool_token(
+    tensors: Tensors,
+    shared: Any,
+    extents: tuple[Any, ...],
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Pool a token's window, if it closes one; `told` is token, group, thread."""
+    token, group, thread = told
+    tokens, sequences, capacity, pages, columns, of_page = extents
+    of_block = form.pool.channels // CHANNELS
+    part, within = thread // of_block, thread % of_block
+    chunk = group * of_block + within
+    if token < tokens:
+        slot, position = Int64(tensors.slots[token]), Int32(tensors.positions[token])
+        sequence = Int32(tensors.requests[token])
+        known = (slot >= 0) & (slot < capacity) & (sequence >= 0) & (sequence < sequences)
+        closes = known & ((position + 1) % form.pool.ratio == 0)
+        if (group == 0) & (thread == 0):
+            first, entry = position - (form.pool.ratio - 1), Int64(tensors.entries[token])
+            tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
+            tensors.told[token] = ops.select(closes, entry, Int64(NOTHING))
+        if closes:
+            registers = row_registers()
+            first = position - (form.pool.ring_rows - 1)
+            of_pages = (pages, columns, of_page)
+            read_rows(tensors, registers, (first, part, chunk, sequence), of_pages, form)
+            pool_window(tensors, registers, shared, (token, part, chunk, within), form.pool)
+
+
+@cute.kernel
+def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Give each token, or each few, thread blocks that share its channels, side by side."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    group = Int32(block) % form.pool.groups
+    first = Int32(block) // form.pool.groups * form.span
+    shared = shared_of(form.pool)
+    if cutlass.const_expr(form.span == 1):
+        pool_token(tensors, shared, extents, (first, group, Int32(thread)), form)
+    else:
+        for step in cutlass.range(form.span, unroll=1):
+            pool_token(tensors, shared, extents, (first + step, group, Int32(thread)), form)
+
+
+@cute.jit
+def launch_pool(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: tokens, sequences, slots, pages, columns of the table, a page's vectors."""
+    tokens, sequences, capacity, pages, columns, of_page = extents
+    keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
+        grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
+    )
+    pairs = Int64(of_page) * (FOUR // CHANNELS)
+    told = (tokens, sequences, Int64(capacity), pages, columns, pairs)
+    pool_kernel(tensors_of(pointers, CHANNELS), told, form).launch(
+        grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
+        block=[form.pool.threads, 1, 1],
+        use_pdl=EARLY,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: PagedForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(6))
+    arguments = (_pointers((None,) * 11), extents, form, any_stream())
+    return compile_kernel(launch_pool, arguments, TARGETS[form.pool.target], settings)
+
+
+def paged_pool(
+    operands: Operands,
+    states_NB: Tensor,
+    problem: PagedPoolProblem,
+    settings: CompileSettings,
+    *,
+    out: Entries | None = None,
+) -> Entries:
+    """Keep and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
+    out = empty_entries(problem, operands.projected.device) if out is None else out
+    require_operands(problem, operands, states_NB, out)
+    tensors = (*operands, states_NB, *out)
+    device = require_device(tensors)
+    if problem.tokens and problem.sequences:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    else:
+        out.slots.fill_(NOTHING)
+    return out
+
+
+def launch(kernel: CompiledKernel, problem: PagedPoolProblem, tensors: tuple[Tensor, ...]) -> None:
+    """Launch on checked tensors: operands, states, entries."""
+    pages, table = problem.pages, tensors[5]
+    counts = (problem.tokens, problem.sequences, pages.slots, pages.count, table.shape[1])
+    extents = tuple(Int32(number) for number in (*counts, pages.stride // facts.VECTOR))
+    kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
+
+
+def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
+    """Allocate what `paged_pool` leaves."""
+    values = torch.empty(problem.tokens, problem.width, dtype=torch.bfloat16, device=device)
+    firsts, told = (torch.empty(problem.tokens, dtype=torch.int64, device=device) for _ in range(2))
+    return Entries(values, firsts, told)
+
+
+def require_operands(
+    problem: PagedPoolProblem, operands: Operands, states_NB: Tensor, out: Entries
+) -> None:
+    """Refuse tensors that the kernels would misread."""
+    tokens, pages = (problem.tokens,), problem.pages
+    # Trap: for a column beyond the table the first is read, so there has to be one.
+    listed = max((1, *operands.table.shape[-1:]))
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
+        (torch.float32, (*tokens, 2 * problem.columns), facts.VECTOR),
+        (torch.float32, (problem.ratio, problem.columns), facts.VECTOR),
+        (torch.int32, tokens, 4),
+        (torch.int64, tokens, 8),
+        (torch.int64, tokens, 8),
+        (torch.int32, (problem.sequences, listed), 4),
+        (torch.int64, tokens, 8),
+        (torch.uint8, (pages.count, pages.stride), facts.VECTOR),
+        (torch.bfloat16, (*tokens, problem.width), facts.VECTOR),
+        (torch.int64, tokens, 8),
+        (torch.int64, tokens, 8),
+    )
+    names = (*Operands._fields, "states", *Entries._fields)
+    given = zip(names, (*operands, states_NB, *out), shapes, strict=True)
+    for name, tensor, (dtype, shape, alignment) in given:
+        require_tensor(name, tensor, dtype, shape, alignment)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    floats, words, places = (Float32, facts.VECTOR), (Int32, 4), (Int64, 8)
+    of_tokens = (words, places, places, words, places)
+    kinds = (floats, floats, *of_tokens, floats, (Uint32, facts.VECTOR), places, places)
+    return tuple(
+        pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
+    )

@@ -1,0 +1,178 @@
+"""Lists of cache slots of decoding tokens, from positions, owners and a table: one thread a slot.
+
+Entry point: `slots(tensors, problem, settings) -> Slots(listed, own)`. Owns one source for sm_90a
+and sm_100a in the three kinds of slots_problem, so that a step of decoding needs no arithmetic of
+the host between its kernels, and a graph of it follows positions that change.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/cache/test_simt_slots.py: compiled for every target, and on an H200
+equal to the same rule on integers. Shape letters: T tokens, W width of a list, B sequences, C
+columns.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.cache import slots_problem as facts
+from degarble.kernels.cache.slots_problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+FLAT = 1 << 40
+
+
+class Told(NamedTuple):
+    """What a launch reads."""
+
+    positions: Tensor  # int64 [T]
+    owners: Tensor  # int32 [T], rows of the table; below 0: none
+    table: Tensor  # int32 [B, C], -1: no slot
+    numbers: Tensor | None = None  # int32 [T, W], for chosen entries
+
+
+class Slots(NamedTuple):
+    """What a launch writes: int32 lists [T, W]; of a window int64 slots [T] of the tokens too."""
+
+    listed: Tensor
+    own: Tensor | None
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes, flat."""
+
+    positions: Any
+    owners: Any
+    table: Any
+    numbers: Any
+    listed: Any
+    own: Any
+
+
+@cute.jit
+def slot_at(
+    tensors: Tensors, owner: Any, number: Any, end: Any, told: tuple[Any, Any], form: SlotsForm
+) -> Any:
+    """Look a number up in its owner's row; -1 where there is nothing to look up."""
+    sequences, columns = told
+    found = Int32(facts.NONE)
+    if (owner >= 0) & (owner < sequences) & (number >= 0) & (number < end):
+        column = facts.column_of(form.kind, number, columns)
+        found = Int32(tensors.table[Int64(owner) * Int64(columns) + Int64(column)])
+    return found
+
+
+@cute.kernel
+def slots_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
+    """Find the slot of one place of a token's list, and of a window the token's own."""
+    thread, _, _ = cute.arch.thread_idx()
+    token, part, _ = cute.arch.block_idx()
+    width, sequences, columns, ratio = extents
+    token, place = Int32(token), Int32(part) * facts.THREADS + Int32(thread)
+    position, owner = Int32(tensors.positions[token]), Int32(tensors.owners[token])
+    end = facts.end_of(form.kind, position, columns, ratio)
+    if place < width:
+        at = Int64(token) * Int64(width) + Int64(place)
+        number = facts.number_of(form.kind, place, position, width)
+        if cutlass.const_expr(form.kind == CHOSEN):
+            number = Int32(tensors.numbers[at])
+        tensors.listed[at] = slot_at(tensors, owner, number, end, (sequences, columns), form)
+    if cutlass.const_expr(form.kind == WINDOW):  # noqa: SIM102  one is known in tracing
+        if place == 0:
+            mine = slot_at(tensors, owner, position, end, (sequences, columns), form)
+            tensors.own[token] = Int64(mine)
+
+
+@cute.jit
+def launch_slots(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on tokens, parts of a list, width, sequences, columns, ratio."""
+    tokens, parts, *told = extents
+    tensors = Tensors(*(cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers))
+    slots_kernel(tensors, tuple(told), form).launch(
+        grid=[tokens, parts, 1], block=[facts.THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: SlotsForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a kind; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(6))
+    arguments = (_pointers((None,) * 6), extents, form, any_stream())
+    return compile_kernel(launch_slots, arguments, TARGETS[form.target], settings)
+
+
+def slots(
+    told: Told, problem: SlotsProblem, settings: CompileSettings, *, out: Slots | None = None
+) -> Slots:
+    """Return the slots of every token, on the GPU that holds the table."""
+    out = empty_slots(problem, told.table.device) if out is None else out
+    require_operands(problem, told, out)
+    tensors = (*told, *out)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = SlotsForm(problem.kind, target_of_device(device).name)
+        numbers = (*problem.blocks, problem.width, problem.sequences, problem.columns)
+        extents = tuple(Int32(number) for number in (*numbers, problem.ratio))
+        compile_form(form, settings)(_pointers(tensors), extents, current_stream(device))
+    return out
+
+
+def empty_slots(problem: SlotsProblem, device: torch.device) -> Slots:
+    """Allocate what a launch writes; every number of it is written."""
+    listed = torch.empty(problem.tokens, problem.width, dtype=torch.int32, device=device)
+    own = torch.empty(problem.tokens, dtype=torch.int64, device=device)
+    return Slots(listed, own if problem.kind == WINDOW else None)
+
+
+def require_operands(problem: SlotsProblem, told: Told, out: Slots) -> None:
+    """Refuse tensors that the kernel would misread."""
+    tokens, listed = (problem.tokens,), (problem.tokens, problem.width)
+    require_tensor("positions", told.positions, torch.int64, tokens, 8)
+    require_tensor("owners", told.owners, torch.int32, tokens, 4)
+    of_table = (problem.sequences, problem.columns)
+    require_tensor("table of slots", told.table, torch.int32, of_table, 4)
+    require_tensor("list of slots", out.listed, torch.int32, listed, 4)
+    for name, given, kind in (
+        ("numbers of entries", told.numbers, CHOSEN),
+        ("slots of the tokens", out.own, WINDOW),
+    ):
+        if (given is not None) is not (problem.kind == kind):
+            raise InvalidArgument(
+                name, None if given is None else tuple(given.shape),
+                f"given exactly where the kind is {kind}", f"The problem says {problem.kind}.",
+            )  # fmt: skip
+    if told.numbers is not None:
+        require_tensor("numbers of entries", told.numbers, torch.int32, listed, 4)
+    if out.own is not None:
+        require_tensor("slots of the tokens", out.own, torch.int64, tokens, 8)
+
+
+def _pointers(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    kinds = ((Int64, 8), (Int32, 4), (Int32, 4), (Int32, 4), (Int32, 4), (Int64, 8))
+    return tuple(
+        pointer(element, tensor, size)
+        for (element, size), tensor in zip(kinds, tensors, strict=True)
+    )

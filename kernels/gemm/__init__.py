@@ -1,0 +1,1 @@
+"""Matrix products: dense, grouped, and for few rows."""

@@ -1,0 +1,89 @@
+"""A plain GEMM as its torch entry point runs it: compiled once a form, launched on checked tensors.
+
+Owns what is alike whatever operands and target are: the arguments to compile with, the demands on D
+and on the GPU, the choice by table, and the launch: extents, clusters, pointers, torch's stream. An
+entry point checks its operands itself, then hands all tensors over, D as the last of them.
+
+Refuses by name the wrong GPU, the wrong D, a tactic of the grouped products. Kept honest by
+suites/kernels/gemm/test_entry.py, which looks at the arguments of every form's launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cutlass import Int32
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.gemm import contract
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import any_stream, compile_kernel, current_stream
+from degarble.kernels.runtime.targets import TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+    from degarble.kernels.runtime.compiling import CompiledKernel
+    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.targets import Target
+
+EXTENTS = 4  # M, N, K, clusters
+
+
+class Entry(NamedTuple):
+    """What an entry point has of its own: compiled forms, pointers to tensors, its target."""
+
+    compiled: Callable[[GemmForm, CompileSettings], CompiledKernel]
+    pointers: Callable[[GemmForm, tuple[Tensor | None, ...]], tuple[Any, ...]]
+    target: Target
+
+
+def compiled(
+    jitted: Any, pointers: tuple[Any, ...], form: GemmForm, settings: CompileSettings
+) -> CompiledKernel:
+    """Compile a form's launch; the pointers are those of no tensors, and no GPU is needed."""
+    if form.tactic.blocks != 1:
+        raise InvalidArgument(
+            "thread blocks of a processor", form.tactic.blocks, "1 in a plain GEMM",
+            "Only the grouped products launch several.",
+        )  # fmt: skip
+    extents = tuple(Int32(1) for _ in range(EXTENTS))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
+
+
+def answer(
+    entry: Entry,
+    problem: GemmProblem,
+    tensors: tuple[Tensor, ...],
+    settings: CompileSettings,
+    form: GemmForm | None,
+) -> Tensor:
+    """Compute D on the GPU that holds all tensors, in a form of one's own or in the table's."""
+    out = tensors[-1]
+    contract.require_output(problem, out)
+    contract.require_place(tensors, entry.target)
+    if problem.rows:
+        form = form or facts.choose_form(problem, entry.target.name)
+        launch(entry, entry.compiled(form, settings), form, problem, tensors)
+    return out
+
+
+def launch(
+    entry: Entry,
+    kernel: CompiledKernel,
+    form: GemmForm,
+    problem: GemmProblem,
+    tensors: tuple[Tensor, ...],
+) -> None:
+    """Launch on checked tensors; of swapped operands the kernel computes N x M."""
+    device = tensors[-1].device.index or 0
+    *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
+    m, n = problem.rows, problem.columns
+    walked = (n, m) if form.tactic.swapped else (m, n)
+    extents = tuple(map(Int32, (*walked, problem.inner, clusters)))
+    kernel(entry.pointers(form, tensors), extents, current_stream(device))

@@ -1,0 +1,124 @@
+"""What a product of few BF16 rows with a BF16 weight is asked for, and the order of its sums.
+
+Owns the problem, the choice, the derived facts (shared memory, grid, bytes), and the arithmetic of
+a lane, written once for kernels and tensors. Pure host arithmetic, no GPU and no DSL.
+
+The order of a sum is a fact of K alone. Lane l of a warp takes the values 256 s + 8 l + i in order
+of s, then i, by fma from 0 on in float32; lanes are folded by distance 16, 8, 4, 2, 1. A product of
+two BF16 is exact in float32, so every addition is the only rounding. A row's bits depend on neither
+M nor the other rows, nor on N.
+
+Refuses extents beyond what one thread block's shared memory holds of the activations. Kept honest
+by suites/kernels/gemm/test_gemv_problem.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div, round_up
+from degarble.kernels.primitives.quantise_problem import LARGEST_ROWS
+from degarble.kernels.runtime.targets import TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VECTOR = 8  # BF16 numbers of a lane's 16-byte load
+LANES = 32
+GROUP = 4  # rows of the weight that a warp sums at once
+AHEAD = 2  # steps whose loads are under way while one is summed
+WARPS = 16
+STEP = VECTOR * LANES  # values of K that a warp sums in a step
+ROWS = (1, 2, 4, 8)  # of activations: a form serves up to so many
+MOST_COLUMNS = 16_384
+OUTPUTS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class GemvProblem:
+    """M rows of K activations by N rows of K weights, all BF16: M x N sums."""
+
+    rows: int
+    columns: int
+    inner: int
+    out: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rows <= ROWS[-1] or not 1 <= self.columns < LARGEST_ROWS:
+            raise ShapeMismatch(
+                "product of few rows",
+                (self.rows, self.columns),
+                f"at most {ROWS[-1]} rows of activations, and rows of weights below 2**31",
+                "More rows are a GEMM's business.",
+            )
+        if not VECTOR <= self.inner <= self.most_inner or self.inner % VECTOR:
+            raise ShapeMismatch(
+                "inner extent",
+                self.inner,
+                f"a multiple of {VECTOR} up to {self.most_inner} at {self.rows} rows",
+                "Pad with zeros, or use a GEMM where the activations do not fit.",
+            )
+        if self.out not in OUTPUTS:
+            raise UnknownName.among("dtype of a product", self.out, OUTPUTS)
+
+    @property
+    def most_inner(self) -> int:
+        """The widest activations that fit in shared memory."""
+        return inner_held(rows_of_form(self.rows))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Every weight, activation and sum once."""
+        sums = self.rows * self.columns * (4 if self.out == "fp32" else 2)
+        return 2 * self.columns * self.inner + 2 * self.rows * self.inner + sums
+
+
+@dataclass(frozen=True)
+class GemvForm:
+    """What a kernel is compiled for; the extents come with the launch."""
+
+    rows: int
+    out: str
+    target: str
+
+
+def rows_of_form(rows: int) -> int:
+    """Return how many rows the form computes that serves so many."""
+    return next(most for most in ROWS if rows <= most)
+
+
+def inner_held(rows: int) -> int:
+    """Activations of a row that a thread block keeps: what fits, in whole pairs of steps."""
+    limit = min(target.shared_memory_bytes for target in TARGETS.values())
+    whole = AHEAD * STEP
+    return min(MOST_COLUMNS, limit // (2 * rows) // whole * whole)
+
+
+def choose_form(problem: GemvProblem, target: str) -> GemvForm:
+    """Return the form that answers a problem."""
+    return GemvForm(rows_of_form(problem.rows), problem.out, target)
+
+
+def steps(problem: GemvProblem) -> int:
+    """Steps that a warp makes along K, a multiple of those ahead."""
+    made: int = round_up(ceil_div(problem.inner, STEP), AHEAD)
+    return made
+
+
+def grid(problem: GemvProblem, processors: int) -> int:
+    """Thread blocks: one a processor, fewer where there are fewer groups of weights."""
+    groups: int = ceil_div(problem.columns, GROUP)
+    return min(groups, processors)
+
+
+# ---- the arithmetic of a lane --------------------------------------------------------------------
+
+
+def accumulated(total: Any, weights: Sequence[Any], activations: Sequence[Any]) -> Any:
+    """Add the products of a lane's step to its sum, one fma each, in order."""
+    for weight, activation in zip(weights, activations, strict=True):
+        total = ops.fma_rn(weight, activation, total)
+    return total

@@ -1,0 +1,175 @@
+"""NVFP4 operands in shared memory to BF16, on a GPU whose tensor cores know no E2M1 (sm_90a).
+
+Owns what threads do with a stage of 64 numbers of K: a row is 32 bytes of codes and a word of four
+block scales, out of a 128x4 tile. All products of code and scale are exact in BF16 (six bits). They
+come out times 2**PRODUCT_EXPONENT, because a code is decoded as a BF16 number of the lowest powers;
+the epilogue takes that out of the float32 sums, where it is exact.
+
+Within a stage K is taken in another order, in both operands alike: of each step of 16 the thread
+of column pair q brings four codes of block q, so that it needs one scale a row. `order_of_k` says
+which number of K lies where. Scales beyond K are padding and may hold anything: `kept` clears it.
+
+Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_nvfp4_stages.py (order,
+masks) and suites/kernels/gemm/test_sm90_gemm_nvfp4.py (equal to the BF16 form on decoded operands).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Uint32, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.e2m1_pairs import (
+    PAIRS,
+    SCALE_EXPONENT,
+    VALUE_EXPONENT,
+    bf16_pairs,
+)
+
+BLOCK = 16
+STAGE_K = 64  # numbers of K in a stage
+BLOCKS = STAGE_K // BLOCK
+WORDS = 2  # of eight codes in a block
+PRODUCT_EXPONENT = VALUE_EXPONENT + SCALE_EXPONENT  # of a decoded number
+RESTORE = 2.0 ** (-2 * PRODUCT_EXPONENT)  # what the sum of products of two is multiplied by
+
+_E4M3_AS_BF16 = -120  # a code in bits 10 to 4 of a BF16 number is its value times 2**-120
+_HALF_SHIFT = (SCALE_EXPONENT - _E4M3_AS_BF16) // 2
+_FACTOR = ((127 + _HALF_SHIFT) << 7) * 0x1_0001  # two BF16 powers of two; used twice
+_SCALE_BITS = 0x07F0_07F0
+_NAN_STEP = 0x0010_0010  # only code 0x7F carries beyond its bits
+_NAN_CARRY = 0x0800_0800
+
+
+def order_of_k() -> list[int]:
+    """Return for each place of a stage as wgmma takes it the number of K that lies there."""
+    order = []
+    for step in range(BLOCKS):
+        for half in range(2):
+            word, place = divmod(2 * step + half, PAIRS)
+            for block in range(BLOCKS):
+                first = block * BLOCK + word * 2 * PAIRS + place
+                order += [first, first + PAIRS]
+    return order
+
+
+def kept(blocks: Any, step: Any) -> Any:
+    """Return the bits of a row's four scales that lie within K of so many blocks, an even number.
+
+    A stage holds four blocks or, at the end of K, two.
+    """
+    return ops.select(step * BLOCKS + 2 < blocks, Uint32(0xFFFF_FFFF), Uint32(0xFFFF))
+
+
+def times(left: Any, right: Any) -> Any:
+    """Multiply two pairs of BF16 numbers; subnormals count. PTX ISA 9.1, mul.bf16x2."""
+    return cute.arch.inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[left, right],
+    )
+
+
+def scale_pairs(placed: Any) -> Any:
+    """Return two E4M3 scales as BF16 times 2**SCALE_EXPONENT; NaN stays NaN.
+
+    The codes lie in bits 10 to 4 of each half, without their signs, and nothing beside them.
+    """
+    numbers = cute.arch.inline_ptx(
+        f"{{ .reg .b32 at; mov.b32 at, {_FACTOR}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, at; "
+        "mul.rn.bf16x2 {$w0}, {$w0}, at; }",
+        write_only_types=[Uint32],
+        read_only_args=[placed],
+    )
+    carry = (placed + Uint32(_NAN_STEP)) & Uint32(_NAN_CARRY)
+    return numbers | (ops.shift_right(carry, 4) * 255)  # all bits of the exponent
+
+
+def doubled(pair: Any, upper: bool) -> Any:
+    """Return a pair that holds one half twice."""
+    return cute.arch.prmt(pair, pair, Uint32(0x3232 if upper else 0x1010))
+
+
+def scales_of_blocks(word: Any) -> list[Any]:
+    """Return the scales of a word's four blocks, each there twice."""
+    even = scale_pairs(ops.shift_left(word, 4) & Uint32(_SCALE_BITS))  # blocks 0 and 2
+    odd = scale_pairs(ops.shift_right(word, 4) & Uint32(_SCALE_BITS))  # blocks 1 and 3
+    return [doubled(pair, upper) for upper in (False, True) for pair in (even, odd)]
+
+
+def decoded(words: list[Any], scale: Any) -> list[Any]:
+    """Return the eight pairs of a block's two words, times a scale that is there twice."""
+    return [times(pair, scale) for word in words for pair in bf16_pairs(word, Uint32)]
+
+
+# ---- where codes lie -----------------------------------------------------------------------------
+
+
+def chunk_of_codes(row: Any, chunk: Any) -> Any:
+    """Return the number of a row's 16 bytes `chunk` (0 or 1) in a stage: TMA's 32-byte swizzle."""
+    return row * 2 + ((row // 4) % 2 ^ chunk)
+
+
+def chunk_of_numbers(row: Any, chunk: Any) -> Any:
+    """Return the number of a row's 16 bytes `chunk` (0 to 7) in a stage: the 128-byte swizzle."""
+    return row * 8 + (row % 8 ^ chunk)
+
+
+def word_of_scales(row: Any) -> Any:
+    """Return where a row's four scales lie, in words: tiles of 128 rows, 128x4 inside."""
+    return row // 128 * 128 + row % 32 * 4 + row % 128 // 32
+
+
+def words_at(tensor: Any, index: Any, stage: Any, count: int) -> list[Any]:
+    """Read `count` words that lie side by side."""
+    registers = cute.make_rmem_tensor(count, Uint32)
+    cute.autovec_copy(tensor[None, index, stage], registers)
+    return [Uint32(registers[i]) for i in range(count)]
+
+
+# ---- a row of B, eight numbers of A ------------------------------------------------------------
+
+
+def decode_row(shared: Any, row: tuple[Any, Any], at: tuple[Any, Any, Any]) -> None:
+    """Decode a row of a stage of B from shared memory to shared memory, as wgmma reads it.
+
+    `row` is that of the tile and where the tile begins among its rows of scales; `at` are the
+    stages of codes and of numbers, and the mask of scales.
+    """
+    row, first = row
+    source, target, mask = at
+    word = words_at(shared.b_scales, word_of_scales(row + first), source, 1)[0] & mask
+    of_block = scales_of_blocks(word)
+    chunks = (words_at(shared.b, chunk_of_codes(row, chunk), source, 4) for chunk in range(2))
+    read = [word for chunk in chunks for word in chunk]
+    for i in range(WORDS):
+        pairs = [bf16_pairs(read[WORDS * block + i], Uint32) for block in range(BLOCKS)]
+        for place in range(PAIRS):
+            made = cute.make_rmem_tensor(BLOCKS, Uint32)
+            for block in range(BLOCKS):
+                made[block] = times(pairs[block][place], of_block[block])
+            chunk = chunk_of_numbers(row, i * PAIRS + place)
+            cute.autovec_copy(made, shared.numbers[None, chunk, target])
+
+
+def decode_fragment(
+    shared: Any, fragment: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any]
+) -> None:
+    """Decode what a thread brings of A: block q of rows g and g + 8, into wgmma's registers.
+
+    `place` is the row g, where the tile begins among its rows of scales, and the block q; `at` are
+    the stage and the mask of scales; `fragment` holds words, four a step of K.
+    """
+    row, first, block = place
+    source, mask = at
+    rows = (row, row + 8)
+    bits = (words_at(shared.a_scales, word_of_scales(r + first), source, 1)[0] & mask for r in rows)
+    upper, lower = (ops.shift_right(each, Uint32(block) * 8) & 0x7F for each in bits)
+    both = scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
+    for i in range(2):
+        half = chunk_of_codes(rows[i], block // 2) * 2 + block % 2
+        pairs = decoded(words_at(shared.a, half, source, WORDS), doubled(both, upper=i == 1))
+        for step in range(BLOCKS):
+            fragment[4 * step + i] = pairs[2 * step]
+            fragment[4 * step + 2 + i] = pairs[2 * step + 1]

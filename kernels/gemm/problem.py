@@ -1,0 +1,430 @@
+"""What a GEMM is asked for, which of its forms answers, and what follows from both.
+
+D = A B^T in BF16 with A [M, K] and B [N, K], both with K along rows. Owns the problem, the choice
+by table, and the derived facts: what one stage loads (hence the bytes that its barrier expects),
+stages that fit, shared memory, arrivals at barriers, threads and registers of each role, grid.
+Pure host arithmetic, no GPU and no DSL. Extents come with a launch: a form is compiled once.
+
+How an architecture plugs in: it adds rows to TACTICS, its own footprint (built on transaction_bytes
+and stages_that_fit), and a kernel over gemm_schedule, gemm_producer, gemm_epilogue. `loads` and
+`transaction_bytes` hold for every architecture: what is multiplied is read alike.
+
+Refuses extents that no TMA descriptor can describe. Kept honest by
+suites/kernels/gemm/test_problem.py and by the machine code of each kernel's suite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
+from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COLUMNS_MULTIPLE = 8  # of N: a row of D is whole 16 bytes, as TMA stores it
+LARGEST_EXTENT = 1 << 31
+WARP = 32
+WARPGROUP = 128
+BARRIER_BYTES = 8
+SCALE_TILE_BYTES = 512  # 128 rows x 4 scales, harness.formats.layouts.SWIZZLE_128X4
+SCALE_TILE_ROWS = 128
+PIECE_ROWS, PIECE_COLUMNS = 64, 64  # what one warpgroup hands to one TMA store
+MANY_ROWS = 4 * PIECE_ROWS
+SPAN = 64  # numbers of K that NVFP4 is decoded by: nvfp4_stages
+PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 2
+PIECES_AT_ONCE = 2  # buffers of a warpgroup's pieces
+RESERVED_BYTES = 1024  # of shared memory in each thread block; CUDA C++ Programming Guide 13.0
+ALIGNMENT = 1024  # of whatever TMA swizzles; PTX ISA 9.1, 5.5.6
+MOST_STAGES = 8
+REGISTERS_OF_PROCESSOR = 65_536  # CUDA C++ Programming Guide 13.0, compute capability 9.0 and 10.0
+LARGEST_REGISTERS = 240  # of a thread after setmaxnreg, in steps of 8; PTX ISA 9.1, setmaxnreg
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What A and B are made of: bits of a code, numbers that share a scale, what K divides by."""
+
+    name: str
+    code_bits: int
+    block: int  # along K; 0: no block scales
+    inner_multiple: int  # rows are whole 16 bytes, as TMA strides have to be
+    scales: tuple[str, ...]  # formats of block scales that a kernel reads
+
+
+BF16 = Operands("bf16", code_bits=16, block=0, inner_multiple=8, scales=("none",))
+NVFP4 = Operands("nvfp4", code_bits=4, block=16, inner_multiple=32, scales=("e4m3",))
+FP8_BLOCK = Operands(
+    "fp8_block", code_bits=8, block=128, inner_multiple=32, scales=("float32", "ue8m0")
+)
+OPERANDS: Mapping[str, Operands] = MappingProxyType(
+    {operands.name: operands for operands in (BF16, NVFP4, FP8_BLOCK)}
+)
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """M x N numbers, each a sum over K; `scales` is the format of the block scales."""
+
+    rows: int
+    columns: int
+    inner: int
+    operands: str = BF16.name
+    scales: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.operands not in OPERANDS:
+            raise UnknownName.among("operands of a GEMM", self.operands, OPERANDS)
+        kind = OPERANDS[self.operands]
+        if self.scales not in kind.scales:
+            raise InvalidArgument(
+                "format of block scales", self.scales, " or ".join(kind.scales), "Convert them."
+            )
+        extents = (self.rows, self.columns, self.inner)
+        in_range = min(extents) >= 0 and max(extents) < LARGEST_EXTENT and self.columns > 0
+        whole = self.columns % COLUMNS_MULTIPLE == 0 and self.inner % kind.inner_multiple == 0
+        if not in_range or not whole or self.inner == 0:
+            raise ShapeMismatch(
+                "extents M, N, K of a GEMM",
+                extents,
+                f"M from 0, N in multiples of {COLUMNS_MULTIPLE}, K in multiples of "
+                f"{kind.inner_multiple}, all below 2**31",
+                "Pad N and K with zeros.",
+            )
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations, a product and a sum for each."""
+        return 2 * self.rows * self.columns * self.inner
+
+    @property
+    def bytes_moved(self) -> int:
+        """The fewest bytes: both operands with their scales once, D once."""
+        kind = OPERANDS[self.operands]
+        codes = (self.rows + self.columns) * self.inner * kind.code_bits // 8
+        return codes + self.scale_bytes + 2 * self.rows * self.columns
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of both operands' block scales, padding included."""
+        if self.operands == BF16.name:
+            return 0
+        blocks: int = ceil_div(self.inner, OPERANDS[self.operands].block)
+        if self.operands == NVFP4.name:
+            sizes = (SWIZZLE_128X4.storage_size(m, blocks) for m in (self.rows, self.columns))
+            return sum(sizes)
+        width = 1 if self.scales == "ue8m0" else 4
+        return int(width * blocks * (self.rows + ceil_div(self.columns, 128)))
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """How the work is cut: tile, thread blocks that share loads, and rows of tiles walked at once.
+
+    `inner` is what one stage holds of K; `rows_up_to` bounds the M that this row answers. On
+    sm_100a two thread blocks may multiply `together`: each has its rows of A, half of the tile's B.
+    Of a `swapped` tile the rows are those of B: few rows of A are columns of an instruction.
+    """
+
+    rows_up_to: float
+    rows: int
+    columns: int
+    inner: int
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+    group: int = 8
+    together: int = 1
+    swapped: bool = False
+    blocks: int = 1  # thread blocks of a processor at once, where one leaves it waiting
+
+
+@dataclass(frozen=True)
+class GemmForm:
+    """What a kernel is compiled for; extents, pointers and tensor scales come with the launch."""
+
+    operands: str
+    scales: str
+    target: str
+    tactic: Tactic
+    parts: int = 1  # matrices of B that share a tile's columns: 2 for gate beside up
+    bits_of_a: int = 0  # in memory, where the kernel makes A's codes itself; 0: those of a code
+
+    def __post_init__(self) -> None:
+        tactic = self.tactic
+        if tactic.together == 1 and not tactic.swapped:
+            return
+        has_both = self.operands == NVFP4.name and self.target == SM100A.name
+        pairs = tactic.together in {1, 2} and tactic.cluster_rows % tactic.together == 0
+        if not has_both or not pairs or (tactic.swapped and tactic.together > 1):
+            raise InvalidArgument(
+                "tactic",
+                tactic,
+                "two thread blocks together, both in a cluster's rows, or swapped operands, of "
+                f"{NVFP4.name} on {SM100A.name}",
+                "Take a tactic of the table.",
+            )
+
+
+ANY = float("inf")
+# Measured on an H200: docs/design-notes/gemm_kernels.md.
+TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
+    (SM90A.name, BF16.name): (
+        Tactic(64, rows=64, columns=64, inner=64),
+        Tactic(256, rows=128, columns=128, inner=64),
+        Tactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
+    ),
+    (SM90A.name, NVFP4.name): (
+        Tactic(64, rows=64, columns=64, inner=64),
+        Tactic(256, rows=128, columns=128, inner=64),
+        Tactic(ANY, rows=128, columns=256, inner=64),
+    ),
+    (SM90A.name, FP8_BLOCK.name): (
+        Tactic(64, rows=64, columns=64, inner=128),
+        Tactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
+    ),
+    # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
+    (SM100A.name, BF16.name): (
+        Tactic(128, rows=128, columns=64, inner=64),
+        Tactic(512, rows=128, columns=128, inner=64),
+        Tactic(ANY, rows=128, columns=256, inner=64),
+    ),
+    (SM100A.name, FP8_BLOCK.name): (
+        Tactic(256, rows=128, columns=64, inner=128),
+        Tactic(ANY, rows=128, columns=128, inner=128),
+    ),
+    (SM100A.name, NVFP4.name): (
+        Tactic(8, rows=128, columns=8, inner=256, swapped=True),
+        Tactic(16, rows=128, columns=16, inner=256, swapped=True),
+        Tactic(32, rows=128, columns=32, inner=256, swapped=True),
+        Tactic(128, rows=128, columns=64, inner=256),
+        Tactic(512, rows=128, columns=128, inner=256),
+        Tactic(2048, rows=128, columns=192, inner=256),
+        Tactic(ANY, rows=128, columns=256, inner=256),
+    ),
+}
+
+
+def choose_form(problem: GemmProblem, target: str) -> GemmForm:
+    """Return the form that answers a problem, by the table; other extents may share it."""
+    rows = TACTICS.get((target, problem.operands))
+    if rows is None:
+        known = sorted(name for name, operands in TACTICS if operands == problem.operands)
+        raise UnknownName.among(f"target of a {problem.operands} GEMM", target, known)
+    tactic = next(tactic for tactic in rows if problem.rows <= tactic.rows_up_to)
+    return GemmForm(problem.operands, problem.scales, target, tactic)
+
+
+# ---- what a stage loads --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """One TMA box of a stage: rows and bytes a row as they lie in shared memory."""
+
+    name: str
+    side: str  # a: walks with the rows of D; b: with its columns
+    rows: int
+    row_bytes: int
+    matrices: int = 1  # that lie one behind the other, each giving so many rows
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that arrive, where the box leaves the matrix as well: those are zeros."""
+        return self.matrices * self.rows * self.row_bytes
+
+
+def loads(form: GemmForm) -> tuple[Load, ...]:
+    """Return the boxes of one stage, in the order in which they are issued."""
+    kind, tactic = OPERANDS[form.operands], form.tactic
+    row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
+    codes = part // tactic.together  # rows of B that this thread block brings for both
+    bytes_of_a = tactic.inner * (form.bits_of_a or kind.code_bits) // 8
+    boxes = [Load("a", "a", tactic.rows, bytes_of_a), Load("b", "b", codes, row_bytes, form.parts)]
+    if form.operands == NVFP4.name:
+        # A stage of K holds so many tiles of four scales a row.
+        tiles = tactic.inner // (4 * NVFP4.block) * SCALE_TILE_BYTES
+        for side, rows, count in (("a", tactic.rows, 1), ("b", part, form.parts)):
+            held = ceil_div(rows, SCALE_TILE_ROWS)
+            # Tiles of 192 begin within a pair of scale tiles: each of the two has a box.
+            each = held if rows % SCALE_TILE_ROWS == 0 else 1
+            boxes += held // each * [Load(f"scales of {side}", side, each, tiles, count)]
+    return tuple(boxes)
+
+
+def bytes_of(form: GemmForm, name: str) -> int:
+    """Bytes that a stage holds of an operand or of its scales."""
+    return sum(load.bytes for load in loads(form) if load.name == name)
+
+
+def transaction_bytes(form: GemmForm) -> int:
+    """Bytes of a stage in one thread block, for which a barrier of its own waits."""
+    return sum(load.bytes for load in loads(form))
+
+
+def expected_bytes(form: GemmForm) -> int:
+    """Bytes that the barrier of a stage expects: of two thread blocks at the first one's."""
+    return form.tactic.together * transaction_bytes(form)
+
+
+# ---- what a thread block holds -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Role:
+    """Warpgroups that do one thing, and the registers that each of their threads keeps."""
+
+    name: str
+    warpgroups: int
+    registers: int
+
+
+def has_few_rows(form: GemmForm) -> bool:
+    """Whether a warpgroup multiplies rows of B, and A's are its columns: stages of many spans."""
+    is_nvfp4 = (form.operands, form.target) == (NVFP4.name, SM90A.name)
+    return is_nvfp4 and form.tactic.inner > SPAN
+
+
+def has_many_rows(form: GemmForm) -> bool:
+    """Whether four warpgroups multiply rows of A, so that what is decoded of B serves them all."""
+    return not has_few_rows(form) and form.tactic.rows >= MANY_ROWS
+
+
+def consumers(form: GemmForm) -> int:
+    """Warpgroups that multiply on sm_90a: each owns 64 rows of the tile, of A or, if few, of B."""
+    tactic = form.tactic
+    return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
+
+
+def roles(form: GemmForm) -> tuple[Role, ...]:
+    """Return who does what on sm_90a, in the order of their warpgroups.
+
+    Trap: ptxas runs wgmma one by one where a thread starts with few registers, whatever it takes
+    later: four warpgroups start with 128, too few for 64 x 256 sums. So decoders load as well.
+    """
+    count = consumers(form)
+    first = Role("producer", 1, 40)
+    if form.operands == NVFP4.name:  # four that multiply need all that can be spared
+        first = Role("decoder", 1, 64 if count >= MANY_ROWS // PIECE_ROWS else 88)
+    groups = 1 + count
+    whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP // groups // 8 * 8 * groups
+    left = (whole - first.registers) // count // 8 * 8
+    return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
+
+
+DECODED_STAGES = 4  # buffers of decoded numbers at most
+MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
+FEW_PADDING = 8  # numbers behind each row of a tile of few rows: rows begin in other banks
+AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
+
+
+def threads(form: GemmForm) -> int:
+    """Threads of a thread block on sm_90a."""
+    return WARPGROUP * sum(role.warpgroups for role in roles(form))
+
+
+def registers_at_launch(form: GemmForm) -> int:
+    """Registers a thread starts with: all of a processor's, in steps of 8."""
+    together = threads(form) * form.tactic.blocks
+    return min(255, REGISTERS_OF_PROCESSOR // together // 8 * 8)
+
+
+def registers_of_roles(form: GemmForm) -> int:
+    """Registers that all threads keep once every role has taken its own."""
+    return sum(WARPGROUP * role.warpgroups * role.registers for role in roles(form))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Shared memory of a thread block in bytes: stages, and what is there beside them."""
+
+    stages: int
+    stage_bytes: int
+    decoded_bytes: int
+    output_bytes: int
+    barriers: int
+
+    @property
+    def total(self) -> int:
+        """All of it; alignment costs at most one unit for the barriers."""
+        held = self.stages * self.stage_bytes + self.decoded_bytes + self.output_bytes
+        return held + self.barriers * BARRIER_BYTES
+
+
+def footprint(form: GemmForm) -> Footprint:
+    """Return what a thread block holds on sm_90a, with as many stages as fit."""
+    decoded = 0
+    if form.operands == NVFP4.name:
+        rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
+        decoded = decoded_stages(form) * rows * form.tactic.inner * 2
+    output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
+    if has_few_rows(form):
+        output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
+    stage = transaction_bytes(form)
+    others = shared_memory_of_others(form)
+    beside = decoded + output + MOST_BARRIERS * BARRIER_BYTES + ALIGNMENT + others
+    stages = stages_that_fit(stage, beside, form.target)
+    barriers = 2 * (stages + (decoded_stages(form) if decoded else 0))
+    return Footprint(stages, stage, decoded, output, barriers)
+
+
+def decoded_stages(form: GemmForm) -> int:
+    """Return the buffers of decoded numbers: of many rows that three warps decode, one more."""
+    return 4 if has_few_rows(form) and form.tactic.rows >= PIECE_ROWS else 3
+
+
+def shared_memory_of_others(form: GemmForm) -> int:
+    """Return what thread blocks of the same processor hold of what one alone might use."""
+    most = TARGETS[form.target].shared_memory_bytes
+    return most - (most + RESERVED_BYTES) // form.tactic.blocks + RESERVED_BYTES
+
+
+def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
+    """Return how many stages shared memory holds beside the rest; two at least."""
+    stages = min(MOST_STAGES, (TARGETS[target].shared_memory_bytes - other_bytes) // stage_bytes)
+    if stages < 2:
+        raise InvalidArgument(
+            "bytes of a stage", stage_bytes, "two stages beside the rest", "Use a smaller tile."
+        )
+    return stages
+
+
+def release_arrivals(form: GemmForm) -> int:
+    """Arrivals that make a stage empty: one a warp that reads it, from all that share a load."""
+    tactic = form.tactic
+    warps = consumers(form) * (WARPGROUP // WARP) + decoding_warps(form)
+    return warps * (tactic.cluster_rows + tactic.cluster_columns - 1)
+
+
+def decoding_warps(form: GemmForm) -> int:
+    """Warps that decode a stage for all: of few rows one, while another one has the next stage."""
+    if form.operands != NVFP4.name:
+        return 0
+    return 1 if has_few_rows(form) else WARPGROUP // WARP
+
+
+def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any, Any]:
+    """Return where a warpgroup's first piece of a tile lies, counted in pieces of D."""
+    return row * (tactic.rows // PIECE_ROWS) + warpgroup, column * (tactic.columns // PIECE_COLUMNS)
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
+    """Tiles of clusters along M and N, of swapped operands N and M; the last may lie beyond D."""
+    extents = (problem.rows, problem.columns)
+    m, n = reversed(extents) if tactic.swapped else extents
+    rows: int = ceil_div(m, tactic.rows * tactic.cluster_rows)
+    columns: int = ceil_div(n, tactic.columns * tactic.cluster_columns)
+    return rows, columns
+
+
+def grid(problem: GemmProblem, tactic: Tactic, processors: int) -> tuple[int, int, int]:
+    """Thread blocks, cluster by cluster along z: as many as processors, or fewer if that is all."""
+    rows, columns = cluster_tiles(problem, tactic)
+    size = tactic.cluster_rows * tactic.cluster_columns
+    return tactic.cluster_rows, tactic.cluster_columns, min(rows * columns, processors // size)

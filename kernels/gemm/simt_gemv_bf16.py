@@ -1,0 +1,226 @@
+"""A few BF16 rows times a BF16 weight, summed in float32 without tensor cores: the head of decode.
+
+Owns one kernel source for sm_90a and sm_100a. The weight is read once, 16 bytes a lane, straight
+into registers, two steps ahead of the sums; the activations stay in shared memory. A warp sums four
+rows of the weight for all rows of activations. One thread block a processor walks over the weight.
+The order of every sum is that of gemv_problem, so a result has defined bits.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/gemm/test_simt_gemv_bf16.py: compiled for every target, and on an H200
+equal to the stated order bit for bit. Shape letters: M rows, N columns of the result, K inner.
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.gemm import gemv_problem as facts
+from degarble.kernels.gemm.gemv_problem import (
+    AHEAD,
+    GROUP,
+    LANES,
+    VECTOR,
+    WARPS,
+    GemvForm,
+    GemvProblem,
+)
+from degarble.kernels.primitives.nvfp4_words import numbers_of, warp_folded, words_of
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    DTYPES,
+    pointer,
+    processors_of,
+    require_device,
+    require_tensor,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+WORDS = VECTOR // 2
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+def add_step(rSums: Any, weights: list[list[Any]], sVectors: Any, place: Any, rows: int) -> None:
+    """Add a step's products to the sums [GROUP, rows] of a lane."""
+    numbers = [numbers_of(words) for words in weights]
+    for row in range(rows):
+        rActivations = cute.make_rmem_tensor(WORDS, Uint32)
+        cute.autovec_copy(sVectors[None, place, row], rActivations)
+        activations = numbers_of(words_of(rActivations))
+        for of_group in range(GROUP):
+            total = rSums[of_group, row]
+            rSums[of_group, row] = facts.accumulated(total, numbers[of_group], activations)
+
+
+def lanes_own(rSums: Any, lane: Any, rows: int) -> Any:
+    """Fold all sums over the warp; return to each lane the one that it writes."""
+    mine = Float32(0.0)
+    for row in range(rows):
+        for of_group in range(GROUP):
+            total = warp_folded(Float32(rSums[of_group, row]))
+            mine = ops.select(lane == row * GROUP + of_group, total, mine)
+    return mine
+
+
+@cute.kernel
+def gemv_kernel(
+    tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
+) -> None:
+    """Keep the activations, then walk over groups of rows of the weight."""
+    activations, weight, out = tensors
+    rows, columns, vectors, steps = extents
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    walkers, _, _ = cute.arch.grid_dim()
+    lane, warp = Int32(thread) % LANES, Int32(thread) // LANES
+
+    allocator = cutlass.memory.SmemAllocator()
+    held = facts.inner_held(form.rows) // VECTOR
+    layout = cute.make_layout((WORDS, held, form.rows), stride=(1, WORDS, WORDS * held))
+    sVectors = allocator.allocate_tensor(Uint32, layout, 16)
+    for row in cutlass.range_constexpr(form.rows):
+        for place in cutlass.range(Int32(thread), steps * LANES, WARPS * LANES, unroll=1):
+            rVector = cute.make_rmem_tensor(WORDS, Uint32)
+            rVector.fill(0)
+            if (place < vectors) & (row < rows):
+                cute.autovec_copy(activations[None, Int64(row) * vectors + place], rVector)
+            cute.autovec_copy(rVector, sVectors[None, place, row])
+    cute.arch.sync_threads()
+
+    groups = (columns + (GROUP - 1)) // GROUP
+    for group in cutlass.range(
+        Int32(block) + Int32(walkers) * warp, groups, Int32(walkers) * WARPS, unroll=1
+    ):
+        starts = [
+            Int64(ops.minimum(group * GROUP + each, columns - 1)) * Int64(vectors)
+            for each in range(GROUP)
+        ]
+        rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, GROUP, AHEAD)), Uint32)
+        rAhead.fill(0)
+        for ahead in cutlass.range_constexpr(AHEAD):
+            if ahead * LANES + lane < vectors:
+                for each in cutlass.range_constexpr(GROUP):
+                    at = starts[each] + Int64(ahead * LANES + lane)
+                    cute.autovec_copy(weight[None, at], rAhead[None, each, ahead])
+        rSums = cute.make_rmem_tensor(cute.make_layout((GROUP, form.rows)), Float32)
+        rSums.fill(0.0)
+        for step in cutlass.range(Int32(0), steps, AHEAD, unroll=1):
+            for ahead in cutlass.range_constexpr(AHEAD):
+                weights = group_words(rAhead, ahead)
+                place = (step + ahead) * LANES + lane
+                later = place + AHEAD * LANES
+                for each in cutlass.range_constexpr(GROUP):
+                    rAhead[None, each, ahead].fill(0)
+                if later < vectors:
+                    for each in cutlass.range_constexpr(GROUP):
+                        at = starts[each] + Int64(later)
+                        cute.autovec_copy(weight[None, at], rAhead[None, each, ahead])
+                add_step(rSums, weights, sVectors, place, form.rows)
+        mine = lanes_own(rSums, lane, form.rows)
+        column, row = group * GROUP + lane % GROUP, lane // GROUP
+        if (row < rows) & (column < columns):
+            out[Int64(row) * Int64(columns) + Int64(column)] = mine.to(out.element_type)
+
+
+def group_words(rAhead: Any, ahead: int) -> list[list[Any]]:
+    """Return the words that have arrived for each row of the group."""
+    return [words_of(rAhead[None, each, ahead]) for each in range(GROUP)]
+
+
+@cute.jit
+def launch_gemv(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: rows, columns, vectors of K, steps along K, thread blocks."""
+    rows, columns, vectors, steps, walkers = extents
+    activations, weight, out = pointers
+    flat = 1 << 30
+    of_vectors = cute.make_layout((WORDS, flat), stride=(1, WORDS))
+    tensors = (
+        cute.make_tensor(activations, of_vectors),
+        cute.make_tensor(weight, of_vectors),
+        cute.make_tensor(out, cute.make_layout(flat)),
+    )
+    gemv_kernel(tensors, (rows, columns, vectors, steps), form).launch(
+        grid=[walkers, 1, 1],
+        block=[WARPS * LANES, 1, 1],
+        min_blocks_per_mp=1,  # Trap: unsaid, ptxas makes spills to fit two where rows are few
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemvForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(5))
+    arguments = (_pointers(form.out, (None, None, None)), extents, form, any_stream())
+    return compile_kernel(launch_gemv, arguments, TARGETS[form.target], settings)
+
+
+def gemv_bf16(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    problem: GemvProblem,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x times the weight's transpose [M, N], on their GPU; float32 sums, rounded once."""
+    shape = (problem.rows, problem.columns)
+    dtype = DTYPES[problem.out]
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=x_MK.device)
+    require_tensor("activations", x_MK, torch.bfloat16, (problem.rows, problem.inner), 16)
+    require_tensor("weight", weight_NK, torch.bfloat16, (problem.columns, problem.inner), 16)
+    require_tensor("sums to write", out, dtype, shape, dtype.itemsize)
+    device = require_device((x_MK, weight_NK, out))
+    if problem.rows:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, (x_MK, weight_NK, out))
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, problem: GemvProblem, tensors: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Launch on checked tensors: activations, weight, sums to write."""
+    device = tensors[0].device.index or 0
+    extents = (
+        problem.rows,
+        problem.columns,
+        problem.inner // VECTOR,
+        facts.steps(problem),
+        facts.grid(problem, processors_of(device)),
+    )
+    kernel(
+        _pointers(problem.out, tensors),
+        tuple(Int32(extent) for extent in extents),
+        current_stream(device),
+    )
+
+
+def _pointers(out: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    of_out = (Float32, 4) if out == "fp32" else (BFloat16, 2)
+    places = zip(((Uint32, 16), (Uint32, 16), of_out), tensors, strict=True)
+    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -1,0 +1,155 @@
+"""D = A B^T on Blackwell, BF16 in and out, float32 inside: the sm_100a skeleton with nothing added.
+
+Owns the sm_100a form of BF16 operands: a warp loads by TMA, one multiplies by tcgen05 from shared
+memory into tensor memory, four store by TMA. Two tiles have sums at once, so that one is stored
+while the next is multiplied. Steps of K are taken in order, sixteen at a time:
+references.tensor_core.TCGEN05_F16 says every bit of the float32 sum.
+
+The wrapper checks and launches, allocates no more than D, never waits for the GPU. Refuses other
+dtypes, shapes, strides and alignments by name. Compiled, never run: kept honest by
+suites/kernels/gemm/test_sm100_gemm_bf16.py as far as that reaches.
+Shape letters: M rows of A and D, N rows of B, K inner
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Int32, cute
+from torch import Tensor
+
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.sm90_gemm_bf16 import (
+    ELEMENTS,
+    matrices_of,
+    pointers_of,
+    require_operands,
+)
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime.compiling import CompiledKernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four store, one multiplies, one loads."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.memory.SmemAllocator()
+    mma, count = tcgen05.dense_mma(form, BFloat16), tensor_memory.footprint(form).stages
+    layouts_ = tcgen05.operand_layouts(mma, form, count, BFloat16)
+    shared = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts_)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    tcgen05.allocate(address, form)
+    tcgen05.begin(form.tactic)
+
+    base = tcgen05.base_of(address)
+    sums = tcgen05.sums_of(mma, base, form)
+    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    steps = ceil_div(extents[2], form.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        tcgen05.load(ring, tcgen05.plain_feedings(BFloat16, feeds, shared, form), walk, steps, form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        fragments = (mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1]))
+        multiply((ring, sums_ring), (mma, sums, *fragments), walk, steps, form)
+    else:
+        tcgen05.store_tiles((store, sD, sums, sums_ring), walk, (), form)
+        tcgen05.give_back(base, form)
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Sum up tile after tile."""
+    ring, sums_ring = rings
+    mma, sums, a, b = work
+    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        sums_ring.producer_acquire(target)
+        tcgen05.fence("after")
+        into = sums[None, None, None, target.index]
+        for step in cutlass.range(steps, unroll=1):
+            ring.consumer_wait(state)
+            tcgen05.fence("after")
+            at = (None, None, None, state.index)
+            tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), step == 0)
+            ring.consumer_release(state)
+            state.advance()
+        sums_ring.producer_commit(target)
+        target.advance()
+    sums_ring.producer_tail(target)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    *_, clusters = extents
+    (mA, mB, mD), numbers = matrices_of(pointers, extents)
+    feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form)
+    store = epilogue.store_of(mD, tensor_memory.LANES)
+    gemm_kernel(feeds, store, numbers, form).launch(
+        grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
+        block=[tensor_memory.threads(), 1, 1],
+        cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+
+
+def gemm_bf16(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a_MK.device) if out is None else out
+    require_operands(problem, a_MK, b_NK)
+    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, B, D."""
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

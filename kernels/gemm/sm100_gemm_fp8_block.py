@@ -1,0 +1,215 @@
+"""D = A B^T on Blackwell, E4M3 codes with block scales: 1 x 128 of A, 128 x 128 of B; BF16 out.
+
+Owns the sm_100a form of NVIDIA's and DeepSeek's FP8 checkpoints on the GEMM skeleton. A stage is
+128 of K and has sums of its own in tensor memory; the storing warps read them, multiply them by the
+scale of their row and that of the tile's columns, and add them in float32 by fma, stage by stage.
+Four stages have sums at once, so that the tensor core goes on.
+
+Scales are read by the threads that need them: float32, or UE8M0 as bytes, row-major as on Hopper.
+The wrapper allocates no more than D and never waits for the GPU. Refuses what it would misread, by
+name. Compiled, never run: kept honest by suites/kernels/gemm/test_sm100_gemm_fp8_block.py as far as
+that reaches. Shape letters: M rows of A, N rows of B, K inner, G groups of 128 along K
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.sm90_gemm_fp8_block import (
+    BLOCK,
+    Fp8Operands,
+    Scales,
+    matrices_of,
+    pointers_of,
+    require_operands,
+    scale_at,
+)
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime.compiling import CompiledKernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    scales: Scales,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four promote and store, one multiplies, one loads."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.memory.SmemAllocator()
+    mma, count = tcgen05.dense_mma(form, Float8E4M3FN), tensor_memory.footprint(form).stages
+    layouts_ = tcgen05.operand_layouts(mma, form, count, Float8E4M3FN)
+    shared = tuple(wgmma.shared_of(memory, Float8E4M3FN, layout) for layout in layouts_)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    tcgen05.allocate(address, form)
+    tcgen05.begin(form.tactic)
+
+    base = tcgen05.base_of(address)
+    sums = tcgen05.sums_of(mma, base, form)
+    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    steps = ceil_div(extents[2], form.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        tcgen05.load(
+            ring, tcgen05.plain_feedings(Float8E4M3FN, feeds, shared, form), walk, steps, form
+        )
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        fragments = (mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1]))
+        multiply((ring, sums_ring), (mma, sums, *fragments), walk, steps, form)
+    else:
+        outlets = (store, sD, sums, sums_ring)
+        promote_tiles(outlets, walk, (scales, extents[0], steps), form)
+        tcgen05.give_back(base, form)
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Multiply stage after stage; each has sums of its own."""
+    ring, sums_ring = rings
+    mma, sums, a, b = work
+    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        for _step in cutlass.range(steps, unroll=1):
+            sums_ring.producer_acquire(target)
+            ring.consumer_wait(state)
+            tcgen05.fence("after")
+            into = sums[None, None, None, target.index]
+            at = (None, None, None, state.index)
+            tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), cutlass.Boolean(True))
+            ring.consumer_release(state)
+            sums_ring.producer_commit(target)
+            state.advance()
+            target.advance()
+    sums_ring.producer_tail(target)
+
+
+@cute.jit
+def promote_tiles(outlets: Any, walk: Any, scaling: Any, form: cutlass.Constexpr) -> None:
+    """Add up every tile's stages in float32, a row a thread, and store it."""
+    store, pieces, sums, ring = outlets
+    scales, rows, steps = scaling
+    thread, _, _ = cute.arch.thread_idx()
+    outlet, reading = tcgen05.outlet_of(store, pieces, thread), tcgen05.reading_of(sums, thread)
+    state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+    total = cute.make_rmem_tensor(form.tactic.columns, Float32)
+    count = form.tactic.columns // facts.PIECE_COLUMNS
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = schedule.tile_at(walk, number)
+        own = cutlass.min(row * form.tactic.rows + thread, rows - 1)  # beyond A the last one
+        block = column * form.tactic.columns // BLOCK
+        total.fill(0.0)
+        for step in cutlass.range(steps, unroll=1):
+            scale = ops.multiply_rn(scale_at(scales.a, own, step), scale_at(scales.b, block, step))
+            state = promote(ring, state, reading, total, scale)
+        for i in cutlass.range_constexpr(count):
+            numbers = part_of(total, i)
+            epilogue.store_piece(outlet, numbers, (row, column * count + i), stored + i)
+        stored += count
+    epilogue.drain(outlet)
+
+
+@cute.jit
+def promote(ring: Any, state: Any, reading: Any, total: Any, scale: Any) -> Any:
+    """Add a stage's sums times their scale."""
+    ring.consumer_wait(state)
+    tcgen05.fence("after")
+    count = cute.size(total) // facts.PIECE_COLUMNS
+    for i in cutlass.range_constexpr(count):
+        registers = cute.make_rmem_tensor(reading.shape, Float32)
+        cute.copy(reading.copy, reading.source[None, None, None, 0, i, state.index], registers)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(i == count - 1):
+            tcgen05.fence("before")
+            ring.consumer_release(state)
+        add_scaled(total, registers, i * facts.PIECE_COLUMNS, scale)
+    state.advance()
+    return state
+
+
+def add_scaled(total: Any, registers: Any, first: int, scale: Any) -> None:
+    """Add registers times a scale; a plain loop, for the DSL warns of long ones of its own."""
+    for i in range(cute.size(registers)):
+        total[first + i] = ops.fma_rn(registers[i], scale, total[first + i])
+
+
+def part_of(total: Any, piece: int) -> list[Any]:
+    """Return a piece's numbers."""
+    first = piece * facts.PIECE_COLUMNS
+    return [total[first + i] for i in range(facts.PIECE_COLUMNS)]
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    *_, clusters = extents
+    (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
+    feeds = tcgen05.plain_feeds(Float8E4M3FN, (mA, mB), form)
+    store = epilogue.store_of(mD, tensor_memory.LANES)
+    gemm_kernel(feeds, store, Scales(of_a, of_b), numbers, form).launch(
+        grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
+        block=[tensor_memory.threads(), 1, 1],
+        cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+
+
+def gemm_fp8_block(
+    given: Fp8Operands,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds the operands.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, given.a.device) if out is None else out
+    require_operands(problem, given)
+    return gemm_entry.answer(ENTRY, problem, (*given, out), settings, form)
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, scales of A, B, scales of B, D."""
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -1,0 +1,238 @@
+"""Groups of BF16 products on Blackwell: o_a with attention's output turned back inside the product.
+
+Owns the sm_100a form of grouped_problem: the skeleton of sm100_gemm_bf16, whose steps of K begin at
+the tile's group, as in sm90_gemm_grouped. Where heads are turned, two more warpgroups do that, 64
+rows each, in the last stage of every head, by Hopper's own function, between the stage's arrival
+and its product; the multiplying warp waits for them there, and nowhere else. BF16 results only.
+
+`gemm_grouped` checks and launches, allocates no more than D, never waits for the GPU. Refuses other
+dtypes, shapes, strides and alignments, and float32 results, by name. Compiled, never run: kept
+honest by suites/kernels/gemm/test_sm100_gemm_grouped.py as far as that reaches.
+Shape letters as in grouped_problem.
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import grouped_problem as grouped
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import sm90_gemm_grouped as hopper
+from degarble.kernels.gemm import w4a16_instructions as shared
+from degarble.kernels.gemm.grouped_problem import GroupedForm, GroupedProblem
+from degarble.kernels.gemm.sm90_gemm_grouped import Turning
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.primitives.latent_words import vectors
+from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A, TARGETS
+
+FIRST_TURNING_GROUP = 2  # behind the warps of the skeleton: six, and two that have nothing to do
+TURNING_GROUPS = 2
+TURNING_WARPS = TURNING_GROUPS * facts.WARPGROUP // facts.WARP
+NAMED_BARRIER = 1  # added to a turning group's number: that of the storing warps is another
+
+
+def threads(form: GroupedForm) -> int:
+    """Threads of a thread block: the skeleton's, and those that turn."""
+    if not form.turned:
+        return tensor_memory.threads()
+    return (FIRST_TURNING_GROUP + TURNING_GROUPS) * facts.WARPGROUP
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def grouped_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    turning: Turning,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four store, one multiplies, one loads, eight turn."""
+    rows_of_d, columns, steps, tiles = extents
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    memory = cutlass.memory.SmemAllocator()
+    mma, count = tcgen05.dense_mma(form.gemm, BFloat16), tensor_memory.footprint(form.gemm).stages
+    layouts = tcgen05.operand_layouts(mma, form.gemm, count, BFloat16)
+    operands_ = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    ring, sums_ring = (
+        tcgen05.ring_of_stages(memory, form.gemm),
+        tcgen05.ring_of_sums(memory, form.gemm),
+    )
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    turned_at = Uint32(memory.allocate_array(Int64, count).toint())
+    if cutlass.const_expr(form.turned > 0):
+        begin_turned(turned_at, count)
+    tcgen05.allocate(address, form.gemm)
+    tcgen05.begin(form.gemm.tactic)
+    base = tcgen05.base_of(address)
+    sums = tcgen05.sums_of(mma, base, form.gemm)
+    walk = schedule.walk_of((rows_of_d, columns), form.gemm.tactic)
+    if warp == tensor_memory.LOADING_WARP:
+        feedings = tcgen05.plain_feedings(BFloat16, feeds, operands_, form.gemm)
+        hopper.load(ring, feedings, walk, (steps, tiles), 1)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        fragments = (mma.make_fragment_A(operands_[0]), mma.make_fragment_B(operands_[1]))
+        multiply((ring, sums_ring), (mma, sums, *fragments), walk, (steps, turned_at), form)
+    elif warp < tensor_memory.STORING_WARPS:
+        tcgen05.store_tiles((store, sD, sums, sums_ring), walk, (), form.gemm)
+        tcgen05.give_back(base, form.gemm)
+    elif warp >= FIRST_TURNING_GROUP * facts.WARPGROUP // facts.WARP:
+        turn(ring, (operands_[0], turned_at), turning, walk, (steps, form))
+
+
+@cute.jit
+def begin_turned(turned_at: Any, count: cutlass.Constexpr) -> None:
+    """Set up a barrier for each stage that may be turned at once."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        for i in cutlass.range_constexpr(count):
+            shared.begin_barrier(turned_at + i * facts.BARRIER_BYTES, TURNING_WARPS)
+        cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexpr) -> None:
+    """Sum up tile after tile; the last stage of each head is multiplied once it is turned."""
+    ring, sums_ring = rings
+    mma, sums, a, b = work
+    steps, turned_at = told
+    of_head = form.steps_of_head if form.turned else 1
+    count = tensor_memory.footprint(form.gemm).stages
+    state, target = (
+        wgmma.consumer_state(count),
+        wgmma.producer_state(tensor_memory.accumulators(form.gemm)),
+    )
+    turned = Uint32(0)
+    for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        sums_ring.producer_acquire(target)
+        tcgen05.fence("after")
+        into = sums[None, None, None, target.index]
+        for head in cutlass.range(steps // of_head, unroll=1):
+            for step in cutlass.range_constexpr(of_head):
+                ring.consumer_wait(state)
+                if cutlass.const_expr(form.turned > 0 and step == of_head - 1):
+                    await_turned(turned_at, turned, count)
+                tcgen05.fence("after")
+                at = (None, None, None, state.index)
+                begins = head == 0 if step == 0 else cutlass.Boolean(False)
+                tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), begins)
+                ring.consumer_release(state)
+                state.advance()
+            turned = turned + 1
+        sums_ring.producer_commit(target)
+        target.advance()
+    sums_ring.producer_tail(target)
+
+
+def await_turned(turned_at: Any, number: Any, count: int) -> None:
+    """Wait for a turn; as many can be under way as there are stages."""
+    shared.await_phase(turned_at + number % count * facts.BARRIER_BYTES, number // count % 2)
+    cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, tcgen05 reads
+
+
+@cute.jit
+def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None:
+    """Turn the last stage of each head, 64 rows a warpgroup."""
+    sA, turned_at = places
+    steps, form = told
+    thread, _, _ = cute.arch.thread_idx()
+    mine = thread // facts.WARPGROUP - FIRST_TURNING_GROUP
+    heads = hopper.heads_of(sA, mine)
+    count = tensor_memory.footprint(form.gemm).stages
+    state, turned = wgmma.consumer_state(count), Uint32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tile = schedule.tile_at(walk, number)
+        first = tile[0] * form.gemm.tactic.rows + mine * facts.PIECE_ROWS
+        hopper.read_turns(turning, heads, first)
+        for _ in cutlass.range(steps // form.steps_of_head, unroll=1):
+            for _ in cutlass.range_constexpr(form.steps_of_head - 1):
+                state.advance()
+            ring.consumer_wait(state)
+            hopper.turn_stage(heads, state.index, mine + NAMED_BARRIER, form)
+            barrier = turned_at + turned % count * facts.BARRIER_BYTES
+            shared.arrive(barrier, thread % facts.WARP == 0)
+            state.advance()
+            turned = turned + 1
+
+
+@cute.jit
+def launch_grouped(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    tokens, columns, inner, wide, tiles, clusters, known = extents
+    inner, wide = (cute.assume(extent, divby=grouped.STEP) for extent in (inner, wide))
+    columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
+    a, b, d, table, positions = pointers
+    mA, mB, mD = (
+        cute.make_tensor(pointer, cute.make_layout((count, width), stride=(Int64(width), 1)))
+        for pointer, count, width in ((a, tokens, wide), (b, columns, inner), (d, tokens, columns))
+    )
+    feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form.gemm)
+    store = epilogue.store_of(mD, tensor_memory.LANES)
+    turning = Turning(vectors(table, hopper.WORDS), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // grouped.STEP, tiles)
+    grouped_kernel(feeds, store, turning, told, form).launch(
+        grid=[1, 1, clusters], block=[threads(form), 1, 1], min_blocks_per_mp=1, stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GroupedForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(7))
+    arguments = (hopper.pointers_of((None,) * 5, form.out), extents, form, any_stream())
+    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
+
+
+def gemm_grouped(
+    a_TK: Tensor,
+    b_NK: Tensor,
+    problem: GroupedProblem,
+    settings: CompileSettings,
+    *,
+    turns: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T of every group [T, G N] in BF16, on the GPU that holds A and B.
+
+    Operands are those of sm90_gemm_grouped.
+    """
+    if problem.out != "bf16":
+        raise InvalidArgument(
+            "results of grouped products on sm_100a",
+            problem.out,
+            "bf16",
+            "Float32 results have a form on sm_90a alone.",
+        )
+    if out is None:
+        shape = (problem.tokens, problem.groups * problem.columns)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=a_TK.device)
+    table, positions = (None, None) if turns is None else turns
+    tensors = (a_TK, b_NK, out, table, positions)
+    hopper.require_operands(problem, tensors)
+    contract.require_place(tuple(each for each in tensors if each is not None), SM100A)
+    if problem.tokens:
+        form = grouped.choose_form(problem, SM100A.name)
+        hopper.launch(compile_form(form, settings), form, problem, tensors)
+    return out

@@ -1,0 +1,383 @@
+"""D = (A sA)(B sB)^T on Blackwell, E2M1 codes with E4M3 scales a block of 16 in 128x4; BF16 out.
+
+Owns the sm_100a form of W4A4, on the walk, producer and epilogue of every form: tcgen05 takes the
+codes from shared memory as they came, and the scales from tensor memory, where a copy of each stage
+brings them. Sums stay in tensor memory; two tiles have a place there where they fit, so that one is
+stored while the next is multiplied. Both tensor scales meet the float32 sums in the epilogue.
+references.tensor_core.block_scaled_gemm says every bit of the sums, whatever the tactic.
+
+Scales beyond K are padding that may hold anything: where K ends within a word of four scales, the
+last stage's are cleared in shared memory. The wrapper checks and launches, allocates no more than
+D, never waits for the GPU. Refuses other dtypes, shapes, strides and alignments by name. Compiled,
+never run: kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py as far as that reaches.
+Shape letters: M rows of A, N rows of B, P = K / 2 bytes
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.tcgen05 import pair, swapped, tensor_memory
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import CompiledKernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A
+
+CODES_OF_WORD = 8
+SCALE_UNIT = 8  # bytes that TMA counts scales in: a stage's row of a scale tile is 256 of them
+UNITS_OF_TILE = facts.SCALE_TILE_BYTES // SCALE_UNIT
+WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
+WORDS_OF_LANE = WORDS_OF_TILE // facts.WARP
+ELEMENTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, BFloat16)
+ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
+SPACE_OF = {1: "cta", 2: "cluster"}  # whose shared memory a thread clears scales in
+NAMES = ("a", "b", "scales of a", "scales of b")
+
+
+class Shared(NamedTuple):
+    """What stages hold: as TMA writes it, as the instruction reads it, as threads see scales."""
+
+    written: tuple[Any, ...]
+    codes: tuple[Any, Any]
+    scales: tuple[Any, Any]
+    words: tuple[Any, Any]
+    whole: tuple[Any, ...]  # (words, stages) of each of NAMES
+
+
+class Prepared(NamedTuple):
+    """What a thread block has before its warps part."""
+
+    mma: Any
+    shared: Shared
+    pieces: Any
+    ring: Any
+    sums_ring: Any
+    base: Any
+    sums: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    tensor_scales: tuple[Any, Any],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warp: four store, one multiplies, one loads."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    held = prepared(form)
+    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    steps = ceil_div(extents[2], form.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        tcgen05.load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        rings, inner = (held.ring, held.sums_ring), (steps, extents[2] // tcgen05.BLOCK)
+        if pair.leads(form):
+            multiply(rings, operands_of(held, form), walk, inner, form)
+    else:
+        scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
+        outlets = (store, held.pieces, held.sums, held.sums_ring)
+        store_tiles_of(form)(outlets, walk, (scale,), form)
+        if cutlass.const_expr(form.tactic.together == 1):
+            tcgen05.give_back(held.base, form)
+    if cutlass.const_expr(form.tactic.together > 1):
+        pair.end_together(held.base, form)
+
+
+def store_tiles_of(form: GemmForm) -> Any:
+    """Return what stores tiles of D, of sums that overlap, or of D^T."""
+    if tensor_memory.overlaps(form):
+        return pair.store_tiles
+    return swapped.store_tiles if form.tactic.swapped else tcgen05.store_tiles
+
+
+def pieces_of(memory: Any, form: GemmForm) -> Any:
+    """Allocate the buffers of pieces of D."""
+    if form.tactic.swapped:
+        return swapped.pieces_of(memory, form)
+    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    return wgmma.shared_of(memory, BFloat16, pieces)
+
+
+def prepared(form: GemmForm) -> Prepared:
+    """Lay out shared memory, make both rings, allocate tensor memory; then all threads go on."""
+    memory = cutlass.memory.SmemAllocator()
+    mma = tcgen05.nvfp4_mma(form)
+    shared = shared_memory(memory, mma, form)
+    sD = pieces_of(memory, form)
+    ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    tcgen05.allocate(address, form)
+    tcgen05.begin(form.tactic)
+    base = tcgen05.base_of(address)
+    return Prepared(mma, shared, sD, ring, sums_ring, base, tcgen05.sums_of(mma, base, form))
+
+
+def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
+    """Return what `multiply` takes: instruction, sums, A and B with their scales, scale words."""
+    mma, shared = held.mma, held.shared
+    scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
+    a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
+    words = shared.words
+    if form.tactic.together > 1:
+        words += tuple(map(pair.of_other, shared.words))
+    return mma, held.sums, (a, scales[0]), (b, scales[1]), words
+
+
+@cute.jit
+def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Constexpr) -> None:
+    """Sum up tile after tile."""
+    ring, ring_of_sums = rings
+    mma, sums, (a, a_scales), (b, b_scales), words = work
+    steps, blocks = extents
+    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        column = schedule.tile_at(walk, number)[1]
+        skipped = tensor_memory.columns_skipped(column, form)
+        of_b = tcgen05.shifted(b_scales.tensor, skipped)
+        ring_of_sums.producer_acquire(target)
+        tcgen05.fence("after")
+        into = sums[None, None, None, pair.place_to_fill(target, form)]
+        for step in cutlass.range(steps, unroll=1):
+            ring.consumer_wait(state)
+            tcgen05.fence("after")
+            end = tensor_memory.end_of_scales(blocks, step, form)
+            clear_beyond(words, state.index, end, SPACE_OF[form.tactic.together])
+            tcgen05.bring_scales(a_scales, state.index)
+            tcgen05.bring_scales(b_scales, state.index)
+            at = (None, None, None, state.index)
+            tcgen05.multiply_stage(mma, into, (a[at], a_scales.tensor), (b[at], of_b), step == 0)
+            ring.consumer_release(state)
+            state.advance()
+        ring_of_sums.producer_commit(target)
+        target.advance()
+    ring_of_sums.producer_tail(target)
+
+
+@cute.jit
+def clear_beyond(
+    words: Any, stage: Any, end: tuple[Any, Any], space: cutlass.Constexpr = "cta"
+) -> None:
+    """Clear scales beyond K in the one word that K ends within; `words` may be another's as well.
+
+    Whole words beyond K arrive as zeros. Blocks come in pairs: half a word is kept, or all of it.
+    """
+    at, kept = end
+    if (at < cute.size(words[0], mode=[2])) & (kept != 0):
+        lane = cute.arch.lane_idx()
+        for tiles in words:
+            for i in cutlass.range_constexpr(cute.size(tiles, mode=[3])):
+                part = tiles[None, lane, at, i, stage]
+                registers = cute.make_rmem_tensor(WORDS_OF_LANE, Uint32)
+                cute.autovec_copy(part, registers)
+                for j in cutlass.range_constexpr(WORDS_OF_LANE):
+                    registers[j] = registers[j] & Uint32(0xFFFF)
+                cute.autovec_copy(registers, part)
+        cute.arch.fence_proxy("async.shared", space=space)  # the copy reads through another proxy
+        cute.arch.sync_warp()
+
+
+def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
+    """Cut every feed for this thread block."""
+    sharing = pair.sharing_of(form)
+    return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form), sharing))
+
+
+def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
+    """Return the boxes of the feeds: codes in words, scales in units; matrices where many."""
+    units = (4, 4) + (SCALE_UNIT,) * (len(facts.loads(form)) - 2)
+    boxes = (
+        (load.rows, load.row_bytes // unit, load.matrices)
+        for load, unit in zip(facts.loads(form), units, strict=True)
+    )
+    return tuple(box if box[2] > 1 else box[:2] for box in boxes)
+
+
+def layouts(form: GemmForm) -> tuple[Any, ...]:
+    """Return how boxes lie in the stages: codes swizzled, scales tile by tile."""
+    count, made = tensor_memory.footprint(form).stages, []
+    for load, box in zip(facts.loads(form), boxes_of(form), strict=True):
+        rows, inner, *matrices = box
+        if load.name == load.side:
+            stages_of = (*matrices, count)
+            made.append(wgmma.staged_layout(Uint32, rows, inner, stages_of, wgmma.Swizzle.K_SW128))
+        else:
+            of_stage = facts.bytes_of(form, load.name) // SCALE_UNIT
+            strides = (inner, 1, *(rows * inner for _ in matrices), of_stage)
+            made.append(cute.make_layout((*box, count), stride=strides))
+    return tuple(made)
+
+
+def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
+    """Allocate stages; return all views of them."""
+    count = tensor_memory.footprint(form).stages
+    held = [facts.bytes_of(form, name) for name in NAMES]
+    pointers = [
+        memory.allocate_array(Uint32, size * count // 4, byte_alignment=facts.ALIGNMENT)
+        for size in held
+    ]
+    codes = tuple(
+        cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=Float4E2M1FN), layout.outer)
+        for pointer, layout in zip(
+            pointers, tcgen05.operand_layouts(mma, form, count), strict=False
+        )
+    )
+    scales = tuple(
+        cute.make_tensor(cute.recast_ptr(pointer, dtype=Float8E4M3FN), layout)
+        for pointer, layout in zip(
+            pointers[2:], tcgen05.scale_layouts(mma, form, count), strict=True
+        )
+    )
+    words = tuple(words_of(pointers[i], held[i], form) for i in (2, 3))
+    whole = tuple(
+        cute.make_tensor(pointer, cute.make_layout((size // 4, count), stride=(1, size // 4)))
+        for pointer, size in zip(pointers, held, strict=True)
+    )
+    return Shared(written_as(pointers, form), codes, scales, words, whole)
+
+
+def written_as(pointers: Any, form: GemmForm) -> tuple[Any, ...]:
+    """View the stages as TMA writes them, box by box."""
+    made, used = [], dict.fromkeys(NAMES, 0)
+    for load_, layout in zip(facts.loads(form), layouts(form), strict=True):
+        pointer = pointers[NAMES.index(load_.name)]
+        if isinstance(layout, cute.ComposedLayout):
+            swizzled = cute.recast_ptr(pointer, layout.inner, dtype=Uint32)
+            made.append(cute.make_tensor(swizzled, layout.outer))
+        else:
+            begins = pointer + used[load_.name] // 4
+            made.append(cute.make_tensor(cute.recast_ptr(begins, dtype=Int64), layout))
+        used[load_.name] += load_.bytes
+    return tuple(made)
+
+
+def words_of(pointer: Any, size: int, form: GemmForm) -> Any:
+    """View scales as threads see them: (words of a lane, lanes, words of K, tiles, stages)."""
+    count, inner = tensor_memory.footprint(form).stages, form.tactic.inner
+    along = inner // (tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD)
+    tiles = size // (along * facts.SCALE_TILE_BYTES)
+    layout = cute.make_layout(
+        (WORDS_OF_LANE, facts.WARP, along, tiles, count),
+        stride=(1, WORDS_OF_LANE, WORDS_OF_TILE, along * WORDS_OF_TILE, size // 4),
+    )
+    return cute.make_tensor(pointer, layout)
+
+
+def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm) -> Any:
+    """Make the TMA atoms of A, its scales, B, its scales, box by box; and that of D."""
+    m, n, k = extents
+    tokens, outputs = (n, m) if form.tactic.swapped else (m, n)
+    outputs = cute.assume(outputs, divby=facts.COLUMNS_MULTIPLE)
+    words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    units = ceil_div(k, tcgen05.BLOCK * tensor_memory.SCALES_OF_WORD) * UNITS_OF_TILE
+    tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
+    a, a_scales, b, b_scales, d = pointers
+    shaped = {
+        "a": (a, m, words),
+        "b": (b, n, words),
+        "scales of a": (a_scales, tiles[0], units),
+        "scales of b": (b_scales, tiles[1], units),
+        "d": (d, tokens, outputs),
+    }
+    matrices = {
+        name: cute.make_tensor(
+            pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1))
+        )
+        for name, (pointer, rows, columns) in shaped.items()
+    }
+    of_loads = (matrices[load_.name] for load_ in facts.loads(form))
+    boxes = zip(of_loads, layouts(form), boxes_of(form), tensor_memory.sharers(form), strict=True)
+    feeds = tuple(producer.feed_of(*box, pair.group(form)) for box in boxes)
+    if form.tactic.swapped:
+        return feeds, swapped.store_of(matrices["d"], form)
+    return feeds, epilogue.store_of(matrices["d"], tensor_memory.LANES)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters; swapped ones are swapped."""
+    m, n, k, clusters = extents
+    *operands_, scale_a, scale_b, d = pointers
+    feeds, store = atoms_of((*operands_, d), (m, n, k), form)
+    tensor_scales = tuple(
+        cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
+    )
+    gemm_kernel(feeds, store, tensor_scales, (m, n, k), form).launch(
+        grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
+        block=[tensor_memory.threads(), 1, 1],
+        cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers of a launch; tensors are codes, scales, decode scale of A and B, D."""
+    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
+    if form.tactic.swapped:
+        a, a_scales, b, b_scales = b, b_scales, a, a_scales
+    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
+    return tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+
+
+def gemm_nvfp4(
+    a: Nvfp4Operand,
+    b: Nvfp4Operand,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds both operands.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a.codes.device) if out is None else out
+    require_operand("A", a, problem.rows, problem.inner)
+    require_operand("B", b, problem.columns, problem.inner)
+    form = form or facts.choose_form(problem, SM100A.name)
+    tensor_memory.require_extents(problem, form)
+    return gemm_entry.answer(ENTRY, problem, (*a, *b, out), settings, form)
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -1,0 +1,199 @@
+"""D = A B^T on Hopper, BF16 in and out, float32 inside: the GEMM skeleton with nothing added.
+
+Owns the sm_90a form of BF16 operands: a producer warp fills a ring of stages by TMA, each of one or
+two warpgroups multiplies its 64 rows by wgmma from shared memory and stores them by TMA. Thread
+blocks stay and walk over tiles; loads of a tile begin while the one before is stored. Steps of K
+are taken in order, sixteen at a time: references.tensor_core says every bit of the float32 sum.
+
+The wrapper checks and launches, allocates no more than D, never waits for the GPU, so it may be
+captured in a graph. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/gemm/test_sm90_gemm_bf16.py. Shape letters: M rows of A and D, N rows of B, K inner
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import CompiledKernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A
+
+STEP_K = 16  # of one wgmma
+ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: the first loads, the others multiply."""
+    tactic = form.tactic
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    elements = BFloat16, BFloat16
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    steps = ceil_div(extents[2], tactic.inner)
+    producing, consuming = facts.roles(form)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producing.registers)
+        if cute.arch.warp_idx() == 0:
+            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+            wgmma.load(ring, wgmma.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mine = group - 1
+        mma = wgmma.mma_of(BFloat16, tactic.columns)
+        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
+        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            state = multiply(ring, state, fragments, steps)
+            row, column = schedule.tile_at(walk, number)
+            place = facts.piece_of(row, column, mine, tactic)
+            stored = wgmma.store_tile(outlet, fragments[1], place, stored)
+        epilogue.drain(outlet)
+
+
+@cute.jit
+def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps: Any) -> Any:
+    """Sum up one tile: a stage is given back once the one after it is under way."""
+    mma, sums, a, b = fragments
+    before = state.clone()
+    ring.consumer_wait(state)
+    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    state.advance()
+    for _ in cutlass.range(1, steps, unroll=1):
+        ring.consumer_wait(state)
+        wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+        state.advance()
+        warpgroup.wait_group(1)
+        ring.consumer_release(before)
+        before.advance()
+    warpgroup.wait_group(0)
+    ring.consumer_release(before)
+    return state
+
+
+def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
+    """Return the fragments of one stage."""
+    return a[None, None, None, stage], b[None, None, None, stage]
+
+
+def layouts(form: GemmForm) -> tuple[Any, Any]:
+    """Return the layouts of A's and B's stages."""
+    tactic, stages = form.tactic, facts.footprint(form).stages
+    return (
+        wgmma.staged_layout(BFloat16, tactic.rows, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+        wgmma.staged_layout(BFloat16, tactic.columns, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+    )
+
+
+def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """View A, B, D, and return M, N, K with what is known of them."""
+    m, n, k, _ = extents
+    k = cute.assume(k, divby=facts.BF16.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    shaped = zip(pointers, (m, n, m), (k, k, n), strict=True)
+    matrices = tuple(
+        cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
+        for pointer, rows, columns in shaped
+    )
+    return matrices, (m, n, k)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    *_, clusters = extents
+    tactic = form.tactic
+    (mA, mB, mD), numbers = matrices_of(pointers, extents)
+    layout_a, layout_b = layouts(form)
+    feeds = (
+        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+    )
+    gemm_kernel(feeds, epilogue.store_of(mD), numbers, form).launch(
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
+        block=[facts.threads(form), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to A, B, D."""
+    alignments = (contract.TMA_ALIGNMENT,) * len(ELEMENTS)
+    return tuple(map(operands.pointer, ELEMENTS, tensors, alignments))
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = pointers_of(form, (None,) * len(ELEMENTS))
+    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
+
+
+def gemm_bf16(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, a_MK.device) if out is None else out
+    require_operands(problem, a_MK, b_NK)
+    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
+
+
+def require_operands(problem: GemmProblem, a_MK: Tensor, b_NK: Tensor) -> None:
+    """Refuse operands that the kernel would misread."""
+    shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
+    for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
+        operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, B, D."""
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -1,0 +1,258 @@
+"""D = A B^T on Hopper, E4M3 codes with block scales: 1 x 128 of A, 128 x 128 of B; BF16 out.
+
+Owns the sm_90a form of NVIDIA's and DeepSeek's FP8 checkpoints on the GEMM skeleton. A stage is 128
+of K, so all its products share one scale a row of A and one a tile of B. The tensor core sums a
+stage with 13 fraction bits (MMA-Sim 2.1.1), then float32 takes over: each stage's sum times its
+scales is added once, by fma. While one warpgroup adds, the other one multiplies.
+
+Scales are read by the threads that need them, one stage ahead: float32, or UE8M0 as bytes. They
+are row-major, [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)]. The wrapper allocates no more
+than D and never waits for the GPU. Refuses what it would misread, by name. Kept honest by
+suites/kernels/gemm/test_sm90_gemm_fp8_block.py. Shape letters: M rows of A, N rows of B, K inner,
+G groups of 128 along K, H blocks of 128 rows of B
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.harness.formats.scalar_codecs import ue8m0_decode
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import CompiledKernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A
+
+BLOCK = 128  # of K and of B's rows that share a scale
+SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
+
+
+class Scales(NamedTuple):
+    """Both operands' block scales in memory, row-major over the same groups of K."""
+
+    a: Any
+    b: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def gemm_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    scales: Scales,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: the first loads, the others multiply and promote."""
+    tactic = form.tactic
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    elements = Float8E4M3FN, Float8E4M3FN
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    steps = ceil_div(extents[2], tactic.inner)
+    producing, consuming = facts.roles(form)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producing.registers)
+        if cute.arch.warp_idx() == 0:
+            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+            wgmma.load(ring, wgmma.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mine = group - 1
+        mma = wgmma.mma_of(Float8E4M3FN, tactic.columns)
+        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
+        sums = wgmma.sums_of(mma, tactic.columns)
+        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            row, column = schedule.tile_at(walk, number)
+            rows = rows_of_thread(row * tactic.rows + mine * facts.PIECE_ROWS, extents[0])
+            at = (*rows, column * tactic.columns // BLOCK)
+            state = multiply(ring, state, fragments, sums, (scales, at, steps))
+            place = facts.piece_of(row, column, mine, tactic)
+            stored = wgmma.store_tile(outlet, sums, place, stored)
+        epilogue.drain(outlet)
+
+
+def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
+    """Return the two rows of A whose sums a thread holds; beyond A the last one stands for them."""
+    thread, _, _ = cute.arch.thread_idx()
+    thread = thread % facts.WARPGROUP
+    row = first + thread // facts.WARP * 16 + thread % facts.WARP // 4
+    return cutlass.min(row, rows - 1), cutlass.min(row + 8, rows - 1)
+
+
+@cute.jit
+def multiply(ring: Any, state: Any, fragments: tuple[Any, ...], sums: Any, scaling: Any) -> Any:
+    """Sum up one tile: stages by the tensor core, their sums times their scales in float32."""
+    mma, stage_sums, a, b = fragments
+    scales, at, steps = scaling
+    sums.fill(0.0)
+    upper, lower = scales_of(scales, at, 0)
+    for step in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(state)
+        of_stage = a[None, None, None, state.index], b[None, None, None, state.index]
+        wgmma.multiply_stage(mma, stage_sums, *of_stage, begins=True)
+        next_upper, next_lower = scales_of(scales, at, cutlass.min(step + 1, steps - 1))
+        warpgroup.wait_group(0)
+        ring.consumer_release(state)
+        state.advance()
+        promote(sums, stage_sums, upper, lower)
+        upper, lower = next_upper, next_lower
+    return state
+
+
+def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
+    """Add a stage's sums times their scales; a wgmma holds two columns of a row, two of the other.
+
+    No jitted function: the DSL warns of long loops there, and this one has to be one.
+    """
+    for i in range(cute.size(sums)):
+        sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
+
+
+def scales_of(scales: Scales, at: tuple[Any, Any, Any], step: Any) -> tuple[Any, Any]:
+    """Return what the sums of a stage are multiplied by, in both rows of a thread."""
+    upper, lower, block = at
+    of_b = scale_at(scales.b, block, step)
+    return tuple(ops.multiply_rn(scale_at(scales.a, row, step), of_b) for row in (upper, lower))
+
+
+def scale_at(scales: Any, row: Any, step: Any) -> Any:
+    """Read one scale as float32."""
+    scale = scales[row, step]
+    if scales.element_type is Float32:
+        return Float32(scale)
+    return ue8m0_decode(Uint32(scale) & 0xFF)
+
+
+def layouts(form: GemmForm) -> tuple[Any, Any]:
+    """Return the layouts of A's and B's stages."""
+    tactic, stages = form.tactic, facts.footprint(form).stages
+    return tuple(
+        wgmma.staged_layout(Float8E4M3FN, rows, tactic.inner, stages, wgmma.Swizzle.K_SW128)
+        for rows in (tactic.rows, tactic.columns)
+    )
+
+
+def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """View A, B, their scales and D, and return M, N, K with what is known of them."""
+    m, n, k, _ = extents
+    k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
+    n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
+    groups, blocks = ceil_div(k, BLOCK), ceil_div(n, BLOCK)
+    shapes = ((m, k), (n, k), (m, groups), (blocks, groups), (m, n))
+    matrices = tuple(
+        cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
+        for pointer, shape in zip(pointers, shapes, strict=True)
+    )
+    return matrices, (m, n, k)
+
+
+@cute.jit
+def launch_gemm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, clusters."""
+    *_, clusters = extents
+    tactic = form.tactic
+    (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
+    layout_a, layout_b = layouts(form)
+    feeds = (
+        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+    )
+    gemm_kernel(feeds, epilogue.store_of(mD), Scales(of_a, of_b), numbers, form).launch(
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
+        block=[facts.threads(form), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to A, B, scales of A and B, D; tensors are A, its scales, B, its, D."""
+    a, of_a, b, of_b, out = tensors
+    scale, _, alignment = SCALES[form.scales]
+    elements = (Float8E4M3FN, Float8E4M3FN, scale, scale, BFloat16)
+    tma = contract.TMA_ALIGNMENT
+    alignments = (tma, tma, alignment, alignment, tma)
+    return tuple(map(operands.pointer, elements, (a, b, of_a, of_b, out), alignments))
+
+
+@cache
+def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
+
+
+ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
+
+
+class Fp8Operands(NamedTuple):
+    """E4M3 codes as torch.float8_e4m3fn, with their block scales."""
+
+    a: Tensor  # [M, K]
+    a_scales: Tensor  # [M, G]
+    b: Tensor  # [N, K]
+    b_scales: Tensor  # [H, G]
+
+
+def gemm_fp8_block(
+    given: Fp8Operands,
+    problem: GemmProblem,
+    settings: CompileSettings,
+    *,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T rounded once to BF16, computed on the GPU that holds the operands.
+
+    `form` names another tactic than the table's; `out` takes the result where it is given.
+    """
+    out = contract.empty_output(problem, given.a.device) if out is None else out
+    require_operands(problem, given)
+    return gemm_entry.answer(ENTRY, problem, (*given, out), settings, form)
+
+
+def require_operands(problem: GemmProblem, given: Fp8Operands) -> None:
+    """Refuse operands that the kernel would misread."""
+    groups, blocks = ceil_div(problem.inner, BLOCK), ceil_div(problem.columns, BLOCK)
+    codes, tma = torch.float8_e4m3fn, contract.TMA_ALIGNMENT
+    _, dtype, alignment = SCALES[problem.scales]
+    require = operands.require_tensor
+    require("A", given.a, codes, (problem.rows, problem.inner), tma)
+    require("scales of A", given.a_scales, dtype, (problem.rows, groups), alignment)
+    require("B", given.b, codes, (problem.columns, problem.inner), tma)
+    require("scales of B", given.b_scales, dtype, (blocks, groups), alignment)
+
+
+def launch(
+    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: A, scales of A, B, scales of B, D."""
+    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)

@@ -1,0 +1,420 @@
+"""Groups of BF16 products on Hopper: o_a with attention's output turned back, float32 projections.
+
+Owns the sm_90a form of grouped_problem: the skeleton of sm90_gemm_bf16, whose steps of K begin at
+the tile's group. Heads are turned in shared memory: of the stages of a head the last holds exactly
+the 64 values that turn, and each warpgroup turns its own 64 rows between the stage's arrival and
+its product, rounded to BF16 as inverse_rope does. So D has every bit of inverse_rope followed by
+one GEMM a group, and attention's output is read once. Results leave rounded by TMA, or in float32
+from registers. A position outside of the table of turns makes the token's results NaN.
+
+`gemm_grouped` checks and launches, allocates no more than D, never waits for the GPU, and may be
+captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/gemm/test_sm90_gemm_grouped.py. Shape letters as in grouped_problem.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import grouped_problem as grouped
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.grouped_problem import STEP, GroupedForm, GroupedProblem
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.latent_words import (
+    NAN,
+    load_turn,
+    registers_of,
+    turned_words,
+    vectors,
+    words_at,
+)
+from degarble.kernels.primitives.nvfp4_words import numbers_of, store
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, TARGETS
+
+WORDS = 4  # of 16 bytes
+ROW_BYTES = 2 * STEP  # of a stage of A
+CHUNKS_OF_THREAD = 4  # two threads have the eight chunks of a row
+
+
+class Turning(NamedTuple):
+    """What turns heads back: table in vectors of four, positions, and how many of either."""
+
+    table: Any
+    positions: Any
+    known: Any
+    tokens: Any
+
+
+class Heads(NamedTuple):
+    """A warpgroup's rows of A's stages: shared address, row and first chunk of a thread, turns."""
+
+    base: Any
+    row: Any
+    first: Any
+    turns: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def grouped_kernel(
+    feeds: tuple[producer.Feed, ...],
+    outlets: tuple[Any, Any],
+    turning: Turning,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: the first loads, the others turn and multiply."""
+    tactic = form.gemm.tactic
+    rows_of_d, columns, steps, tiles = extents
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    elements = BFloat16, BFloat16
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((rows_of_d, columns), tactic)
+    producing, consuming = facts.roles(form.gemm)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producing.registers)
+        if cute.arch.warp_idx() == 0:
+            boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
+            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            load(ring, feedings, walk, (steps, tiles), 1)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mine = group - 1
+        mma = wgmma.mma_of(BFloat16, tactic.columns)
+        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
+        outlet = None
+        if cutlass.const_expr(form.out == "bf16"):
+            outlet = wgmma.outlet_of_warpgroup(outlets[0], sD, mma, mine)
+        heads = heads_of(sA, mine)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            tile = schedule.tile_at(walk, number)
+            if cutlass.const_expr(form.turned):
+                read_turns(turning, heads, tile[0] * tactic.rows + mine * facts.PIECE_ROWS)
+            state = multiply(ring, state, fragments, (heads, steps, mine), form)
+            if cutlass.const_expr(form.out == "bf16"):
+                place = facts.piece_of(tile[0], tile[1], mine, tactic)
+                stored = wgmma.store_tile(outlet, fragments[1], place, stored)
+            else:
+                place = (tile[0] * tactic.rows + mine * facts.PIECE_ROWS, tile[1] * tactic.columns)
+                store_floats(outlets[1], fragments[1], place, (rows_of_d, columns))
+        if cutlass.const_expr(form.out == "bf16"):
+            epilogue.drain(outlet)
+
+
+@cute.jit
+def load(
+    ring: Any, feedings: Any, walk: Any, of_group: tuple[Any, Any], boxes: cutlass.Constexpr
+) -> None:
+    """Load all stages of all tiles, `boxes` of A a stage; a group has so many steps and tiles."""
+    steps, tiles = of_group
+    state = wgmma.producer_state(ring.num_stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tile = schedule.tile_at(walk, number)
+        first = tile[1] // tiles * steps
+        state = produce_tile(ring, state, feedings, (*tile, first, steps), boxes)
+    ring.producer_tail(state)
+
+
+@cute.jit
+def produce_tile(
+    ring: Any,
+    state: Any,
+    feedings: tuple[Any, Any],
+    place: tuple[Any, Any, Any, Any],
+    boxes: cutlass.Constexpr,
+) -> Any:
+    """Load all steps of one tile; A's begin with those of the tile's group."""
+    row, column, first, count = place
+    for step in cutlass.range(count, unroll=1):
+        ring.producer_acquire(state)
+        barrier = ring.producer_get_barrier(state)
+        for box in cutlass.range_constexpr(boxes):
+            at, slot = boxes * (first + step) + box, boxes * state.index + box
+            producer.issue(feedings[0], (row, at), slot, barrier)
+        producer.issue(feedings[1], (column, step), state.index, barrier)
+        ring.producer_commit(state)
+        state.advance()
+    return state
+
+
+@cute.jit
+def multiply(
+    ring: Any,
+    state: Any,
+    fragments: tuple[Any, Any, Any, Any],
+    told: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> Any:
+    """Sum up one tile; the last stage of each head is turned first. `told`: heads, steps, group.
+
+    Trap: a branch between two wgmma would serialise them; so the stages of a head are unrolled.
+    """
+    mma, sums, a, b = fragments
+    heads, steps, mine = told
+    of_head = form.steps_of_head if form.turned else 1
+    before = state.clone()
+    ring.consumer_wait(state)
+    if cutlass.const_expr(form.turned and of_head == 1):
+        turn_stage(heads, state.index, mine, form)
+    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    state.advance()
+    for number in cutlass.range_constexpr(1, of_head):
+        more = (heads, mine, number == of_head - 1)
+        state, before = add_stage(ring, (state, before), fragments, more, form)
+    for _ in cutlass.range(1, steps // of_head, unroll=1):
+        for number in cutlass.range_constexpr(of_head):
+            again = (heads, mine, form.turned > 0 and number == of_head - 1)
+            state, before = add_stage(ring, (state, before), fragments, again, form)
+    warpgroup.wait_group(0)
+    ring.consumer_release(before)
+    return state
+
+
+def add_stage(
+    ring: Any,
+    states: tuple[Any, Any],
+    fragments: tuple[Any, Any, Any, Any],
+    told: tuple[Any, Any, bool],
+    form: GroupedForm,
+) -> tuple[Any, Any]:
+    """Add one stage's products; a stage is given back once the one after it is under way."""
+    mma, sums, a, b = fragments
+    heads, mine, turned = told
+    state, before = states
+    ring.consumer_wait(state)
+    if turned:
+        turn_stage(heads, state.index, mine, form)
+    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+    state.advance()
+    warpgroup.wait_group(1)
+    ring.consumer_release(before)
+    before.advance()
+    return state, before
+
+
+def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
+    """Return the fragments of one stage."""
+    return a[None, None, None, stage], b[None, None, None, stage]
+
+
+def heads_of(sA: Any, mine: Any) -> Heads:
+    """Return a thread's part of a warpgroup's rows: half a row."""
+    thread, _, _ = cute.arch.thread_idx()
+    within = Int32(thread) % facts.WARPGROUP
+    row = Int32(mine) * facts.PIECE_ROWS + within // 2
+    turns = registers_of(WORDS, 2 * CHUNKS_OF_THREAD)
+    return Heads(Int32(sA.iterator.toint()), row, within % 2 * CHUNKS_OF_THREAD, turns)
+
+
+@cute.jit
+def read_turns(turning: Turning, heads: Heads, first: Any) -> None:
+    """Read the turns of a thread's chunks for the token of its row; `first` is the first row's."""
+    heads.turns.fill(NAN)
+    token = first + heads.row % facts.PIECE_ROWS
+    if token < turning.tokens:
+        position = Int64(turning.positions[token])
+        if (position >= 0) & (position < Int64(turning.known)):
+            for chunk in cutlass.range_constexpr(CHUNKS_OF_THREAD):
+                pair = cute.make_rmem_tensor(cute.make_layout((WORDS, 2)), Uint32)
+                load_turn(turning.table, pair, (position, heads.first + chunk))
+                for word in cutlass.range_constexpr(WORDS):
+                    heads.turns[word, 2 * chunk] = pair[word, 0]
+                    heads.turns[word, 2 * chunk + 1] = pair[word, 1]
+
+
+@cute.jit
+def turn_stage(heads: Heads, stage: Any, mine: Any, form: cutlass.Constexpr) -> None:
+    """Turn a warpgroup's rows of a stage back, in place, for its own products."""
+    for chunk in cutlass.range_constexpr(CHUNKS_OF_THREAD):
+        # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
+        at = (heads.first + chunk) ^ (heads.row % 8)
+        row = stage * form.gemm.tactic.rows + heads.row
+        address = heads.base + row * ROW_BYTES + at * 16
+        view = vectors(
+            cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16), WORDS
+        )
+        held = registers_of(WORDS, 1)
+        cute.autovec_copy(view[None, 0], held[None, 0])
+        turns = registers_of(WORDS, 2)
+        for word in cutlass.range_constexpr(WORDS):
+            turns[word, 0] = heads.turns[word, 2 * chunk]
+            turns[word, 1] = heads.turns[word, 2 * chunk + 1]
+        store(view, 0, turned_words(numbers_of(words_at(held, 0)), turns, back=True))
+    cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through another proxy
+    barrier = wgmma.FIRST_BARRIER + mine
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=facts.WARPGROUP)
+
+
+@cute.jit
+def store_floats(pairs: Any, sums: Any, place: tuple[Any, Any], extents: tuple[Any, Any]) -> None:
+    """Store a warpgroup's 64 rows in float32; a lane has two columns of each eight in two rows."""
+    row, column = place
+    rows_of_d, columns = extents
+    thread, _, _ = cute.arch.thread_idx()
+    within = Int32(thread) % facts.WARPGROUP
+    first = row + within // facts.WARP * 16 + within % facts.WARP // 4
+    for part in cutlass.range_constexpr(cute.size(sums) // 4):
+        at = column + part * 8 + within % 4 * 2
+        for half in cutlass.range_constexpr(2):
+            own = first + half * 8
+            if (own < rows_of_d) & (at < columns):
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair[0], pair[1] = sums[part * 4 + half * 2], sums[part * 4 + half * 2 + 1]
+                place_of_pair = (Int64(own) * Int64(columns) + Int64(at)) // 2
+                cute.autovec_copy(pair, pairs[None, place_of_pair])
+
+
+def layouts(form: GroupedForm) -> tuple[Any, Any]:
+    """Return the layouts of A's and B's stages."""
+    tactic, stages = form.gemm.tactic, facts.footprint(form.gemm).stages
+    return (
+        wgmma.staged_layout(BFloat16, tactic.rows, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+        wgmma.staged_layout(BFloat16, tactic.columns, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+    )
+
+
+@cute.jit
+def launch_grouped(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    tokens, columns, inner, wide, tiles, clusters, known = extents
+    tactic = form.gemm.tactic
+    inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
+    columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
+    a, b, d, table, positions = pointers
+    mA, mB = (
+        cute.make_tensor(pointer, cute.make_layout((count, width), stride=(Int64(width), 1)))
+        for pointer, count, width in ((a, tokens, wide), (b, columns, inner))
+    )
+    layout_a, layout_b = layouts(form)
+    feeds = (
+        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+    )
+    outlets: tuple[Any, Any] = (None, None)
+    if cutlass.const_expr(form.out == "bf16"):
+        mD = cute.make_tensor(d, cute.make_layout((tokens, columns), stride=(Int64(columns), 1)))
+        outlets = (epilogue.store_of(mD), None)
+    else:
+        outlets = (None, vectors(d, 2))
+    turning = Turning(vectors(table, WORDS), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // STEP, tiles)
+    grouped_kernel(feeds, outlets, turning, told, form).launch(
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
+        block=[facts.threads(form.gemm), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: GroupedForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(7))
+    arguments = (pointers_of((None,) * 5, form.out), extents, form, any_stream())
+    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
+
+
+def gemm_grouped(
+    a_TK: Tensor,
+    b_NK: Tensor,
+    problem: GroupedProblem,
+    settings: CompileSettings,
+    *,
+    turns: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T of every group [T, G N], BF16 or float32, on the GPU that holds A and B.
+
+    `a_TK` is BF16 [T, G K], `b_NK` BF16 [G N, K]; `turns`, where heads are turned back, is the
+    table, float32 [P, 64], and positions, int64 [T].
+    """
+    if out is None:
+        shape = (problem.tokens, problem.groups * problem.columns)
+        out = torch.empty(shape, dtype=operands.DTYPES[problem.out], device=a_TK.device)
+    table, positions = (None, None) if turns is None else turns
+    tensors = (a_TK, b_NK, out, table, positions)
+    require_operands(problem, tensors)
+    contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
+    if problem.tokens:
+        form = grouped.choose_form(problem)
+        launch(compile_form(form, settings), form, problem, tensors)
+    return out
+
+
+def launch(
+    kernel: CompiledKernel,
+    form: GroupedForm,
+    problem: GroupedProblem,
+    tensors: Sequence[Tensor | None],
+) -> None:
+    """Launch on checked tensors: A, B, D, table of turns, positions."""
+    assert tensors[0] is not None
+    device = tensors[0].device.index or 0
+    *_, clusters = facts.grid(problem.gemm, form.gemm.tactic, operands.processors_of(device))
+    wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
+    extents = (
+        problem.tokens,
+        *wide,
+        grouped.tiles_of_group(problem, form),
+        clusters,
+        problem.positions,
+    )
+    kernel(pointers_of(tensors, form.out), tuple(map(Int32, extents)), current_stream(device))
+
+
+def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) -> None:
+    """Refuse tensors that the kernel would misread."""
+    tokens, wide = problem.tokens, problem.groups * problem.columns
+    wanted: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = (
+        ("A", torch.bfloat16, (tokens, problem.groups * problem.inner), 16),
+        ("B", torch.bfloat16, (wide, problem.inner), 16),
+        ("D", operands.DTYPES[problem.out], (tokens, wide), 16),
+        ("turns", torch.float32, (problem.positions, rows.TABLE_WIDTH), 16),
+        ("positions", torch.int64, (tokens,), 8),
+    )
+    for (name, dtype, shape, alignment), tensor in zip(wanted, tensors, strict=True):
+        present = bool(problem.turned) or name in {"A", "B", "D"}
+        kind, remedy = (dtype, shape, alignment), f"It says turned={problem.turned}."
+        operands.require_optional(name, tensor, kind, present=present, remedy=remedy)
+
+
+def pointers_of(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    of_d = BFloat16 if out == "bf16" else Float32
+    kinds = ((BFloat16, 16), (BFloat16, 16), (of_d, 16), (Uint32, 16), (Int64, 8))
+    return tuple(
+        operands.pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
+    )

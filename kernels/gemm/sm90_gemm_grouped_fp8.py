@@ -1,0 +1,409 @@
+"""Groups of FP8 block products on Hopper: o_a of FP8 checkpoints, with heads turned back or not.
+
+Owns the sm_90a form of grouped_fp8_problem: the skeleton of sm90_gemm_fp8_block, whose steps of K
+begin at the tile's group, in A's codes and in their scales. Or A is attention's output in BF16:
+each warpgroup reads its own 64 rows of a stage, turns the last 64 values of a head back, finds each
+row's largest magnitude, and its codes go straight into wgmma's registers. So D has every bit of
+inverse_rope, quantise_fp8 and one product a group; neither turned heads nor codes are in memory. A
+position outside of the table of turns makes the token's results NaN.
+
+`gemm_grouped_fp8` checks and launches, allocates no more than D, never waits for the GPU, and may
+be captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/gemm/test_sm90_gemm_grouped_fp8.py. Shape letters as in grouped_fp8_problem
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import warpgroup
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import grouped_fp8_problem as problems
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import sm90_gemm_fp8_block as plain
+from degarble.kernels.gemm import sm90_gemm_grouped as grouped
+from degarble.kernels.gemm.grouped_fp8_problem import STEP, GroupedFp8Form, GroupedFp8Problem
+from degarble.kernels.gemm.nvfp4_stages import words_at
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.latent_words import NAN, turned_words, vectors
+from degarble.kernels.primitives.nvfp4_words import block_amax, numbers_of
+from degarble.kernels.quantise import simt_quantise_fp8 as quantise
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, TARGETS
+
+HALF = 64  # numbers of BF16 that a swizzled row of 128 bytes holds: half of a stage's row
+HALVES = STEP // HALF
+QUARTERS = 4  # of a half: 16 numbers, four of each thread
+STEPS_OF_MMA = STEP // 32
+WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
+
+
+class Rows(NamedTuple):
+    """A thread's two rows of a tile: first one, lane of four, words of stages, their turns."""
+
+    row: Any
+    lane: Any
+    words: Any  # (two words, places, halves of stages)
+    turns: Any  # (two cosines or sines, quarter and row, cosines or sines)
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def grouped_kernel(
+    feeds: tuple[producer.Feed, ...],
+    store: epilogue.Store,
+    scales: plain.Scales,
+    turning: grouped.Turning,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup: the first loads, the others turn, quantise, multiply, promote."""
+    tactic = form.gemm.tactic
+    rows_of_d, columns, steps, tiles = extents
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    elements = element_of_a(form), Float8E4M3FN
+    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((rows_of_d, columns), tactic)
+    producing, consuming = facts.roles(form.gemm)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(producing.registers)
+        if cute.arch.warp_idx() == 0:
+            boxes = (box_of_a(form), (tactic.columns, STEP))
+            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            grouped.load(ring, feedings, walk, (steps, tiles), HALVES if form.turned else 1)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mine = group - 1
+        mma = mma_of(form)
+        fragments = fragments_of(mma, sA, sB, mine, form)
+        sums = wgmma.sums_of(mma, tactic.columns)
+        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        own = rows_of(sA, mine, form)
+        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+            row, column = schedule.tile_at(walk, number)
+            first = row * tactic.rows + mine * facts.PIECE_ROWS
+            block = column * tactic.columns // plain.BLOCK
+            if cutlass.const_expr(form.turned):
+                read_turns(turning, own, first)
+                scaling = (scales.b, block, steps)
+                state = multiply_heads(ring, state, fragments, (sums, own), scaling, form)
+            else:
+                at = (*plain.rows_of_thread(first, rows_of_d), block)
+                of_group = scales_of_group(scales, column // tiles * steps)
+                state = plain.multiply(ring, state, fragments, sums, (of_group, at, steps))
+            place = facts.piece_of(row, column, mine, tactic)
+            stored = wgmma.store_tile(outlet, sums, place, stored)
+        epilogue.drain(outlet)
+
+
+def element_of_a(form: GroupedFp8Form) -> Any:
+    """Return what A is in memory and in stages."""
+    return BFloat16 if form.turned else Float8E4M3FN
+
+
+def box_of_a(form: GroupedFp8Form) -> tuple[int, int]:
+    """Return the box of A: a stage of codes, or half a stage of heads."""
+    return form.gemm.tactic.rows, HALF if form.turned else STEP
+
+
+def mma_of(form: GroupedFp8Form) -> Any:
+    """Return the instruction; codes that are made here come from registers."""
+    source = warpgroup.OperandSource
+    kind = source.RMEM if form.turned else source.SMEM
+    return wgmma.mma_of(Float8E4M3FN, form.gemm.tactic.columns, kind)
+
+
+def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, form: GroupedFp8Form) -> tuple[Any, ...]:
+    """Return the instruction, the sums of a stage, A and B as the instruction takes them."""
+    columns = form.gemm.tactic.columns
+    if not form.turned:
+        return wgmma.fragments_of(mma, sA, sB, mine, columns)
+    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, STEP)))
+    b = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+    return mma, wgmma.sums_of(mma, columns), a, b
+
+
+def scales_of_group(scales: plain.Scales, first: Any) -> plain.Scales:
+    """Return scales whose A begins at a group's first step."""
+    return plain.Scales(cute.domain_offset((0, first), scales.a), scales.b)
+
+
+# ---- heads to codes ------------------------------------------------------------------------------
+
+
+def rows_of(sA: Any, mine: Any, form: GroupedFp8Form) -> Rows:
+    """Return a thread's part of a warpgroup's rows: numbers 4 q to 4 q + 3 of each 16."""
+    thread, _, _ = cute.arch.thread_idx()
+    within = Int32(thread) % facts.WARPGROUP
+    row = mine * facts.PIECE_ROWS + within // facts.WARP * 16 + within % facts.WARP // 4
+    held = form.gemm.tactic.rows * HALF // 2  # words of a half of a stage
+    shape = (2, held // 2, HALVES * facts.footprint(form.gemm).stages)
+    pointer = cute.recast_ptr(sA.iterator, dtype=Uint32)
+    plain_words = cute.make_ptr(
+        Uint32, Int32(pointer.toint()), cute.AddressSpace.smem, assumed_align=facts.ALIGNMENT
+    )
+    words = cute.make_tensor(plain_words, cute.make_layout(shape, stride=(1, 2, held)))
+    turns = cute.make_rmem_tensor(cute.make_layout((2, 2 * QUARTERS, 2)), Uint32)
+    return Rows(row, within % 4, words, turns)
+
+
+@cute.jit
+def read_turns(turning: grouped.Turning, own: Rows, first: Any) -> None:
+    """Read the turns of a thread's numbers for both of its rows; `first` is the first row's."""
+    own.turns.fill(NAN)
+    for i in cutlass.range_constexpr(2):
+        token = first + own.row % facts.PIECE_ROWS + 8 * i
+        if token < turning.tokens:
+            position = Int64(turning.positions[token])
+            if (position >= 0) & (position < Int64(turning.known)):
+                for quarter in cutlass.range_constexpr(QUARTERS):
+                    place = position * (rows.TABLE_WIDTH // 2) + Int64(4 * quarter + own.lane)
+                    for part in cutlass.range_constexpr(2):
+                        at = place + part * (rows.TABLE_WIDTH // 4)
+                        slot = own.turns[None, QUARTERS * i + quarter, part]
+                        cute.autovec_copy(turning.table[None, at], slot)
+
+
+def read_half(own: Rows, slot: Any) -> list[list[list[Any]]]:
+    """Read half of a stage: of both rows, of each quarter, the words of four numbers."""
+    # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
+    found = []
+    for i in range(2):
+        row = (own.row + 8 * i) * 16
+        at = [(2 * quarter + own.lane // 2) ^ (own.row % 8) for quarter in range(QUARTERS)]
+        found.append([words_at(own.words, row + 2 * c + own.lane % 2, slot, 2) for c in at])
+    return found
+
+
+def turned_back(words: list[list[list[Any]]], own: Rows) -> list[list[list[Any]]]:
+    """Return the words of a half that is turned back, rounded to BF16 as inverse_rope does."""
+    made = []
+    for i in range(2):
+        turns = [own.turns[None, QUARTERS * i + quarter, None] for quarter in range(QUARTERS)]
+        pairs = zip(words[i], turns, strict=True)
+        made.append([turned_words(numbers_of(each), turn, back=True) for each, turn in pairs])
+    return made
+
+
+def quantised(words: list[Any], form: GroupedFp8Form) -> tuple[list[Any], Any]:
+    """Return the codes of a thread's numbers of a row, four a word, and the row's scale.
+
+    All four lanes of a row fold its largest magnitude.
+    """
+    amax = block_amax(words)
+    for distance in (1, 2):
+        amax = ops.maximum(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+    _, scale = quantise.scale_of(amax, form.scales)
+    inverse, against = ops.divide_rn(Float32(1.0), scale), ops.multiply_rn(scale, -1.0)
+    exact = form.scales == "ue8m0"
+    scaled = [
+        problems.quotient(number, against, inverse, exact=exact) for number in numbers_of(words)
+    ]
+    return quantise.e4m3_words(scaled), scale
+
+
+def encode_stage(own: Rows, stage: Any, fragment: Any, form: GroupedFp8Form, turned: bool) -> Any:
+    """Make the codes of a stage in wgmma's registers; return the scales of both rows."""
+    halves = [read_half(own, HALVES * stage + half) for half in range(HALVES)]
+    if turned:
+        halves[-1] = turned_back(halves[-1], own)
+    scales = []
+    for i in range(2):
+        words = [word for half in halves for quarter in half[i] for word in quarter]
+        codes, scale = quantised(words, form)
+        scales.append(scale)
+        for number, code in enumerate(codes):  # of a step of 32: rows g, g + 8, then 16 on
+            step, upper = number // 2, number % 2
+            fragment[4 * step + 2 * upper + i] = code
+    return scales
+
+
+@cute.jit
+def multiply_heads(
+    ring: Any,
+    state: Any,
+    fragments: tuple[Any, ...],
+    own: tuple[Any, Any],
+    scaling: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> Any:
+    """Sum up one tile of heads: a stage's codes, its products, their sums times their scales.
+
+    Trap: a branch between two wgmma would serialise them; so the stages of a head are unrolled.
+    """
+    mma, stage_sums, a, b = fragments
+    sums, mine = own
+    of_b, block, steps = scaling
+    registers = cute.recast_tensor(a, Uint32)
+    sums.fill(0.0)
+    for head in cutlass.range(steps // form.steps_of_head, unroll=1):
+        for number in cutlass.range_constexpr(form.steps_of_head):
+            scale = plain.scale_at(of_b, block, head * form.steps_of_head + number)
+            ring.consumer_wait(state)
+            turned = number == form.steps_of_head - 1
+            of_rows = encode_stage(mine, state.index, registers, form, turned)
+            wgmma.multiply_stage(mma, stage_sums, a, b[None, None, None, state.index], begins=True)
+            upper, lower = (ops.multiply_rn(each, scale) for each in of_rows)
+            warpgroup.wait_group(0)
+            ring.consumer_release(state)
+            state.advance()
+            plain.promote(sums, stage_sums, upper, lower)
+    return state
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+def layouts(form: GroupedFp8Form) -> tuple[Any, Any]:
+    """Return the layouts of A's and B's stages; of heads a stage is two halves."""
+    tactic, stages = form.gemm.tactic, facts.footprint(form.gemm).stages
+    swizzle, halves = wgmma.Swizzle.K_SW128, HALVES if form.turned else 1
+    return (
+        wgmma.staged_layout(element_of_a(form), *box_of_a(form), halves * stages, swizzle),
+        wgmma.staged_layout(Float8E4M3FN, tactic.columns, STEP, stages, swizzle),
+    )
+
+
+@cute.jit
+def launch_grouped(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    tokens, columns, inner, wide, tiles, clusters, known = extents
+    tactic = form.gemm.tactic
+    inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
+    columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
+    a, of_a, b, of_b, d, table, positions = pointers
+    blocks = (ceil_div(columns, plain.BLOCK), inner // STEP)
+    shapes = ((tokens, wide), (tokens, wide // STEP), (columns, inner), blocks, (tokens, columns))
+    mA, scales_a, mB, scales_b, mD = (
+        cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
+        for pointer, shape in zip((a, of_a, b, of_b, d), shapes, strict=True)
+    )
+    layout_a, layout_b = layouts(form)
+    feeds = (
+        producer.feed_of(mA, layout_a, box_of_a(form), tactic.cluster_columns),
+        producer.feed_of(mB, layout_b, (tactic.columns, STEP), tactic.cluster_rows),
+    )
+    turning = grouped.Turning(vectors(table, 2), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // STEP, tiles)
+    scales = plain.Scales(scales_a, scales_b)
+    grouped_kernel(feeds, epilogue.store_of(mD), scales, turning, told, form).launch(
+        grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
+        block=[facts.threads(form.gemm), 1, 1],
+        cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
+        min_blocks_per_mp=tactic.blocks,
+        preferred_smem_carveout=WHOLE_CARVEOUT if tactic.blocks > 1 else None,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+class Grouped(NamedTuple):
+    """Codes and scales, or heads and what turns them; the others are None."""
+
+    a: Tensor  # E4M3 [T, G K], or BF16 heads [T, G K]
+    b: Tensor  # E4M3 [G N, K]
+    b_scales: Tensor  # [ceil(G N / 128), K / 128]
+    a_scales: Tensor | None = None  # [T, G K / 128]
+    turns: Tensor | None = None  # float32 [P, 64]
+    positions: Tensor | None = None  # int64 [T]
+
+
+@cache
+def compile_form(form: GroupedFp8Form, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(7))
+    arguments = (pointers_of((None,) * 7, form), extents, form, any_stream())
+    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
+
+
+def gemm_grouped_fp8(
+    given: Grouped,
+    problem: GroupedFp8Problem,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return A B^T of every group, BF16 [T, G N], on the GPU that holds the operands."""
+    out = contract.empty_output(problem.gemm, given.a.device) if out is None else out
+    require_operands(problem, given, out)
+    tensors = (given.a, given.a_scales, given.b, given.b_scales, out, given.turns, given.positions)
+    contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
+    if problem.tokens:
+        form = problems.choose_form(problem)
+        launch(compile_form(form, settings), form, problem, tensors)
+    return out
+
+
+def launch(
+    kernel: CompiledKernel,
+    form: GroupedFp8Form,
+    problem: GroupedFp8Problem,
+    tensors: tuple[Tensor | None, ...],
+) -> None:
+    """Launch on checked tensors: A, its scales, B, its scales, D, table of turns, positions."""
+    assert tensors[0] is not None
+    device, tactic = tensors[0].device.index or 0, form.gemm.tactic
+    at_once = operands.processors_of(device) * tactic.blocks
+    *_, clusters = facts.grid(problem.gemm, tactic, at_once)
+    wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
+    tiles = problems.tiles_of_group(problem, form)
+    extents = (problem.tokens, *wide, tiles, clusters, problem.positions)
+    kernel(pointers_of(tensors, form), tuple(map(Int32, extents)), current_stream(device))
+
+
+def require_operands(problem: GroupedFp8Problem, given: Grouped, out: Tensor) -> None:
+    """Refuse tensors that the kernel would misread."""
+    p, wide, tma = problem, problem.groups * problem.inner, contract.TMA_ALIGNMENT
+    _, scale, alignment = plain.SCALES[p.scales]
+    codes, heads = torch.float8_e4m3fn, torch.bfloat16
+    wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...], int]] = {
+        "a": ("A", heads if p.turned else codes, (p.tokens, wide), tma),
+        "a_scales": ("scales of A", scale, (p.tokens, wide // STEP), alignment),
+        "b": ("B", codes, (p.groups * p.columns, p.inner), tma),
+        "b_scales": ("scales of B", scale, (p.rows_of_scales, p.blocks), alignment),
+        "turns": ("turns", torch.float32, (p.positions, rows.TABLE_WIDTH), 8),
+        "positions": ("positions", torch.int64, (p.tokens,), 8),
+    }
+    absent = {"a_scales"} if p.turned else {"turns", "positions"}
+    remedy = "Give turns and positions where heads are turned, else scales of A."
+    for field, (name, dtype, shape, aligned) in wanted.items():
+        tensor, kind = getattr(given, field), (dtype, shape, aligned)
+        operands.require_optional(name, tensor, kind, present=field not in absent, remedy=remedy)
+    contract.require_output(p.gemm, out)
+
+
+def pointers_of(tensors: tuple[Tensor | None, ...], form: GroupedFp8Form) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    scale, _, alignment = plain.SCALES[form.scales]
+    tma = contract.TMA_ALIGNMENT
+    elements = (element_of_a(form), scale, Float8E4M3FN, scale, BFloat16, Float32, Int64)
+    alignments = (tma, alignment, tma, alignment, tma, 8, 8)
+    return tuple(map(operands.pointer, elements, tensors, alignments))

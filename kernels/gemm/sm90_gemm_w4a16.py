@@ -1,0 +1,574 @@
+"""BF16 activations times NVFP4 weights as a checkpoint has them: for decoding, M up to 64.
+
+Owns the kernel for sm_90a and sm_100a: one warp asks the copy engine for boxes of weights, several
+stages ahead, the others decode them and multiply by mma.sync.m16n8k16, 16 outputs as the rows and
+activations as the columns of an mma. Codes times block scales are exact in BF16, so rounding
+happens in the sums of K alone, in the order of w4a16_problem.py, and at the output. Where linear
+scales do not lie on addresses that the engine takes (K no multiple of 256), lanes read their own.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides, alignments, layouts,
+nibble orders and directions by name. Kept honest by suites/kernels/gemm/test_sm90_gemm_w4a16.py.
+Shape letters: M rows, N outputs, K columns, P = K / 2 bytes
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
+from torch import Tensor
+
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.layouts import LINEAR, ceil_div
+from degarble.harness.formats.quantised import QuantisedTensor, require
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.kernels.gemm import w4a16_instructions as ptx
+from degarble.kernels.gemm import w4a16_problem as facts
+from degarble.kernels.gemm.w4a16_problem import W4A16Form, W4A16Problem
+from degarble.kernels.primitives.e2m1_pairs import PAIRS
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+ALIGNMENTS = (16, 16, 16, 4, 2)  # of activations, codes, scales, decode scale, output
+ELEMENTS = (Uint8, Uint8, Uint8, Float32, BFloat16)
+LANES = 32
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a thread stands; numbers within a thread block but `tile` and `rank`."""
+
+    lane: Any
+    warp: Any
+    part: Any  # of the warps that share outputs
+    group: Any
+    tile: Any  # the thread block's first
+    rank: Any  # of its thread block in the cluster
+
+
+class Memory(NamedTuple):
+    """Shared addresses: barriers that say full, each with one that says empty behind it; rings."""
+
+    full: Any
+    kept_full: Any
+    ring: Any
+    kept: Any
+
+
+class Views(NamedTuple):
+    """What the copy engine reads: an atom and a tensor each of activations, codes and scales."""
+
+    activations: tuple[Any, Any]
+    codes: tuple[Any, Any]
+    scales: tuple[Any, Any]
+
+
+EMPTY = 128  # bytes from a barrier that says full to the one that says empty
+
+
+def place_of(form: W4A16Form) -> Place:
+    """Return where this thread stands."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    thread, block = Uint32(thread), Uint32(block)
+    warp = thread // LANES
+    tile = block // form.ranks * (form.groups * form.tiles)
+    return Place(
+        thread % LANES, warp, warp % form.parts, warp // form.parts, tile, block % form.ranks
+    )
+
+
+def memory_of(form: W4A16Form) -> Memory:
+    """Divide the shared memory."""
+    shared = Uint32(cute.arch.get_dyn_smem(Uint8, 128).toint())
+    ring = shared + facts.BARRIER_BYTES
+    return Memory(shared, shared + 2 * EMPTY, ring, ring + form.ring_bytes)
+
+
+def next_place(place: Any, phase: Any, count: Any) -> tuple[Any, Any]:
+    """Return the next place of a ring, and the parity of the phase in which it becomes full."""
+    wraps = place + 1 == count
+    return ops.select(wraps, Uint32(0), place + 1), ops.select(wraps, phase ^ 1, phase)
+
+
+Box = tuple[Any, tuple[int, ...]]  # type of an element, extents
+
+
+def copy_box(
+    view: tuple[Any, Any], box: Box, place: tuple[Any, ...], to: Any, barrier: Any
+) -> None:
+    """Begin to copy the box at a place, counted in boxes, to a shared address."""
+    atom, tensor = view
+    element, shape = box
+    rank = len(shape)
+    pointer = make_shared_ptr(element, to, 128)
+    shared = cute.make_tensor(pointer, cute.make_layout(shape))
+    boxes = cute.local_tile(tensor, shape, (None,) * rank)
+    grouped = cute.group_modes(shared, 0, rank), cute.group_modes(boxes, 0, rank)
+    target, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
+    coordinate = (None, *(Int32(each) for each in place))
+    bar = make_shared_ptr(Int64, barrier, 8)
+    cute.copy(atom, source[coordinate], target, tma_bar_ptr=bar)
+
+
+def make_shared_ptr(element: Any, address: Any, alignment: int) -> Any:
+    """Return a pointer to a shared address."""
+    return cute.make_ptr(element, Int32(address), cute.AddressSpace.smem, assumed_align=alignment)
+
+
+def ask_activations(
+    views: Views, place: Place, memory: Memory, asked: tuple[Any, Any], form: W4A16Form
+) -> None:
+    """Begin to copy a round's activations to a place of their ring."""
+    round_, at = asked
+    barrier = memory.kept_full + at * 8
+    ptx.expect(barrier, Uint32(form.kept_bytes), place.lane == 0)
+    start, box = memory.kept + at * form.kept_bytes, (BFloat16, facts.activation_box(form))
+    if not form.ragged:
+        step = round_ * form.ranks + place.rank
+        copy_box(views.activations, box, (0, 0, step), start, barrier)
+        return
+    for part in range(form.parts):
+        step = round_ * facts.PARTS + place.rank * form.parts + part
+        to = start + part * (form.copied_rows * 2 * facts.STEP)
+        copy_box(views.activations, box, (step, 0), to, barrier)
+
+
+def ask_weights(
+    views: Views, place: Place, memory: Memory, asked: tuple[Any, Any, Any], form: W4A16Form
+) -> None:
+    """Begin to copy a round's codes and scales of one tile of every group to a stage."""
+    round_, tile, at = asked
+    barrier, stage = memory.full + at * 8, memory.ring + at * form.stage_bytes
+    ptx.expect(barrier, Uint32(form.copied_bytes), place.lane == 0)
+    span = round_ * form.ranks + place.rank
+    box, of_scales = (Int32, facts.code_box(form)), (Uint8, facts.scale_box(form))
+    for group in range(form.groups):
+        own = place.tile + group * form.tiles + tile
+        for piece in range(form.pieces):
+            rows = facts.row_of(own, piece * (facts.TILE // form.pieces), form.layout)
+            rows = rows // (facts.TILE // form.pieces)
+            to = stage + (group * form.pieces + piece) * (form.group_bytes // form.pieces)
+            if not form.ragged:
+                copy_box(views.codes, box, (0, rows, span), to, barrier)
+                continue
+            for part in range(form.parts):
+                step = span * form.parts + part
+                by_part = part * (facts.STEP // 2 * facts.TILE // form.pieces)
+                copy_box(views.codes, box, (step, rows), to + by_part, barrier)
+        to = stage + form.scales_at + group * (form.group_bytes // 8)
+        if form.layout != LINEAR.name:
+            where = (own % 8, span, own // 8)
+            copy_box(views.scales, of_scales, where, to, barrier)
+        elif not form.ragged:
+            copy_box(views.scales, of_scales, (span, own), to, barrier)
+
+
+@cute.jit
+def ask(
+    views: Views,
+    place: Place,
+    memory: Memory,
+    counts: tuple[Uint32, Uint32],
+    form: cutlass.Constexpr,
+) -> None:
+    """Ask for everything in the order in which it is needed, as soon as there is space."""
+    rounds, kept_count = counts
+    at, phase, kept_at, kept_phase = Uint32(0), Uint32(1), Uint32(0), Uint32(1)
+    for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
+        ptx.await_phase(memory.kept_full + EMPTY + kept_at * 8, kept_phase)
+        ask_activations(views, place, memory, (Uint32(round_), kept_at), form)
+        kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
+        for tile in cutlass.range(Int32(0), form.tiles, unroll=1):
+            ptx.await_phase(memory.full + EMPTY + at * 8, phase)
+            ask_weights(views, place, memory, (Uint32(round_), Uint32(tile), at), form)
+            at, phase = next_place(at, phase, form.stages)
+
+
+class Sources(NamedTuple):
+    """What lanes read by themselves: the address of the scales; M, N, K."""
+
+    scales: Any
+    extents: tuple[Any, Any, Any]
+    zero: Any  # 0, which no compiler knows
+
+
+def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form: W4A16Form) -> Any:
+    """Return what gives a step's activations: for each word of codes, four of eight rows."""
+    native = TARGETS[form.target].converts_e2m1
+    own = start + place.part * (form.copied_rows * 2 * facts.STEP) + place.lane % 4 * 32
+    of_columns = [
+        own + ops.minimum(place.lane // 4 + column, extents[0] - 1) * (2 * facts.STEP)
+        for column in range(0, form.columns, facts.COLUMNS)
+    ]
+
+    def read(j: int) -> list[Any]:
+        chunk = (0, 16, 128, 144)[j]
+        return [ptx.paired(ptx.shared_words(at + chunk, ptx.WORDS), native) for at in of_columns]
+
+    if len(of_columns) > (1 if native or form.ragged else 2):  # more than registers hold
+        return read
+    return [read(j) for j in range(ptx.WORDS)].__getitem__
+
+
+class Lane(NamedTuple):
+    """What a lane reads in the first stage: addresses of its codes and scales, of which bytes."""
+
+    codes: Any
+    scales: Any
+    selector: Any
+
+
+def lane_of(place: Place, memory: Memory, form: W4A16Form) -> Lane:
+    """Return what a lane reads, once and for all: compilers would work it out for each tile."""
+    row, rows = place.lane // 4, facts.TILE // form.pieces
+    codes = memory.ring + place.group * form.group_bytes + place.part * (rows * 64)
+    codes = codes + row // rows * (form.group_bytes // form.pieces) + row % rows * 64
+    scales = memory.ring + form.scales_at + place.group * (form.group_bytes // 8)
+    if form.layout == LINEAR.name:
+        scales = scales + row * (form.parts * 8) + place.part * 8
+    else:
+        scales = scales + place.part * 128 + row % 4 * 16 + row // 4 * 4
+    numbers = (codes + place.lane % 4 * 8, scales, place.lane % 4 * 0x11 + 0x40)
+    return Lane(*(ptx.emit("mov.b32 {$w0}, {$r0};", [Uint32], number) for number in numbers))
+
+
+def scale_pair(
+    sources: Sources, lane: Lane, by_stage: Any, row: tuple[int, Any, Any], form: W4A16Form
+) -> Any:
+    """Return the codes of the two scales of a lane's blocks in one of its rows, the first low."""
+    half, output, value = row
+    scales = lane.scales + by_stage
+    if form.layout != LINEAR.name:
+        both = ptx.shared_words(scales + half * 8, 1) + ptx.shared_words(scales + half * 8 + 64, 1)
+    elif not form.ragged:
+        both = ptx.shared_words(scales + half * (8 * 8 * form.parts), 2)
+    else:
+        _, outputs, columns = sources.extents
+        codes = []
+        for block in (0, 64):
+            first = ops.minimum(value + block, columns - facts.BLOCK)
+            offset = ops.minimum(output, outputs - 1) * (columns // 16) + first // 16
+            codes.append(ptx.global_byte(sources.scales + Int64(offset)))
+        return codes[0] + codes[1] * 256
+    low, high = both
+    return ptx.chosen_bytes(low, high, lane.selector)
+
+
+def add_tile(
+    sums: Any,
+    sources: Sources,
+    place: Place,
+    step: tuple[Any, Any, Any, Any, Any],
+    tile: int,
+    form: W4A16Form,
+) -> None:
+    """Multiply a step of a tile with its activations, and say that its stage may be filled."""
+    lane, by_stage, empty, value, activations = step
+    native = TARGETS[form.target].converts_e2m1
+    both, read = [], Uint32(0)
+    for half in range(2):
+        codes = lane.codes + by_stage + half * form.half_bytes
+        words = ptx.shared_words(codes, 2) + ptx.shared_words(codes + 32, 2)
+        within = place.lane // 4 + 8 * half
+        output = facts.row_of(place.tile + place.group * form.tiles + tile, within, form.layout)
+        pair = scale_pair(sources, lane, by_stage, (half, output, value), form)
+        if form.ragged:  # codes behind the end of K are zeros, scales may be anything
+            inside = [value + block < sources.extents[2] for block in (0, 64)]
+            low, high = (ops.select(each, Uint32(0xFF), Uint32(0)) for each in inside)
+            pair = pair & (low + high * 256)
+        read = read | words[0] | words[2] | pair
+        both.append((words, ptx.block_scales(pair, native)))
+    for j in range(ptx.WORDS):
+        if j == 1:  # not at once: the first products need no more than half of the words
+            ptx.give_back(empty, [read], sources.zero, place.lane == 0)
+        low, high = (ptx.decoded(words[j], scales[j // 2], native) for words, scales in both)
+        for column, x in enumerate(activations(j)):
+            at = (tile * form.columns // facts.COLUMNS + column) * 4
+            for pair in range(0, PAIRS, 2):
+                four = [low[pair], high[pair], low[pair + 1], high[pair + 1]]
+                ptx.products(sums, at, four, x[pair : pair + 2])
+
+
+@cute.jit
+def multiply(
+    sources: Sources,
+    place: Place,
+    memory: Memory,
+    counts: tuple[Uint32, Uint32],
+    form: cutlass.Constexpr,
+) -> None:
+    """Add up a part of K for the tiles of a warp, and leave the sums where the stages were."""
+    rounds, kept_count = counts
+    _, _, columns = sources.extents
+    numbers = form.tiles * form.columns // 2
+    sums = cute.make_rmem_tensor(numbers, Float32)
+    for i in cutlass.range_constexpr(numbers):
+        sums[i] = Float32(0.0)
+    lane = lane_of(place, memory, form)
+    at, phase, kept_at, kept_phase = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
+    for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
+        step = Uint32(round_) * facts.PARTS + place.rank * form.parts + place.part
+        first = step * facts.STEP
+        value = first + place.lane % 4 * facts.BLOCK
+        ptx.await_phase(memory.kept_full + kept_at * 8, kept_phase)
+        activations = activations_at(
+            memory.kept + kept_at * form.kept_bytes, place, sources.extents, form
+        )
+        for tile in cutlass.range_constexpr(form.tiles):
+            ptx.await_phase(memory.full + at * 8, phase)
+            empty = memory.full + EMPTY + at * 8
+            if first < columns:
+                taken = (lane, at * form.stage_bytes, empty, value, activations)
+                add_tile(sums, sources, place, taken, tile, form)
+            else:
+                ptx.arrive(empty, place.lane == 0)
+            at, phase = next_place(at, phase, form.stages)
+        last = [ops.bits_of(sums[i]) for i in range(numbers - form.columns // 2, numbers, 4)]
+        empty = memory.kept_full + EMPTY + kept_at * 8
+        ptx.give_back(empty, last, sources.zero, place.lane == 0)
+        kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
+
+    cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
+    own = memory.ring + place.warp * form.sum_bytes
+    for i in cutlass.range_constexpr(numbers // 4):
+        four = [ops.bits_of(sums[4 * i + j]) for j in range(4)]
+        ptx.store_words(own + facts.lane_offset(i, place.lane), four)
+
+
+@cute.jit
+def add_parts(
+    out: Int64,
+    extents: tuple[Uint32, Uint32],
+    scale: Float32,
+    ring: Uint32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Add the parts' sums in the order of their number, scale, round and write."""
+    thread, _, _ = cute.arch.thread_idx()
+    rows, outputs = extents
+    place = place_of(form)
+    of_columns, tiles = form.columns // facts.COLUMNS, form.tiles * form.groups
+    native = TARGETS[form.target].converts_e2m1
+    begin = place.rank * form.threads + Uint32(thread)
+    count, stride = ceil_div(rows, 2) * 2 * form.outputs, form.ranks * form.threads
+    for each in cutlass.range(Int32(begin), Int32(count), stride, unroll=1):
+        within, tile, row = facts.sum_place(Uint32(each), tiles)
+        fragment = tile % form.tiles * of_columns + row // facts.COLUMNS
+        at = ring + tile // form.tiles * (form.parts * form.sum_bytes)
+        at = at + facts.sum_offset(fragment, within, row)
+        # All reads first: another thread block's numbers take long, one after the other longer.
+        numbers = [
+            ptx.shared_number(
+                at + part % form.parts * form.sum_bytes, part // form.parts, form.ranks
+            )
+            for part in range(facts.PARTS)
+        ]
+        total = numbers[0]
+        for number in numbers[1:]:
+            total = ops.add_rn(total, number)
+        if cutlass.const_expr(not native):
+            total = ops.multiply_rn(total, 2.0**-facts.DECODED_EXPONENT)
+        total = ops.multiply_rn(total, scale)
+        output = facts.row_of(place.tile + tile, within, form.layout)
+        if (output < outputs) & (row < rows):
+            ptx.store_rounded(out + Int64((row * outputs + output) * 2), total)
+
+
+@cute.kernel
+def w4a16_kernel(
+    views: Views,
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """One warp asks for what the others multiply; then the parts of K are added."""
+    rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents)
+    place, memory = place_of(form), memory_of(form)
+    if place.warp == form.warps:
+        for atom, _ in views:
+            cpasync.prefetch_descriptor(atom)
+    if (place.warp == 0) & (place.lane < EMPTY // 8):
+        for first in (memory.full, memory.kept_full):
+            ptx.begin_barrier(first + place.lane * 8, 1)
+            ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    # The kernel behind may begin as far as here; this one reads and writes nothing before the one
+    # in front has ended, and with it whatever that one waited for.
+    let_follow()
+    wait_for_front()
+    sources = Sources(pointers[2].toint(), (rows, outputs, columns), rows // 128)
+    counts = ceil_div(columns, facts.ROUND), kept_count
+    scale = ptx.global_number(pointers[3].toint())
+    if place.warp == form.warps:
+        ask(views, place, memory, counts, form)
+    else:
+        multiply(sources, place, memory, counts, form)
+    if cutlass.const_expr(form.ranks == 1):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    add_parts(pointers[4].toint(), (rows, outputs), scale, memory.ring, form)
+    if cutlass.const_expr(form.ranks > 1):
+        cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+        cute.arch.cluster_wait()
+
+
+def view(
+    pointer: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], box: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """Describe a tensor and its boxes to the copy engine."""
+    tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+    operation = cpasync.CopyBulkTensorTileG2SOp()
+    made = cpasync.make_tiled_tma_atom(operation, tensor, cute.make_layout(box), box)
+    return made.atom, made.tma_tensor
+
+
+def views_of(pointers: tuple[Any, ...], extents: tuple[Any, Any, Any], form: W4A16Form) -> Views:
+    """Describe what is read; behind the end of an extent the copy engine writes zeros."""
+    rows, outputs, columns = extents
+    words, blocks = columns // 8, columns // facts.BLOCK
+    steps = columns // facts.STEP
+    wide = cute.assume(Int64(columns), divby=32)
+    by_row = cute.assume(Int64(words), divby=4)
+    x_ptr = cute.recast_ptr(pointers[0], dtype=BFloat16)
+    codes_ptr = cute.recast_ptr(pointers[1], dtype=Int32)
+    if form.ragged:
+        activations = view(x_ptr, (columns, rows), (1, wide), facts.activation_box(form))
+        codes = view(codes_ptr, (words, outputs), (1, by_row), facts.code_box(form))
+    else:
+        by_step = (facts.STEP, rows, steps), (1, wide, facts.STEP)
+        activations = view(x_ptr, *by_step, facts.activation_box(form))
+        codes = view(codes_ptr, (16, outputs, steps), (1, by_row, 16), facts.code_box(form))
+    if form.layout != LINEAR.name:
+        across = ceil_div(blocks, 4)
+        down = cute.assume(Int64(across) * 512, divby=512)
+        by_tile = (512, across, ceil_div(outputs, 128)), (1, 512, down)
+        return Views(activations, codes, view(pointers[2], *by_tile, facts.scale_box(form)))
+    if form.ragged:
+        return Views(activations, codes, codes)
+    stride = (1, cute.assume(Int64(blocks), divby=16))
+    scales = view(pointers[2], (blocks, outputs), stride, facts.scale_box(form))
+    return Views(activations, codes, scales)
+
+
+@cute.jit
+def launch_w4a16(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now: M, N, K, rounds kept, grid, shared bytes."""
+    rows, outputs, columns, kept_count, blocks, shared_bytes = extents
+    views = views_of(pointers, (rows, outputs, columns), form)
+    w4a16_kernel(views, pointers, (rows, outputs, columns, kept_count), form).launch(
+        grid=[blocks, 1, 1],
+        block=[form.threads, 1, 1],
+        cluster=[form.ranks, 1, 1] if cutlass.const_expr(form.ranks > 1) else None,
+        smem=shared_bytes,
+        use_pdl=EARLY,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: W4A16Form, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    pointers = tuple(_pointer(place, None) for place in range(len(ELEMENTS)))
+    extents = tuple(Int32(1) for _ in range(6))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(launch_w4a16, arguments, TARGETS[form.target], settings)
+
+
+def gemm_w4a16(
+    activations_MK: Tensor,
+    weights: QuantisedTensor,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return activations times the transposed weights as BF16 [M, N], on their GPU.
+
+    The weights are NVFP4 [N, K] as a checkpoint has them, with a tensor scale that decodes.
+    """
+    problem, tensors = operands_of(activations_MK, weights)
+    shape = (problem.rows, problem.outputs)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=activations_MK.device)
+    require_tensor("output", out, torch.bfloat16, shape, ALIGNMENTS[4])
+    device = require_device((*tensors, out))
+    if problem.rows:
+        tactic = facts.choose_tactic(problem)
+        form = facts.choose_form(problem, tactic, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, form, (*tensors, out))
+    return out
+
+
+def operands_of(
+    activations_MK: Tensor, weights: QuantisedTensor
+) -> tuple[W4A16Problem, tuple[Tensor, ...]]:
+    """Return the problem and what the kernel reads of checked operands."""
+    order, decodes = NibbleOrder.LOW_EVEN, ScaleDirection.DECODE
+    require(weights, format=NVFP4, direction=decodes, nibble_order=order)
+    if activations_MK.ndim != 2 or len(weights.shape) != 2:
+        raise ShapeMismatch(
+            "activations and weights",
+            (tuple(activations_MK.shape), weights.shape),
+            "[M, K] and [N, K]",
+            "Flatten leading extents of activations; experts need a grouped GEMM.",
+        )
+    rows, (outputs, columns) = activations_MK.shape[0], weights.shape
+    problem = W4A16Problem(rows, outputs, columns, weights.layout.name)
+    scales = weights.block_scale.view(-1) if problem.layout == "linear" else weights.block_scale
+    tensors = (activations_MK, weights.codes, scales, weights.decode_scale.reshape(-1))
+    names = ("activations", "codes", "scales", "tensor scale")
+    dtypes = (torch.bfloat16, torch.uint8, torch.uint8, torch.float32)
+    shapes = ((rows, columns), (outputs, columns // 2), (problem.scale_bytes,), (1,))
+    for name, tensor, dtype, shape, alignment in zip(
+        names, tensors, dtypes, shapes, ALIGNMENTS, strict=False
+    ):
+        require_tensor(name, tensor, dtype, shape, alignment)
+    return problem, tensors
+
+
+def launch(
+    kernel: CompiledKernel, problem: W4A16Problem, form: W4A16Form, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch on checked tensors: activations, codes, scales, decode scale, output."""
+    extents = (
+        problem.rows,
+        problem.outputs,
+        problem.columns,
+        facts.rounds_kept(problem, form),
+        facts.grid(problem, form),
+        facts.shared_bytes(problem, form),
+    )
+    pointers = tuple(_pointer(place, tensor) for place, tensor in enumerate(tensors))
+    stream = current_stream(tensors[0].device.index or 0)
+    kernel(pointers, tuple(Int32(extent) for extent in extents), stream)
+
+
+def _pointer(place: int, tensor: Tensor | None) -> Any:
+    return pointer(ELEMENTS[place], tensor, ALIGNMENTS[place])

@@ -1,0 +1,1 @@
+"""What products on Blackwell share around tcgen05 and tensor memory."""

@@ -1,0 +1,200 @@
+"""The instructions by which BF16 times NVFP4 decodes, multiplies and waits, each with its operands.
+
+Owns what PTX does and the DSL has no word for here: pairs of weights by an integer product or, on
+sm_100a, by its own conversion; mma.sync.m16n8k16; barriers that count bytes, a stage given back
+behind all reads of it; reads of shared memory, also of another thread block's. No kernel is here.
+
+A weight comes out as code times block scale, exact in BF16; on sm_90a times 2**-8, which the sums
+get back. Refuses nothing: a kernel cannot. Kept honest by
+suites/kernels/gemm/test_sm90_gemm_w4a16.py, which counts them in the PTX of every form, and by
+suites/kernels/primitives/test_e2m1_pairs.py.
+"""
+
+from typing import Any
+
+from cutlass import Float32, Uint32, cute
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.e2m1_pairs import PAIRS, SCALE_EXPONENT, bf16_pairs
+
+WORDS = 4  # of 16 bytes
+SCALE_FACTOR = (SCALE_EXPONENT + 127) << 23  # the bits of a float32
+
+
+def emit(instruction: str, results: list[Any], *arguments: Any) -> Any:
+    """Emit one instruction; {$w0} and on are the results, {$r0} and on the arguments."""
+    return cute.arch.inline_ptx(
+        instruction, write_only_types=results, read_only_args=list(arguments)
+    )
+
+
+def begin_barrier(barrier: Any, arrivals: int) -> None:
+    """Set a barrier up for so many arrivals."""
+    emit("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", [], barrier, Uint32(arrivals))
+
+
+def expect(barrier: Any, size: Any, one: Any) -> None:
+    """Arrive with one thread, and let the barrier wait for so many bytes as well."""
+    text = """{
+    .reg .pred one; setp.ne.u32 one, {$r2}, 0;
+    @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};
+    }"""
+    emit(text, [], barrier, size, ops.select(one, Uint32(1), Uint32(0)))
+
+
+def arrive(barrier: Any, one: Any) -> None:
+    """Arrive with one thread."""
+    text = """{
+    .reg .pred one; setp.ne.u32 one, {$r1}, 0;
+    @one mbarrier.arrive.shared::cta.b64 _, [{$r0}];
+    }"""
+    emit(text, [], barrier, ops.select(one, Uint32(1), Uint32(0)))
+
+
+def await_phase(barrier: Any, phase: Any) -> None:
+    """Wait until the phase of this parity has ended."""
+    # Trap: labels in braces are local to them, so that this text may stand more than once.
+    text = """{
+    .reg .pred ended;
+    AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [{$r0}], {$r1};
+    @ended bra ENDED;
+    bra AGAIN;
+    ENDED:
+    }"""
+    emit(text, [], barrier, phase)
+
+
+def shared_words(address: Any, count: int) -> list[Any]:
+    """Read 4, 8 or 16 bytes."""
+    if count == 1:
+        return [emit("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], address)]
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.shared.v{count}.b32 {{{names}}}, [{{$r0}}];"
+    return list(emit(text, [Uint32] * count, address))
+
+
+def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
+    """Arrive with one thread once every lane of the warp has words that it read; `zero` is 0."""
+    # Trap: neither bar.warp.sync nor the release of an arrival waits for reads that are under way
+    # (machine code shows it), and what the copy engine writes next may overtake them. So the
+    # address is made of what all lanes have read, and no compiler knows that `zero` is 0.
+    cute.arch.sync_warp()
+    joined = " ".join(f"or.b32 all, all, {{$r{i}}};" for i in range(4, len(words) + 3))
+    text = f"""{{
+    .reg .b32 all; .reg .pred some, one;
+    mov.b32 all, {{$r3}}; {joined} and.b32 all, all, {{$r1}};
+    setp.ne.u32 some, all, 0; setp.ne.u32 one, {{$r2}}, 0;
+    vote.sync.ballot.b32 all, some, 0xffffffff; add.u32 all, all, {{$r0}};
+    @one mbarrier.arrive.shared::cta.b64 _, [all];
+    }}"""
+    emit(text, [], barrier, zero, ops.select(one, Uint32(1), Uint32(0)), *words)
+
+
+def global_number(address: Any) -> Any:
+    """Read a float32 here and now: a compiler puts a plain read where it is waited for."""
+    return emit("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
+
+
+def global_byte(address: Any) -> Any:
+    """Read a byte."""
+    text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
+    return emit(text, [Uint32], address)
+
+
+def chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
+    """Return bytes of two words, which a selector names."""
+    return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, selector)
+
+
+def store_words(address: Any, words: list[Any]) -> None:
+    """Write 16 bytes to shared memory."""
+    text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    emit(text, [], address, *words)
+
+
+def shared_number(address: Any, rank: int, ranks: int) -> Any:
+    """Read a float32 of a thread block of the cluster."""
+    if ranks == 1:
+        return emit("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
+    text = """{
+    .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1};
+    ld.shared::cluster.f32 {$w0}, [there];
+    }"""
+    return emit(text, [Float32], address, Uint32(rank))
+
+
+def store_rounded(address: Any, number: Any) -> None:
+    """Write a float32 as BF16, rounded to nearest even."""
+    text = "{ .reg .b16 code; cvt.rn.bf16.f32 code, {$r1}; st.global.b16 [{$r0}], code; }"
+    emit(text, [], address, number)
+
+
+def block_scales(word: Any, native: bool) -> list[Any]:
+    """Return the two scales in the low half of a word, each twice: BF16 times 2**118, or FP16."""
+    if native:
+        text = """{
+        .reg .b16 codes, none; .reg .b32 both;
+        mov.b32 {codes, none}, {$r0};
+        cvt.rn.f16x2.e4m3x2 both, codes;
+        prmt.b32 {$w0}, both, 0, 0x1010;
+        prmt.b32 {$w1}, both, 0, 0x3232;
+        }"""
+    else:
+        text = f"""{{
+        .reg .b16 codes, none, low, high; .reg .b32 both; .reg .f32 f, factor;
+        mov.b32 {{codes, none}}, {{$r0}};
+        cvt.rn.f16x2.e4m3x2 both, codes;
+        mov.b32 {{low, high}}, both;
+        mov.b32 factor, {SCALE_FACTOR};
+        cvt.f32.f16 f, low; mul.rn.f32 f, f, factor; cvt.rn.bf16x2.f32 {{$w0}}, f, f;
+        cvt.f32.f16 f, high; mul.rn.f32 f, f, factor; cvt.rn.bf16x2.f32 {{$w1}}, f, f;
+        }}"""
+    return list(emit(text, [Uint32, Uint32], word))
+
+
+def decoded(word: Any, scale: Any, native: bool) -> list[Any]:
+    """Return four words of two weights as BF16: codes j and j + 4 times 2**-8, or 2 j and 2 j + 1.
+
+    The conversion of sm_100a (PTX ISA 9.1, cvt) gives FP16, in which the product is exact as well.
+    """
+    if not native:
+        return [
+            emit("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], pair, scale)
+            for pair in bf16_pairs(word, Uint32)
+        ]
+    pairs = "\n".join(
+        f"cvt.rn.f16x2.e2m1x2 both, b{i}; mul.rn.f16x2 both, both, {{$r1}}; "
+        f"mov.b32 {{low, high}}, both; cvt.f32.f16 f, low; cvt.f32.f16 g, high; "
+        f"cvt.rn.bf16x2.f32 {{$w{i}}}, g, f;"
+        for i in range(PAIRS)
+    )
+    text = f"""{{
+    .reg .b8 b0, b1, b2, b3; .reg .b16 low, high; .reg .b32 both; .reg .f32 f, g;
+    mov.b32 {{b0, b1, b2, b3}}, {{$r0}};
+    {pairs}
+    }}"""
+    return list(emit(text, [Uint32] * PAIRS, word, scale))
+
+
+def paired(words: list[Any], native: bool) -> list[Any]:
+    """Return eight activations in the order in which `decoded` gives weights."""
+    if native:
+        return words
+    halves = ("0x5410", "0x7632")
+    return [
+        emit(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {half};", [Uint32], words[i], words[i + 2])
+        for i in range(2)
+        for half in halves
+    ]
+
+
+def products(sums: Any, at: int, weights: list[Any], activations: list[Any]) -> None:
+    """Add products of 16 outputs' 16 weights with 8 rows of activations to four sums of a lane."""
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+    )
+    before = [sums[at + i] for i in range(4)]
+    after = emit(text, [Float32] * 4, *weights, *activations, *before)
+    for i in range(4):
+        sums[at + i] = after[i]

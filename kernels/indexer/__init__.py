@@ -1,0 +1,1 @@
+"""The lightning indexer: operands, scores, choice."""

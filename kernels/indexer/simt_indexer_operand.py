@@ -1,0 +1,395 @@
+"""Rows of the indexer as its scores multiply them: LayerNorm, turn, Hadamard, rounding to blocks.
+
+Entry point: `indexer_operand(rows, problem, settings, turning=None, norm=None, out=None)
+-> Operand(values, scales)`. Queries of V4 turn their last 64 values in pairs side by side, queries
+and keys of V3.2 the first 64 by halves; V3.2's keys are normed first; V4's keys come turned from
+the compressor. Values leave as BF16, or as FP8 codes with a float32 scale a row.
+
+Owns one source for sm_90a and sm_100a: eight lanes have a row of 128. A position outside of the
+table of turns makes the turned values NaN, and a NaN or an infinity makes its whole block NaN where
+blocks are coded: seen, not hidden. The result may be written where the rows were read, unless it is
+coded.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/indexer/test_simt_indexer_operand.py. Shape letters: T tokens, N heads, I width,
+P rows of the table
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.indexer import operand_problem as facts
+from degarble.kernels.indexer.operand_problem import OperandForm, OperandProblem
+from degarble.kernels.primitives.kv_rules import fp8_factor, fp8_scale_code
+from degarble.kernels.primitives.latent_words import (
+    NAN,
+    amax_bits,
+    fp8_numbers,
+    fp8_words,
+    vectors,
+)
+from degarble.kernels.primitives.nvfp4_words import (
+    INSTRUCTIONS,
+    numbers_of,
+    rounded_words,
+    square_root,
+    store,
+    words_of,
+)
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+WORDS = facts.OF_LANE // 2
+THREADS = facts.WARPS * 32
+VECTOR = 4  # words of 16 bytes
+
+
+class Turning(NamedTuple):
+    """What rows turn by: float32 [P, 64], cosines then sines, and int64 positions [T]."""
+
+    turns: Tensor
+    positions: Tensor
+
+
+class Norm(NamedTuple):
+    """LayerNorm's float32 weight and bias [128]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+class Operand(NamedTuple):
+    """What a launch writes: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
+
+    values: Tensor
+    scales: Tensor | None
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes: words in pairs, numbers in fours, or alone."""
+
+    rows: Any
+    turns: Any
+    positions: Any
+    weight: Any
+    bias: Any
+    out: Any
+    scales: Any
+
+
+def loaded(tensor: Any, at: Any, words: int) -> list[Any]:
+    """Read words that lie side by side, from a vector on."""
+    registers = cute.make_rmem_tensor(cute.make_layout((VECTOR, words // VECTOR)), Uint32)
+    for vector in range(words // VECTOR):
+        cute.autovec_copy(tensor[None, at + vector], registers[None, vector])
+    return words_of(registers)
+
+
+def put(tensor: Any, at: Any, words: list[Any]) -> None:
+    """Write words side by side, from a vector on."""
+    for vector in range(len(words) // VECTOR):
+        store(tensor, at + vector, words[vector * VECTOR : (vector + 1) * VECTOR])
+
+
+def numbers_at(tensor: Any, lane: Any) -> list[Any]:
+    """Read a lane's float32 numbers."""
+    vectors_of_lane = facts.OF_LANE // VECTOR
+    words = loaded(tensor, lane * vectors_of_lane, facts.OF_LANE)
+    return [ops.number_of(word) for word in words]
+
+
+def row_folded(number: Any) -> Any:
+    """Fold a number over the lanes of a row; each of them has the result."""
+    distance = facts.LANES // 2
+    while distance:
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+        distance //= 2
+    return number
+
+
+def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) -> list[Any]:
+    """Return a lane's numbers of a row behind its LayerNorm, not rounded."""
+
+    def mean(terms: list[Any]) -> Any:
+        total = terms[0]
+        for term in terms[1:]:
+            total = ops.add_rn(total, term)
+        return ops.multiply_rn(row_folded(total), 1.0 / facts.WIDTH)
+
+    middle = mean(numbers)
+    centred = [ops.subtract_rn(number, middle) for number in numbers]
+    variance = mean([ops.multiply_rn(number, number) for number in centred])
+    factor = ops.divide_rn(1.0, square_root(ops.add_rn(variance, epsilon)))
+    weights, biases = numbers_at(tensors.weight, lane), numbers_at(tensors.bias, lane)
+    return [
+        ops.add_rn(ops.multiply_rn(ops.multiply_rn(number, factor), weight), bias)
+        for number, weight, bias in zip(centred, weights, biases, strict=True)
+    ]
+
+
+@cute.jit
+def load_turn(
+    tensors: Tensors, place: tuple[Any, Any], positions: Any, form: cutlass.Constexpr
+) -> tuple[Any, Any]:
+    """Return cosines and sines of (token, lane) as words, and whether the lane turns at all."""
+    token, lane = place
+    turning = facts.LANES // 2  # lanes that turn
+    of_lane = pairs_of_lane(form)
+    rTurn = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2 * of_lane // VECTOR)), Uint32)
+    rTurn.fill(NAN)
+    turns = lane < turning if form.pairing == "halves" else lane >= turning
+    position = Int64(tensors.positions[token])
+    if turns & (position >= 0) & (position < Int64(positions)):
+        first = lane % (facts.PAIRS // of_lane) * (of_lane // VECTOR)
+        row = position * (facts.TABLE_WIDTH // VECTOR) + Int64(first)
+        for i in cutlass.range_constexpr(of_lane // VECTOR):
+            cute.autovec_copy(tensors.turns[None, row + i], rTurn[None, i])
+            of_sine = row + facts.PAIRS // VECTOR + i
+            cute.autovec_copy(tensors.turns[None, of_sine], rTurn[None, of_lane // VECTOR + i])
+    return rTurn, turns
+
+
+def pairs_of_lane(form: OperandForm) -> int:
+    """Pairs of which a lane has a value: both of each, or one where pairs are of two halves."""
+    return facts.OF_LANE if form.pairing == "halves" else facts.OF_LANE // 2
+
+
+def turned(numbers: list[Any], rTurn: Any, turns: Any, lane: Any, form: OperandForm) -> list[Any]:
+    """Return a lane's numbers, turned where it has some that turn; not rounded."""
+    angles = [ops.number_of(word) for word in words_of(rTurn)]
+    cos, sin = angles[: pairs_of_lane(form)], angles[pairs_of_lane(form) :]
+    made: list[Any] = []
+    if form.pairing == "interleaved":
+        for pair, (c, s) in enumerate(zip(cos, sin, strict=True)):
+            made += codecs.rope_rotate(numbers[2 * pair], numbers[2 * pair + 1], c, s)
+    else:
+        distance = facts.PAIRS // facts.OF_LANE
+        # The first of a pair loses what the second gains: a sine of the other sign is exact.
+        sign = ops.select(lane % (2 * distance) < distance, Float32(-1.0), Float32(1.0))
+        for number, c, s in zip(numbers, cos, sin, strict=True):
+            other = cute.arch.shuffle_sync_bfly(number, offset=distance)
+            part = ops.multiply_rn(other, ops.multiply_rn(s, sign))
+            made.append(ops.add_rn(ops.multiply_rn(number, c), part))
+    return [ops.select(turns, new, old) for new, old in zip(made, numbers, strict=True)]
+
+
+def transformed(numbers: list[Any], lane: Any) -> list[Any]:
+    """Return a lane's numbers of the row's Hadamard transform, not rounded."""
+    distance = 1
+    while distance < facts.OF_LANE:
+        made = list(numbers)
+        for i in range(facts.OF_LANE):
+            if not i & distance:
+                made[i] = ops.add_rn(numbers[i], numbers[i + distance])
+                made[i + distance] = ops.subtract_rn(numbers[i], numbers[i + distance])
+        numbers, distance = made, 2 * distance
+    distance = 1
+    while distance < facts.LANES:
+        # A product with 1 or -1 is exact: the fma is the sum or the difference, rounded once.
+        sign = ops.select(lane // distance % 2 == 1, Float32(-1.0), Float32(1.0))
+        numbers = [
+            ops.fma_rn(number, sign, cute.arch.shuffle_sync_bfly(number, offset=distance))
+            for number in numbers
+        ]
+        distance = 2 * distance
+    return [ops.multiply_rn(number, facts.HADAMARD_FACTOR) for number in numbers]
+
+
+def scale_code_of(words: list[Any], form: OperandForm) -> Any:
+    """Return the UE8M0 code of the block that a lane's words are in."""
+    bits = amax_bits(words, facts.BLOCKS[form.format] // facts.OF_LANE)
+    return fp8_scale_code(bits) if form.format == "fp8" else facts.mxfp4_scale_code(bits)
+
+
+def codes_of(words: list[Any], factor: Any) -> list[Any]:
+    """Return the FP8 codes of a lane's values, four a word."""
+    half, made = facts.OF_LANE // 4, []
+    for start in range(0, len(words), half):
+        made += fp8_words(words[start : start + half], factor)
+    return made
+
+
+def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
+    """Return the BF16 words of what a lane's values are coded as."""
+    scale, factor = codecs.ue8m0_decode(code), fp8_factor(code)
+    if form.format == "fp8":
+        numbers = fp8_numbers(codes_of(words, factor))
+    else:
+        scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
+        numbers = [facts.mxfp4_number(number, INSTRUCTIONS) for number in scaled]
+    return rounded_words([ops.multiply_rn(number, scale) for number in numbers])
+
+
+@cute.kernel
+def operand_kernel(
+    tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
+) -> None:
+    """Give each row eight lanes; lanes too many repeat the last row, and write nothing."""
+    thread, _, _ = cute.arch.thread_idx()
+    group, _, _ = cute.arch.block_idx()
+    rows, heads, positions = extents
+    lane = Int32(thread) % facts.LANES
+    own = Int32(group) * facts.ROWS + Int32(thread) // facts.LANES
+    row = cutlass.min(own, rows - 1)
+    at = Int64(row) * (facts.WIDTH // 2 // VECTOR) + Int64(lane * (WORDS // VECTOR))
+    words = loaded(tensors.rows, at, WORDS)
+    if cutlass.const_expr(form.normed):
+        words = rounded_words(layer_normed(numbers_of(words), tensors, lane, epsilon))
+    if cutlass.const_expr(form.pairing != "none"):
+        rTurn, turns = load_turn(tensors, (row // heads, lane), positions, form)
+        words = rounded_words(turned(numbers_of(words), rTurn, turns, lane, form))
+    if cutlass.const_expr(form.hadamard):
+        words = rounded_words(transformed(numbers_of(words), lane))
+    code, out = Uint32(0), words
+    if cutlass.const_expr(form.format != "exact"):
+        code = scale_code_of(words, form)
+        if cutlass.const_expr(form.coded):
+            out = codes_of(words, fp8_factor(code))
+        else:
+            out = coded_values(words, code, form)
+    if own < rows:
+        if cutlass.const_expr(form.coded):
+            put(tensors.out, Int64(row) * facts.LANES + Int64(lane), out)
+            if lane == 0:
+                tensors.scales[Int64(row)] = codecs.ue8m0_decode(code)
+        else:
+            put(tensors.out, at, out)
+
+
+@cute.jit
+def launch_operand(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on extents that are known now: rows, heads, positions, thread blocks."""
+    rows, heads, positions, blocks = extents
+    widths = (VECTOR, VECTOR, 0, VECTOR, VECTOR, VECTOR, 0)
+    views = zip(pointers, widths, strict=True)
+    tensors = Tensors(*(vectors(address, width) for address, width in views))
+    operand_kernel(tensors, (rows, heads, positions), epsilon, form).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: OperandForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (_pointers((None,) * 7), extents, Float32(1e-6), form, any_stream())
+    return compile_kernel(launch_operand, arguments, TARGETS[form.target], settings)
+
+
+def indexer_operand(
+    x_TNI: Tensor,
+    problem: OperandProblem,
+    settings: CompileSettings,
+    *,
+    turning: Turning | None = None,
+    norm: Norm | None = None,
+    out: Operand | None = None,
+) -> Operand:
+    """Return rows as the scores multiply them, on their GPU: [T, N, 128] in BF16 or codes."""
+    out = out or empty_operand(problem, x_TNI.device)
+    require_operands(problem, x_TNI, turning, norm)
+    require_output(problem, out)
+    turns, positions = turning or (None, None)
+    weight, bias = norm or (None, None)
+    tensors = (x_TNI, turns, positions, weight, bias, out.values, out.scales)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, problem: OperandProblem, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Launch on checked tensors: rows, turns, positions, weight, bias, values, scales."""
+    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
+    numbers = (problem.rows, problem.heads, problem.positions, facts.grid(problem))
+    extents = tuple(Int32(number) for number in numbers)
+    kernel(_pointers(tensors), extents, Float32(problem.epsilon), current_stream(device))
+
+
+def empty_operand(problem: OperandProblem, device: torch.device) -> Operand:
+    """Allocate what a launch writes; every number of it is written."""
+    shape = (problem.tokens, problem.heads, facts.WIDTH)
+    if not problem.coded:
+        return Operand(torch.empty(shape, dtype=torch.bfloat16, device=device), None)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return Operand(codes, torch.empty(shape[:2], dtype=torch.float32, device=device))
+
+
+def require_operands(
+    problem: OperandProblem, x_TNI: Tensor, turning: Turning | None, norm: Norm | None
+) -> None:
+    """Refuse inputs that the kernel would misread."""
+    shape = (problem.tokens, problem.heads, facts.WIDTH)
+    require_tensor("rows", x_TNI, torch.bfloat16, shape, 16)
+    for name, given, wanted in (
+        ("turning", turning, problem.pairing != "none"),
+        ("norm", norm, problem.normed),
+    ):
+        if (given is not None) is not wanted:
+            raise InvalidArgument(
+                name,
+                "given" if given else None,
+                "given exactly where the problem asks for it",
+                f"The problem says pairing={problem.pairing}, normed={problem.normed}.",
+            )
+    if turning is not None:
+        of_turns = (problem.positions, facts.TABLE_WIDTH)
+        require_tensor("turns", turning.turns, torch.float32, of_turns, 16)
+        require_tensor("positions", turning.positions, torch.int64, (problem.tokens,), 8)
+    if norm is not None:
+        require_tensor("weight of the norm", norm.weight, torch.float32, (facts.WIDTH,), 16)
+        require_tensor("bias of the norm", norm.bias, torch.float32, (facts.WIDTH,), 16)
+
+
+def require_output(problem: OperandProblem, out: Operand) -> None:
+    """Refuse outputs that do not hold what is written."""
+    shape = (problem.tokens, problem.heads, facts.WIDTH)
+    dtype = torch.float8_e4m3fn if problem.coded else torch.bfloat16
+    require_tensor("values", out.values, dtype, shape, 16)
+    if (out.scales is not None) is not problem.coded:
+        raise InvalidArgument(
+            "scales", None, "scales exactly where codes leave", f"coded={problem.coded}."
+        )
+    if out.scales is not None:
+        require_tensor("scales", out.scales, torch.float32, shape[:2], 4)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    elements = (Uint32, Uint32, Int64, Uint32, Uint32, Uint32, Float32)
+    alignments = (16, 16, 8, 16, 16, 16, 4)
+    places = zip(elements, tensors, alignments, strict=True)
+    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

@@ -1,0 +1,526 @@
+"""The k largest scores of each row, exactly: a radix search in shared memory, in one kernel.
+
+Entry point: `indexer_topk(scores, problem, settings, positions=None, out=None) -> int32 [T, K]`.
+Owns one source for sm_90a and sm_100a. A row is read once: its keys stay in the shared memory of
+one thread block, or of the up to eight of a cluster. Three histograms of 11, 11 and 10 bits find
+the key of the last one chosen; then marks are counted from the first entry on, so that entries
+leave in ascending order and ties go to the lower one. The rule is stated in topk_problem.
+
+With positions and a ratio, what a token does not see is not read: poison there changes nothing.
+The wrapper checks and launches, allocates no more than the result, and never waits for the GPU, so
+it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/indexer/test_simt_indexer_topk.py. Shape letters: T rows, W entries, K
+chosen
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div, round_up
+from degarble.kernels.indexer import topk_problem as facts
+from degarble.kernels.indexer.problem import visible_entries
+from degarble.kernels.indexer.topk_problem import TopkForm, TopkProblem
+from degarble.kernels.primitives.nvfp4_words import emit
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    pointer,
+    processors_of,
+    require_device,
+    require_optional,
+    require_tensor,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+FLAT = 1 << 40
+AT_ONCE = 4  # vectors that a thread asks for before it uses the first
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes: scores in vectors of four or alone, flat."""
+
+    scores: Any
+    positions: Any
+    out: Any
+
+
+class Shared(NamedTuple):
+    """What a thread block holds."""
+
+    keys: Any  # of its segment
+    bins: Any  # (bins, levels)
+    warps: Any  # (warps, levels): bins counted by each warp
+    found: Any  # (bin and rank, levels)
+    marks: Any  # (above and equal, warps)
+    totals: Any  # above and equal, of the block
+
+
+def key_of(score: Any) -> Any:
+    """Return an integer in the order of float32: NaN on top, -0 as +0; router_problem.key_of."""
+    text = """{
+        .reg .f32 x; .reg .b32 b, m; .reg .pred p;
+        add.rn.f32 x, {$r0}, 0f00000000;
+        mov.b32 b, x; shr.s32 m, b, 31; or.b32 m, m, 0x80000000; xor.b32 b, b, m;
+        setp.nan.f32 p, x, x; selp.b32 {$w0}, 0xFFFFFFFF, b, p;
+    }"""
+    return emit(text, Uint32, score)
+
+
+def shared_of(form: TopkForm) -> Shared:
+    """Allocate what a thread block holds."""
+    memory, levels = cutlass.memory.SmemAllocator(), len(facts.LEVELS)
+
+    def held(element: Any, *shape: int) -> Any:
+        return memory.allocate_tensor(element, cute.make_layout(shape), 16)
+
+    return Shared(
+        held(Uint32, form.capacity),
+        held(Int32, facts.BINS, levels),
+        held(Int32, form.warps, levels),
+        held(Int32, 2, levels),
+        held(Int32, 2, form.warps),
+        held(Int32, 2),
+    )
+
+
+def bin_of(key: Any, level: int) -> Any:
+    """Return the bin of a key at a level."""
+    shift, bins = facts.LEVELS[level]
+    return Int32(ops.shift_right(key, shift) & (bins - 1))
+
+
+def counted(shared: Shared, key: Any, level: int) -> None:
+    """Count a key."""
+    cute.arch.atomic_add(shared.bins.iterator + bin_of(key, level) + level * facts.BINS, Int32(1))
+
+
+def in_fours(tensor: Any) -> Any:
+    """View shared memory as vectors of four."""
+    layout = cute.make_layout((4, cute.size(tensor) // 4), stride=(1, 4))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+@cute.jit
+def load_keys(
+    shared: Shared, scores: Any, place: tuple[Any, Any], searched: Any, form: cutlass.Constexpr
+) -> None:
+    """Read a segment of (start in memory, length), keep its keys, count them where searched."""
+    thread, _, _ = cute.arch.thread_idx()
+    start, length = place
+    width = 4 if form.by_four else 1
+    rScores = cute.make_rmem_tensor(cute.make_layout((width, AT_ONCE)), Float32)
+    vectors = ceil_div(length, width)
+    for first in cutlass.range(thread, vectors, form.threads * AT_ONCE, unroll=1):
+        for i in cutlass.range_constexpr(AT_ONCE):
+            vector = first + i * form.threads
+            if vector < vectors:
+                at = start // width + Int64(vector)
+                cute.autovec_copy(scores[None, at], rScores[None, i])
+        for i in cutlass.range_constexpr(AT_ONCE):
+            vector = first + i * form.threads
+            if vector < vectors:
+                keys = [key_of(Float32(rScores[j, i])) for j in range(width)]
+                if cutlass.const_expr(form.by_four):  # noqa: SIM102  one is known in tracing
+                    if vector * width + width > length:
+                        for j in cutlass.range_constexpr(width):
+                            keys[j] = ops.select(vector * width + j < length, keys[j], Uint32(0))
+                put_keys(shared, vector, keys)
+                if searched:
+                    for j in cutlass.range_constexpr(width):
+                        counted(shared, keys[j], 0)
+    if thread < round_up(length, 4) - length:
+        shared.keys[length + thread] = Uint32(0)  # a vector of four is read as a whole
+
+
+def put_keys(shared: Shared, vector: Any, keys: list[Any]) -> None:
+    """Keep keys that lie side by side."""
+    width = len(keys)
+    rKeys = cute.make_rmem_tensor(width, Uint32)
+    for j, key in enumerate(keys):
+        rKeys[j] = key
+    layout = cute.make_layout((width, cute.size(shared.keys) // width), stride=(1, width))
+    cute.autovec_copy(rKeys, cute.make_tensor(shared.keys.iterator, layout)[None, vector])
+
+
+@cute.jit
+def count_level(
+    shared: Shared, prefix: Any, length: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
+) -> None:
+    """Count the keys whose bits above a level are a prefix; the zeros behind a segment have none.
+
+    No prefix is zero: the key of -inf begins with other bits.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    above = facts.LEVELS[level - 1][0]
+    rKeys = cute.make_rmem_tensor(4, Uint32)
+    for vector in cutlass.range(thread, ceil_div(length, 4), form.threads, unroll=2):
+        cute.autovec_copy(in_fours(shared.keys)[None, vector], rKeys)
+        keys = [Uint32(rKeys[j]) for j in range(4)]
+        hits = [ops.shift_right(key, above) == prefix for key in keys]
+        if hits[0] | hits[1] | hits[2] | hits[3]:
+            for j in cutlass.range_constexpr(4):
+                if hits[j]:
+                    counted(shared, keys[j], level)
+
+
+def flat_of(tensor: Any) -> Any:
+    """View a tensor of shared memory in the order in which it lies there."""
+    return cute.make_tensor(tensor.iterator, cute.size(tensor))
+
+
+def of_block(tensor: Any, at: Any, count: int, rank: Any, form: TopkForm) -> list[Any]:
+    """Read neighbouring integers of the shared memory of a cluster's thread block."""
+    if form.cluster == 1:
+        return [Int32(flat_of(tensor)[at + i]) for i in range(count)]
+    made: list[Any] = []
+    for first in range(0, count, 4):
+        several = min(4, count - first)
+        words = ", ".join(f"{{$w{i}}}" for i in range(several))
+        listed = f".v{several}.s32 {{{words}}}" if several > 1 else f".s32 {words}"
+        text = "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; "
+        text += f"ld.shared::cluster{listed}, [a]; }}"
+        found = cute.arch.inline_ptx(
+            text,
+            write_only_types=[Int32] * several,
+            read_only_args=[
+                Uint32((tensor.iterator + at + first).toint()),
+                Uint32(rank),
+            ],
+        )
+        made += found if several > 1 else [found]
+    return made
+
+
+@cute.jit
+def together(form: cutlass.Constexpr) -> None:
+    """Wait until the thread block, or the cluster, has written what another one reads."""
+    cute.arch.sync_threads()
+    if cutlass.const_expr(form.cluster > 1):
+        thread, _, _ = cute.arch.thread_idx()
+        # One fence for all: what the others wrote lies before the barrier above.
+        if thread == 0:
+            cute.arch.fence_acq_rel_cluster()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+
+def scanned(number: Any) -> Any:
+    """Return the sum of a number over the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for distance in (1, 2, 4, 8, 16):
+        other = Int32(cute.arch.shuffle_sync_up(number, offset=distance, mask_and_clamp=0))
+        number = number + ops.select(lane >= distance, other, Int32(0))
+    return number
+
+
+def summed(number: Any) -> Any:
+    """Return the sum of a number over a warp."""
+    return emit("redux.sync.add.s32 {$w0}, {$r0}, {$r1};", Int32, number, Uint32(0xFFFF_FFFF))
+
+
+@cute.jit
+def find_bin(
+    shared: Shared, rank: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
+) -> tuple[Any, Any]:
+    """Return the bin of the key of a rank, counted from the largest, and its rank in the bin."""
+    thread, _, _ = cute.arch.thread_idx()
+    together(form)
+    bins = facts.LEVELS[level][1]
+    each = bins // form.threads
+    first = bins - (thread + 1) * each
+    counts = [Int32(0)] * each
+    index, _, _ = cute.arch.block_idx()
+    for distance in cutlass.range_constexpr(form.cluster):
+        # Each block begins with its own bins, so that not all ask the same one at once.
+        block = (index + distance) % form.cluster
+        found = of_block(shared.bins, level * facts.BINS + first, each, block, form)
+        counts = [old + new for old, new in zip(counts, found, strict=True)]
+    own = Int32(0)
+    for number in counts:
+        own = own + number
+    through = scanned(own)
+    warp, lane = thread // facts.WARP, thread % facts.WARP
+    if lane == facts.WARP - 1:
+        shared.warps[warp, level] = through
+    cute.arch.sync_threads()
+    before = Int32(0)
+    if lane < warp:
+        before = Int32(shared.warps[lane, level])
+    before = summed(before) + through - own
+    for i in cutlass.range_constexpr(each - 1, -1, -1):
+        if (before < rank) & (rank <= before + counts[i]):
+            shared.found[0, level] = first + i
+            shared.found[1, level] = rank - before
+        before = before + counts[i]
+    cute.arch.sync_threads()
+    return Int32(shared.found[0, level]), Int32(shared.found[1, level])
+
+
+@cute.jit
+def threshold_of(
+    shared: Shared, length: Any, count: Any, form: cutlass.Constexpr
+) -> tuple[Any, Any]:
+    """Return the key of the last one chosen, and how many of its equals are chosen."""
+    prefix, rank = find_bin(shared, count, 0, form)
+    for level in cutlass.range_constexpr(1, len(facts.LEVELS)):
+        count_level(shared, Uint32(prefix), length, level, form)
+        found, rank = find_bin(shared, rank, level, form)
+        wider = facts.LEVELS[level - 1][0] - facts.LEVELS[level][0]
+        prefix = Int32(ops.shift_left(Uint32(prefix), wider)) + found
+    return Uint32(prefix), rank
+
+
+@cute.jit
+def marks_of(shared: Shared, threshold: Any, place: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return a lane's words of marks: keys above the threshold and equal to it.
+
+    A warp has (first key, keys) of the segment; lane i has the marks of its 32 keys from 32 i on.
+    """
+    first, length = place
+    lane = cute.arch.lane_idx()
+    above, equal = Uint32(0), Uint32(0)
+    for group in cutlass.range(ceil_div(length, facts.WARP), unroll=4):
+        own, key = group * facts.WARP + lane, Uint32(0)
+        if own < length:
+            key = Uint32(shared.keys[first + own])
+        of_above = Uint32(cute.arch.vote_ballot_sync(key > threshold))
+        of_equal = Uint32(cute.arch.vote_ballot_sync(key == threshold))
+        above = ops.select(lane == group, of_above, above)
+        equal = ops.select(lane == group, of_equal, equal)
+    return above, equal
+
+
+@cute.jit
+def before_block(shared: Shared, block: Any, form: cutlass.Constexpr) -> tuple[Any, ...]:
+    """Return marks above and equal of the cluster's blocks before one, then of all."""
+    together(form)
+    found = [Int32(0), Int32(0), Int32(0), Int32(0)]
+    for other in cutlass.range_constexpr(form.cluster):
+        pair = of_block(shared.totals, 0, 2, other, form)
+        for kind in cutlass.range_constexpr(2):
+            found[kind] = found[kind] + ops.select(block > other, pair[kind], Int32(0))
+            found[2 + kind] = found[2 + kind] + pair[kind]
+    return tuple(found)
+
+
+def first_of(marks: Any) -> Any:
+    """Return the mark of the lowest entry alone."""
+    return marks & (Uint32(0) - marks)
+
+
+@cute.jit
+def put_marked(
+    out: Any, marks: tuple[Any, Any], counts: tuple[Any, Any], place: tuple[Any, Any, Any]
+) -> None:
+    """Write a lane's chosen entries; place is (start of the row, first entry, chosen equals)."""
+    above, equal = marks
+    above_before, equal_before = counts
+    start, first, wanted = place
+    left = above | equal
+    while left != 0:
+        lowest = first_of(left)
+        entry = first + Int32(cute.arch.popc(lowest - 1))
+        is_above = (above & lowest) != 0
+        if is_above | (equal_before < wanted):
+            at = above_before + ops.select(equal_before < wanted, equal_before, wanted)
+            out[start + Int64(at)] = entry
+        above_before = above_before + ops.select(is_above, Int32(1), Int32(0))
+        equal_before = equal_before + ops.select(is_above, Int32(0), Int32(1))
+        left = left ^ lowest
+
+
+@cute.jit
+def row_of(
+    shared: Shared, tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> tuple[Any, ...]:
+    """Read a segment; return row, first entry, length, last key chosen, how many of its equals."""
+    entries, count, ratio = extents
+    index, _, _ = cute.arch.block_idx()
+    row, block = index // form.cluster, index % form.cluster
+    visible = Int32(entries)
+    if cutlass.const_expr(form.limited):
+        seen = visible_of(Int64(tensors.positions[row]), ratio)
+        seen = ops.select(seen > 0, seen, Int64(0))
+        visible = Int32(ops.select(seen < Int64(entries), seen, Int64(entries)))
+    own = round_up(ceil_div(visible, form.cluster), facts.SEGMENT_STEP)
+    first = block * own
+    length = cutlass.max(cutlass.min(own, visible - first), 0)
+    start = Int64(row) * Int64(entries) + Int64(first)
+    searched = visible > count
+    load_keys(shared, tensors.scores, (start, length), searched, form)
+    threshold, wanted = Uint32(facts.NEVER), Int32(0)
+    if searched:
+        threshold, wanted = threshold_of(shared, length, count, form)
+    else:
+        cute.arch.sync_threads()
+    if threshold <= facts.NEVER:
+        threshold, wanted = Uint32(facts.NEVER), Int32(0)
+    return row, first, length, threshold, wanted
+
+
+@cute.kernel
+def topk_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
+    """Choose for one row, or for this thread block's segment of it."""
+    thread, _, _ = cute.arch.thread_idx()
+    index, _, _ = cute.arch.block_idx()
+    shared, block = shared_of(form), index % form.cluster
+    rNone = cute.make_rmem_tensor(4, Int32)
+    rNone.fill(0)
+    for i in cutlass.range(thread, cute.size(shared.bins) // 4, form.threads, unroll=1):
+        cute.autovec_copy(rNone, in_fours(shared.bins)[None, i])
+    cute.arch.sync_threads()
+    row, first, length, threshold, wanted = row_of(shared, tensors, extents, form)
+
+    # Each warp has a span of the segment; 32 neighbours of it are one lane's.
+    warp, lane = thread // facts.WARP, thread % facts.WARP
+    span = round_up(ceil_div(length, form.warps), facts.WARP)
+    of_warp = cutlass.max(cutlass.min(span, length - warp * span), 0)
+    marks = marks_of(shared, threshold, (warp * span, of_warp))
+    numbers = [Int32(cute.arch.popc(word)) for word in marks]
+    through = [scanned(number) for number in numbers]
+    if lane == facts.WARP - 1:
+        for kind in cutlass.range_constexpr(2):
+            shared.marks[kind, warp] = through[kind]
+    cute.arch.sync_threads()
+    before = []
+    for kind in cutlass.range_constexpr(2):
+        of_lane = Int32(0)
+        if lane < form.warps:
+            of_lane = Int32(shared.marks[kind, lane])
+        if thread < facts.WARP:
+            total = summed(of_lane)
+            if lane == 0:
+                shared.totals[kind] = total
+        before.append(summed(ops.select(lane < warp, of_lane, Int32(0))))
+    above, equal, all_above, all_equal = before_block(shared, block, form)
+    if cutlass.const_expr(form.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+    counts = (
+        above + before[0] + through[0] - numbers[0],
+        equal + before[1] + through[1] - numbers[1],
+    )
+    of_row = Int64(row) * Int64(extents[1])
+    entry = first + warp * span + lane * facts.WARP
+    put_marked(tensors.out, marks, counts, (of_row, entry, wanted))
+    chosen = all_above + cutlass.min(all_equal, wanted)
+    lacking = chosen + block * form.threads + thread
+    for at in cutlass.range(lacking, extents[1], form.threads * form.cluster, unroll=1):
+        tensors.out[of_row + Int64(at)] = Int32(facts.NONE)
+    if cutlass.const_expr(form.cluster > 1):
+        cute.arch.cluster_wait()  # nobody leaves while another reads its numbers
+
+
+def visible_of(position: Any, ratio: Any) -> Any:
+    """Return how many entries a token sees."""
+    return visible_entries(position, Int64(ratio))
+
+
+@cute.jit
+def launch_topk(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: entries, count, ratio, thread blocks."""
+    entries, count, ratio, blocks = extents
+    scores, positions, out = pointers
+    width = 4 if form.by_four else 1
+    flat = cute.make_layout(FLAT)
+    vectors = cute.make_layout((width, FLAT), stride=(1, width))
+    tensors = Tensors(
+        cute.make_tensor(scores, vectors),
+        cute.make_tensor(positions, flat),
+        cute.make_tensor(out, flat),
+    )
+    topk_kernel(tensors, (entries, count, ratio), form).launch(
+        grid=[blocks, 1, 1],
+        block=[form.threads, 1, 1],
+        cluster=[form.cluster, 1, 1],
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: TopkForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (_pointers(form, (None,) * 3), extents, form, any_stream())
+    return compile_kernel(launch_topk, arguments, TARGETS[form.target], settings)
+
+
+def indexer_topk(
+    score_TW: Tensor,
+    problem: TopkProblem,
+    settings: CompileSettings,
+    *,
+    positions_T: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return int32 entries [T, K], ascending, -1 behind them, on the GPU of the scores.
+
+    `positions_T` are int64 positions exactly where the problem has a ratio; scores are float32.
+    """
+    if out is None:
+        shape = (problem.rows, problem.count)
+        out = torch.empty(shape, dtype=torch.int32, device=score_TW.device)
+    require_operands(problem, score_TW, positions_T, out)
+    device = require_device((score_TW, positions_T, out))
+    if problem.rows:
+        processors = processors_of(device)
+        form = facts.choose_form(problem, target_of_device(device).name, processors)
+        launch(compile_form(form, settings), form, problem, (score_TW, positions_T, out))
+    return out
+
+
+def require_operands(
+    problem: TopkProblem, score_TW: Tensor, positions_T: Tensor | None, out: Tensor
+) -> None:
+    """Refuse tensors that the kernel would misread."""
+    shape = (problem.rows, problem.entries)
+    alignment = 16 if problem.entries % 4 == 0 else 4
+    require_tensor("scores", score_TW, torch.float32, shape, alignment)
+    kind, remedy = (torch.int64, (problem.rows,), 8), f"The problem says ratio={problem.ratio}."
+    require_optional("positions", positions_T, kind, present=problem.ratio > 0, remedy=remedy)
+    require_tensor("chosen entries", out, torch.int32, (problem.rows, problem.count), 4)
+
+
+def launch(
+    kernel: CompiledKernel,
+    form: TopkForm,
+    problem: TopkProblem,
+    tensors: tuple[Tensor | None, ...],
+) -> None:
+    """Launch on checked tensors: scores, positions, chosen entries."""
+    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
+    numbers = (problem.entries, problem.count, problem.ratio, facts.grid(problem, form))
+    extents = tuple(Int32(number) for number in numbers)
+    kernel(_pointers(form, tensors), extents, current_stream(device))
+
+
+def _pointers(form: TopkForm, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    places = ((Float32, 16 if form.by_four else 4), (Int64, 8), (Int32, 4))
+    return tuple(
+        pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(places, tensors, strict=True)
+    )

@@ -1,0 +1,391 @@
+"""The lightning indexer's scores on Blackwell: sum over heads of weight * relu(q . k), -inf unseen.
+
+Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`, with the
+arguments, pages, walk and refusals of sm90_indexer_scores. Owns the sm_100a form: one warp loads by
+TMA, one multiplies 128 keys with the heads of one or four tokens by tcgen05 into tensor memory, two
+warpgroups weigh, a stage of keys each by turns. A thread has all heads of its key: it adds them in
+the order in which four threads add them on Hopper, so that the order of a sum is stated once.
+
+The wrapper allocates no more than the scores and never waits for the GPU. Refuses what it would
+misread, by name. Compiled, never run: kept honest by
+suites/kernels/indexer/test_sm100_indexer_scores.py as far as that reaches. Shape letters: T tokens,
+N heads, I width (128), W entries, S sequences, P pages of a sequence
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu import tcgen05 as instructions
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import round_up
+from degarble.kernels.gemm import contract, producer, wgmma
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.w4a16_instructions import shared_words
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer import sm90_indexer_scores as hopper
+from degarble.kernels.indexer import tensor_memory, weighing
+from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
+from degarble.kernels.indexer.sm90_indexer_scores import Scored, Walk
+from degarble.kernels.indexer.weighing import Extents, Tensors
+from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM100A, TARGETS
+
+BARRIER_OF_WEIGHING = 2  # 0 and 1 belong to the thread block
+CHAINS = 4  # sums of a key side by side: the threads of a quad on Hopper
+
+
+class Rings(NamedTuple):
+    """What TMA fills, and what the matrix unit fills."""
+
+    queries: Any
+    keys: Any
+    sums: Any
+
+
+class Prepared(NamedTuple):
+    """What a thread block has before its warps part."""
+
+    mma: Any
+    queries: tuple[Any, Any]  # as TMA writes them, as the instruction reads them
+    keys: tuple[Any, Any]
+    tokens: Any
+    weights: Any  # address in shared memory
+    rings: Rings
+    base: Any
+    sums: Any
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+@cute.kernel
+def scores_kernel(
+    feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
+) -> None:
+    """Take a role by warp: one loads, one multiplies, two warpgroups weigh."""
+    tile, chunk, _ = cute.arch.block_idx()
+    tiles, _, _ = cute.arch.grid_dim()
+    tile = tiles - 1 - tile  # the last tokens see most: they begin first
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    held = prepared(tensors, tile, e, form)
+    begin = chunk * e.chunk
+    walk = Walk(held.tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+    if warp == tensor_memory.LOADING_WARP:
+        hopper.load_queries(held.rings.queries, feeds[0], held.queries[0], tile, form)
+        hopper.load_walk(held.rings.keys, feeds[1], held.keys[0], (walk, tensors, e), form)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        multiply_walk(held, walk, form)
+    elif warp >= tensor_memory.ALLOCATING_WARP:
+        weigh_walk(held, (walk, tensors, e), form)
+        give_back(held.base, form)
+
+
+def prepared(tensors: Tensors, tile: Any, e: Extents, form: ScoresForm) -> Prepared:
+    """Lay out shared memory, make the rings, allocate tensor memory; then all threads go on."""
+    memory = cutlass.memory.SmemAllocator()
+    mma = mma_of(form)
+    queries, keys = shared_memory(memory, mma, form)
+    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    words = memory.allocate_array(Uint32, tensor_memory.words_of_weights(form))
+    sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
+    rings = rings_of(memory, form)
+    hopper.look_up(sTokens, tensors, tile, e, form)
+    leave_weights(words, tensors, tile, e, form)
+    allocate(address, form)
+    pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+    cute.arch.sync_threads()
+    base = tcgen05.base_of(address)
+    shape = cute.append(mma.partition_shape_C((facts.KEYS, form.columns)), tensor_memory.SUMS)
+    sums = cute.make_tensor(base, mma.make_fragment_C(shape).layout)
+    return Prepared(mma, queries, keys, sTokens, Uint32(words.toint()), rings, base, sums)
+
+
+def mma_of(form: ScoresForm) -> Any:
+    """Return the instruction: 128 keys, all columns, both operands in shared memory."""
+    element = hopper.ELEMENTS[form.operands]
+    inner = tensor_memory.INSTRUCTION_BYTES * 8 // element.width
+    rest = (
+        (facts.KEYS, form.columns, inner),
+        instructions.CtaGroup.ONE,
+        instructions.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    operation: Any
+    if form.operands == "fp8":
+        operation = instructions.MmaF8F6F4Op(element, element, Float32, *rest)
+    else:
+        operation = instructions.MmaF16BF16Op(element, Float32, *rest)
+    return cute.make_tiled_mma(operation)
+
+
+def shared_memory(memory: Any, mma: Any, form: ScoresForm) -> tuple[tuple[Any, Any], ...]:
+    """Allocate queries and keys; return both as TMA writes them and as the instruction reads."""
+    element, stages = hopper.ELEMENTS[form.operands], facts.stages(form)
+    atom = instructions.make_smem_layout_atom(instructions.SmemLayoutAtomKind.K_SW128, element)
+    shapes = (
+        cute.append(mma.partition_shape_B((form.columns, facts.WIDTH)), 1),
+        cute.append(mma.partition_shape_A((facts.KEYS, facts.WIDTH)), stages),
+    )
+    made = []
+    for written, shape in zip(hopper.layouts(form), shapes, strict=True):
+        tensor = wgmma.shared_of(memory, element, written)
+        layout = instructions.tile_to_mma_shape(atom, shape, order=(1, 2, 3))
+        made.append((tensor, cute.make_tensor(tensor.iterator, layout.outer)))
+    return tuple(made)
+
+
+def rings_of(memory: Any, form: ScoresForm) -> Rings:
+    """Make the rings; a stage of keys is released by the instruction that read it last."""
+    group, agent, stages = pipeline.CooperativeGroup, pipeline.Agent.Thread, facts.stages(form)
+    keys = pipeline.PipelineTmaUmma.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * stages),
+        num_stages=stages,
+        producer_group=group(agent),
+        consumer_group=group(agent),
+        tx_count=facts.stage_bytes(form),
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+    sums = pipeline.PipelineUmmaAsync.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * tensor_memory.SUMS),
+        num_stages=tensor_memory.SUMS,
+        producer_group=group(agent),
+        consumer_group=group(agent, facts.WARPGROUP),
+        defer_sync=True,
+    )
+    return Rings(hopper.ring_of(memory, 1, facts.query_bytes(form)), keys, sums)
+
+
+@cute.jit
+def leave_weights(
+    words: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr
+) -> None:
+    """Leave the weights of all columns in shared memory, a word or half a word each."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < tensor_memory.words_of_weights(form):
+        each = form.columns // tensor_memory.words_of_weights(form)
+        column = thread * each
+        token = tile * form.at_once + column // form.padded
+        pair = [
+            weighing.weight_of(tensors, token, column % form.padded + i, e, form)
+            for i in range(each)
+        ]
+        words[thread] = weighing.pair_rounded(*pair) if each > 1 else ops.bits_of(pair[0])
+
+
+@cute.jit
+def allocate(address: Any, form: cutlass.Constexpr) -> None:
+    """Let one warp allocate tensor memory; all may read the address after a barrier."""
+    if cute.arch.warp_idx() == tensor_memory.ALLOCATING_WARP:
+        cute.arch.alloc_tmem(tensor_memory.columns_allocated(form), address)
+        cute.arch.relinquish_tmem_alloc_permit()
+
+
+@cute.jit
+def give_back(base: Any, form: cutlass.Constexpr) -> None:
+    """Let that warp free tensor memory, once all that weigh have read theirs."""
+    cute.arch.barrier(
+        barrier_id=BARRIER_OF_WEIGHING, number_of_threads=tensor_memory.threads_that_weigh()
+    )
+    if cute.arch.warp_idx() == tensor_memory.ALLOCATING_WARP:
+        cute.arch.dealloc_tmem(base, tensor_memory.columns_allocated(form))
+
+
+@cute.jit
+def multiply_walk(held: Prepared, walk: Walk, form: cutlass.Constexpr) -> None:
+    """Multiply the keys of every sequence that the tile's tokens belong to."""
+    mma, sums = held.mma, held.sums
+    query_ring, key_ring, sums_ring = held.rings
+    a, b = mma.make_fragment_A(held.keys[1]), mma.make_fragment_B(held.queries[1])
+    query_ring.consumer_wait(wgmma.consumer_state(1))
+    state = wgmma.consumer_state(facts.stages(form))
+    target = wgmma.producer_state(tensor_memory.SUMS)
+    for lead in cutlass.range(form.at_once, unroll=1):
+        _, limit, _ = hopper.run_of(walk.tokens, lead, form)
+        last = cutlass.min(limit, walk.end)
+        for _ in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
+            sums_ring.producer_acquire(target)
+            key_ring.consumer_wait(state)
+            tcgen05.fence("after")
+            into = sums[None, None, None, target.index]
+            keys, queries = a[None, None, None, state.index], b[None, None, None, 0]
+            tcgen05.multiply_stage(mma, into, (keys,), (queries,), True)
+            key_ring.consumer_release(state)
+            sums_ring.producer_commit(target)
+            state.advance()
+            target.advance()
+    sums_ring.producer_tail(target)
+
+
+# ---- weigh ---------------------------------------------------------------------------------------
+
+
+@cute.jit
+def weigh_walk(
+    held: Prepared, given: tuple[Walk, Tensors, Extents], form: cutlass.Constexpr
+) -> None:
+    """Weigh every other stage of keys, and write the scores."""
+    walk, tensors, e = given
+    thread, _, _ = cute.arch.thread_idx()
+    ring, weights_at = held.rings.sums, held.weights
+    mine = thread // facts.WARPGROUP - 1
+    reading = reading_of(held.sums, thread % facts.WARPGROUP, form)
+    state = wgmma.consumer_state(tensor_memory.SUMS)
+    for lead in cutlass.range(form.at_once, unroll=1):
+        sequence, limit, limits = hopper.run_of(walk.tokens, lead, form)
+        last = cutlass.min(limit, walk.end)
+        for key in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
+            if state.index == mine:
+                row = key + thread % facts.WARPGROUP
+                scale = Float32(1.0)
+                if cutlass.const_expr(form.operands == "fp8"):
+                    scale = weighing.key_scale_of(tensors, (sequence, row, last), e)
+                ring.consumer_wait(state)
+                tcgen05.fence("after")
+                scores = weighed(reading, mine, weights_at, scale, form)
+                tcgen05.fence("before")
+                ring.consumer_release(state)
+                put_row(tensors.out, scores, (walk.tile, row, walk.end), limits, e.entries, form)
+            state.advance()
+        done = walk.begin + round_up(cutlass.max(last - walk.begin, 0), facts.KEYS)
+        place = (walk.tile, done, walk.end)
+        weighing.put_nothing(tensors.out, place, limits, e.entries, form)
+
+
+def reading_of(sums: Any, thread: Any, form: ScoresForm) -> tcgen05.Reading:
+    """Cut the sums into pieces of columns; a thread reads one lane, its key."""
+    columns = tensor_memory.columns_read(form)
+    atom = cute.make_copy_atom(instructions.Ld32x32bOp(instructions.Repetition(columns)), Float32)
+    pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (facts.KEYS, columns))
+    copy = instructions.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
+    own = copy.get_slice(thread)
+    piece = cute.make_identity_tensor((facts.KEYS, columns))
+    return tcgen05.Reading(copy, own.partition_S(pieces), own.partition_D(piece).shape)
+
+
+def weighed(
+    reading: tcgen05.Reading, number: Any, weights_at: Any, scale: Any, form: ScoresForm
+) -> list[Any]:
+    """Return a key's scores of every token; a read is under way while the one before is added."""
+    totals = [[Float32(0.0)] * CHAINS for _ in range(form.at_once)]
+    reads = tensor_memory.reads(form)
+    pending = read_piece(reading, 0, number)
+    for piece in range(reads):
+        cute.arch.fence_view_async_tmem_load()
+        products = pending
+        if piece + 1 < reads:
+            pending = read_piece(reading, piece + 1, number)
+        add_piece(products, piece, weights_at, totals, form)
+    made = []
+    for chains in totals:
+        folded = [ops.add_rn(chains[i], chains[i + 1]) for i in (0, 2)]
+        made.append(weighing.finished(ops.add_rn(*folded), scale, form))
+    return made
+
+
+def read_piece(reading: tcgen05.Reading, piece: int, number: Any) -> Any:
+    """Begin to read a piece of the sums."""
+    registers = cute.make_rmem_tensor(reading.shape, Float32)
+    cute.copy(reading.copy, reading.source[None, None, None, 0, piece, number], registers)
+    return registers
+
+
+def add_piece(
+    products: Any, piece: int, weights_at: Any, totals: list[list[Any]], form: ScoresForm
+) -> None:
+    """Add a piece's products by their weights, eight neighbouring heads at a time."""
+    columns, step = tensor_memory.columns_read(form), facts.HEADS_STEP
+    words = step * tensor_memory.words_of_weights(form) // form.columns
+    for eight in range(columns // step):
+        first = piece * columns + eight * step
+        at = weights_at + first // step * words * tensor_memory.WORD_BYTES
+        weights = [word for i in range(0, words, 4) for word in shared_words(at + i * 4, 4)]
+        chains = totals[first // form.padded]
+        for chain in range(CHAINS):
+            pair = [products[eight * step + 2 * chain + i] for i in (0, 1)]
+            each = words // CHAINS
+            own = [Uint32(word) for word in weights[chain * each : (chain + 1) * each]]
+            chains[chain] = weighing.pair_added(pair, own, chains[chain], form)
+
+
+@cute.jit
+def put_row(
+    out: Any,
+    scores: list[Any],
+    place: tuple[Any, Any, Any],
+    limits: list[Any],
+    entries: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Write the scores of (tile, thread's key) up to an end: neighbours write side by side."""
+    tile, entry, end = place
+    for j in cutlass.range_constexpr(form.at_once):
+        if (limits[j] >= 0) & (entry < end):
+            at = Int64(tile * form.at_once + j) * Int64(entries) + Int64(entry)
+            out[at] = ops.select(entry < limits[j], scores[j], Float32(float("-inf")))
+
+
+@cute.jit
+def launch_scores(
+    pointers: tuple[cute.Pointer, ...],
+    numbers: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; behind them tiles and chunks."""
+    *extents, tiles, chunks = numbers
+    e = Extents(*extents)
+    queries, pages, *others = pointers
+    feeds = hopper.feeds_of(queries, pages, e, form)
+    flat = cute.make_layout(hopper.FLAT)
+    tensors = Tensors(*(cute.make_tensor(address, flat) for address in others))
+    scores_kernel(feeds, tensors, e, form).launch(
+        grid=[tiles, chunks, 1],
+        block=[facts.threads(form), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    numbers = tuple(Int32(1) for _ in range(len(Extents._fields) + 2))
+    arguments = (hopper.pointers_of(form, None, None), numbers, form, any_stream())
+    return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
+
+
+def indexer_scores(
+    given: Scored,
+    problem: ScoresProblem,
+    settings: CompileSettings,
+    *,
+    form: ScoresForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return float32 scores [T, W], -inf where a token sees nothing, on the operands' GPU.
+
+    `form` names another one than the table's; `out` takes the result where it is given.
+    """
+    if out is None:
+        shape = (problem.tokens, problem.entries)
+        out = torch.empty(shape, dtype=torch.float32, device=given.queries.device)
+    hopper.require_operands(problem, given, out)
+    contract.require_place((*(each for each in given if each is not None), out), SM100A)
+    if problem.tokens:
+        form = form or facts.choose_form(problem, SM100A.name)
+        hopper.launch(compile_form(form, settings), form, problem, given, out)
+    return out

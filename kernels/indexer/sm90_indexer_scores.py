@@ -1,0 +1,459 @@
+"""The lightning indexer's scores on Hopper: sum over heads of weight * relu(q . k), -inf unseen.
+
+Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`.
+Owns the sm_90a form. A producer warp brings the queries of a tile once and pages of keys through a
+ring by TMA; each of two warpgroups multiplies 64 keys with the heads of one or four tokens by
+wgmma, while the other one weighs and adds. A thread adds its heads in their order, then the four
+threads of a quad are folded: the bits of a score depend on its query, key and weights alone.
+Tokens of one tile may belong to several sequences: keys are walked once for each of these.
+
+A page outside of the cache counts as keys of zero; a token of an unknown sequence sees nothing. No
+key is read from `visible` on. The wrapper allocates no more than the scores and never waits for the
+GPU. Refuses what it would misread, by name. Kept honest by suites/kernels.
+Shape letters: T tokens, N heads, I width (128), W entries, S sequences, P pages of a sequence
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import round_up
+from degarble.kernels.gemm import contract, producer, wgmma
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer import weighing
+from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
+from degarble.kernels.indexer.weighing import Extents, Tensors
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    pointer,
+    processors_of,
+    require_optional,
+    require_tensor,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, TARGETS
+
+ELEMENTS = {"bf16": BFloat16, "fp8": Float8E4M3FN}
+TORCH = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+WEIGHTS = {"float32": (Float32, torch.float32, 4), "stored": (BFloat16, torch.bfloat16, 2)}
+FLAT = 1 << 40
+
+
+class Scored(NamedTuple):
+    """What a launch reads; all on one GPU, contiguous."""
+
+    queries: Tensor  # [T, N, 128], bf16 or float8_e4m3fn
+    weights: Tensor  # [T, N], float32; bf16 where the arithmetic is stored
+    positions: Tensor  # [T] int64, within the token's sequence
+    sequences: Tensor  # [T] int32: the token's row of the table
+    table: Tensor  # [S, P] int32: pages of each sequence in order; beyond the entries anything
+    pages: Tensor  # uint8 [pages, stride in bytes]: rows of keys, then for fp8 float32 scales
+    scales: Tensor | None = None  # [T, N] float32 of fp8 queries
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Walk(NamedTuple):
+    """What a thread block scores: its tile's tokens, and keys from one on up to another."""
+
+    tokens: Any  # (sequence and visible entries, token) in shared memory
+    tile: Any
+    begin: Any
+    end: Any
+
+
+def ring_of(memory: Any, stages: int, expected: int) -> Any:
+    """Make a ring that TMA fills; every warp that multiplies releases its stages."""
+    group = pipeline.CooperativeGroup
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=memory.allocate_array(Int64, 2 * stages),
+        num_stages=stages,
+        producer_group=group(pipeline.Agent.Thread),
+        consumer_group=group(pipeline.Agent.Thread, facts.CONSUMERS * facts.WARPGROUP // 32),
+        tx_count=expected,
+        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )
+
+
+@cute.jit
+def look_up(sTokens: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr) -> None:
+    """Note sequence (-1: no token) and visible entries of the tile's tokens."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < form.at_once:
+        token = tile * form.at_once + thread
+        sequence, visible = Int32(-1), Int32(0)
+        if token < e.tokens:
+            sequence = Int32(tensors.sequences[token])
+            known = (sequence >= 0) & (sequence < e.sequences)
+            position = Int64(tensors.positions[token])
+            if known & (position >= 0):
+                seen = visible_of(position, e.ratio)
+                visible = Int32(ops.select(seen < Int64(e.entries), seen, Int64(e.entries)))
+            sequence = ops.select(known, sequence, Int32(0))
+        sTokens[0, thread] = sequence
+        sTokens[1, thread] = visible
+
+
+def visible_of(position: Any, ratio: Any) -> Any:
+    """Return how many entries a token sees."""
+    return facts.visible_entries(position, Int64(ratio))
+
+
+def run_of(sTokens: Any, lead: Any, form: ScoresForm) -> tuple[Any, Any, list[Any]]:
+    """Return the sequence that a token leads, its entries to score, and those of each token.
+
+    A token of another sequence has -1; so have all where an earlier token led this sequence.
+    """
+    sequence = Int32(sTokens[0, lead])
+    others = [Int32(sTokens[0, j]) for j in range(form.at_once)]
+    leads = sequence >= 0
+    for j, other in enumerate(others):
+        leads = leads & ((other != sequence) | (lead <= j))
+    limit, limits = Int32(0), []
+    for j, other in enumerate(others):
+        mine = ops.select(leads & (other == sequence), Int32(sTokens[1, j]), Int32(-1))
+        limit = cutlass.max(limit, mine)
+        limits.append(mine)
+    return sequence, limit, limits
+
+
+@cute.kernel
+def scores_kernel(
+    feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
+) -> None:
+    """Take a role by warpgroup: the first loads, the others multiply and weigh."""
+    thread, _, _ = cute.arch.thread_idx()
+    tile, chunk, _ = cute.arch.block_idx()
+    tiles, _, _ = cute.arch.grid_dim()
+    tile = tiles - 1 - tile  # the last tokens see most: they begin first
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    element, stages = ELEMENTS[form.operands], facts.stages(form)
+    memory = cutlass.memory.SmemAllocator()
+    layout_q, layout_k = layouts(form)
+    sQ = wgmma.shared_of(memory, element, layout_q)
+    sK = wgmma.shared_of(memory, element, layout_k)
+    sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
+    query_ring = ring_of(memory, 1, facts.query_bytes(form))
+    key_ring = ring_of(memory, stages, facts.stage_bytes(form))
+    look_up(sTokens, tensors, tile, e, form)
+    pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+    cute.arch.sync_threads()
+
+    begin = chunk * e.chunk
+    walk = Walk(sTokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+    if group == 0:
+        cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
+        if cute.arch.warp_idx() == 0:
+            load_queries(query_ring, feeds[0], sQ, tile, form)
+            load_walk(key_ring, feeds[1], sK, (walk, tensors, e), form)
+    else:
+        cute.arch.setmaxregister_increase(facts.CONSUMER_REGISTERS)
+        score_walk((query_ring, key_ring), (sQ, sK), group - 1, (walk, tensors, e), form)
+
+
+@cute.jit
+def load_walk(
+    ring: Any,
+    feed: producer.Feed,
+    sK: Any,
+    given: tuple[Walk, Tensors, Extents],
+    form: cutlass.Constexpr,
+) -> None:
+    """Bring the keys of every sequence that the tile's tokens belong to."""
+    walk, tensors, e = given
+    boxes = boxes_of(feed, sK, (form.box, inner_of(form)))
+    state = wgmma.producer_state(facts.stages(form))
+    for lead in cutlass.range(form.at_once, unroll=1):
+        sequence, limit, _ = run_of(walk.tokens, lead, form)
+        last = cutlass.min(limit, walk.end)
+        for key in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
+            place = (sequence, key, last)
+            state = load_keys(ring, state, boxes, (feed.atom, tensors.table, e), place, form)
+    ring.producer_tail(state)
+
+
+@cute.jit
+def score_walk(
+    rings: tuple[Any, Any],
+    shared: tuple[Any, Any],
+    mine: Any,
+    given: tuple[Walk, Tensors, Extents],
+    form: cutlass.Constexpr,
+) -> None:
+    """Multiply a warpgroup's keys with the queries, stage after stage, and write the scores."""
+    walk, tensors, e = given
+    sQ, sK = shared
+    mma = wgmma.mma_of(ELEMENTS[form.operands], form.columns)
+    slice_ = mma.get_slice(0)
+    sums = wgmma.sums_of(mma, form.columns)
+    a = mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sK, mine)))
+    b = mma.make_fragment_B(slice_.partition_B(sQ))
+    rWeights = weighing.weights_of(tensors, walk.tile, e, form)
+    rings[0].consumer_wait(wgmma.consumer_state(1))
+    state = wgmma.consumer_state(facts.stages(form))
+    for lead in cutlass.range(form.at_once, unroll=1):
+        sequence, limit, limits = run_of(walk.tokens, lead, form)
+        last = cutlass.min(limit, walk.end)
+        for key in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
+            row = key + weighing.row_of_thread(mine)
+            rings[1].consumer_wait(state)
+            multiply(mma, sums, (a, b), state.index, form)
+            scales = weighing.key_scales_of(tensors, (sequence, row, last), e, form)
+            warpgroup.wait_group(0)
+            rings[1].consumer_release(state)
+            state.advance()
+            scores = weighing.weighed(sums, rWeights, scales, form)
+            place = (walk.tile, row, walk.end)
+            weighing.put_scores(tensors.out, scores, place, limits, e.entries, form)
+        done = walk.begin + round_up(cutlass.max(last - walk.begin, 0), facts.KEYS)
+        place = (walk.tile, done, walk.end)
+        weighing.put_nothing(tensors.out, place, limits, e.entries, form)
+
+
+def inner_of(form: ScoresForm) -> int:
+    """Numbers of a row of 128 bytes."""
+    return facts.WIDTH // facts.OPERANDS[form.operands].halves
+
+
+def layouts(form: ScoresForm) -> tuple[Any, Any]:
+    """Return the layouts of queries (rows, inner, halves) and keys, stage by stage."""
+    element, halves = ELEMENTS[form.operands], facts.OPERANDS[form.operands].halves
+    sizes = ((form.columns, halves), (facts.KEYS, halves * facts.stages(form)))
+    return tuple(
+        wgmma.staged_layout(element, rows, inner_of(form), count, wgmma.Swizzle.K_SW128)
+        for rows, count in sizes
+    )
+
+
+def boxes_of(feed: producer.Feed, shared: Any, box: tuple[int, int]) -> tuple[Any, Any]:
+    """Return destinations (box, along rows, halves) and sources (box, rows, halves, third)."""
+    boxes = cute.local_tile(feed.tensor, box, (None, None, None))
+    inside = cute.local_tile(shared, box, (None, 0, None))
+    destination, source = cpasync.tma_partition(
+        feed.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(inside, 0, 2),
+        cute.group_modes(boxes, 0, 2),
+    )
+    return destination, source
+
+
+@cute.jit
+def load_queries(
+    ring: Any, feed: producer.Feed, sQ: Any, tile: Any, form: cutlass.Constexpr
+) -> None:
+    """Bring the heads of the tile's tokens; beyond heads and tokens there are zeros."""
+    destination, source = boxes_of(feed, sQ, (form.padded, inner_of(form)))
+    state = wgmma.producer_state(1)
+    ring.producer_acquire(state)
+    barrier = ring.producer_get_barrier(state)
+    for half in cutlass.range_constexpr(facts.OPERANDS[form.operands].halves):
+        for j in cutlass.range_constexpr(form.at_once):
+            box = source[None, 0, half, tile * form.at_once + j]
+            cute.copy(feed.atom, box, destination[None, j, half], tma_bar_ptr=barrier)
+    ring.producer_commit(state)
+
+
+@cute.jit
+def load_keys(
+    ring: Any,
+    state: Any,
+    boxes: tuple[Any, Any],
+    given: tuple[Any, Any, Extents],
+    place: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> Any:
+    """Bring 128 keys of (sequence, first key, end); boxes from the end on bring zeros."""
+    destination, source = boxes
+    atom, table, e = given
+    sequence, key, last = place
+    halves = facts.OPERANDS[form.operands].halves
+    ring.producer_acquire(state)
+    barrier = ring.producer_get_barrier(state)
+    for number in cutlass.range_constexpr(facts.KEYS // form.box):
+        first = key + number * form.box
+        page = Int32(e.pages)  # none: TMA brings zeros
+        if first < last:
+            page = Int32(table[Int64(sequence) * Int64(e.of_table) + Int64(first // e.of_page)])
+        page = ops.select((page >= 0) & (page < e.pages), page, Int32(e.pages))
+        along = first % e.of_page // form.box
+        for half in cutlass.range_constexpr(halves):
+            box = source[None, along, half, page]
+            into = destination[None, number, state.index * halves + half]
+            cute.copy(atom, box, into, tma_bar_ptr=barrier)
+    ring.producer_commit(state)
+    state.advance()
+    return state
+
+
+@cute.jit
+def multiply(
+    mma: Any, sums: Any, fragments: tuple[Any, Any], stage: Any, form: cutlass.Constexpr
+) -> None:
+    """Multiply the keys of a stage with all columns, as one group of wgmma."""
+    # Trap: setting a field changes the object, which would escape from a loop that is traced.
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))
+    a, b = fragments
+    halves = facts.OPERANDS[form.operands].halves
+    warpgroup.fence()
+    for half in cutlass.range_constexpr(halves):
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, half + k > 0)
+            keys = a[None, None, k, stage * halves + half]
+            cute.gemm(mma, sums, keys, b[None, None, k, half], sums)
+    warpgroup.commit_group()
+
+
+def feeds_of(queries: Any, pages: Any, e: Extents, form: ScoresForm) -> tuple[Any, ...]:
+    """Make the TMA atoms of queries, a box a token, and of keys, a box a part of a page."""
+    size = facts.OPERANDS[form.operands].bytes
+    heads = (e.heads, facts.WIDTH, e.tokens)
+    mQ = cute.make_tensor(
+        queries, cute.make_layout(heads, stride=(facts.WIDTH, 1, Int64(e.heads) * facts.WIDTH))
+    )
+    stride = Int64(cute.assume(e.stride_words * (4 // size), divby=facts.PAGE_ALIGNMENT // size))
+    mK = cute.make_tensor(
+        pages,
+        cute.make_layout((e.of_page, facts.WIDTH, e.pages), stride=(facts.WIDTH, 1, stride)),
+    )
+    element, inner = ELEMENTS[form.operands], inner_of(form)
+    return tuple(
+        producer.feed_of(
+            tensor,
+            wgmma.staged_layout(element, rows, inner, 1, wgmma.Swizzle.K_SW128),
+            (rows, inner),
+        )
+        for tensor, rows in ((mQ, form.padded), (mK, form.box))
+    )
+
+
+@cute.jit
+def launch_scores(
+    pointers: tuple[cute.Pointer, ...],
+    numbers: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form on extents that are known now; behind them tiles and chunks."""
+    *extents, tiles, chunks = numbers
+    e = Extents(*extents)
+    queries, pages, *others = pointers
+    feeds = feeds_of(queries, pages, e, form)
+    flat = cute.make_layout(FLAT)
+    tensors = Tensors(*(cute.make_tensor(address, flat) for address in others))
+    scores_kernel(feeds, tensors, e, form).launch(
+        grid=[tiles, chunks, 1],
+        block=[facts.threads(form), 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    numbers = tuple(Int32(1) for _ in range(len(Extents._fields) + 2))
+    arguments = (pointers_of(form, None, None), numbers, form, any_stream())
+    return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
+
+
+def indexer_scores(
+    given: Scored,
+    problem: ScoresProblem,
+    settings: CompileSettings,
+    *,
+    form: ScoresForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return float32 scores [T, W], -inf where a token sees nothing, on the operands' GPU.
+
+    `form` names another one than the table's; `out` takes the result where it is given.
+    """
+    if out is None:
+        shape = (problem.tokens, problem.entries)
+        out = torch.empty(shape, dtype=torch.float32, device=given.queries.device)
+    require_operands(problem, given, out)
+    contract.require_place((*(each for each in given if each is not None), out), SM90A)
+    if problem.tokens:
+        form = form or facts.choose_form(problem, SM90A.name)
+        launch(compile_form(form, settings), form, problem, given, out)
+    return out
+
+
+def require_operands(problem: ScoresProblem, given: Scored, out: Tensor) -> None:
+    """Refuse tensors that the kernel would misread."""
+    pages, tokens = problem.pages, problem.tokens
+    by_head = (tokens, problem.heads)
+    codes = TORCH[pages.operands]
+    require_tensor("queries", given.queries, codes, (*by_head, facts.WIDTH), 16)
+    _, dtype, size = WEIGHTS[problem.arithmetic]
+    require_tensor("weights of heads", given.weights, dtype, by_head, size)
+    require_tensor("positions", given.positions, torch.int64, (tokens,), 8)
+    require_tensor("sequences of tokens", given.sequences, torch.int32, (tokens,), 4)
+    of_table = (problem.sequences, problem.pages_of_sequence)
+    require_tensor("table of pages", given.table, torch.int32, of_table, 4)
+    require_tensor("pages of keys", given.pages, torch.uint8, (pages.count, pages.stride), 16)
+    scaled = facts.OPERANDS[pages.operands].scaled
+    kind, remedy = (torch.float32, by_head, 4), f"The problem says {pages.operands}."
+    require_optional("scales of queries", given.scales, kind, present=scaled, remedy=remedy)
+    require_tensor("scores", out, torch.float32, (tokens, problem.entries), 4)
+
+
+def launch(
+    kernel: CompiledKernel, form: ScoresForm, problem: ScoresProblem, given: Scored, out: Tensor
+) -> None:
+    """Launch on checked tensors."""
+    device = out.device.index or 0
+    tiles, chunks, keys = facts.grid(problem, form, processors_of(device))
+    pages = problem.pages
+    extents = Extents(
+        tokens=problem.tokens,
+        heads=problem.heads,
+        entries=problem.entries,
+        sequences=problem.sequences,
+        ratio=problem.ratio,
+        of_page=pages.entries,
+        pages=pages.count,
+        of_table=problem.pages_of_sequence,
+        stride_words=pages.stride // 4,
+        chunk=keys,
+    )
+    numbers = tuple(Int32(number) for number in (*extents, tiles, chunks))
+    kernel(pointers_of(form, given, out), numbers, current_stream(device))
+
+
+def pointers_of(form: ScoresForm, given: Scored | None, out: Tensor | None) -> tuple[Any, ...]:
+    """Return what the entry takes: queries, pages, then what Tensors names."""
+    element, (of_weights, _, size) = ELEMENTS[form.operands], WEIGHTS[form.arithmetic]
+    q, weights, positions, sequences, table, pages, scales = given or (None,) * 7
+    places = (
+        (element, q, 16),
+        (element, pages, 16),
+        (of_weights, weights, size),
+        (Float32, scales, 4),
+        (Int64, positions, 8),
+        (Int32, sequences, 4),
+        (Int32, table, 4),
+        (Float32, pages, 4),
+        (Float32, out, 4),
+    )
+    return tuple(pointer(kind, tensor, alignment) for kind, tensor, alignment in places)

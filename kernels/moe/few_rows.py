@@ -1,0 +1,425 @@
+"""Experts with few rows: weights are what a warpgroup multiplies, tokens are its columns.
+
+Owns the device code of grouped tiles of 16, 32 or 64 rows. Where an expert has a few rows, tiles
+of 128 of them are mostly zeros, and B, decoded by one warpgroup into shared memory, decides. Here
+each multiplying warpgroup decodes its own 64 rows of B straight into wgmma's registers, a span of
+64 numbers of K while the one before is multiplied. Of the others a warp loads, and three decode the
+rows of A, each every third stage. Products, their order along K and the rounding of results are the
+same, so every byte is that of the other tiles. A tile leaves through shared memory, row by row of
+A, without a wait for warpgroups that have other columns.
+
+Refuses nothing: a kernel cannot. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
+from degarble.kernels.gemm import epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import nvfp4_spans as spans
+from degarble.kernels.gemm import nvfp4_stages as stages
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
+from degarble.kernels.moe.problem import GATE_AND_UP
+from degarble.kernels.primitives import nvfp4_words as words
+
+WORDS_OF_CHUNK, NUMBERS_OF_CHUNK = 4, 8  # of 16 bytes
+BLOCK_WORDS = stages.BLOCK // 2
+DECODERS = 3  # warps
+AT_ONCE = 2  # spans of B that registers hold
+OPERANDS = ("a", "b", "scales of a", "scales of b")
+
+
+class Tile(NamedTuple):
+    """Shared memory of a tile that leaves: numbers, and words of 16 bytes, row by row of A."""
+
+    numbers: Any  # (columns, rows)
+    chunks: Any  # (words, chunks, rows)
+
+
+class Few(NamedTuple):
+    """What a thread block of this form holds."""
+
+    tensors: tuple[Any, ...]  # as TMA writes them
+    boxes: tuple[Any, ...]
+    weights: gemm.Shared  # B in the place of A
+    tokens: gemm.Shared  # A in the place of B
+    tile: Tile
+
+
+def shared_memory(memory: Any, form: Any) -> Few:
+    """Allocate stages, decoded A and the tile that leaves."""
+    count, tactic = facts.footprint(form).stages, form.tactic
+    tensors, pointers = gemm.loaded_stages(memory, form)
+    size = tactic.rows * tactic.inner // 2  # words
+    decoded = memory.allocate_array(
+        Uint32, size * facts.decoded_stages(form), byte_alignment=facts.ALIGNMENT
+    )
+    a, b, of_a, of_b = (
+        (pointer, facts.bytes_of(form, name) // 4)
+        for pointer, name in zip(pointers, OPERANDS, strict=True)
+    )
+    view = gemm.side_by_side
+    numbers = view(decoded, 4, size, facts.decoded_stages(form))
+    codes, scales = view(b[0], stages.WORDS, b[1], count), view(of_b[0], 1, of_b[1], count)
+    weights = gemm.Shared(codes, scales, None, None, numbers)
+    codes, scales = view(a[0], 4, a[1], count), view(of_a[0], 1, of_a[1], count)
+    tokens = gemm.Shared(None, None, codes, scales, numbers)
+    return Few(tensors, gemm.boxes_of(form), weights, tokens, tile_of(memory, tactic))
+
+
+def tile_of(memory: Any, tactic: Any) -> Tile:
+    """Allocate the tile that leaves, in words."""
+    row = (tactic.columns + facts.FEW_PADDING) // 2
+    leaving = memory.allocate_array(Uint32, row * tactic.rows, byte_alignment=16)
+    shape = (WORDS_OF_CHUNK, row // WORDS_OF_CHUNK, tactic.rows)
+    numbers = cute.make_layout((tactic.columns, tactic.rows), stride=(1, 2 * row))
+    return Tile(
+        cute.make_tensor(cute.recast_ptr(leaving, dtype=BFloat16), numbers),
+        cute.make_tensor(leaving, cute.make_layout(shape, stride=(1, WORDS_OF_CHUNK, row))),
+    )
+
+
+@cute.kernel
+def few_kernel(
+    feeds: tuple[producer.Feed, ...],
+    leaving: Any,
+    groups: Any,
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Take a role by warpgroup, as other tiles do; `leaving` is what a tile is written to."""
+    of_gemm = form.gemm
+    tactic = of_gemm.tactic
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
+    memory = cutlass.memory.SmemAllocator()
+    few = shared_memory(memory, of_gemm)
+    ring, decoded = wgmma.ring_of_stages(memory, of_gemm), gemm.ring_of_decoded(memory, of_gemm)
+    wgmma.begin(tactic)
+
+    walk = schedule.walk_of((Int32(groups.rows[0]), extents[0]), tactic, groups.experts)
+    steps = ceil_div(extents[1], tactic.inner)
+    decoding, consuming = facts.roles(of_gemm)
+    if group == 0:
+        cute.arch.setmaxregister_decrease(decoding.registers)
+        if cute.arch.warp_idx() == 0:
+            feedings = tuple(map(producer.feeding, feeds, few.tensors, few.boxes))
+            load(ring, feedings, walk, steps, of_gemm)
+        else:
+            decode((ring, decoded), walk, few.tokens, (steps, extents[1] // stages.BLOCK), of_gemm)
+    else:
+        cute.arch.setmaxregister_increase(consuming.registers)
+        mma = wgmma.mma_of(BFloat16, tactic.rows, warpgroup.OperandSource.RMEM)
+        consume((ring, decoded), (mma, few, group - 1), leaving, (groups, walk, extents), form)
+
+
+@cute.jit
+def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
+    """Load all tiles of this thread block."""
+    state = wgmma.producer_state(ring.num_stages)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        tiles = gemm.tiles_of_boxes(schedule.tile_at(walk, number), form)
+        state = producer.produce_tile(ring, state, feedings, tiles, steps)
+    ring.producer_tail(state)
+
+
+@cute.jit
+def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Constexpr) -> None:
+    """Decode rows of A: a warp every third stage, so that nobody waits for another decoder."""
+    (ring, decoded), (steps, blocks) = rings, extents
+    tactic, turn = form.tactic, Int32(0)
+    of_stage = tactic.inner // stages.STAGE_K
+    state = wgmma.consumer_state(ring.num_stages)
+    target = wgmma.producer_state(facts.decoded_stages(form))
+    mine = cute.arch.warp_idx() - 1
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, _, _ = schedule.tile_at(walk, number)
+        first = row * tactic.rows % facts.SCALE_TILE_ROWS
+        for step in cutlass.range(steps, unroll=1):
+            if turn == mine:
+                # In this order: a free buffer says that consumers are past what was loaded into
+                # this stage before, which this warp, that skips stages, has not waited for.
+                decoded.producer_acquire(target)
+                ring.consumer_wait(state)
+                at = (state.index, target.index)
+                decode_stage(shared, first, at, (blocks, step * of_stage), tactic)
+                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads by another proxy
+                cute.arch.sync_warp()
+                ring.consumer_release(state)
+                with cute.arch.elect_one():
+                    decoded.producer_commit(target)
+            turn += 1
+            if turn == DECODERS:
+                turn = Int32(0)
+            state.advance()
+            target.advance()
+
+
+def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> None:
+    """Decode all rows of a stage by one warp, a span of a row a thread and turn."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane, of_stage = Int32(thread) % facts.WARP, tactic.inner // stages.STAGE_K
+    blocks, before = inner
+    for turn in range(tactic.rows * of_stage // facts.WARP):
+        item = lane + turn * facts.WARP
+        row, span = item % tactic.rows, item // tactic.rows
+        if tactic.rows >= facts.WARP:  # all threads of a warp have one span then
+            row, span = lane + turn * facts.WARP % tactic.rows, turn * facts.WARP // tactic.rows
+        mask = mask_of(blocks, before + span)
+        spans.decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))
+
+
+def mask_of(blocks: Any, span: Any) -> Any:
+    """Return which scales of a span lie within K."""
+    return stages.kept(blocks, span)
+
+
+@cute.jit
+def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Constexpr) -> None:
+    """Multiply all tiles of this thread block, and let them leave."""
+    mma, few, mine = own
+    groups, walk, (columns, inner) = given
+    tactic, parts = form.gemm.tactic, form.gemm.parts
+    steps, blocks = ceil_div(inner, tactic.inner), inner // stages.BLOCK
+    sums = wgmma.sums_of(mma, tactic.rows)
+    b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(few.weights, form.gemm)))
+    held = AT_ONCE * stages.STAGE_K
+    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, held)))
+    state = wgmma.consumer_state(rings[0].num_stages)
+    source = wgmma.consumer_state(facts.decoded_stages(form.gemm))
+    first = mine * facts.PIECE_ROWS
+    matrix = first // (tactic.columns // parts)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        work = (few.weights, first, blocks, steps)
+        state, source = multiply(rings, (state, source), (mma, sums, a, b), work, tactic)
+        # Only now: what a tile needs besides would take registers from the products.
+        row, column, expert = schedule.tile_at(walk, number)
+        stage_tile(few.tile, sums, first, scales_of(groups, expert * parts + matrix, expert))
+        wait_for_those(mine, form.gemm)
+        at = row * tactic.rows
+        if cutlass.const_expr(parts == GATE_AND_UP):
+            written = (at, column, expert, columns // GATE_AND_UP // stages.BLOCK)
+            requantise(leaving, few.tile, written, mine, form)
+        else:
+            stored = (at, column * tactic.columns, columns)
+            store_rows(leaving, few.tile, stored, mine, form.gemm)
+        wait_for_those(mine, form.gemm)
+
+
+@cute.jit
+def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass.Constexpr) -> Any:
+    """Sum up one tile, stage by stage; the first one has nothing to wait for."""
+    state, source = states
+    shared, first, blocks, steps = work
+    thread, _, _ = cute.arch.thread_idx()
+    within, of_stage = Int32(thread) % facts.WARPGROUP, tactic.inner // stages.STAGE_K
+    place = (first + within // facts.WARP * 16 + within % facts.WARP // 4, within % 4)
+    given = (shared, place, blocks, of_stage)
+
+    before = source.clone()
+    state, before = add_stage(
+        rings, (state, source, before), fragments, (*given, Int32(0)), begins=True
+    )
+    source.advance()
+    for step in cutlass.range(1, steps, unroll=1):
+        more = (*given, step)
+        state, before = add_stage(rings, (state, source, before), fragments, more, begins=False)
+        source.advance()
+    warpgroup.wait_group(0)
+    before = release(rings[1], before)
+    return state, source
+
+
+def add_stage(
+    rings: Any, states: Any, fragments: Any, given: Any, *, begins: bool
+) -> tuple[Any, Any]:
+    """Add a stage, two spans at a time: read B, wait for the products before, decode, multiply.
+
+    Trap: a wgmma reads its registers until it is waited for; decoding may begin only then. Spans
+    take turns with two sets of them: one is decoded while the one before is multiplied.
+    """
+    ring, decoded = rings
+    state, source, before = states
+    shared, place, blocks, of_stage, step = given
+    ring.consumer_wait(state)
+    read = []
+    for span in range(of_stage):
+        if span % AT_ONCE == 0:
+            some = range(span, span + AT_ONCE)
+            read += spans.read_rows(shared, place, state.index, of_stage, some)
+        if span == of_stage - AT_ONCE:
+            state = give_back(ring, state)
+        if not begins or span >= AT_ONCE:
+            warpgroup.wait_group(AT_ONCE - 1)
+        if not begins and span == AT_ONCE - 1:
+            before = release(decoded, before)
+        registers = cute.recast_tensor(fragments[2], Uint32)
+        mask = mask_of(blocks, step * of_stage + span)
+        spans.decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
+        if span == 0:
+            decoded.consumer_wait(source)
+        add_span(fragments, span, source.index, begins=begins and span == 0)
+    return state, before
+
+
+def add_span(fragments: Any, span: int, index: Any, *, begins: bool) -> None:
+    """Begin with a span's products."""
+    mma, sums, a, b = fragments
+    first = span * stages.BLOCKS
+    steps = (first, first + stages.BLOCKS, first - span % AT_ONCE * stages.BLOCKS)
+    wgmma.multiply_stage(mma, sums, a, b[None, None, None, index], begins=begins, steps=steps)
+
+
+@cute.jit
+def release(decoded: Any, state: Any) -> Any:
+    """Give a stage of decoded numbers back."""
+    with cute.arch.elect_one():
+        decoded.consumer_release(state)
+    state.advance()
+    return state
+
+
+@cute.jit
+def give_back(ring: Any, state: Any) -> Any:
+    """Give a stage back that this warp has read."""
+    cute.arch.sync_warp()
+    ring.consumer_release(state)
+    state.advance()
+    return state
+
+
+def decoded_tensor(shared: Any, form: Any) -> Any:
+    """View decoded A as wgmma reads it."""
+    tactic = form.tactic
+    layout = wgmma.staged_layout(
+        BFloat16, tactic.rows, tactic.inner, facts.decoded_stages(form), wgmma.Swizzle.K_SW128
+    )
+    pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
+    return cute.make_tensor(pointer, layout.outer)
+
+
+def sharing(mine: Any, form: Any) -> tuple[Any, Any]:
+    """Return which of the groups that leave together this is, and how many groups there are.
+
+    A warpgroup leaves on its own, or with the one that has up beside its gate.
+    """
+    groups = facts.consumers(form) // form.parts
+    return mine % groups, groups
+
+
+def wait_for_those(mine: Any, form: Any) -> None:
+    """Wait for the warpgroups whose numbers leave together with one's own."""
+    those, _ = sharing(mine, form)
+    barrier, count = wgmma.FIRST_BARRIER + those, form.parts * facts.WARPGROUP
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=count)
+
+
+def thread_of_those(mine: Any, form: Any) -> Any:
+    """Return a thread's number among those that leave together."""
+    thread, _, _ = cute.arch.thread_idx()
+    _, groups = sharing(mine, form)
+    return mine // groups * facts.WARPGROUP + Int32(thread) % facts.WARPGROUP
+
+
+@cute.jit
+def stage_tile(tile: Tile, sums: Any, first: Any, scales: Any) -> None:
+    """Scale and round a warpgroup's sums, and put them where a row of A lies side by side.
+
+    A thread has rows g and g + 8 of B in two neighbouring columns of each eight.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    within = Int32(thread) % facts.WARPGROUP
+    row = first + within // facts.WARP * 16 + within % facts.WARP // 4
+    for i in cutlass.range_constexpr(cute.size(sums)):
+        token = i // 4 * 8 + within % 4 * 2 + i % 2
+        number = BFloat16(epilogue.scaled(sums[i], scales))
+        tile.numbers[row + i // 2 % 2 * 8, token] = number
+
+
+def words_of_block(tile: Tile, row: Any, first: Any) -> list[Any]:
+    """Read the words of 16 numbers of a row."""
+    at = first // NUMBERS_OF_CHUNK
+    halves = (stages.words_at(tile.chunks, at + half, row, WORDS_OF_CHUNK) for half in range(2))
+    return [word for half in halves for word in half]
+
+
+def both_of(tile: Tile, row: Any, local: Any, part: int) -> list[list[Any]]:
+    """Read a block of gate and the one of up, each the same place in its part."""
+    firsts = (local * stages.BLOCK + matrix * part for matrix in range(GATE_AND_UP))
+    return [words_of_block(tile, row, first) for first in firsts]
+
+
+def weight_of(leaving: Any, row: Any) -> Any:
+    """Return the routing weight of a row; 0 of a row of zeros."""
+    slot = leaving.slots[row]
+    weight = Float32(leaving.weights[cutlass.max(slot, 0)])
+    return ops.select(slot >= 0, weight, 0.0)
+
+
+def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
+    """Return what a matrix's sums are multiplied by, the exact factor first."""
+    of_a, of_b = Float32(groups.scale_a[expert]), Float32(groups.scale_b[matrix])
+    return stages.RESTORE, ops.multiply_rn(of_a, of_b)
+
+
+@cute.jit
+def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
+    """Write SwiGLU of a tile as NVFP4: a thread a block, as the other tiles' epilogue writes it."""
+    first_row, column, expert, blocks = place
+    part = form.gemm.tactic.columns // GATE_AND_UP
+    (those, groups), item = sharing(mine, form.gemm), thread_of_those(mine, form.gemm)
+    of_part = part // stages.BLOCK
+    of_row = of_part // groups
+    if item < form.gemm.tactic.rows * of_row:
+        row, local = item // of_row, those * of_row + item % of_row
+        block, at_row = column * of_part + local, first_row + row
+        gate, up = both_of(tile, row, local, part)
+        numbers = words.swiglu_numbers(gate, up, form.limit)
+        if cutlass.const_expr(form.weighted):
+            weight = weight_of(leaving, at_row)
+            numbers = [ops.multiply_rn(number, weight) for number in numbers]
+        rounded = words.rounded_words(numbers)
+        scaling = words.scaling_of(Float32(leaving.hidden_scale[expert]), None)
+        code = words.scale_code_of(words.block_amax(rounded), scaling.share)
+        factor = codecs.nvfp4_block_encode_scale(code, scaling.encode)
+        if block < blocks:
+            made = words.code_words(rounded, factor, form.gemm.target)
+            words.store(leaving.codes, Int64(at_row) * Int64(blocks) + Int64(block), made)
+            if cutlass.const_expr(form.shown):
+                show(leaving, (gate, up), Int64(at_row) * 2 * Int64(blocks), (block, blocks))
+        if block < round_up(blocks, SWIZZLE_128X4.column_tile):
+            offset = SWIZZLE_128X4.offset_of(Uint32(at_row), Uint32(block), None, Uint32(blocks))
+            leaving.scales[offset] = Uint8(code)
+
+
+def show(leaving: Any, both: tuple[Any, Any], first: Any, place: tuple[Any, Any]) -> None:
+    """Store a block of gate and of up as they are; `first` counts blocks before the row."""
+    block, blocks = place
+    for matrix in range(GATE_AND_UP):
+        at = (first + matrix * Int64(blocks) + Int64(block)) * BLOCK_WORDS
+        for i in range(BLOCK_WORDS):
+            leaving.shown[at + i] = both[matrix][i]
+
+
+@cute.jit
+def store_rows(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
+    """Store a warpgroup's columns, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
+    first_row, first_column, columns = place
+    (those, groups), item = sharing(mine, form), thread_of_those(mine, form)
+    chunks = form.tactic.columns // NUMBERS_OF_CHUNK // groups
+    for turn in cutlass.range_constexpr(form.tactic.rows * chunks // facts.WARPGROUP):
+        at = item + turn * facts.WARPGROUP
+        row, chunk = at // chunks, those * chunks + at % chunks
+        column = first_column + chunk * NUMBERS_OF_CHUNK
+        if column < columns:
+            read = stages.words_at(tile.chunks, chunk, row, WORDS_OF_CHUNK)
+            index = (Int64(first_row + row) * Int64(columns) + Int64(column)) // NUMBERS_OF_CHUNK
+            words.store(leaving, index, read)

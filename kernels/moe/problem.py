@@ -1,0 +1,224 @@
+"""What a mixture of experts is asked for, how its rows are laid out, and what follows from both.
+
+A slot is one choice of one token: slot t * K + k. The slots of an expert lie side by side as rows,
+in the order of slots, and begin where a tile begins: so a tile has one expert, and its scales are
+whole tiles. What fills the last tile up are rows of zeros. How many rows there are is known on the
+GPU alone; the host knows a bound, by which it allocates and launches. Pure host arithmetic.
+
+Owns the problem, its tactics by table, the forms of both products, and the bounds. Refuses extents
+that no form serves. Kept honest by suites/kernels/moe/test_problem.py, which lays out random
+choices and counts. Letters: T tokens, K chosen, D hidden, F width of an expert, E experts held here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
+from degarble.harness.formats.scalar_codecs import bf16_round
+from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.gemm.problem import GemmForm, Tactic
+from degarble.kernels.rows.router_problem import MOST_CHOSEN, MOST_EXPERTS
+from degarble.kernels.runtime.targets import SM90A, SM100A
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BEFORE_W2, AFTER_W2 = "before w2", "after w2"
+WEIGHTINGS = (BEFORE_W2, AFTER_W2)
+MULTIPLE = 32  # of hidden and width: a row of codes is whole 16 bytes, as TMA strides have to be
+GATE_AND_UP = 2
+NONE = -1  # expert of a slot that is not computed here; row of such a slot; slot of a row of zeros
+LARGEST_COUNT = 1 << 31
+WALKERS = 8  # thread blocks a processor that quantise rows
+
+
+@dataclass(frozen=True)
+class MoeProblem:
+    """T tokens, each with K of `routed` experts, of which E are held here."""
+
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    chosen: int
+    routed: int
+    limit: float | None = None  # of the SwiGLU; None clamps nothing
+    weighting: str = AFTER_W2  # where a slot's routing weight is multiplied
+
+    def __post_init__(self) -> None:
+        if self.weighting not in WEIGHTINGS:
+            raise UnknownName.among("weighting", self.weighting, WEIGHTINGS)
+        if self.limit is not None and not 0 < self.limit == bf16_round(self.limit):
+            raise InvalidArgument("limit", self.limit, "a positive BF16 number", "Round it first.")
+        if not 1 <= self.experts <= self.routed <= MOST_EXPERTS:
+            raise ShapeMismatch(
+                "experts held here, and of the model",
+                (self.experts, self.routed),
+                f"1 up to all, and no more than {MOST_EXPERTS}",
+                "Give each rank its own experts.",
+            )
+        if not 1 <= self.chosen <= min(MOST_CHOSEN, self.routed):
+            raise ShapeMismatch(
+                "experts of a token",
+                self.chosen,
+                f"1 to {MOST_CHOSEN}, and no more than there are",
+                "Check num_experts_per_tok.",
+            )
+        extents, whole = (self.hidden, self.width), (self.hidden | self.width) % MULTIPLE == 0
+        if min(extents) < MULTIPLE or not whole or self.tokens < 0 or not self.fits:
+            raise ShapeMismatch(
+                "tokens, hidden, width",
+                (self.tokens, *extents),
+                f"multiples of {MULTIPLE} for hidden and width, and rows times blocks below 2**31",
+                "Pad with zeros, or take fewer tokens at a time.",
+            )
+
+    @property
+    def fits(self) -> bool:
+        """Whether kernels can number all blocks of all rows."""
+        rows = self.slots + self.experts * MOST_ROWS
+        return rows * max(self.hidden, self.width) // gemm.NVFP4.block < LARGEST_COUNT
+
+    @property
+    def slots(self) -> int:
+        """Choices of all tokens."""
+        return self.tokens * self.chosen
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of all three products, where every slot is computed here."""
+        return 2 * self.slots * self.hidden * 3 * self.width
+
+
+@dataclass(frozen=True)
+class MoeForm:
+    """What one of the two products is compiled for; FC1 has gate beside up, and requantises."""
+
+    gemm: GemmForm
+    limit: float | None = None
+    weighted: bool = False  # whether the epilogue of FC1 multiplies by routing weights
+    shown: bool = False  # whether FC1 stores gate and up as well, for whoever wants to see them
+
+    def __post_init__(self) -> None:
+        if self.shown and (self.gemm.target, self.gemm.parts) != (SM90A.name, GATE_AND_UP):
+            raise InvalidArgument(
+                "a product that shows gate and up",
+                (self.gemm.target, self.gemm.parts),
+                f"FC1 on {SM90A.name}: no other form stores them",
+                "Read them one by one, by plain products.",
+            )
+
+
+@dataclass(frozen=True)
+class CombineForm:
+    """What the sum of a token's slots is compiled for."""
+
+    chosen: int
+    weighted: bool  # whether slots are multiplied by their routing weights here
+    shared: bool  # whether a BF16 row is added and the sum rounded once; else it stays float32
+    target: str
+
+
+# `rows_up_to` bounds the mean of an expert's slots. Measured: docs/design-notes/moe_kernel.md.
+TACTICS: Mapping[str, tuple[Tactic, ...]] = {
+    SM90A.name: (
+        Tactic(12, rows=16, columns=256, inner=256),
+        Tactic(28, rows=32, columns=256, inner=256),
+        Tactic(64, rows=64, columns=256, inner=128),
+        Tactic(140, rows=128, columns=256, inner=64),
+        # Where most experts' rows are three or four times 64; of more, the tiles before again.
+        Tactic(208, rows=256, columns=128, inner=64),
+        Tactic(gemm.ANY, rows=128, columns=256, inner=64),
+    ),
+    # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.
+    SM100A.name: (Tactic(gemm.ANY, rows=128, columns=192, inner=256),),
+}
+# Each tile of a table once, by its rows; benches and suites go through them.
+TILES: Mapping[str, Mapping[int, Tactic]] = {
+    target: {tactic.rows: tactic for tactic in tactics} for target, tactics in TACTICS.items()
+}
+MOST_ROWS = max(rows for tiles in TILES.values() for rows in tiles)  # of a tile
+# FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
+# side, so gate and up are a whole tile of scales each.
+FIRST_TACTICS: Mapping[str, Tactic] = {
+    SM100A.name: Tactic(gemm.ANY, rows=128, columns=GATE_AND_UP * gemm.SCALE_TILE_ROWS, inner=256),
+}
+
+
+def choose_tactic(problem: MoeProblem, target: str) -> Tactic:
+    """Return how both products are cut, by the table."""
+    if target not in TACTICS:
+        raise UnknownName.among("target of a mixture of experts", target, TACTICS)
+    mean = problem.slots / problem.routed
+    return next(tactic for tactic in TACTICS[target] if mean <= tactic.rows_up_to)
+
+
+def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> tuple[MoeForm, ...]:
+    """Return the forms of FC1 and FC2."""
+    tactic = tactic or choose_tactic(problem, target)
+    of_first = FIRST_TACTICS.get(target, tactic)
+    shape = (tactic.cluster_rows, tactic.cluster_columns)
+    of_first = replace(of_first, cluster_rows=shape[0], cluster_columns=shape[1])
+    first, second = (
+        GemmForm(gemm.NVFP4.name, "e4m3", target, cut, parts)
+        for cut, parts in ((of_first, GATE_AND_UP), (tactic, 1))
+    )
+    return MoeForm(first, problem.limit, problem.weighting == BEFORE_W2), MoeForm(second)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def rows_of_one_expert(tactic: Tactic) -> int:
+    """Rows that begin a group together: of a tile, or of all tiles of a cluster along M."""
+    return tactic.rows * tactic.cluster_rows
+
+
+def most_tiles(problem: MoeProblem, tactic: Tactic) -> int:
+    """Tiles, or clusters, of rows that any choice needs; one at least, so that memory is there."""
+    some, rows = min(problem.experts, problem.slots), rows_of_one_expert(tactic)
+    return max(1, (problem.slots + (rows - 1) * some) // rows)
+
+
+def most_rows(problem: MoeProblem, tactic: Tactic) -> int:
+    """Rows that any choice needs at most."""
+    return most_tiles(problem, tactic) * rows_of_one_expert(tactic)
+
+
+def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
+    """Return how many numbers the order of rows has: rows, counts, tiles, slots, places."""
+    tiles, rows = most_tiles(problem, tactic), most_rows(problem, tactic)
+    return 1, problem.experts, tiles, rows, max(1, problem.slots)
+
+
+def scale_bytes(rows: int, columns: int) -> int:
+    """Bytes of the block scales of a matrix, in 128x4 order."""
+    size: int = SWIZZLE_128X4.storage_size(rows, columns // gemm.NVFP4.block)
+    return size
+
+
+def columns_of(problem: MoeProblem, form: MoeForm) -> tuple[int, int]:
+    """Return N and K of a product: outputs of FC1 count gate and up."""
+    if form.gemm.parts == GATE_AND_UP:
+        return GATE_AND_UP * problem.width, problem.hidden
+    return problem.hidden, problem.width
+
+
+def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:
+    """Clusters of a product: as many as run at once, or as there can be tiles of them if fewer."""
+    tactic = form.gemm.tactic
+    tiles = ceil_div(columns_of(problem, form)[0], tactic.columns * tactic.cluster_columns)
+    at_once = processors * tactic.blocks // (tactic.cluster_rows * tactic.cluster_columns)
+    return int(min(most_tiles(problem, tactic) * tiles, at_once))
+
+
+def first_scale_row(row: Any, first: Any, form: GemmForm) -> Any:
+    """Return what is added to a row of B to find its scales.
+
+    Every part begins with a tile of scales of its own, `first` rows into it.
+    """
+    part = form.tactic.columns // form.parts
+    return first + row // part * (round_up(part, gemm.SCALE_TILE_ROWS) - part)

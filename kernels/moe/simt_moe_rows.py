@@ -1,0 +1,440 @@
+"""Around the experts' products: which row is whose, rows quantised for their expert, rows summed.
+
+Owns what kernels.moe.problem lays out, for sm_90a and sm_100a, all of it on the GPU: no host
+knows how many slots an expert has. `count` and `place` order slots by expert, each expert in the
+order of slots, without atomics: the same in every run. `gather` reads a slot's token and quantises
+it with its expert's decode scale, canonical numerics; rows that fill a tile up become zeros.
+`combine` sums a token's slots in their order in float32, with routing weights or without.
+
+Nothing here waits for the GPU or allocates, so all of it may be captured in a graph. Tensors are
+checked by sm90_moe_nvfp4, which launches. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py.
+Shape letters: T tokens, K chosen, S slots = T K, R rows at most, E experts here, G experts in all,
+D hidden
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
+from degarble.kernels.gemm.problem import Tactic
+from degarble.kernels.moe import problem as facts
+from degarble.kernels.primitives import nvfp4_words as words
+from degarble.kernels.primitives import quantise_problem
+from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS
+
+LANES, WARPS = 32, 8
+THREADS = LANES * WARPS
+EVERY_LANE = 0xFFFF_FFFF
+FLAT = 1 << 30
+CHUNK = 8  # numbers of a row that a thread of `combine` sums
+
+
+class Plan(NamedTuple):
+    """Which row is whose: int32 on the GPU, written by `count` and `place`."""
+
+    rows: Tensor  # [1], rows of all groups, rows of zeros included
+    counts: Tensor  # [E], slots of each expert here
+    experts: Tensor  # [R / rows of a tile], of each tile
+    slots: Tensor  # [R], of each row; -1 of rows of zeros
+    places: Tensor  # [S], row of each slot; -1 where its expert is not here
+
+
+def flat(pointers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """View pointers as tensors without an end: kernels know their extents."""
+    return tuple(cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
+
+
+def in_words(pointer: Any, count: int) -> Any:
+    """View a pointer as so many words side by side, and places."""
+    return cute.make_tensor(pointer, cute.make_layout((count, FLAT), stride=(1, count)))
+
+
+# ---- which row is whose --------------------------------------------------------------------------
+
+
+@cute.jit
+def expert_here(chosen: Any, local: Any, slot: Any, extents: Any) -> Any:
+    """Return the number here of a slot's expert; -1 if it is elsewhere, or there is no such slot.
+
+    Without a map every expert is here, under its own number.
+    """
+    slots, routed, experts, mapped = extents
+    found = Int32(facts.NONE)
+    if slot < slots:
+        expert = Int32(chosen[slot])
+        if (expert >= 0) & (expert < routed):
+            found = expert
+            if mapped > 0:
+                found = Int32(local[expert])
+    if found >= experts:
+        found = Int32(facts.NONE)
+    return found
+
+
+@cute.kernel
+def count_kernel(tensors: tuple[Any, ...], extents: tuple[Int32, ...]) -> None:
+    """Count the slots of one expert, and say of every slot that it has no row yet."""
+    chosen, local, _, counts, _, _, places = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    expert, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    slots = extents[0]
+    for slot in cutlass.range(expert * THREADS + thread, slots, blocks * THREADS, unroll=1):
+        places[slot] = Int32(facts.NONE)
+    found = Int32(0)
+    for slot in cutlass.range(thread, slots, THREADS, unroll=4):
+        found += Int32(expert_here(chosen, local, slot, extents) == expert)
+    sFound = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+    total = summed(found, sFound, thread)
+    if thread == 0:
+        counts[expert] = total
+
+
+@cute.jit
+def summed(number: Any, shared: Any, thread: Any) -> Any:
+    """Return the sum of all threads' numbers, in every thread."""
+    for distance in cutlass.range_constexpr(5):
+        number += cute.arch.shuffle_sync_bfly(number, offset=1 << distance)
+    if thread % LANES == 0:
+        shared[thread // LANES] = number
+    cute.arch.sync_threads()
+    total = Int32(0)
+    for warp in cutlass.range_constexpr(WARPS):
+        total += Int32(shared[warp])
+    cute.arch.sync_threads()
+    return total
+
+
+@cute.kernel
+def place_kernel(
+    tensors: tuple[Any, ...], extents: tuple[Int32, ...], tile: cutlass.Constexpr
+) -> None:
+    """Give one expert's slots their rows; a warp has slots that lie side by side."""
+    chosen, local, rows, counts, experts, slot_of, places = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    expert, _, _ = cute.arch.block_idx()
+    slots, _, number, _ = extents
+    lane, warp = thread % LANES, thread // LANES
+    shared = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+
+    before, whole = Int32(0), Int32(0)
+    for each in cutlass.range(thread, number, THREADS, unroll=1):
+        padded = round_up(Int32(counts[each]), tile)
+        whole += padded
+        if each < expert:
+            before += padded
+    before, whole = summed(before, shared, thread), summed(whole, shared, thread)
+    own = Int32(counts[expert])
+    if (expert == 0) & (thread == 0):
+        rows[0] = whole
+
+    of_warp = round_up(ceil_div(slots, WARPS), LANES)
+    first, end = warp * of_warp, cutlass.min((warp + 1) * of_warp, slots)
+    found = Int32(0)
+    for at in cutlass.range(first, end, LANES, unroll=1):
+        is_mine = expert_here(chosen, local, at + lane, extents) == expert
+        found += cute.arch.popc(cute.arch.vote_ballot_sync(is_mine))
+    if lane == 0:
+        shared[warp] = found
+    cute.arch.sync_threads()
+    row = before
+    for lower in cutlass.range_constexpr(WARPS):
+        if lower < warp:
+            row += Int32(shared[lower])
+    below = cute.arch.lanemask_lt()
+    for at in cutlass.range(first, end, LANES, unroll=1):
+        is_mine = expert_here(chosen, local, at + lane, extents) == expert
+        ballot = cute.arch.vote_ballot_sync(is_mine)
+        mine = row + cute.arch.popc(ballot & below)
+        if is_mine:
+            places[at + lane] = mine
+            slot_of[mine] = at + lane
+        row += cute.arch.popc(ballot)
+
+    after = before + round_up(own, tile)
+    for each in cutlass.range(before + own + thread, after, THREADS, unroll=1):
+        slot_of[each] = Int32(facts.NONE)
+    for each in cutlass.range(before // tile + thread, after // tile, THREADS, unroll=1):
+        experts[each] = expert
+
+
+@cute.jit
+def launch_plan(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    tile: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch both steps: slots, experts in all, experts here, whether there is a map of them."""
+    tensors, blocks = flat(pointers), extents[2]
+    count_kernel(tensors, extents).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
+    place_kernel(tensors, extents, tile).launch(
+        grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- rows of NVFP4 -------------------------------------------------------------------------------
+
+
+class Gathering(NamedTuple):
+    """What `gather` reads and writes."""
+
+    values: Any  # (words of a block, blocks) of tokens
+    rows: Any
+    experts: Any
+    slots: Any
+    decode_scale: Any  # of each expert here
+    codes: Any  # (words of a block, blocks)
+    scales: Any
+
+
+@cute.kernel
+def gather_kernel(
+    tensors: Gathering,
+    blocks: Int32,
+    chosen: Int32,
+    tile: cutlass.Constexpr,
+    target: cutlass.Constexpr,
+) -> None:
+    """Walk down the rows of one column of tiles of 8 rows x 32 blocks."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, tile_column, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    thread, blocks = Uint32(thread), Uint32(blocks)
+    layout = SWIZZLE_128X4
+    rows = Int32(tensors.rows[0])
+    padded_rows = round_up(rows, layout.row_tile)
+    padded = round_up(blocks, layout.column_tile)
+    walked_to = padded_rows // quantise_problem.TILE_ROWS
+    for walked in cutlass.range(Int32(first), walked_to, Int32(step), unroll=1):
+        row, block = quantise_problem.place_of(
+            Uint32(walked), thread % 32, thread // 32, layout.name
+        )
+        block = Uint32(tile_column) * quantise_problem.TILE_BLOCKS + block
+        code = Uint32(0)
+        if (row < Uint32(rows)) & (block < blocks):
+            slot = Int32(tensors.slots[row])
+            token = cutlass.max(slot, 0) // chosen
+            read = words.loaded(tensors.values, Int64(token) * Int64(blocks) + Int64(block))
+            expert = Int32(tensors.experts[row // tile])
+            scaling = words.scaling_of(Float32(tensors.decode_scale[expert]), None)
+            of_block = words.scale_code_of(words.block_amax(read), scaling.share)
+            factor = codecs.nvfp4_block_encode_scale(of_block, scaling.encode)
+            made = words.code_words(read, factor, target)
+            index = Int64(row) * Int64(blocks) + Int64(block)
+            words.store(tensors.codes, index, [ops.select(slot >= 0, word, 0) for word in made])
+            code = ops.select(slot >= 0, of_block, 0)
+        if (row < Uint32(padded_rows)) & (block < padded):
+            tensors.scales[layout.offset_of(row, block, None, blocks)] = Uint8(code)
+
+
+@cute.jit
+def launch_gather(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    tile: cutlass.Constexpr,
+    target: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on blocks of a row, experts of a token, grid along x and y."""
+    blocks, chosen, walkers, columns = extents
+    values, rows, experts, slots, scale, codes, scales = pointers
+    known, scales = flat((rows, experts, slots, scale)), flat((scales,))
+    read, written = in_words(values, words.WORDS), in_words(codes, words.WORDS // 4)
+    tensors = Gathering(*(read, *known, written, *scales))
+    gather_kernel(tensors, blocks, chosen, tile, target).launch(
+        grid=[walkers, columns, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- rows summed ---------------------------------------------------------------------------------
+
+
+@cute.kernel
+def combine_kernel(tensors: tuple[Any, ...], chunks: Int32, form: cutlass.Constexpr) -> None:
+    """Sum eight columns of one token."""
+    rows, places, weights, shared, out = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    token, part, _ = cute.arch.block_idx()
+    chunk = part * THREADS + thread
+    if chunk < chunks:
+        sums = [Float32(0.0)] * CHUNK
+        for k in cutlass.range_constexpr(form.chosen):
+            slot = Int32(token) * form.chosen + k
+            place = Int32(places[slot])
+            at = Int64(cutlass.max(place, 0)) * Int64(chunks) + Int64(chunk)
+            numbers = words.numbers_of(read_words(rows, at, CHUNK // 2))
+            if cutlass.const_expr(form.weighted):
+                numbers = weighed(numbers, Float32(weights[slot]))
+            # What lies in the first row is read where a slot has none, and left out.
+            sums = [
+                ops.select(place >= 0, ops.add_rn(total, number), total)
+                for total, number in zip(sums, numbers, strict=True)
+            ]
+        at = Int64(token) * Int64(chunks) + Int64(chunk)
+        if cutlass.const_expr(form.shared):
+            more = words.numbers_of(read_words(shared, at, CHUNK // 2))
+            sums = [ops.add_rn(total, number) for total, number in zip(sums, more, strict=True)]
+            words.store(out, at, words.rounded_words(sums))
+        else:
+            words.store(out, at, [ops.bits_of(total) for total in sums])
+
+
+def weighed(numbers: list[Any], weight: Any) -> list[Any]:
+    """Multiply a row's numbers by the slot's routing weight."""
+    return [ops.multiply_rn(number, weight) for number in numbers]
+
+
+def read_words(tensor: Any, index: Any, count: int) -> list[Any]:
+    """Read words that lie side by side."""
+    registers = cute.make_rmem_tensor(count, Uint32)
+    cute.autovec_copy(tensor[None, index], registers)
+    return words.words_of(registers)
+
+
+@cute.jit
+def launch_combine(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on tokens, chunks of a row, thread blocks along a row."""
+    tokens, chunks, parts = extents
+    rows, places, weights, shared, out = pointers
+    width = CHUNK // 2 if form.shared else CHUNK
+    tensors = (
+        in_words(rows, CHUNK // 2),
+        *flat((places, weights)),
+        in_words(shared, CHUNK // 2),
+        in_words(out, width),
+    )
+    combine_kernel(tensors, chunks, form).launch(
+        grid=[tokens, parts, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+ELEMENTS_OF_PLAN = (Int32,) * 7
+ELEMENTS_OF_GATHER = (Uint32, Int32, Int32, Int32, Float32, Uint32, Uint8)
+ALIGNMENTS_OF_GATHER = (32, 4, 4, 4, 4, 8, 1)
+ELEMENTS_OF_COMBINE = (Uint32, Int32, Float32, Uint32, Uint32)
+ALIGNMENTS_OF_COMBINE = (16, 4, 4, 16, 16)
+
+
+@cache
+def compile_plan(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
+    """Compile what orders slots into rows of so many a tile; needs no GPU."""
+    pointers = pointers_of(ELEMENTS_OF_PLAN, (None,) * 7, (4,) * 7)
+    arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, any_stream())
+    return compile_kernel(launch_plan, arguments, TARGETS[target], settings)
+
+
+@cache
+def compile_gather(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
+    """Compile what quantises rows; needs no GPU."""
+    pointers = pointers_of(ELEMENTS_OF_GATHER, (None,) * 7, ALIGNMENTS_OF_GATHER)
+    arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, target, any_stream())
+    return compile_kernel(launch_gather, arguments, TARGETS[target], settings)
+
+
+@cache
+def compile_combine(form: facts.CombineForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile what sums rows; needs no GPU."""
+    pointers = pointers_of(ELEMENTS_OF_COMBINE, (None,) * 5, ALIGNMENTS_OF_COMBINE)
+    arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
+    return compile_kernel(launch_combine, arguments, TARGETS[form.target], settings)
+
+
+def pointers_of(
+    elements: tuple[Any, ...], tensors: tuple[Tensor | None, ...], alignments: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Return what an entry takes; None becomes a pointer that is not read."""
+    return tuple(map(operands.pointer, elements, tensors, alignments))
+
+
+class Rows(NamedTuple):
+    """Rows of NVFP4: packed codes [R, K / 2], and scale bytes in 128x4 order."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every step is launched for: the problem, how products are cut, target, settings."""
+
+    problem: facts.MoeProblem
+    tactic: Tactic
+    target: str
+    settings: CompileSettings
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, or of a cluster's, none of which has two experts."""
+        return facts.rows_of_one_expert(self.tactic)
+
+
+def plan(job: Job, chosen_TK: Tensor, local_G: Tensor | None, out: Plan) -> None:
+    """Order slots into rows, on checked tensors."""
+    problem = job.problem
+    kernel = compile_plan(job.tile, job.target, job.settings)
+    extents = (problem.slots, problem.routed, problem.experts, int(local_G is not None))
+    pointers = pointers_of(ELEMENTS_OF_PLAN, (chosen_TK, local_G, *out), (4,) * 7)
+    kernel(pointers, tuple(map(Int32, extents)), stream_of(chosen_TK))
+
+
+def gather(job: Job, x_TD: Tensor, decode_scale_E: Tensor, order: Plan, out: Rows) -> None:
+    """Quantise every row's token with its expert's scale, on checked tensors."""
+    kernel = compile_gather(job.tile, job.target, job.settings)
+    blocks = job.problem.hidden // quantise_problem.BLOCK
+    columns = ceil_div(blocks, quantise_problem.TILE_BLOCKS)
+    down = ceil_div(order.slots.numel(), quantise_problem.TILE_ROWS)
+    at_once = operands.processors_of(x_TD.device.index or 0) * facts.WALKERS // columns
+    extents = (blocks, job.problem.chosen, min(down, max(1, at_once)), columns)
+    tensors = (x_TD, order.rows, order.experts, order.slots, decode_scale_E, *out)
+    pointers = pointers_of(ELEMENTS_OF_GATHER, tensors, ALIGNMENTS_OF_GATHER)
+    kernel(pointers, tuple(map(Int32, extents)), stream_of(x_TD))
+
+
+class Sum(NamedTuple):
+    """What `combine` reads and writes."""
+
+    rows: Tensor  # BF16 [R, D]
+    places: Tensor  # of a plan
+    weights: Tensor  # float32 [T, K]
+    shared: Tensor | None  # BF16 [T, D]
+    out: Tensor  # float32 [T, D], or BF16 where a shared expert is added
+
+
+def combine(job: Job, tensors: Sum) -> None:
+    """Sum the rows of every token's slots, on checked tensors."""
+    problem = job.problem
+    weighted, shared = problem.weighting == facts.AFTER_W2, tensors.shared is not None
+    form = facts.CombineForm(problem.chosen, weighted, shared, job.target)
+    chunks = problem.hidden // CHUNK
+    pointers = pointers_of(ELEMENTS_OF_COMBINE, tensors, ALIGNMENTS_OF_COMBINE)
+    extents = tuple(map(Int32, (problem.tokens, chunks, ceil_div(chunks, THREADS))))
+    compile_combine(form, job.settings)(pointers, extents, stream_of(tensors.rows))
+
+
+def stream_of(tensor: Tensor) -> Any:
+    """Return torch's current stream on a tensor's device."""
+    return current_stream(tensor.device.index or 0)

@@ -1,0 +1,132 @@
+"""The shared expert on Hopper, in NVFP4 or FP8: gate and up, clamped SwiGLU, requantised, down.
+
+Owns two entry points that put kernels together, and no kernel. In NVFP4 every token visits one
+expert: the grouped products of sm90_moe_nvfp4, with SwiGLU and requantisation in the epilogue. In
+FP8, with 128 x 128 blocks of weights and 1 x 128 of activations, gate and up are one product of
+sm90_gemm_fp8_block, and SwiGLU is in front of the second quantisation by simt_quantise_fp8.
+
+No host waits; a call allocates its output and what lies between its steps. Refuses other dtypes,
+shapes, strides and alignments by name. Kept honest by
+suites/kernels/moe/test_sm90_shared_expert.py. Shape letters: T tokens, D hidden, F width, H blocks
+of 128 rows, G blocks of 128 columns
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.kernels.gemm import contract
+from degarble.kernels.gemm import sm90_gemm_fp8_block as fp8
+from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
+from degarble.kernels.moe import sm90_moe_nvfp4 as moe
+from degarble.kernels.moe.problem import GATE_AND_UP, MoeProblem
+from degarble.kernels.primitives.fp8_quantise_problem import BLOCK, Fp8Problem
+from degarble.kernels.quantise.simt_quantise_fp8 import quantise_fp8
+from degarble.kernels.runtime.operands import require_tensor
+from degarble.kernels.runtime.targets import SM90A
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.targets import Target
+
+
+class Fp8Weights(NamedTuple):
+    """The shared expert's matrices, w1 above w3: E4M3 codes and scales of 128 x 128 blocks."""
+
+    w13: Tensor  # [2 F, D]
+    w13_scales: Tensor  # float32 or UE8M0 bytes [2 F / 128, D / 128]
+    w2: Tensor  # [D, F]
+    w2_scales: Tensor  # [ceil(D / 128), F / 128]
+
+
+def problem_of(tokens: int, hidden: int, width: int, limit: float | None) -> MoeProblem:
+    """Return the problem of an expert that every token visits."""
+    return MoeProblem(tokens, hidden, width, experts=1, chosen=1, routed=1, limit=limit)
+
+
+def shared_expert_nvfp4(
+    x_TD: Tensor, weights: moe.MoeWeights, problem: MoeProblem, settings: CompileSettings
+) -> Tensor:
+    """Return the shared expert's output, BF16 [T, D]; `weights` hold one expert."""
+    return one_expert(x_TD, weights, problem, settings, moe, SM90A)
+
+
+def one_expert(
+    x_TD: Tensor,
+    weights: moe.MoeWeights,
+    problem: MoeProblem,
+    settings: CompileSettings,
+    grouped: Any,
+    target: Target,
+) -> Tensor:
+    """Send every token through the one expert of a target's module of grouped products."""
+    if problem.slots != problem.tokens or problem.routed != 1:
+        raise ShapeMismatch(
+            "experts of a shared expert",
+            (problem.chosen, problem.routed),
+            "one expert, which every token visits",
+            "Use sm90_shared_expert.problem_of.",
+        )
+    device = x_TD.device
+    chosen = torch.zeros(problem.tokens, 1, dtype=torch.int32, device=device)
+    routing = moe.Routing(chosen, torch.ones(problem.tokens, 1, device=device))
+    given = moe.Given(x_TD, routing, weights)
+    moe.require_given(problem, given)
+    contract.require_place(tuple(moe.tensors_of(given)), target)
+    job = grouped.job_of(problem, settings)
+    workspace = moe.empty_workspace(job, device)
+    if problem.tokens:
+        grouped.products(job, given, workspace)
+    return workspace.out[: problem.tokens]  # rows are in the order of tokens: all visit one expert
+
+
+def shared_expert_fp8(
+    x_TD: Tensor, weights: Fp8Weights, problem: MoeProblem, settings: CompileSettings
+) -> Tensor:
+    """Return the shared expert's output, BF16 [T, D]."""
+    require_tokens(x_TD, problem)
+    contract.require_place((x_TD, *weights), SM90A)
+    return fp8_products(x_TD, weights, problem, settings, fp8.gemm_fp8_block)
+
+
+def require_tokens(x_TD: Tensor, problem: MoeProblem) -> None:
+    """Refuse an FP8 expert whose extents cut blocks, and tokens that are not its."""
+    if problem.hidden % BLOCK or problem.width % BLOCK:
+        raise ShapeMismatch(
+            "hidden and width of an FP8 expert",
+            (problem.hidden, problem.width),
+            f"multiples of {BLOCK}: w1 and w3 have blocks of their own",
+            "Pad with zeros.",
+        )
+    require_tensor("x", x_TD, torch.bfloat16, (problem.tokens, problem.hidden), 32)
+
+
+def fp8_products(
+    x_TD: Tensor,
+    weights: Fp8Weights,
+    problem: MoeProblem,
+    settings: CompileSettings,
+    multiply: Callable[[fp8.Fp8Operands, GemmProblem, CompileSettings], Tensor],
+) -> Tensor:
+    """Quantise, multiply, quantise what SwiGLU gives, multiply: by a target's product."""
+    scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
+
+    def product(
+        values: Tensor, of_values: Fp8Problem, columns: int, weight: tuple[Tensor, ...]
+    ) -> Tensor:
+        a = quantise_fp8(values, of_values, settings)
+        inner = of_values.columns
+        of_product = GemmProblem(values.shape[0], columns, inner, FP8_BLOCK.name, scales)
+        return multiply(fp8.Fp8Operands(a.codes, a.scales, *weight), of_product, settings)
+
+    of_x = Fp8Problem(problem.tokens, problem.hidden, scales, "values", None)
+    of_halves = Fp8Problem(problem.tokens, problem.width, scales, "swiglu", problem.limit)
+    halves = product(x_TD, of_x, GATE_AND_UP * problem.width, weights[:2])
+    return product(halves, of_halves, problem.hidden, weights[2:])

@@ -1,0 +1,1 @@
+"""Device functions that kernels of several rooms share."""

@@ -1,0 +1,283 @@
+"""What a warp does with a row of 512 values: fold a sum, read and write words, turn pairs, code.
+
+Owns the device side of attention_rows and kv_rules: loads into registers, butterflies, and the
+instructions that the rules leave to a processor. Runs inside a kernel that is being traced, and
+nowhere else. Refuses nothing: a kernel cannot. Kept honest by the suites of the kernels of latent
+rows and heads, which on an H200 compare bytes with the stated rules and the references.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+from cutlass import Float32, Int64, Uint16, Uint32, cute
+
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import e2m1_halves as halves
+from degarble.kernels.primitives import kv_rules as rules
+from degarble.kernels.primitives.nvfp4_words import (
+    emit,
+    native_word,
+    numbers_of,
+    rounded_words,
+)
+from degarble.kernels.runtime.targets import TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORDS = rows.HALF // 2  # of two BF16 in a half
+FLAT = 1 << 30
+NAN = 0x7FC0_0000
+UPPER_MAGNITUDE = 0x7FFF_0000
+
+
+def _pairwise(instruction: str, words: int = 2) -> Callable[..., Any]:
+    """Return an instruction on words of two BF16."""
+    moves = "\n".join(f"mov.b32 w{i}, {{$r{i}}};" for i in range(words))
+    operands = ", ".join(f"w{i}" for i in range(words))
+    # Trap: these take no constants, and a constant is what some words become.
+    text = f"{{\n.reg .b32 {operands};\n{moves}\n{instruction} {{$w0}}, {operands};\n}}"
+    return lambda *given: emit(text, Uint32, *given)
+
+
+PACKED = halves.Primitives(
+    product=_pairwise("mul.rn.bf16x2"),
+    fused=_pairwise("fma.rn.bf16x2", 3),
+    at_least=_pairwise("max.xorsign.abs.bf16x2"),
+    low_word=lambda word, factor, addend: emit(
+        "mad.lo.u32 {$w0}, {$r0}, {$r1}, {$r2};", Uint32, word, Uint32(factor), Uint32(addend)
+    ),
+    bytes_of=lambda low, high, order: emit(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", Uint32, low, high
+    ),
+    constant=Uint32,
+)
+_smaller_magnitude = _pairwise("min.xorsign.abs.bf16x2")
+_larger_magnitude = _pairwise("max.NaN.xorsign.abs.bf16x2")
+
+
+def vectors(address: Any, words: int) -> Any:
+    """View a pointer as vectors of so many elements, one after the other; 0: single elements."""
+    if not words:
+        return cute.make_tensor(address, cute.make_layout(FLAT))
+    return cute.make_tensor(address, cute.make_layout((words, FLAT), stride=(1, words)))
+
+
+def registers_of(words: int, slots: int) -> Any:
+    """Make registers for vectors of so many words."""
+    return cute.make_rmem_tensor(cute.make_layout((words, slots)), Uint32)
+
+
+def words_at(registers: Any, slot: int) -> list[Any]:
+    """Return the words of one slot."""
+    # Trap: an element of a Uint32 tensor arrives as a signed Int32.
+    return [Uint32(registers[word, slot]) for word in range(registers.shape[0])]
+
+
+def put(registers: Any, slot: int, words: list[Any]) -> None:
+    """Replace the words of one slot."""
+    for place, word in enumerate(words):
+        registers[place, slot] = word
+
+
+def warp_folded(number: Any) -> Any:
+    """Fold a number over the lanes of a warp; every lane has the result."""
+    for distance in (16, 8, 4, 2, 1):
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    return number
+
+
+def root_of(number: Any) -> Any:
+    """Return the square root of a float32, rounded once to nearest even."""
+    return emit("sqrt.rn.f32 {$w0}, {$r0};", Float32, number)
+
+
+def factor_of_row(registers: Any, epsilon: Any, width: int = rows.WIDTH) -> Any:
+    """Return what the row that a warp holds is multiplied by."""
+    halves = [numbers_of(words_at(registers, slot)) for slot in range(rows.GEOMETRIES[width].slots)]
+    total = warp_folded(rows.lane_sum(halves))
+    return rows.row_factor([total], epsilon, root_of, width)
+
+
+@cute.jit
+def load_row(vectors: Any, registers: Any, first: Any, lane: Any, row: cutlass.Constexpr) -> None:
+    """Read a row that begins with vector `first`, lane by lane; lanes without values have zeros."""
+    if cutlass.const_expr(row.lanes_of(row.slots - 1) < rows.LANES):
+        registers.fill(0)
+    for slot in cutlass.range_constexpr(row.slots):
+        place = first + Int64(slot * rows.LANES) + Int64(lane)
+        if cutlass.const_expr(row.lanes_of(slot) < rows.LANES):
+            if lane < row.lanes_of(slot):
+                cute.autovec_copy(vectors[None, place], registers[None, slot])
+        else:
+            cute.autovec_copy(vectors[None, place], registers[None, slot])
+
+
+def load_turn(table: Any, registers: Any, place: tuple[Any, Any]) -> None:
+    """Read cosines and sines of a lane's pairs; place is (position, which of eight lanes)."""
+    group = turn_group(place)
+    cute.autovec_copy(table[None, group], registers[None, 0])
+    cute.autovec_copy(table[None, group + rows.TABLE_WIDTH // 8], registers[None, 1])
+
+
+def ask_for_turn(table: Any, place: tuple[Any, Any]) -> None:
+    """Have the cache fetch what load_turn will read."""
+    for part in (0, rows.TABLE_WIDTH // 8):
+        address = table[None, turn_group(place) + part].iterator
+        text = "prefetch.global.L2 [{$r0}];"
+        cute.arch.inline_ptx(text, read_only_args=[address.toint()])
+
+
+def turn_group(place: tuple[Any, Any]) -> Any:
+    """Return which four numbers of the table begin a lane's cosines."""
+    position, lane = place
+    return Int64(position) * (rows.TABLE_WIDTH // 4) + Int64(lane)
+
+
+def turned_words(numbers: list[Any], registers: Any, *, back: bool) -> list[Any]:
+    """Return a lane's numbers turned by what load_turn read, rounded to BF16."""
+    cos, sin = ([ops.number_of(word) for word in words_at(registers, part)] for part in (0, 1))
+    return rounded_words(rows.turned(numbers, cos, sin, back=back))
+
+
+# ---- blocks of a cache entry ---------------------------------------------------------------------
+
+
+def high_product(left: Any, right: Any) -> Any:
+    """Return the upper 32 bits of a product of unsigned numbers."""
+    return emit("mul.hi.u32 {$w0}, {$r0}, {$r1};", Uint32, left, right)
+
+
+def amax_bits(words: list[Any], lanes: int) -> Any:
+    """Return the BF16 bits of the largest magnitude in a block of so many lanes; NaN is largest."""
+    largest = words[0]
+    text = "max.NaN.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
+    for word in words[1:]:
+        largest = emit(text, Uint32, largest, word)
+    bits = ops.maximum(largest & 0x7FFF, ops.shift_right(largest, 16) & 0x7FFF)
+    distance = 1
+    while distance < lanes:
+        bits = ops.maximum(bits, Uint32(cute.arch.shuffle_sync_bfly(bits, offset=distance)))
+        distance *= 2
+    return bits
+
+
+def amax_number(words: list[Any], lanes: int) -> Any:
+    """Return the largest magnitude in a block of so many lanes; NaN is largest."""
+    largest = words[0]
+    for word in words[1:]:
+        largest = _larger_magnitude(largest, word)
+    distance = 1
+    while distance < lanes:
+        other = Uint32(cute.arch.shuffle_sync_bfly(largest, offset=distance))
+        largest = _larger_magnitude(largest, other)
+        distance *= 2
+    largest = _larger_magnitude(largest, PACKED.bytes_of(largest, largest, 0x1032))
+    return ops.number_of(largest & Uint32(UPPER_MAGNITUDE))
+
+
+def pair_of(number: Any) -> Any:
+    """Return a float32 that BF16 holds exactly as a word of two."""
+    bits = ops.bits_of(number)
+    return emit("prmt.b32 {$w0}, {$r0}, {$r0}, 0x3232;", Uint32, bits)
+
+
+def fp8_words(words: list[Any], factor: Any) -> list[Any]:
+    """Return the codes of a half, four a word; a product with a power of two is exact."""
+    pair = pair_of(factor)
+    product = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
+    return e4m3_words(numbers_of([emit(product, Uint32, word, pair) for word in words]))
+
+
+def quotient_words(words: list[Any], scale: Any) -> list[Any]:
+    """Return the codes of a half's true quotients by a float32 scale."""
+    return e4m3_words([ops.divide_rn(number, scale) for number in numbers_of(words)])
+
+
+def e4m3_words(scaled: list[Any]) -> list[Any]:
+    """Return the codes of eight float32 numbers, four a word."""
+    text = """{
+        .reg .b16 p0, p1;
+        cvt.rn.satfinite.e4m3x2.f32 p0, {$r1}, {$r0};
+        cvt.rn.satfinite.e4m3x2.f32 p1, {$r3}, {$r2};
+        mov.b32 {$w0}, {p0, p1};
+    }"""
+    return [emit(text, Uint32, *scaled[start : start + 4]) for start in (0, 4)]
+
+
+def nvfp4_scale_code(amax: Any) -> Any:
+    """Return the E4M3 code of a block's scale; a block that holds a NaN has the NaN's."""
+    number = rules.nvfp4_scale_number(amax, _larger_or_nan)
+    text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
+    return Uint32(emit(text, Uint16, number, Float32(0.0)))
+
+
+def _larger_or_nan(number: Any, least: float) -> Any:
+    return emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(least))
+
+
+def e4m3_number(code: Any) -> Any:
+    """Return the number of an E4M3 code by the processor's own conversion."""
+    text = """{
+        .reg .b16 c, h0, h1; .reg .b32 d;
+        cvt.u16.u32 c, {$r0};
+        cvt.rn.f16x2.e4m3x2 d, c;
+        mov.b32 {h0, h1}, d;
+        cvt.f32.f16 {$w0}, h0;
+    }"""
+    return emit(text, Float32, code)
+
+
+def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
+    """Return the codes of a half; none where the scale is NaN.
+
+    Values are bounded by six scales first, two at once, so that no quotient has to be.
+    """
+    scale = e4m3_number(scale_code)
+    estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)
+    most = pair_of(ops.multiply_rn(scale, codecs.E2M1_MAX))
+    bounded = [_smaller_magnitude(word, most) for word in words]
+    if TARGETS[target].converts_e2m1:
+        inverse = rules.nvfp4_inverse(scale, estimate)
+        scaled = [rules.nvfp4_quotient(number, inverse) for number in numbers_of(bounded)]
+        word = native_word(scaled)
+    else:
+        first, second = halves.inverse_terms(scale, estimate)
+        terms = pair_of(first), rounded_words([second, second])[0]
+        word = halves.code_word(halves.quotients(bounded, terms, PACKED), PACKED)
+    return ops.select(scale_code == 0x7F, Uint32(0), word)
+
+
+def fp8_numbers(words: list[Any]) -> list[Any]:
+    """Return the float32 numbers of E4M3 codes, four a word."""
+    text = """{
+        .reg .b16 p0, p1, h0, h1, h2, h3; .reg .b32 d0, d1;
+        mov.b32 {p0, p1}, {$r0};
+        cvt.rn.f16x2.e4m3x2 d0, p0; cvt.rn.f16x2.e4m3x2 d1, p1;
+        mov.b32 {h0, h1}, d0; mov.b32 {h2, h3}, d1;
+        cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1;
+        cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3;
+    }"""
+    made: list[Any] = []
+    for word in words:
+        made += cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[word])
+    return made
+
+
+def scaled_values(words: list[Any], scale: Any) -> list[Any]:
+    """Return the BF16 words of a half of E4M3 codes times a float32 scale."""
+    return rounded_words([ops.multiply_rn(number, scale) for number in fp8_numbers(words)])
+
+
+def fp8_values(words: list[Any], scale_code: Any) -> list[Any]:
+    """Return the BF16 words of a half of codes and its UE8M0 scale."""
+    return scaled_values(words, codecs.ue8m0_decode(scale_code))
+
+
+def nvfp4_values(word: Any, scale_code: Any) -> list[Any]:
+    """Return the BF16 words of a half of codes and its E4M3 scale."""
+    return rounded_words(rules.e2m1_numbers(word, e4m3_number(scale_code)))

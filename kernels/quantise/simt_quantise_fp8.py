@@ -1,0 +1,262 @@
+"""Quantise BF16 to E4M3 with a scale for 128 values of a row, behind a SwiGLU or turned heads.
+
+Owns what stands in front of sm90_gemm_fp8_block, for sm_90a and sm_100a: canonical numerics of
+FP8_1X128, scales in float32 or, rounded up, UE8M0, both row-major [M, K / 128]. A thread has 16
+values, eight lanes a block; its largest magnitude goes round by shuffles. A NaN is left out of that
+and stays a NaN. Of rows that are heads side by side the last 64 values of each are turned back and
+rounded first, by what simt_inverse_rope does; a position outside of the table makes them NaN.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/quantise/test_simt_quantise_fp8.py: compiled for every target, and on
+an H200 equal to harness.formats byte for byte. Shape letters: M rows, K columns, G = K / 128 blocks
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.primitives import attention_rows
+from degarble.kernels.primitives import fp8_quantise_problem as facts
+from degarble.kernels.primitives.fp8_quantise_problem import Fp8Form, Fp8Problem
+from degarble.kernels.primitives.latent_words import (
+    NAN,
+    load_turn,
+    put,
+    registers_of,
+    turned_words,
+    vectors,
+    words_at,
+)
+from degarble.kernels.primitives.nvfp4_words import (
+    block_amax,
+    emit,
+    loaded,
+    numbers_of,
+    store,
+    swiglu_words,
+)
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
+FLAT = 1 << 30
+WORDS_OF_CHUNK, CHUNKS = 4, 2  # of 16 bytes, of a thread's values
+ALIGNMENTS_OF_TURNS = (16, 8)
+
+
+class Heads(NamedTuple):
+    """Heads in vectors of eight values, table of turns, positions, and how many are known."""
+
+    values: Any
+    table: Any
+    positions: Any
+    known: Any
+
+
+class Fp8Quantised(NamedTuple):
+    """What a launch writes: codes as torch.float8_e4m3fn [M, K], and scales [M, G]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[Any]:
+    """Return the words of 16 values, whatever makes them."""
+    row, part, parts = (Int64(number) for number in place)
+    if form.turned:
+        registers = registers_of(WORDS_OF_CHUNK, CHUNKS)
+        read_heads(values, registers, (row, part, parts), form.turned)
+        return [word for chunk in range(CHUNKS) for word in words_at(registers, chunk)]
+    if form.source == "values":
+        return loaded(values, row * parts + part)
+    gate = 2 * row * parts + part
+    return swiglu_words(loaded(values, gate), loaded(values, gate + parts), form.limit)
+
+
+@cute.jit
+def read_heads(
+    heads: Heads, registers: Any, place: tuple[Any, Any, Any], width: cutlass.Constexpr
+) -> None:
+    """Read 16 values of heads, and turn them back where they turn."""
+    row, part, parts = place
+    for chunk in cutlass.range_constexpr(CHUNKS):
+        at = CHUNKS * (row * parts + part) + chunk
+        cute.autovec_copy(heads.values[None, at], registers[None, chunk])
+    group = facts.group_of(part, width)
+    if group >= 0:
+        position = Int64(heads.positions[row])
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            turn = registers_of(WORDS_OF_CHUNK, 2)
+            turn.fill(NAN)
+            if (position >= 0) & (position < Int64(heads.known)):
+                load_turn(heads.table, turn, (position, CHUNKS * group + chunk))
+            numbers = numbers_of(words_at(registers, chunk))
+            put(registers, chunk, turned_words(numbers, turn, back=True))
+
+
+def scale_of(amax: Any, kind: str) -> tuple[Any, Any]:
+    """Return a block's scale as it is stored in a format, and its number."""
+    raw = ops.multiply_rn(ops.maximum(amax, facts.AMAX_FLOOR), facts.SHARE)
+    if kind == "float32":
+        return raw, raw
+    code = codecs.ue8m0_encode(raw)
+    return Uint8(code), codecs.ue8m0_decode(code)
+
+
+def e4m3_words(numbers: list[Any]) -> list[Any]:
+    """Return the codes of numbers, four a word."""
+    text = """{
+        .reg .b16 p0, p1;
+        cvt.rn.satfinite.e4m3x2.f32 p0, {$r1}, {$r0};
+        cvt.rn.satfinite.e4m3x2.f32 p1, {$r3}, {$r2};
+        mov.b32 {$w0}, {p0, p1};
+    }"""
+    return [emit(text, Uint32, *numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
+
+
+@cute.kernel
+def quantise_kernel(
+    tensors: tuple[Any, ...], rows: Int32, parts: Int32, form: cutlass.Constexpr
+) -> None:
+    """Quantise 16 values a thread; lanes behind the last row go along, and write nothing."""
+    values, codes, scales = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    at = Int64(block) * facts.THREADS + Int64(thread)
+    known = ops.select(at < Int64(rows) * Int64(parts), at, Int64(0))
+    row = known // Int64(parts)
+    part = known - row * Int64(parts)
+    words = words_of(values, (row, part, Int64(parts)), form)
+    amax = block_amax(words)
+    for distance in cutlass.range_constexpr(3):
+        amax = ops.maximum(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << distance))
+    stored, scale = scale_of(amax, form.scales)
+    scaled = [ops.divide_rn(number, scale) for number in numbers_of(words)]
+    if at < Int64(rows) * Int64(parts):
+        store(codes, at, e4m3_words(scaled))
+        if part % facts.LANES == 0:
+            scales[at // facts.LANES] = stored
+
+
+@cute.jit
+def launch_quantise(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: rows, threads of a row, thread blocks, and positions of the table of turns."""
+    rows, parts, blocks, *known = extents
+    shapes = ((8, FLAT), (4, FLAT), (1, FLAT))
+    values, codes, scales = (
+        cute.make_tensor(address, cute.make_layout(shape, stride=(1, shape[0])))
+        for address, shape in zip(pointers[:3], shapes, strict=True)
+    )
+    if cutlass.const_expr(form.turned):
+        heads, table, positions = pointers[0], *pointers[3:]
+        read, turns = (vectors(address, WORDS_OF_CHUNK) for address in (heads, table))
+        values = Heads(read, turns, vectors(positions, 0), known[0])
+    flat = cute.make_tensor(scales.iterator, cute.make_layout(FLAT))
+    quantise_kernel((values, codes, flat), rows, parts, form).launch(
+        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: Fp8Form, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    count = 4 if form.turned else 3
+    extents = tuple(Int32(1) for _ in range(count))
+    pointers = _pointers(form, (None,) * (count + bool(form.turned)))
+    arguments = (pointers, extents, form, any_stream())
+    return compile_kernel(launch_quantise, arguments, TARGETS[form.target], settings)
+
+
+def quantise_fp8(
+    values_MK: Tensor,
+    problem: Fp8Problem,
+    settings: CompileSettings,
+    *,
+    out: Fp8Quantised | None = None,
+    turns: tuple[Tensor, Tensor] | None = None,
+) -> Fp8Quantised:
+    """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
+
+    `turns`, where heads are turned back, is the table, float32 [P, 64], and positions, int64 [M].
+    """
+    out = out or empty_outputs(problem, values_MK.device)
+    shape = (problem.rows, problem.columns)
+    require_tensor("values", values_MK, torch.bfloat16, (problem.rows, problem.input_columns), 32)
+    require_tensor("codes", out.codes, torch.float8_e4m3fn, shape, 16)
+    _, dtype, alignment = SCALES[problem.scales]
+    require_tensor("scales", out.scales, dtype, (problem.rows, problem.blocks), alignment)
+    turning = require_turns(problem, turns)
+    device = require_device((values_MK, *out, *turning))
+    if problem.rows:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        parts = problem.columns // facts.VALUES
+        extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.THREADS))
+        known = (problem.positions,) if problem.turned else ()
+        compile_form(form, settings)(
+            _pointers(form, (values_MK, *out, *turning)),
+            tuple(map(Int32, (*extents, *known))),
+            current_stream(device),
+        )
+    return out
+
+
+def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """Refuse turns that the kernel would misread, that are missing, or that nothing asks for."""
+    if (turns is None) == bool(problem.turned):
+        raise InvalidArgument(
+            "turns",
+            None if turns is None else tuple(turns[0].shape),
+            "a table and positions" if problem.turned else "none, as the problem says",
+            "Give them where heads are turned back.",
+        )
+    if turns is None:
+        return ()
+    table = (problem.positions, attention_rows.TABLE_WIDTH)
+    require_tensor("turns", turns[0], torch.float32, table, ALIGNMENTS_OF_TURNS[0])
+    require_tensor("positions", turns[1], torch.int64, (problem.rows,), ALIGNMENTS_OF_TURNS[1])
+    return turns
+
+
+def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
+    """Allocate what a launch writes; every byte of it is written."""
+    shape, dtype = (problem.rows, problem.columns), SCALES[problem.scales][1]
+    return Fp8Quantised(
+        torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(problem.rows, problem.blocks, dtype=dtype, device=device),
+    )
+
+
+def _pointers(form: Fp8Form, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return the pointers to values, codes, scales and turns; None becomes one that is not read."""
+    element, _, alignment = SCALES[form.scales]
+    elements = (Uint32, Uint32, element, Float32, Int64)[: len(tensors)]
+    alignments = (32, 16, alignment, *ALIGNMENTS_OF_TURNS)[: len(tensors)]
+    return tuple(map(pointer, elements, tensors, alignments))

@@ -1,0 +1,1 @@
+"""Kernels over rows: norms, rotations, mHC, router, embedding."""

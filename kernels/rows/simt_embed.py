@@ -1,0 +1,154 @@
+"""Rows of a BF16 embedding by token id, copied in 16-byte vectors.
+
+Owns one kernel source for sm_90a and sm_100a. A token belongs to a thread block, each thread has
+four vectors in flight. Ids are int32 or int64. On the GPU an id outside the table gives a row of
+zeros, the same every time; ids on the CPU are refused there and then copied, which waits.
+
+With ids on the GPU the wrapper never waits for it, so it may be captured in a graph. Refuses other
+dtypes, shapes, strides and alignments by name. Kept honest by
+suites/kernels/rows/test_simt_embed.py: compiled for every target, and on an H200 equal to indexing
+bit for bit. Shape letters: T tokens, V rows of the table, K columns.
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.rows import embed_problem as facts
+from degarble.kernels.rows.embed_problem import EmbedForm, EmbedProblem
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+WORDS = facts.VECTOR // 2
+
+
+@cute.kernel
+def embed_kernel(
+    tensors: tuple[cute.Tensor, ...], vocabulary: Int32, vectors: Int32, threads: Int32
+) -> None:
+    """Copy one token's row, or its share of one."""
+    ids, table, out = tensors
+    thread, _, _ = cute.arch.thread_idx()
+    token, across, _ = cute.arch.block_idx()
+    number = Int64(ids[token])
+    inside = (number >= 0) & (number < Int64(vocabulary))
+    first = Int32(across) * threads * facts.VECTORS_OF_THREAD + Int32(thread)
+    row, start = number * Int64(vectors), Int64(token) * Int64(vectors)
+    rVectors = cute.make_rmem_tensor(cute.make_layout((WORDS, facts.VECTORS_OF_THREAD)), Uint32)
+    rVectors.fill(0)
+    for place in cutlass.range_constexpr(facts.VECTORS_OF_THREAD):
+        vector = first + place * threads
+        if inside & (vector < vectors):
+            cute.autovec_copy(table[None, row + Int64(vector)], rVectors[None, place])
+    for place in cutlass.range_constexpr(facts.VECTORS_OF_THREAD):
+        vector = first + place * threads
+        if vector < vectors:
+            cute.autovec_copy(rVectors[None, place], out[None, start + Int64(vector)])
+
+
+@cute.jit
+def launch_embed(
+    pointers: tuple[cute.Pointer, ...], extents: tuple[Int32, ...], stream: CUstream
+) -> None:
+    """Launch on rows of the table, vectors of a row, tokens, parts of a row, and threads."""
+    vocabulary, vectors, tokens, parts, threads = extents
+    ids, table, out = pointers
+    flat = 1 << 30
+    of_vectors = cute.make_layout((WORDS, flat), stride=(1, WORDS))
+    tensors = (
+        cute.make_tensor(ids, cute.make_layout(flat)),
+        cute.make_tensor(table, of_vectors),
+        cute.make_tensor(out, of_vectors),
+    )
+    embed_kernel(tensors, vocabulary, vectors, threads).launch(
+        grid=[tokens, parts, 1],
+        block=[threads, 1, 1],
+        max_number_threads=[facts.MOST_THREADS, 1, 1],
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: EmbedForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(5))
+    arguments = (_pointers(form.ids, (None, None, None)), extents, any_stream())
+    return compile_kernel(launch_embed, arguments, TARGETS[form.target], settings)
+
+
+def embed(
+    id_T: Tensor,
+    table_VK: Tensor,
+    problem: EmbedProblem,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the rows [T, K] that the ids name, on the table's GPU; ids outside give zeros.
+
+    Ids on the CPU that lie outside are refused, the others are copied to the GPU, which waits.
+    """
+    shape = (problem.tokens, problem.columns)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=table_VK.device)
+    require_tensor("ids", id_T, DTYPES[problem.ids], (problem.tokens,), id_T.element_size())
+    table_shape = (problem.vocabulary, problem.columns)
+    require_tensor("table", table_VK, torch.bfloat16, table_shape, 16)
+    require_tensor("rows to write", out, torch.bfloat16, shape, 16)
+    if id_T.device.type == "cpu":
+        require_ids_inside(id_T, problem)
+        id_T = id_T.to(table_VK.device)
+    device = require_device((id_T, table_VK, out))
+    if problem.tokens:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, (id_T, table_VK, out))
+    return out
+
+
+def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:
+    """Refuse ids on the CPU that no row has."""
+    outside = (id_T < 0) | (id_T >= problem.vocabulary)
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        raise InvalidArgument(
+            f"id of token {at}",
+            int(id_T[at]),
+            f"0 to {problem.vocabulary - 1}, a row of the table",
+            "Use the tokenizer that belongs to the checkpoint.",
+        )
+
+
+def launch(
+    kernel: CompiledKernel, problem: EmbedProblem, tensors: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Launch on checked tensors: ids, table, rows to write."""
+    tokens, parts = facts.grid(problem)
+    extents = (problem.vocabulary, problem.vectors, tokens, parts, facts.threads(problem))
+    kernel(
+        _pointers(problem.ids, tensors),
+        tuple(Int32(extent) for extent in extents),
+        current_stream(tensors[1].device.index or 0),
+    )
+
+
+def _pointers(ids: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
+    places = zip((of_ids, (Uint32, 16), (Uint32, 16)), tensors, strict=True)
+    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -1,0 +1,182 @@
+"""Turn the last 64 values of attention's heads back, with one rounding to BF16.
+
+Owns two forms for sm_90a and sm_100a: into other memory, where the other values are copied, and
+in place, where they are neither read nor written. A thread has chunks of 16 bytes. A position
+outside of the table of turns makes the turned values NaN: seen, not hidden.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_inverse_rope.py: compiled for every target, and on an
+H200 equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width, P positions.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.latent_words import (
+    NAN,
+    WORDS,
+    load_turn,
+    put,
+    registers_of,
+    turned_words,
+    vectors,
+    words_at,
+)
+from degarble.kernels.primitives.nvfp4_words import numbers_of, store
+from degarble.kernels.rows import inverse_rope_problem as facts
+from degarble.kernels.rows.inverse_rope_problem import BackForm, BackProblem
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, turned heads
+ELEMENTS = (Uint32, Uint32, Int64, Uint32)
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes, as vectors of 16 bytes or single positions."""
+
+    heads: Any
+    turns: Any
+    positions: Any
+    out: Any
+
+
+@cute.kernel
+def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Give each thread chunks of a token: read, turn back where they are turned, store."""
+    thread, _, _ = cute.arch.thread_idx()
+    token, group, _ = cute.arch.block_idx()
+    heads, positions = extents
+    position = Int64(tensors.positions[token])
+    inside = (position >= 0) & (position < Int64(positions))
+    chunks = heads * facts.chunks_of_head(form.width, in_place=form.in_place)
+    first = Int64(token) * Int64(heads) * rows.GEOMETRIES[form.width].chunks
+    rWords = registers_of(WORDS, facts.AT_ONCE)
+    begin = Int32(group) * (facts.AT_ONCE * facts.THREADS) + Int32(thread)
+    for turn in cutlass.range_constexpr(facts.AT_ONCE):
+        chunk = begin + turn * facts.THREADS
+        if chunk < chunks:
+            place, _ = facts.place_of(chunk, form.width, in_place=form.in_place)
+            cute.autovec_copy(tensors.heads[None, first + Int64(place)], rWords[None, turn])
+    for turn in cutlass.range_constexpr(facts.AT_ONCE):
+        chunk = begin + turn * facts.THREADS
+        if chunk < chunks:
+            place, within = facts.place_of(chunk, form.width, in_place=form.in_place)
+            group = within - facts.first_turned(form.width)
+            if group >= 0:
+                rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
+                rTurn.fill(NAN)
+                if inside:
+                    load_turn(tensors.turns, rTurn, (position, group))
+                numbers = numbers_of(words_at(rWords, turn))
+                put(rWords, turn, turned_words(numbers, rTurn, back=True))
+            store(tensors.out, first + Int64(place), words_at(rWords, turn))
+
+
+@cute.jit
+def launch_back(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch on extents that are known now: heads, positions, tokens, groups of chunks."""
+    heads, positions, tokens, groups = extents
+    views = zip(pointers, (WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
+    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    back_kernel(tensors, (heads, positions), form).launch(
+        grid=[tokens, groups, 1], block=[facts.THREADS, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: BackForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    arguments = (_pointers((None,) * 4), _extents(None), form, any_stream())
+    return compile_kernel(launch_back, arguments, TARGETS[form.target], settings)
+
+
+def inverse_rope(
+    heads_THL: Tensor,
+    turns_P: Tensor,
+    positions_T: Tensor,
+    problem: BackProblem,
+    settings: CompileSettings,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return heads turned back, on their GPU: in place, into `out`, or into new memory.
+
+    `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
+    """
+    if out is None:
+        out = heads_THL if problem.in_place else torch.empty_like(heads_THL)
+    require_operands(problem, heads_THL, turns_P, positions_T, out)
+    tensors = (heads_THL, turns_P, positions_T, out)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = BackForm(problem.in_place, target_of_device(device).name, problem.width)
+        launch(compile_form(form, settings), problem, tensors)
+    return out
+
+
+def launch(kernel: CompiledKernel, problem: BackProblem, tensors: tuple[Tensor, ...]) -> None:
+    """Launch on checked tensors: heads, turns, positions, turned heads."""
+    device = tensors[0].device.index or 0
+    kernel(_pointers(tensors), _extents(problem), current_stream(device))
+
+
+def require_operands(
+    problem: BackProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
+) -> None:
+    """Refuse tensors that the kernel would misread."""
+    shape = (problem.tokens, problem.heads, problem.width)
+    of_turns = (problem.positions, rows.TABLE_WIDTH)
+    require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
+    require_tensor("turns", turns_P, torch.float32, of_turns, ALIGNMENTS[1])
+    require_tensor("positions", positions_T, torch.int64, (problem.tokens,), ALIGNMENTS[2])
+    require_tensor("turned heads", out, torch.bfloat16, shape, ALIGNMENTS[3])
+    if problem.in_place and out.data_ptr() != heads_THL.data_ptr():
+        raise InvalidArgument(
+            "turned heads",
+            "other memory than the heads",
+            "the heads themselves, in_place=True moves nothing else",
+            "Leave `out` out, or build the problem with in_place=False.",
+        )
+
+
+def _extents(problem: BackProblem | None) -> tuple[Int32, ...]:
+    """Return what a launch is told; without a problem numbers to compile with."""
+    if problem is None:
+        return tuple(Int32(1) for _ in range(4))
+    numbers = (problem.heads, problem.positions, *facts.grid(problem))
+    return tuple(Int32(number) for number in numbers)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
+    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

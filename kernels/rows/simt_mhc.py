@@ -1,0 +1,378 @@
+"""mHC without its projection: gates, Sinkhorn, collapse of four streams, and spreading out again.
+
+Owns the parts of mhc_problem in one source for sm_90a and sm_100a. Sinkhorn belongs to four lanes a
+token, each with a row; columns are summed across them. In the fused form the first thread blocks of
+a launch do that while the others collapse: these need the gates alone and make them themselves, so
+nobody waits, and what is written is bit for bit what the parts write one after the other.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_mhc.py: compiled for every target, and on an H200
+within float32 of the references, fused equal to unfused. Shape letters: T tokens, S streams, D
+width.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.approximations import exponential, inverse_root, reciprocal
+from degarble.kernels.primitives.latent_words import registers_of, vectors, words_at
+from degarble.kernels.primitives.nvfp4_words import (
+    numbers_of,
+    rounded_words,
+    store,
+)
+from degarble.kernels.rows import mhc_problem as facts
+from degarble.kernels.rows.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_optional
+from degarble.kernels.runtime.pdl import EARLY, follow
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+WORDS = CHUNK // 2  # of two BF16 in a chunk
+ALIGNMENT = 16
+
+
+class Mixing(NamedTuple):
+    """Tensors of a launch; which of them there are depends on the part, see `wanted`."""
+
+    streams: Tensor | None = None  # BF16 [T, S, D]
+    products: Tensor | None = None  # float32 [T, 24], of the head [T, 4]
+    squares: Tensor | None = None  # float32 [T]
+    base: Tensor | None = None  # float32 [24], of the head [4]
+    scale: Tensor | None = None  # float32 [3], of the head [1]
+    pre: Tensor | None = None  # float32 [T, S]
+    post: Tensor | None = None  # float32 [T, S]
+    mix: Tensor | None = None  # float32 [T, S, S]
+    layer: Tensor | None = None  # BF16 [T, D], a sublayer's output
+    out: Tensor | None = None  # BF16 [T, D], of post [T, S, D]
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+PROCESSOR = facts.Primitives(exponential, reciprocal, inverse_root)
+
+
+def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
+    """Read a vector of float32."""
+    registers = cute.make_rmem_tensor(tensor.shape[0], Float32)
+    cute.autovec_copy(tensor[None, index], registers)
+    return [Float32(registers[i]) for i in range(tensor.shape[0])]
+
+
+def factor_at(tensors: Any, token: Any, told: tuple[Any, ...]) -> Any:
+    """Return a token's norm factor."""
+    _, share, norm_epsilon, _ = told
+    return facts.norm_factor(tensors.squares[token], share, norm_epsilon, PROCESSOR)
+
+
+def logits_at(tensors: Any, place: tuple[Any, Any], scale: Any, products: int) -> list[Any]:
+    """Return four logits of a token: group 0 is pre, 1 is post, 2 to 5 are the rows of mix.
+
+    `scale` is the norm's factor and that of the group.
+    """
+    token, group = place
+    found = loaded_numbers(tensors.products, token * (products // STREAMS) + group)
+    base = loaded_numbers(tensors.base, group)
+    factor, of_group = scale
+    return [facts.logit(m, factor, of_group, b) for m, b in zip(found, base, strict=True)]
+
+
+def gates_at(tensors: Any, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
+    """Return what the streams of a token are weighted by."""
+    scale = (factor_at(tensors, token, told), tensors.scale[0])
+    logits = logits_at(tensors, (token, 0), scale, products)
+    return [ops.add_rn(facts.gate(number, PROCESSOR), told[3]) for number in logits]
+
+
+def own_logit(tensors: Any, place: tuple[Any, int, Any], factor: Any) -> Any:
+    """Return the logit of a lane's stream in group 0 or 1."""
+    token, group, stream = place
+    at = token * (facts.COEFFICIENTS // STREAMS) + group
+    product, base = Float32(tensors.products[stream, at]), Float32(tensors.base[stream, group])
+    return facts.logit(product, factor, tensors.scale[group], base)
+
+
+def of_token(row: list[Any], lane: Any) -> list[list[Any]]:
+    """Return the rows of all four lanes of a token."""
+    first = lane & ~(STREAMS - 1)
+    return [
+        [Float32(cute.arch.shuffle_sync(number, offset=first + other)) for number in row]
+        for other in range(STREAMS)
+    ]
+
+
+def own_of(numbers: list[Any], stream: Any) -> Any:
+    """Return the number of a lane's own stream."""
+    found = numbers[0]
+    for other in range(1, STREAMS):
+        found = ops.select(stream == other, numbers[other], found)
+    return found
+
+
+def put(registers: Any, numbers: list[Any]) -> None:
+    """Put four numbers into registers."""
+    for place, number in enumerate(numbers):
+        registers[place] = number
+
+
+def four(registers: Any) -> list[Any]:
+    """Return the numbers of four registers."""
+    return [Float32(registers[place]) for place in range(STREAMS)]
+
+
+@cute.jit
+def put_coefficients(
+    tensors: Any,
+    place: tuple[Any, Any, Any],
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Make a stream's post and its row of mix, and pre where the parts come one after the other.
+
+    Each lane has all powers of its token and divides all lines: no step waits for another lane.
+    """
+    wanted_token, tokens, stream = place
+    iterations, _, _, epsilon = told
+    token = ops.minimum(wanted_token, tokens - 1)  # lanes without a token take part in shuffles
+    factor = factor_at(tensors, token, told)
+    logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
+    post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
+    pre = Float32(0.0)
+    if cutlass.const_expr(form.part == "coefficients"):
+        pre = facts.gate(own_logit(tensors, (token, 0, stream), factor), PROCESSOR)
+    own = facts.softmax_row(logits, epsilon, PROCESSOR)
+    powers = of_token(own, cute.arch.lane_idx())
+    columns = [list(column) for column in zip(*powers, strict=True)]
+    rShares, rOfRows, rOfColumns, rFactors = (
+        cute.make_rmem_tensor(STREAMS, Float32) for _ in range(4)
+    )
+    rShares.fill(1.0)
+    rOfRows.fill(1.0)
+    of_columns = facts.columns_at_first(columns, epsilon)
+    put(rOfColumns, of_columns)
+    put(rFactors, facts.reciprocals(of_columns, PROCESSOR))
+    for _ in cutlass.range(1, iterations, unroll=1):
+        told_rows = (four(rFactors), four(rOfRows), epsilon)
+        of_rows, shares = facts.rows_divided(powers, told_rows, PROCESSOR)
+        put(rOfRows, of_rows)
+        put(rShares, shares)
+        told_columns = (shares, four(rOfColumns), epsilon)
+        divided = facts.columns_divided(columns, told_columns, PROCESSOR)
+        put(rOfColumns, divided[0])
+        put(rFactors, divided[1])
+    if wanted_token < tokens:
+        rMix = cute.make_rmem_tensor(STREAMS, Float32)
+        put(rMix, facts.scaled_row(own, own_of(four(rShares), stream), four(rFactors)))
+        tensors.post[stream, token] = ops.multiply_rn(post, 2.0)
+        cute.autovec_copy(rMix, tensors.mix[None, token * STREAMS + stream])
+        if cutlass.const_expr(form.part == "coefficients"):
+            tensors.pre[stream, token] = ops.add_rn(pre, epsilon)
+
+
+def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
+    """Read a chunk of each stream; `first` is that of stream 0."""
+    rWords = registers_of(WORDS, STREAMS)
+    for stream in range(STREAMS):
+        place = first + Int64(stream) * Int64(chunks)
+        cute.autovec_copy(tensors.streams[None, place], rWords[None, stream])
+    return [words_at(rWords, stream) for stream in range(STREAMS)]
+
+
+def collapsed(words: list[list[Any]], gates: list[Any]) -> list[Any]:
+    """Return the words of the weighted sum of four chunks, rounded once."""
+    numbers = [numbers_of(each) for each in words]
+    return rounded_words([facts.weighted(gates, list(each)) for each in zip(*numbers, strict=True)])
+
+
+def spread_out(tensors: Any, place: tuple[Any, Any], chunk: Any, chunks: Any) -> None:
+    """Write a chunk of every new stream of a token; place is (token, chunk of stream 0)."""
+    token, first = place
+    words = read_streams(tensors, first, chunks)
+    rLayer = registers_of(WORDS, 1)
+    own = Int64(token) * Int64(chunks) + Int64(chunk)
+    cute.autovec_copy(tensors.layer[None, own], rLayer[None, 0])
+    post = loaded_numbers(tensors.post, token)
+    mix = [loaded_numbers(tensors.mix, token * STREAMS + row) for row in range(STREAMS)]
+    numbers = [numbers_of(each) for each in (*words, words_at(rLayer, 0))]
+    for stream in range(STREAMS):
+        weights = [*(mix[row][stream] for row in range(STREAMS)), post[stream]]
+        made = [facts.weighted(weights, list(each)) for each in zip(*numbers, strict=True)]
+        store(tensors.out, first + Int64(stream) * Int64(chunks), rounded_words(made))
+
+
+@cute.kernel
+def mhc_kernel(
+    tensors: Any,
+    extents: tuple[Any, ...],
+    told: tuple[Any, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Make coefficients in the first thread blocks, go over the streams in the others."""
+    follow()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    thread, block = Int32(thread), Int32(block)
+    tokens, leading, groups, chunks = extents
+    if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
+        if block < leading:
+            lane = block * facts.THREADS + thread
+            place = (lane // STREAMS, tokens, lane % STREAMS)
+            put_coefficients(tensors, place, told, form)
+    if cutlass.const_expr(form.touches_streams):
+        turn = Uint32(block - leading)
+        of_token = Int32(turn // Uint32(groups))
+        chunk = Int32(turn % Uint32(groups)) * facts.THREADS + thread
+        if (block >= leading) & (chunk < chunks):
+            first = Int64(of_token) * STREAMS * Int64(chunks) + Int64(chunk)
+            if cutlass.const_expr(form.part == facts.SPREADS_OUT):
+                spread_out(tensors, (of_token, first), chunk, chunks)
+            else:
+                words = read_streams(tensors, first, chunks)
+                if cutlass.const_expr(form.part == "collapse"):
+                    gates = loaded_numbers(tensors.pre, of_token)
+                else:
+                    products = STREAMS if form.part == "head" else facts.COEFFICIENTS
+                    gates = gates_at(tensors, of_token, told, products)
+                own = Int64(of_token) * Int64(chunks) + Int64(chunk)
+                store(tensors.out, own, collapsed(words, gates))
+
+
+@cute.jit
+def launch_mhc(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a part: tokens, blocks of coefficients, groups, chunks, iterations, thread blocks."""
+    sizes = (WORDS, STREAMS, 0, STREAMS, 0, STREAMS, STREAMS, STREAMS, WORDS, WORDS)
+    views = zip(pointers, sizes, strict=True)
+    tensors = Mixing(*(vectors(address, words) for address, words in views))
+    tokens, leading, groups, chunks, iterations, blocks = extents
+    told = (iterations, *numbers)
+    mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
+        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], use_pdl=EARLY, stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a part; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(6))
+    numbers = tuple(Float32(1e-6) for _ in range(3))
+    arguments = (_pointers(Mixing()), extents, numbers, form, any_stream())
+    return compile_kernel(launch_mhc, arguments, TARGETS[form.target], settings)
+
+
+def mhc(tensors: Mixing, problem: MixProblem, settings: CompileSettings) -> Mixing:
+    """Do a part on its GPU; outputs that are not given are allocated.
+
+    For `post`, `out` may be the streams themselves.
+    """
+    tensors = with_outputs(tensors, problem)
+    require_operands(problem, tensors)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = MixForm(problem.part, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return tensors
+
+
+def launch(kernel: CompiledKernel, problem: MixProblem, tensors: Mixing) -> None:
+    """Launch on checked tensors."""
+    device = next(tensor for tensor in tensors if tensor is not None).device.index or 0
+    extents = (
+        problem.tokens,
+        facts.leading_blocks(problem),
+        facts.groups_of_chunks(problem),
+        problem.width // CHUNK,
+        problem.iterations,
+        facts.grid(problem),
+    )
+    numbers = (1.0 / (STREAMS * problem.width), problem.norm_epsilon, problem.epsilon)
+    told = tuple(Int32(extent) for extent in extents), tuple(Float32(each) for each in numbers)
+    kernel(_pointers(tensors), *told, current_stream(device))
+
+
+def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor that a part has."""
+    tokens, width, products = problem.tokens, problem.width, problem.products
+    scales = 1 if problem.part == "head" else 3
+    known = {
+        "streams": (torch.bfloat16, (tokens, STREAMS, width)),
+        "products": (torch.float32, (tokens, products)),
+        "squares": (torch.float32, (tokens,)),
+        "base": (torch.float32, (products,)),
+        "scale": (torch.float32, (scales,)),
+        "pre": (torch.float32, (tokens, STREAMS)),
+        "post": (torch.float32, (tokens, STREAMS)),
+        "mix": (torch.float32, (tokens, STREAMS, STREAMS)),
+        "layer": (torch.bfloat16, (tokens, width)),
+        "out": (torch.bfloat16, (tokens, width)),
+    }
+    if problem.part == facts.SPREADS_OUT:
+        known["out"] = known["streams"]
+    projected = ("products", "squares", "base", "scale")
+    has = {
+        "all": ("streams", *projected, "post", "mix", "out"),
+        "coefficients": (*projected, "pre", "post", "mix"),
+        "collapse": ("streams", "pre", "out"),
+        "head": ("streams", *projected, "out"),
+        facts.SPREADS_OUT: ("streams", "post", "mix", "layer", "out"),
+    }[problem.part]
+    return {name: known[name] for name in has}
+
+
+def with_outputs(tensors: Mixing, problem: MixProblem) -> Mixing:
+    """Allocate the outputs of a part that are not given."""
+    written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
+    missing = [
+        name for name in written.get(problem.part, ("out",)) if getattr(tensors, name) is None
+    ]
+    given = next((tensor for tensor in tensors if tensor is not None), None)
+    device = None if given is None else given.device
+    kinds = wanted(problem)
+    made = {
+        name: torch.empty(kinds[name][1], dtype=kinds[name][0], device=device) for name in missing
+    }
+    return tensors._replace(**made)
+
+
+def require_operands(problem: MixProblem, tensors: Mixing) -> None:
+    """Refuse tensors that the kernel would misread."""
+    kinds = wanted(problem)
+    for name, tensor in tensors._asdict().items():
+        alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
+        kind = (*kinds.get(name, (torch.float32, ())), alignment)
+        remedy = f"The part {problem.part!r} has {', '.join(kinds)}."
+        require_optional(name, tensor, kind, present=name in kinds, remedy=remedy)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    elements = (Uint32, *[Float32] * 7, Uint32, Uint32)
+    small = {Mixing._fields.index(name) for name in ("squares", "scale")}
+    return tuple(
+        pointer(element, tensor, 4 if place in small else ALIGNMENT)
+        for place, (element, tensor) in enumerate(zip(elements, tensors, strict=True))
+    )

@@ -1,0 +1,536 @@
+"""Project four streams onto mHC's coefficients and sum their squares, in one pass over them.
+
+Owns one kernel source for sm_90a and sm_100a, on mma.sync and a ring of stages in shared memory. A
+lane's 16 bytes of a row of streams and of the split weight are operands of two steps as they are,
+because K may be summed in any order. The three BF16 parts of the weight make products exact, so the
+result is that of float32 sums. A second, small kernel adds partial sums in a stated order: bits
+depend on nothing but a token's streams and the weight.
+
+`mhc_project` gives products [T, 24] (the head's [T, 4]) and squares [T]: what simt_mhc reads.
+`mhc_pre` is both: streams in, collapsed input, post and mix out. Wrappers check and launch, never
+wait for the GPU, and may be captured. Refuse other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_mhc_project.py. Shape letters as in
+mhc_projection_problem.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.latent_words import vectors
+from degarble.kernels.primitives.nvfp4_words import numbers_of
+from degarble.kernels.rows import mhc_projection_problem as facts
+from degarble.kernels.rows import simt_mhc
+from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.rows.mhc_projection_problem import (
+    LINE,
+    PARTS,
+    ROW_BYTES,
+    ROWS_OF_TILE,
+    SQUARES,
+    STAGES,
+    STEP,
+    TILE,
+    Cut,
+    ProjectForm,
+    ProjectProblem,
+)
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+WORDS = 4  # of a lane's 16 bytes
+QUAD = 4  # lanes that share a row
+OF_TILE = 4  # sums of a lane in a tile of 16 x 8
+EXTENTS = 7  # numbers that a launch is told
+ADDING_WARPS = 4  # of a thread block, a token each
+CHUNKS = ROW_BYTES // 16  # of a row of a stage
+NAMES = ("streams", "weight", "partial sums", "products", "squares")
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernels read and write: bytes, pairs of float32, float32."""
+
+    streams: Any
+    weight: Any
+    pairs: Any
+    partials: Any
+    products: Any
+    squares: Any
+
+
+class Feed(NamedTuple):
+    """What a thread fetches of every stage: one chunk of every sixteenth row or so.
+
+    Addresses of its first row of streams and of the weight at step 0, bytes from row to row of
+    either, its row and chunk, where that lies in shared memory, tokens left, chunks of a row.
+    """
+
+    streams: Any
+    weight: Any
+    to_next: Any
+    row: Any
+    chunk: Any
+    shared: Any
+    left: Any
+    of_row: Any
+
+
+def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+    """Return a lane's four sums with the products of sixteen values of K added."""
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+    )
+    made = cute.arch.inline_ptx(
+        text, write_only_types=[Float32] * OF_TILE, read_only_args=[*a, *b, *sums]
+    )
+    return list(made)
+
+
+def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm) -> Feed:
+    """Return what a thread fetches; `told` is first token of the block, tokens, chunks of a row."""
+    first, tokens, of_row = told
+    thread, _, _ = cute.arch.thread_idx()
+    row, chunk = Int32(thread) // CHUNKS, Int32(thread) % CHUNKS
+    streams, weight = (each.iterator.toint() for each in (tensors.streams, tensors.weight))
+    own, of_weight = (
+        (Int64(each) * Int64(of_row) + Int64(chunk)) * 16 for each in (first + row, row)
+    )
+    at = base + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
+    apart = Int64(of_row) * (16 * form.rows_at_once)
+    return Feed(
+        streams + own, weight + of_weight, apart, row, chunk, at, tokens - first - row, of_row
+    )
+
+
+@cute.jit
+def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Have a stage fetched: place is step of K and slot of the ring; behind K and tokens zeros.
+
+    A chunk lies at the same place in all rows of a thread where they are eight apart; of rows four
+    apart every other one has it 64 bytes from there.
+    """
+    step, slot = place
+    other = 64 if form.rows_at_once % TILE else 0
+    inside = step * CHUNKS + feed.chunk < feed.of_row
+    to = feed.shared + slot * (form.stage_rows * ROW_BYTES)
+    address = feed.streams + Int64(step) * ROW_BYTES
+    for turn in cutlass.range_constexpr(form.tokens_of_block // form.rows_at_once):
+        row = turn * form.rows_at_once
+        fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside & (feed.left > row))
+        address = address + feed.to_next
+    to = to + form.tokens_of_block * ROW_BYTES
+    address = feed.weight + Int64(step) * ROW_BYTES
+    rows = PARTS * form.tiles * TILE
+    for turn in cutlass.range_constexpr(-(-rows // form.rows_at_once)):
+        row = turn * form.rows_at_once
+        if cutlass.const_expr(row + form.rows_at_once <= rows):  # noqa: SIM114  known in tracing
+            fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside)
+        elif feed.row < rows - row:
+            fetch((to + row * ROW_BYTES) ^ (turn % 2 * other), address, inside)
+        address = address + feed.to_next
+
+
+def fetch(to: Any, address: Any, wanted: Any) -> None:
+    """Copy 16 bytes into shared memory, or zeros."""
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    size = ops.select(wanted, Int32(16), Int32(0))
+    cute.arch.inline_ptx(text, read_only_args=[to, address, size])
+
+
+def matrices(address: Any) -> list[Any]:
+    """Read four matrices of eight rows of 16 bytes, a row a lane; a lane gets a word of each."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    made = cute.arch.inline_ptx(text, write_only_types=[Uint32] * WORDS, read_only_args=[address])
+    return list(made)
+
+
+def place_of_lane(row: Any, chunk: Any) -> Any:
+    """Return where a lane's row of a matrix begins, in bytes."""
+    return row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
+
+
+@cute.jit
+def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+    """Add the products and squares of a stage whose rows begin at `base`.
+
+    Of streams four matrices are sixteen tokens by sixteen values of K, as an instruction has them;
+    of the weight they are eight rows by 32 values.
+    """
+    rSums, rSquares = registers
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    own = base + warp * (form.tokens_of_warp * ROW_BYTES)
+    weights = base + form.tokens_of_block * ROW_BYTES
+    for half in cutlass.range_constexpr(STEP // 32):
+        of_weight = weights + place_of_lane(lane % TILE, half * QUAD + lane // TILE)
+        streams: list[list[Any]] = []
+        for quarter in cutlass.range_constexpr(2):
+            chunk = half * QUAD + quarter * 2 + lane // ROWS_OF_TILE
+            of_lane = own + place_of_lane(lane % ROWS_OF_TILE, chunk)
+            tiles = range(form.tokens_of_warp // ROWS_OF_TILE)
+            streams.append([matrices(of_lane + t * (ROWS_OF_TILE * ROW_BYTES)) for t in tiles])
+        add_squares(streams, rSquares)
+        for part in cutlass.range_constexpr(PARTS - 1, -1, -1):  # the smallest first
+            add_part(of_weight, (rSums, streams), part, form)
+
+
+@cute.jit
+def add_squares(streams: list[list[Any]], rSquares: Any) -> None:
+    """Add the squares of what a lane holds: of every tile two tokens, each in two words of four."""
+    for each in cutlass.range_constexpr(cute.size(rSquares)):
+        total = Float32(rSquares[each])
+        for of_quarter in streams:
+            for number in numbers_of(of_quarter[each // 2][each % 2 :: 2]):
+                total = ops.fma_rn(number, number, total)
+        rSquares[each] = total
+
+
+@cute.jit
+def add_part(
+    of_weight: Any, operands: tuple[Any, Any], part: cutlass.Constexpr, form: cutlass.Constexpr
+) -> None:
+    """Add 32 values of K against one part of the weight.
+
+    Instructions of one sum wait for each other, so those of all sums take turns.
+    """
+    rSums, streams = operands
+    first = part * form.tiles
+    weights = [
+        matrices(of_weight + (first + tile) * (TILE * ROW_BYTES)) for tile in range(form.tiles)
+    ]
+    for quarter in cutlass.range_constexpr(2):
+        for tile in cutlass.range_constexpr(form.tiles):
+            for high in cutlass.range_constexpr(form.tokens_of_warp // ROWS_OF_TILE):
+                b = weights[tile][2 * quarter : 2 * quarter + 2]
+                sums = [Float32(rSums[i, tile, high]) for i in range(OF_TILE)]
+                sums = multiplied(sums, streams[quarter][high], b)
+                for i in cutlass.range_constexpr(OF_TILE):
+                    rSums[i, tile, high] = sums[i]
+
+
+@cute.jit
+def add_piece(whole: tuple[Any, Any], piece: tuple[Any, Any]) -> None:
+    """Add a piece's sums and squares to the whole, and clear them."""
+    for number, total in zip(piece[0:1], whole[0:1], strict=True):
+        for i in cutlass.range_constexpr(cute.size(number)):
+            total[i] = ops.add_rn(Float32(total[i]), Float32(number[i]))
+        number.fill(0.0)
+    for each in cutlass.range_constexpr(cute.size(piece[1])):
+        found = Float32(piece[1][each])
+        for distance in (1, 2):
+            found = ops.add_rn(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+        whole[1][each] = ops.add_rn(Float32(whole[1][each]), found)
+    piece[1].fill(0.0)
+
+
+@cute.jit
+def add_group(span: tuple[Any, Any], group: tuple[Any, Any]) -> None:
+    """Add a group's sums and squares to its span's, and clear them."""
+    for whole, part in zip(span, group, strict=True):
+        for i in cutlass.range_constexpr(cute.size(whole)):
+            whole[i] = ops.add_rn(Float32(whole[i]), Float32(part[i]))
+        part.fill(0.0)
+
+
+@cute.kernel
+def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Sum a piece of K, a group of pieces, or a span of groups for a thread block's tokens."""
+    follow()
+    part, block, _ = cute.arch.block_idx()
+    tokens, of_row, steps, per_piece, per_group, partials = extents
+    part = Int32(part)
+    first = Int32(block) * form.tokens_of_block
+    memory = cutlass.memory.SmemAllocator()
+    ring = memory.allocate_tensor(Uint32, cute.make_layout(form.shared_bytes // 4), 128)
+    base = Int32(ring.iterator.toint())
+    feed = feed_of(tensors, base, (first, tokens, of_row), form)
+    shape = cute.make_layout((OF_TILE, form.tiles, form.tokens_of_warp // ROWS_OF_TILE))
+    rows = form.tokens_of_warp // 8
+    piece, group, span = (
+        (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(rows, Float32))
+        for _ in range(3)
+    )
+    for sums in (piece, group, span):
+        sums[0].fill(0.0)
+        sums[1].fill(0.0)
+    of_group = per_piece * (1 if form.lines == "pieces" else per_group)
+    of_part = of_group * (facts.SPAN if form.lines == "spans" else 1)
+    begin = part * of_part
+    count = ops.minimum(begin + of_part, steps) - begin
+    piece_end, group_end = per_piece, of_group
+    for ahead in cutlass.range_constexpr(STAGES - 1):
+        if ahead < count:
+            ask(feed, (begin + ahead, Int32(ahead)), form)
+        cute.arch.cp_async_commit_group()
+    for number in cutlass.range(count, unroll=1):
+        cute.arch.cp_async_wait_group(STAGES - 2)
+        cute.arch.sync_threads()
+        following = number + STAGES - 1
+        if following < count:
+            ask(feed, (begin + following, following % STAGES), form)
+        cute.arch.cp_async_commit_group()
+        stage = base + number % STAGES * (form.stage_rows * ROW_BYTES)
+        add_stage(stage, piece, form)
+        if (number + 1 == piece_end) | (number + 1 == count):
+            add_piece(group, piece)
+            piece_end = piece_end + per_piece
+        if cutlass.const_expr(form.lines == "spans"):  # noqa: SIM102  known in tracing
+            if (number + 1 == group_end) | (number + 1 == count):
+                add_group(span, group)
+                group_end = group_end + of_group
+    made = span if form.lines == "spans" else group
+    store_sums(tensors, made, (part, partials, tokens, first), form)
+
+
+@cute.jit
+def store_sums(
+    tensors: Tensors,
+    registers: tuple[Any, Any],
+    place: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Leave a warp's partial sums; place is part, parts, tokens, first token of the block."""
+    rWhole, rSquares = registers
+    part, partials, tokens, first = place
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    of_lane, in_quad = lane // QUAD, lane % QUAD
+    for each in cutlass.range_constexpr(form.tokens_of_warp // 8):
+        token = first + warp * form.tokens_of_warp + of_lane + each * 8
+        if token < tokens:
+            line = Int64(token) * Int64(partials) + Int64(part)
+            for tile in cutlass.range_constexpr(form.tiles):
+                rPair = cute.make_rmem_tensor(2, Float32)
+                for i in cutlass.range_constexpr(2):
+                    rPair[i] = rWhole[each % 2 * 2 + i, tile, each // 2]
+                at = line * (LINE // 2) + (tile * (TILE // 2) + in_quad)
+                cute.autovec_copy(rPair, tensors.pairs[None, at])
+            if in_quad == 0:
+                tensors.partials[line * LINE + SQUARES] = rSquares[each]
+
+
+@cute.kernel
+def add_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+    """Add a token's partial sums, a lane a column; where they are pieces each group has a warp."""
+    wait_for_front()
+    let_follow()
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    tokens, per_group, partials = extents
+    lane, warp = Int32(thread) % 32, Int32(thread) // 32
+    if cutlass.const_expr(form.lines == "pieces"):
+        shared = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((LINE, facts.MOST_GROUPS)), 16
+        )
+        first = warp * per_group
+        between = (first, ops.minimum(first + per_group, partials))
+        place = (Int32(block), lane, partials)
+        shared[lane, warp] = in_turn(lines_of(tensors, place, between, facts.MOST_IN_GROUP))
+        cute.arch.sync_threads()
+        if warp == 0:
+            groups = [Float32(shared[lane, group]) for group in range(facts.MOST_GROUPS)]
+            store_whole(tensors, Int32(block), lane, in_spans(groups), form)
+    else:
+        token = Int32(block) * ADDING_WARPS + warp
+        if token < tokens:
+            most = facts.MOST_SPANS if form.lines == "spans" else facts.MOST_GROUPS
+            lines = lines_of(tensors, (token, lane, partials), (Int32(0), partials), most)
+            whole = in_turn(lines) if form.lines == "spans" else in_spans(lines)
+            store_whole(tensors, token, lane, whole, form)
+
+
+def lines_of(
+    tensors: Tensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
+) -> list[Any]:
+    """Return some partial sums of a column, and zeros up to as many as there may be."""
+    token, lane, partials = place
+    first, end = between
+    line = Int64(token) * Int64(partials) * LINE + Int64(lane)
+    found = []
+    for number in range(most):
+        at = ops.maximum(ops.minimum(first + number, end - 1), 0)
+        found.append(Float32(tensors.partials[line + Int64(at) * LINE]))
+    return [
+        ops.select(first + number < end, each, Float32(0.0)) for number, each in enumerate(found)
+    ]
+
+
+def in_turn(numbers: list[Any]) -> Any:
+    """Return a sum, from zero on; a zero that stands for nothing changes no bit of it."""
+    whole = Float32(0.0)
+    for number in numbers:
+        whole = ops.add_rn(whole, number)
+    return whole
+
+
+def in_spans(groups: list[Any]) -> Any:
+    """Return the sum of groups: each span in turn, then spans in turn."""
+    spans = [groups[at : at + facts.SPAN] for at in range(0, len(groups), facts.SPAN)]
+    return in_turn([in_turn(span) for span in spans])
+
+
+@cute.jit
+def store_whole(
+    tensors: Tensors, token: Any, lane: Any, whole: Any, form: cutlass.Constexpr
+) -> None:
+    """Leave a column of a token: a product, or the sum of squares."""
+    products = facts.WEIGHTS[form.kind]
+    if lane < products:
+        tensors.products[Int64(token) * products + Int64(lane)] = whole
+    if lane == SQUARES:
+        tensors.squares[token] = whole
+
+
+@cute.jit
+def launch_project(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch both: tokens, vectors of a row, steps, per piece, per group, the grid of the first."""
+    streams, weight, partials, products, squares = pointers
+    sizes = (0, 0, 2, 0, 0, 0)
+    views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
+    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
+    told = (tokens, of_row, steps, per_piece, per_group, parts)
+    project_kernel(tensors, told, form).launch(
+        grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], use_pdl=EARLY, stream=stream
+    )
+    by_piece = form.lines == "pieces"
+    warps = facts.MOST_GROUPS if by_piece else ADDING_WARPS
+    adding = tokens if by_piece else (tokens + (ADDING_WARPS - 1)) // ADDING_WARPS
+    add_kernel(tensors, (tokens, per_group, parts), form).launch(
+        grid=[adding, 1, 1], block=[32 * warps, 1, 1], use_pdl=True, stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """mHC's parameters of a sublayer, or of the head: `split_weight(fn)`, base and scale."""
+
+    split: Tensor  # BF16 [3, N padded, 4 D]
+    base: Tensor  # float32 [24], of the head [4]
+    scale: Tensor  # float32 [3], of the head [1]
+
+
+@cache
+def compile_form(form: ProjectForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(EXTENTS))
+    arguments = (_pointers((None,) * 5), extents, form, any_stream())
+    return compile_kernel(launch_project, arguments, TARGETS[form.target], settings)
+
+
+def mhc_project(
+    streams_TSD: Tensor,
+    split_NK: Tensor,
+    problem: ProjectProblem,
+    settings: CompileSettings,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return products [T, 24 or 4] and sums of squares [T], both float32.
+
+    `split_NK` is split_weight of the weight. `out` takes partial sums, products and squares.
+    """
+    out = empty_outputs(problem, streams_TSD.device) if out is None else out
+    require_operands(problem, streams_TSD, split_NK, out)
+    tensors = (streams_TSD, split_NK, *out)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), form, problem, tensors)
+    return out[1], out[2]
+
+
+def mhc_pre(
+    streams_TSD: Tensor, weights: Weights, problem: MixProblem, settings: CompileSettings
+) -> simt_mhc.Mixing:
+    """Project and mix: out [T, D], post and mix of a layer (part "all"), or out of the "head".
+
+    Bit for bit what mhc_project and the parts of simt_mhc give one after the other.
+    """
+    if problem.part not in {"all", "head", "coefficients"}:
+        raise InvalidArgument(
+            "part of mHC behind a projection", problem.part, "all, head or coefficients",
+            "The other parts read no products: call simt_mhc.mhc.",
+        )  # fmt: skip
+    kind = "head" if problem.part == "head" else "layer"
+    projected = ProjectProblem(problem.tokens, problem.width, kind)
+    products, squares = mhc_project(streams_TSD, weights.split, projected, settings)
+    streams = None if problem.part == "coefficients" else streams_TSD
+    given = simt_mhc.Mixing(streams, products, squares, weights.base, weights.scale)
+    return simt_mhc.mhc(given, problem, settings)
+
+
+def launch(
+    kernel: CompiledKernel, form: ProjectForm, problem: ProjectProblem, tensors: Sequence[Tensor]
+) -> None:
+    """Launch on checked tensors: streams, weight, partial sums, products, squares."""
+    kernel(
+        _pointers(tensors), _extents(problem, form), current_stream(tensors[0].device.index or 0)
+    )
+
+
+def _extents(problem: ProjectProblem, form: ProjectForm) -> tuple[Any, ...]:
+    """Return tokens, vectors of a row, how K is cut, and the grid."""
+    cut = Cut(problem.inner)
+    numbers = (problem.tokens, problem.inner // 8, cut.steps, cut.per_piece, cut.per_group)
+    return tuple(Int32(number) for number in (*numbers, *facts.grid(problem, form)))
+
+
+def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate partial sums, products and squares."""
+    shapes = ((problem.tokens, problem.partials, LINE), (problem.tokens, problem.products))
+    partials, products = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
+    return partials, products, products.new_empty(problem.tokens)
+
+
+def require_operands(
+    problem: ProjectProblem, streams_TSD: Tensor, split_NK: Tensor, out: tuple[Tensor, ...]
+) -> None:
+    """Refuse tensors that the kernels would misread."""
+    tokens, parts = problem.tokens, (problem.partials, LINE)
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
+        (torch.bfloat16, (tokens, STREAMS, problem.width), 16),
+        (torch.bfloat16, (PARTS, problem.weight_rows, problem.inner), 16),
+        (torch.float32, (tokens, *parts), 16),
+        (torch.float32, (tokens, problem.products), 16),
+        (torch.float32, (tokens,), 4),
+    )
+    for name, tensor, kind in zip(NAMES, (streams_TSD, split_NK, *out), shapes, strict=True):
+        dtype, shape, alignment = kind
+        require_tensor(name, tensor, dtype, shape, alignment)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    kinds = ((Uint32, 16), (Uint32, 16), (Float32, 16), (Float32, 16), (Float32, 4))
+    return tuple(
+        pointer(element, tensor, alignment)
+        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
+    )

@@ -1,0 +1,282 @@
+"""Add a residual to BF16 rows and norm the sum: V3.2's step between two sublayers, in one launch.
+
+Owns the forms of ResidualForm: weight BF16 or float32; the float32 sum is normed, or the stored
+one. A thread block holds a row, a warp where it is at most 1,024 wide; x and residual are read
+once, while the row before is worked on. Sum and normed values are written; the sum may take the
+place of the residual, and the normed values that of x.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_residual_norm.py: compiled for every target, and on an
+H200 equal to the stated order, and to an addition and simt_rmsnorm, bit for bit. Letters: M rows, K
+columns.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.nvfp4_words import (
+    WORDS,
+    emit,
+    numbers_of,
+    rounded_words,
+    square_root,
+    store,
+    warp_folded,
+    words_of,
+)
+from degarble.kernels.primitives.quantise_problem import BLOCK
+from degarble.kernels.rows import residual_problem as facts
+from degarble.kernels.rows import rmsnorm_problem as norms
+from degarble.kernels.rows.residual_problem import ResidualForm, ResidualProblem
+from degarble.kernels.rows.rmsnorm_problem import LANES, MOST_WARPS, SLOTS
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    DTYPES,
+    pointer,
+    processors_of,
+    require_device,
+    require_tensor,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+ALIGNMENT = 32
+FLAT = 1 << 30
+
+
+class Summed(NamedTuple):
+    """What a launch writes: normed values [M, K] and the stored sum [M, K], both BF16."""
+
+    normed: Tensor
+    total: Tensor
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes, as blocks: [words of a block, blocks]."""
+
+    values: Any
+    residual: Any
+    weight: Any
+    normed: Any
+    total: Any
+
+
+def weights_of(registers: Any, slot: int, form: ResidualForm) -> list[Any]:
+    """Return the float32 weights of a block."""
+    words = words_of(registers[None, slot])
+    if form.weight == "fp32":
+        return [ops.number_of(word) for word in words]
+    return numbers_of(again(words))
+
+
+def sums_of(rValues: Any, rResidual: Any, slot: int) -> list[Any]:
+    """Return the float32 sums of a block."""
+    pair = (numbers_of(words_of(each[None, slot])) for each in (rValues, rResidual))
+    return [ops.add_rn(number, other) for number, other in zip(*pair, strict=True)]
+
+
+def folded_over_warps(number: Any) -> Any:
+    """Fold a number over each half of a warp: sixteen warps' sums stand there, twice."""
+    for distance in (8, 4, 2, 1):
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    return number
+
+
+def again(words: list[Any]) -> list[Any]:
+    """Return words that the compiler does not know: what is unpacked twice is not kept instead."""
+    return [emit("mov.b32 {$w0}, {$r0};", Uint32, word) for word in words]
+
+
+@cute.jit
+def read(tensors: Tensors, ahead: tuple[Any, Any], place: Any, slot: cutlass.Constexpr) -> None:
+    """Read a block of both operands."""
+    cute.autovec_copy(tensors.values[None, place], ahead[0][None, slot])
+    cute.autovec_copy(tensors.residual[None, place], ahead[1][None, slot])
+
+
+@cute.kernel
+def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
+    tensors: Tensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
+) -> None:
+    """Walk down the rows: read both, add, sum squares, norm, write both."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    rows, blocks, lanes = extents
+    blocks, lanes, thread = Uint32(blocks), Uint32(lanes), Uint32(thread)
+    lane, warp = thread % LANES, thread // LANES
+    lane_block = lane if cutlass.const_expr(form.narrow) else thread
+    first, step = Int32(first), Int32(step)
+    if cutlass.const_expr(form.narrow):
+        first = first * norms.NARROW_WARPS + Int32(warp)
+        step = step * norms.NARROW_WARPS
+
+    allocator = cutlass.memory.SmemAllocator()
+    # Of two turns, so that one barrier a turn is enough; absent warps stay 0.
+    sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
+    if cutlass.const_expr(not form.narrow):
+        if thread < 2 * MOST_WARPS:
+            sSums[thread] = Float32(0.0)
+        cute.arch.sync_threads()
+
+    of_weight = BLOCK if form.weight == "fp32" else WORDS
+    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS)), Uint32)
+    rWeight.fill(0)
+    layout = cute.make_layout((WORDS, SLOTS))
+    rAhead = (cute.make_rmem_tensor(layout, Uint32), cute.make_rmem_tensor(layout, Uint32))
+    for part in rAhead:
+        part.fill(0)
+    for slot in cutlass.range_constexpr(SLOTS):
+        block = lane_block + slot * lanes
+        if block < blocks:
+            if cutlass.const_expr(form.weight != "fp32"):
+                cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
+            if first < rows:
+                read(tensors, rAhead, Int64(first) * Int64(blocks) + Int64(block), slot)
+
+    turn = Uint32(0)
+    for row in cutlass.range(first, rows, step, unroll=1):
+        start = Int64(row) * Int64(blocks) + Int64(lane_block)
+        sums = [sums_of(*rAhead, slot) for slot in range(SLOTS)]
+        for part in rAhead:
+            part.fill(0)
+        for slot in cutlass.range_constexpr(SLOTS):
+            if (row + step < rows) & (lane_block + slot * lanes < blocks):
+                place = start + Int64(step) * Int64(blocks) + Int64(slot * lanes)
+                read(tensors, rAhead, place, slot)
+
+        held = []  # of each block: its sums, or the words of the stored ones
+        for slot in cutlass.range_constexpr(SLOTS):
+            stored = rounded_words(sums[slot])
+            if lane_block + slot * lanes < blocks:
+                store(tensors.total, start + Int64(slot * lanes), stored)
+            held.append(again(stored) if form.rounded else sums[slot])
+        sums = [numbers_of(each) if form.rounded else each for each in held]
+        total = warp_folded(ops.add_rn(*(norms.sum_of_squares(each) for each in sums)))
+        if cutlass.const_expr(not form.narrow):
+            if lane == 0:
+                sSums[warp, turn] = total
+            cute.arch.sync_threads()
+            total = folded_over_warps(Float32(sSums[lane % MOST_WARPS, turn]))
+            turn = 1 - turn
+        columns = Float32(Int32(blocks * BLOCK))
+        factor = norms.factor_of(total, columns, epsilon, square_root)
+
+        for slot in cutlass.range_constexpr(SLOTS):
+            place = start + Int64(slot * lanes)
+            if lane_block + slot * lanes < blocks:
+                if cutlass.const_expr(form.weight == "fp32"):
+                    block = lane_block + slot * lanes
+                    cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
+                numbers = numbers_of(again(held[slot])) if form.rounded else held[slot]
+                pairs = zip(numbers, weights_of(rWeight, slot, form), strict=True)
+                made = [norms.normed(number, weight, factor) for number, weight in pairs]
+                store(tensors.normed, place, rounded_words(made))
+
+
+@cute.jit
+def launch_residual(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: rows, blocks, lanes of a row, threads, thread blocks."""
+    rows, blocks, lanes, threads, walkers = extents
+    of_weight = BLOCK if form.weight == "fp32" else WORDS
+    views = zip(pointers, (WORDS, WORDS, of_weight, WORDS, WORDS), strict=True)
+    tensors = Tensors(
+        *(
+            cute.make_tensor(each, cute.make_layout((words, FLAT), stride=(1, words)))
+            for each, words in views
+        )
+    )
+    residual_kernel(tensors, (rows, blocks, lanes), epsilon, form).launch(
+        grid=[walkers, 1, 1],
+        block=[threads, 1, 1],
+        max_number_threads=[facts.threads_declared(), 1, 1],
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: ResidualForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(5))
+    arguments = (_pointers((None,) * 5), extents, Float32(1e-6), form, any_stream())
+    return compile_kernel(launch_residual, arguments, TARGETS[form.target], settings)
+
+
+def residual_norm(
+    values_MK: Tensor,
+    residual_MK: Tensor,
+    weight_K: Tensor,
+    problem: ResidualProblem,
+    settings: CompileSettings,
+    *,
+    out: Summed | None = None,
+) -> Summed:
+    """Add BF16 rows and norm their sums, on their GPU."""
+    out = out or empty_outputs(problem, values_MK.device)
+    tensors = (values_MK, residual_MK, weight_K, *out)
+    require_operands(problem, tensors)
+    device = require_device(tensors)
+    if problem.rows:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return out
+
+
+def launch(kernel: CompiledKernel, problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
+    """Launch on checked tensors: values, residual, weight, normed values, stored sum."""
+    device = tensors[0].device.index or 0
+    walkers = facts.grid(problem, facts.choose_tactic(problem), processors_of(device))
+    norm = problem.norm
+    lanes = norms.lanes_of_row(norm.columns)
+    extents = (norm.rows, norm.blocks, lanes, norms.threads(norm), walkers)
+    numbers = tuple(Int32(extent) for extent in extents)
+    kernel(_pointers(tensors), numbers, Float32(problem.epsilon), current_stream(device))
+
+
+def empty_outputs(problem: ResidualProblem, device: torch.device) -> Summed:
+    """Allocate what a launch writes; every byte of it is written."""
+    shape = (problem.rows, problem.columns)
+    return Summed(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+
+
+def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that the kernel would misread."""
+    shape, of_weight = (problem.rows, problem.columns), (problem.columns,)
+    names = ("values", "residual", "weight", "normed values", "stored sum")
+    for name, tensor in zip(names, tensors, strict=True):
+        if name == "weight":
+            kind = DTYPES[problem.weight]
+            require_tensor(name, tensor, kind, of_weight, ALIGNMENT)
+        else:
+            require_tensor(name, tensor, torch.bfloat16, shape, ALIGNMENT)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    return tuple(pointer(Uint32, tensor, ALIGNMENT) for tensor in tensors)

@@ -1,0 +1,366 @@
+"""RMSNorm of BF16 rows, and RMSNorm in front of the NVFP4 quantiser, in one kernel source.
+
+Owns the forms of NormForm: weight BF16 or float32; normed BF16 values, or NVFP4 codes and scales of
+exactly those values, or both. A thread block holds a row, a warp where it is at most 1,024 wide; it
+is read once, while the row before is worked on, and stays in registers. A lane has two blocks of 16
+values, the same ones all the way down: BF16 weights stay in registers too. The arithmetic is that
+of rmsnorm_problem, the words are those of the quantiser.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_rmsnorm.py: compiled for every target, and on an H200
+equal to the stated order bit for bit. Shape letters: M rows, K columns, P = K / 2 bytes.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.layouts import round_up
+from degarble.kernels.primitives.nvfp4_words import (
+    WORDS,
+    block_amax,
+    code_words,
+    emit,
+    numbers_of,
+    rounded_words,
+    scale_code_of,
+    scaling_of,
+    square_root,
+    store,
+    warp_folded,
+    words_of,
+)
+from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
+from degarble.kernels.rows import rmsnorm_problem as facts
+from degarble.kernels.rows.rmsnorm_problem import (
+    LANES,
+    MOST_WARPS,
+    SLOTS,
+    NormForm,
+    NormProblem,
+)
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import (
+    DTYPES,
+    pointer,
+    processors_of,
+    require_device,
+    require_optional,
+    require_tensor,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+ALIGNMENTS = (32, 32, 4, 32, 8, 1)  # of values, weight, decode scale, normed values, codes, scales
+_AS_THE_PROBLEM = "Allocate with empty_outputs(problem, device); a layout goes with a decode scale."
+
+
+class Normed(NamedTuple):
+    """What a launch writes: values [M, K], codes [M, P], scale bytes in their layout, if asked."""
+
+    values: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes, as blocks: [words of a block, blocks] or flat."""
+
+    values: Any
+    weight: Any
+    decode_scale: Any
+    normed: Any
+    codes: Any
+    scales: Any
+
+
+def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> Tensors:
+    """View the six pointers; extents are checked by row and block, not by these layouts."""
+    of_weight = BLOCK if form.weight == "fp32" else WORDS
+    shapes = (WORDS, of_weight, 0, WORDS, WORDS // 4, 0)
+    flat = 1 << 30
+    views = []
+    for address, words in zip(pointers, shapes, strict=True):
+        layout = cute.make_layout((words, flat), stride=(1, words)) if words else None
+        views.append(cute.make_tensor(address, layout or cute.make_layout(flat)))
+    return Tensors(*views)
+
+
+def weights_of(registers: Any, slot: int, form: NormForm) -> list[Any]:
+    """Return the float32 weights of a block."""
+    words = words_of(registers[None, slot])
+    words = words if form.weight == "fp32" or form.roomy else again(words)
+    return [ops.number_of(word) for word in words] if form.weight == "fp32" else numbers_of(words)
+
+
+def again(words: list[Any]) -> list[Any]:
+    """Return words that the compiler does not know: what is unpacked twice is not kept instead.
+
+    Unpacked numbers take twice the registers, which a walk of many warps does not have.
+    """
+    return [emit("mov.b32 {$w0}, {$r0};", Uint32, word) for word in words]
+
+
+def kept_words(words: list[Any], form: NormForm) -> list[Any]:
+    """Return what is kept of a block while its row is summed."""
+    return again(words) if form.unpacks_twice else words
+
+
+def lane_sum(words: list[list[Any]]) -> Any:
+    """Return the sum of squares of a lane's blocks."""
+    return ops.add_rn(*(facts.sum_of_squares(numbers_of(of_slot)) for of_slot in words))
+
+
+def warps_folded(number: Any) -> Any:
+    """Fold a number over each half of a warp: sixteen warps' sums stand there, twice."""
+    for distance in (8, 4, 2, 1):
+        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    return number
+
+
+def slots_of(registers: Any) -> list[list[Any]]:
+    """Return the words of each slot."""
+    return [words_of(registers[None, slot]) for slot in range(SLOTS)]
+
+
+def normed_words(words: list[Any], weights: list[Any], factor: Any) -> list[Any]:
+    """Return the normed values of a block, rounded to BF16."""
+    pairs = zip(numbers_of(words), weights, strict=True)
+    return rounded_words([facts.normed(number, weight, factor) for number, weight in pairs])
+
+
+@cute.kernel
+def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
+    tensors: Tensors,
+    extents: tuple[Int32, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+) -> None:
+    """Walk down the rows: read, sum, norm, write what the form asks for."""
+    thread, _, _ = cute.arch.thread_idx()
+    first, _, _ = cute.arch.block_idx()
+    step, _, _ = cute.arch.grid_dim()
+    rows, blocks, padded_rows, lanes, threads = extents
+    rows, blocks, lanes, thread = Uint32(rows), Uint32(blocks), Uint32(lanes), Uint32(thread)
+    lane, warp = thread % LANES, thread // LANES
+    layout = LAYOUTS[form.layout_walked]
+    lane_block = lane if cutlass.const_expr(form.narrow) else thread
+    first, step = Int32(first), Int32(step)
+    if cutlass.const_expr(form.narrow):
+        first = first * facts.NARROW_WARPS + Int32(warp)
+        step = step * facts.NARROW_WARPS
+
+    allocator = cutlass.memory.SmemAllocator()
+    # Of two turns, so that one barrier a turn is enough; absent warps stay 0.
+    sSums = allocator.allocate_tensor(Float32, cute.make_layout((MOST_WARPS, 2)), 16)
+    sFactors = allocator.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
+    scaling: Any = None
+    if cutlass.const_expr(not form.narrow):  # noqa: SIM102  the first is settled when traced
+        if thread < 2 * MOST_WARPS:
+            sSums[thread] = Float32(0.0)
+    if cutlass.const_expr(form.layout is not None):
+        scaling = scaling_of(tensors.decode_scale[0], sFactors)
+        for code in cutlass.range(Int32(thread), SCALE_CODES, Int32(threads), unroll=1):
+            sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
+    cute.arch.sync_threads()
+
+    of_weight = BLOCK if form.weight == "fp32" else WORDS
+    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS)), Uint32)
+    rWeight.fill(0)
+    rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, SLOTS)), Uint32)
+    rAhead.fill(0)
+    for slot in cutlass.range_constexpr(SLOTS):
+        block = lane_block + slot * lanes
+        if block < blocks:
+            if cutlass.const_expr(form.weight != "fp32"):
+                cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
+            if Uint32(first) < rows:
+                place = Int64(first) * Int64(blocks) + Int64(block)
+                cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
+
+    turn = Uint32(0)
+    for row in cutlass.range(first, Int32(padded_rows), step, unroll=1):
+        start = Int64(row) * Int64(blocks) + Int64(lane_block)
+        words = slots_of(rAhead)
+        rAhead.fill(0)
+        for slot in cutlass.range_constexpr(SLOTS):
+            if (Uint32(row + step) < rows) & (lane_block + slot * lanes < blocks):
+                place = start + Int64(step) * Int64(blocks) + Int64(slot * lanes)
+                cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
+
+        total = warp_folded(lane_sum(words))
+        if cutlass.const_expr(not form.narrow):
+            if lane == 0:
+                sSums[warp, turn] = total
+            cute.arch.sync_threads()
+            total = warps_folded(Float32(sSums[lane % MOST_WARPS, turn]))
+            turn = 1 - turn
+        columns = Float32(Int32(blocks * BLOCK))
+        factor = facts.factor_of(total, columns, epsilon, square_root)
+
+        for slot in cutlass.range_constexpr(SLOTS):
+            block, place = lane_block + slot * lanes, start + Int64(slot * lanes)
+            if cutlass.const_expr(form.weight == "fp32"):  # noqa: SIM102  as above
+                if block < blocks:
+                    cute.autovec_copy(tensors.weight[None, block], rWeight[None, slot])
+            weights = weights_of(rWeight, slot, form)
+            made = normed_words(kept_words(words[slot], form), weights, factor)
+            exists = (Uint32(row) < rows) & (block < blocks)
+            if cutlass.const_expr(form.writes_values):  # noqa: SIM102  as above
+                if exists:
+                    store(tensors.normed, place, made)
+            if cutlass.const_expr(form.layout is not None):
+                scale_code = scale_code_of(block_amax(made), scaling.share)
+                codes = code_words(made, sFactors[scale_code & 0x7F], form.target)
+                if exists:
+                    store(tensors.codes, place, codes)
+                if block < round_up(blocks, layout.column_tile):
+                    if not exists:
+                        scale_code = Uint32(0)
+                    at = layout.offset_of(Uint32(row), block, rows, blocks)
+                    tensors.scales[at] = Uint8(scale_code)
+
+
+@cute.jit
+def launch_rmsnorm(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    epsilon: Float32,
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: rows, blocks, rows with padding, lanes of a row, threads, thread blocks."""
+    rows, blocks, padded_rows, lanes, threads, walkers = extents
+    within = (rows, blocks, padded_rows, lanes, threads)
+    rmsnorm_kernel(tensors_of(pointers, form), within, epsilon, form).launch(
+        grid=[walkers, 1, 1],
+        block=[threads, 1, 1],
+        max_number_threads=[facts.threads_declared(form), 1, 1],
+        stream=stream,
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: NormForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents = tuple(Int32(1) for _ in range(6))
+    arguments = (_pointers((None,) * 6), extents, Float32(1e-6), form, any_stream())
+    return compile_kernel(launch_rmsnorm, arguments, TARGETS[form.target], settings)
+
+
+def rmsnorm(
+    values_MK: Tensor,
+    weight_K: Tensor,
+    problem: NormProblem,
+    settings: CompileSettings,
+    *,
+    decode_scale: Tensor | None = None,
+    out: Normed | None = None,
+) -> Normed:
+    """Norm BF16 rows, and quantise them where the problem names a layout, on their GPU.
+
+    `decode_scale` is float32 on the GPU, one number, exactly where the problem quantises.
+    """
+    out = out or empty_outputs(problem, values_MK.device)
+    require_operands(problem, values_MK, weight_K, decode_scale)
+    require_outputs(problem, out)
+    tensors = (values_MK, weight_K, decode_scale, *out)
+    device = require_device(tensors)
+    if problem.rows:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors, facts.choose_tactic(problem))
+    return out
+
+
+def launch(
+    kernel: CompiledKernel,
+    problem: NormProblem,
+    tensors: tuple[Tensor | None, ...],
+    tactic: facts.Tactic,
+) -> None:
+    """Launch on checked tensors: values, weight, decode scale, normed values, codes, scales."""
+    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
+    extents = (
+        problem.rows,
+        problem.blocks,
+        problem.padded_rows,
+        facts.lanes_of_row(problem.columns),
+        facts.threads(problem),
+        facts.grid(problem, tactic, processors_of(device)),
+    )
+    kernel(
+        _pointers(tensors),
+        tuple(Int32(extent) for extent in extents),
+        Float32(problem.epsilon),
+        current_stream(device),
+    )
+
+
+def empty_outputs(problem: NormProblem, device: torch.device) -> Normed:
+    """Allocate what a launch writes; every byte of it is written."""
+    shape = (problem.rows, problem.columns)
+    codes = scales = values = None
+    if problem.writes_values:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if problem.layout is not None:
+        codes = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(problem.scale_bytes, dtype=torch.uint8, device=device)
+    return Normed(values, codes, scales)
+
+
+def require_operands(
+    problem: NormProblem, values_MK: Tensor, weight_K: Tensor, decode_scale: Tensor | None
+) -> None:
+    """Refuse inputs that the kernel would misread."""
+    shape = (problem.rows, problem.columns)
+    require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
+    of_weight = DTYPES[problem.weight]
+    require_tensor("weight", weight_K, of_weight, (problem.columns,), ALIGNMENTS[1])
+    quantises, kind = problem.layout is not None, (torch.float32, (1,), ALIGNMENTS[2])
+    scale = decode_scale
+    if decode_scale is not None and decode_scale.ndim == 0:
+        scale = decode_scale.reshape(-1)
+    require_optional("decode_scale", scale, kind, present=quantises, remedy=_AS_THE_PROBLEM)
+
+
+def require_outputs(problem: NormProblem, out: Normed) -> None:
+    """Refuse outputs that do not hold what is written."""
+    quantises = problem.layout is not None
+    shape = (problem.rows, problem.columns)
+    wanted = (
+        ("normed values", out.values, torch.bfloat16, shape, problem.writes_values),
+        ("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), quantises),
+        ("scales", out.scales, torch.uint8, (problem.scale_bytes,), quantises),
+    )
+    for (name, tensor, dtype, extents, present), alignment in zip(
+        wanted, ALIGNMENTS[3:], strict=True
+    ):
+        kind = (dtype, extents, alignment)
+        require_optional(name, tensor, kind, present=present, remedy=_AS_THE_PROBLEM)
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    elements = (Uint32, Uint32, Float32, Uint32, Uint32, Uint8)
+    places = zip(elements, tensors, ALIGNMENTS, strict=True)
+    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

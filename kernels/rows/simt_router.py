@@ -1,0 +1,314 @@
+"""From a router's logits to the experts of every token and their weights: one warp a token.
+
+Owns the forms of RouterForm for sm_90a and sm_100a: sqrt(softplus) or sigmoid scores, choice by
+score and bias, inside the best groups where there are some, or by a table of token ids; weights
+from the plain scores. Scores, order and tie rule are those of router_problem, bit for bit.
+
+The wrapper checks and launches, allocates no more than what it returns, and never waits for the
+GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
+Kept honest by suites/kernels/rows/test_simt_router.py: compiled for every target, and on an H200
+equal to the same functions on tensors bit for bit. Shape letters: T tokens, E experts, K chosen, V
+table.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.primitives.nvfp4_words import emit, square_root
+from degarble.kernels.rows import router_problem as facts
+from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+EVERY_LANE = 0xFFFF_FFFF
+
+
+class Routed(NamedTuple):
+    """What a launch writes: int32 experts [T, K], best first, and float32 weights [T, K]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+# ---- device --------------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """What the kernel reads and writes, flat."""
+
+    logits: Any
+    bias: Any
+    ids: Any
+    table: Any
+    experts: Any
+    weights: Any
+
+
+def warp_extreme(which: str, number: Any) -> Any:
+    """Return the largest or smallest unsigned integer of a warp, in every lane."""
+    return emit(f"redux.sync.{which}.u32 {{$w0}}, {{$r0}}, {{$r1}};", Uint32, number, EVERY_LANE)
+
+
+def from_lane(number: Any, lane: int) -> Any:
+    """Return a lane's number in every lane."""
+    return cute.arch.shuffle_sync(number, offset=lane)
+
+
+def best_of(key: Any, number: Any) -> Any:
+    """Return the lowest number among the lanes of the highest key."""
+    return warp_extreme("min", ops.select(key == warp_extreme("max", key), number, EVERY_LANE))
+
+
+def biased_score(tensors: Tensors, at: Any, expert: Any, form: RouterForm) -> Any:
+    """Return the score by which an expert is chosen."""
+    score = facts.score_of(Float32(tensors.logits[at]), form.scoring, square_root)
+    return ops.add_rn(score, Float32(tensors.bias[expert]))
+
+
+def two_largest(pair: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
+    """Return the two largest of a pair, the larger first, and one more number."""
+    first, second = pair
+    above, between = (facts.key_of(number) > facts.key_of(each) for each in pair)
+    second = ops.select(above, first, ops.select(between, number, second))
+    return ops.select(above, number, first), second
+
+
+def chosen_by_key(rKeys: Any, lane: Any, form: RouterForm) -> Any:
+    """Return to lane j the j-th expert by key, ties to the lower id; keys are used up."""
+    mine = Uint32(0)
+    for place in range(form.chosen):
+        best, expert = Uint32(rKeys[0]), lane
+        for slot in range(1, form.slots):
+            key = Uint32(rKeys[slot])
+            better = key > best
+            expert = ops.select(better, lane + slot * LANES, expert)
+            best = ops.select(better, key, best)
+        winner = best_of(best, expert)
+        mine = ops.select(lane == place, winner, mine)
+        for slot in range(form.slots):
+            is_winner = lane + slot * LANES == winner
+            rKeys[slot] = ops.select(is_winner, facts.TAKEN, Uint32(rKeys[slot]))
+    return mine
+
+
+def groups_kept(key: Any, lane: Any, form: RouterForm) -> Any:
+    """Return the bits of the best groups by the keys of lanes."""
+    kept = Uint32(0)
+    for _ in range(form.groups_kept):
+        winner = best_of(key, lane)
+        kept = kept | ops.shift_left(Uint32(1), winner)
+        key = ops.select(lane == winner, facts.TAKEN, key)
+    return kept
+
+
+def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
+    """Return a lane's weight: its share of the scores of all chosen ones, times the scale."""
+    if not form.normalises:
+        return ops.multiply_rn(score, scale)
+    total = from_lane(score, 0)
+    for place in range(1, form.chosen):
+        total = ops.add_rn(total, from_lane(score, place))
+    return ops.multiply_rn(ops.divide_rn(score, ops.add_rn(total, epsilon)), scale)
+
+
+@cute.kernel
+def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to be handed on
+    tensors: Tensors,
+    extents: tuple[Int32, ...],
+    factors: tuple[Float32, ...],
+    form: cutlass.Constexpr,
+) -> None:
+    """Choose a token's experts and weigh them."""
+    tokens, experts, vocabulary = extents
+    scale, epsilon = factors
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    lane, warp = Uint32(thread) % LANES, Uint32(thread) // LANES
+    own = Int32(block) * WARPS + Int32(warp)
+    token = ops.minimum(own, tokens - 1)  # a warp too many repeats the last one, and writes nothing
+    start = Int64(token) * Int64(experts)
+
+    mine = Int32(facts.NONE)
+    if cutlass.const_expr(form.by_table):
+        row = Int64(tensors.ids[token])
+        if (lane < form.chosen) & (row >= 0) & (row < Int64(vocabulary)):
+            named = Int64(tensors.table[row * form.chosen + Int64(lane)])
+            if (named >= 0) & (named < Int64(experts)):
+                mine = Int32(named)
+    else:
+        rKeys = cute.make_rmem_tensor(form.slots, Uint32)
+        rKeys.fill(facts.TAKEN)
+        allocator = cutlass.memory.SmemAllocator()
+        held = facts.MOST_EXPERTS if form.groups > 1 else 1
+        sBiased = allocator.allocate_tensor(Float32, cute.make_layout((held, WARPS)), 16)
+        for slot in cutlass.range_constexpr(form.slots):
+            expert = lane + slot * LANES
+            if expert < Uint32(experts):
+                biased = biased_score(tensors, start + Int64(expert), expert, form)
+                rKeys[slot] = facts.key_of(biased)
+                if cutlass.const_expr(form.groups > 1):
+                    sBiased[expert, warp] = biased
+        if cutlass.const_expr(form.groups > 1):
+            cute.arch.sync_warp()
+            of_group = Uint32(experts) // form.groups
+            key = Uint32(facts.TAKEN)
+            if lane < form.groups:
+                first = Float32(sBiased[lane * of_group, warp])
+                second = Float32(float("-inf"))
+                for place in cutlass.range(Uint32(1), of_group, unroll=1):
+                    number = Float32(sBiased[lane * of_group + place, warp])
+                    first, second = two_largest((first, second), number)
+                if of_group == 1:
+                    second = Float32(0.0)
+                key = facts.key_of(ops.add_rn(first, second))
+            kept = groups_kept(key, lane, form)
+            for slot in cutlass.range_constexpr(form.slots):
+                expert = lane + slot * LANES
+                is_open = ops.shift_right(kept, expert // of_group % LANES) & 1
+                if (expert < Uint32(experts)) & (is_open == 0):
+                    rKeys[slot] = Uint32(facts.LOWEST_KEY)
+        mine = Int32(chosen_by_key(rKeys, lane, form))
+
+    score = Float32(0.0)
+    if (lane < form.chosen) & (mine >= 0):
+        logit = Float32(tensors.logits[start + Int64(mine)])
+        score = facts.score_of(logit, form.scoring, square_root)
+    weight = weight_of(score, scale, epsilon, form)
+    if (lane < form.chosen) & (own < tokens):
+        at = Int64(token) * form.chosen + Int64(lane)
+        tensors.experts[at] = mine
+        if mine < 0:
+            weight = Float32(0.0)
+        tensors.weights[at] = weight
+
+
+@cute.jit
+def launch_router(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    factors: tuple[Float32, ...],
+    form: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a form: tokens, experts, rows of the table, thread blocks; scale and epsilon."""
+    tokens, experts, vocabulary, blocks = extents
+    flat = cute.make_layout(1 << 30)
+    tensors = Tensors(*(cute.make_tensor(address, flat) for address in pointers))
+    router_kernel(tensors, (tokens, experts, vocabulary), factors, form).launch(
+        grid=[blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_form(form: RouterForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a form; needs no GPU."""
+    extents, factors = tuple(Int32(1) for _ in range(4)), (Float32(1.0), Float32(0.0))
+    arguments = (_pointers(form.ids, (None,) * 6), extents, factors, form, any_stream())
+    return compile_kernel(launch_router, arguments, TARGETS[form.target], settings)
+
+
+def route(
+    logit_TE: Tensor,
+    source: Tensor,
+    problem: RouterProblem,
+    settings: CompileSettings,
+    *,
+    id_T: Tensor | None = None,
+    out: Routed | None = None,
+) -> Routed:
+    """Choose experts and weigh them, on their GPU.
+
+    `source` is the float32 bias [E], or the table [V, K] of expert ids where the problem has a
+    vocabulary; then id_T are the token ids.
+    """
+    out = out or empty_outputs(problem, logit_TE.device)
+    require_operands(problem, logit_TE, source, id_T)
+    require_outputs(problem, out)
+    by_table = problem.vocabulary > 0
+    pair = (None, id_T, source) if by_table else (source, None, None)
+    tensors = (logit_TE, *pair, *out)
+    device = require_device(tensors)
+    if problem.tokens:
+        form = facts.choose_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors)
+    return out
+
+
+def launch(
+    kernel: CompiledKernel, problem: RouterProblem, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Launch on checked tensors: logits, bias, token ids, table, experts, weights."""
+    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
+    extents = (problem.tokens, problem.experts, problem.vocabulary, facts.grid(problem))
+    ids = facts.choose_form(problem, kernel.target.name).ids
+    kernel(
+        _pointers(ids, tensors),
+        tuple(Int32(extent) for extent in extents),
+        (Float32(problem.scale), Float32(problem.epsilon)),
+        current_stream(device),
+    )
+
+
+def empty_outputs(problem: RouterProblem, device: torch.device) -> Routed:
+    """Allocate what a launch writes; every number of it is written."""
+    shape = (problem.tokens, problem.chosen)
+    return Routed(
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def require_operands(
+    problem: RouterProblem, logit_TE: Tensor, source: Tensor, id_T: Tensor | None
+) -> None:
+    """Refuse inputs that the kernel would misread."""
+    require_tensor("logits", logit_TE, torch.float32, (problem.tokens, problem.experts), 4)
+    by_table = problem.vocabulary > 0
+    if (id_T is not None) != by_table:
+        raise InvalidArgument(
+            "token ids",
+            None if id_T is None else tuple(id_T.shape),
+            "token ids exactly where a table chooses",
+            f"The problem says vocabulary={problem.vocabulary}.",
+        )
+    if id_T is None:
+        require_tensor("bias", source, torch.float32, (problem.experts,), 4)
+        return
+    ids = DTYPES[problem.ids]
+    require_tensor("token ids", id_T, ids, (problem.tokens,), ids.itemsize)
+    shape = (problem.vocabulary, problem.chosen)
+    require_tensor("table", source, ids, shape, ids.itemsize)
+
+
+def require_outputs(problem: RouterProblem, out: Routed) -> None:
+    """Refuse outputs that do not hold what is written."""
+    shape = (problem.tokens, problem.chosen)
+    require_tensor("experts", out.experts, torch.int32, shape, 4)
+    require_tensor("weights", out.weights, torch.float32, shape, 4)
+
+
+def _pointers(ids: str, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return what the entry takes; None becomes a pointer that is not read."""
+    of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
+    number, integer = (Float32, 4), (Int32, 4)
+    places = zip((number, number, of_ids, of_ids, integer, number), tensors, strict=True)
+    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -1,0 +1,1 @@
+"""What every kernel needs: targets, settings, compilation with a cache, machine code."""

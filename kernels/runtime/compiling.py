@@ -1,0 +1,261 @@
+"""Compile a CuTe DSL entry for a target, once, and keep the result on disk.
+
+Owns `compile_kernel`: cute.compile with the target named, PTX and cubin at hand, and a cache of
+object files. The key is the entry and its arguments, the target, the versions of DSL, CUDA and
+Python, what the environment tells the DSL, and the text of everything that a kernel may import
+(harness/formats, harness/model, kernels: the floors of the house keep it at that), so that no
+stale kernel survives an edit. Sources edited after they were imported switch the cache off.
+
+Compiling needs no GPU. Calling the result needs the target's GPU: pass pointers of make_ptr over
+device addresses and, last, the stream (`current_stream`). An entry takes pointers, DSL numbers and
+constants that have a stable text; anything else is refused, because the cache could not tell it
+from another. A damaged cache entry is compiled anew. Kept honest by
+suites/kernels/runtime/test_compiling.py, which edits a source, a constant and a cached file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, MissingDependency
+from degarble.harness.base.private_folder import make_private, opened_private, read_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.targets import Target
+
+_SOURCE_FOLDERS = ("harness/formats", "harness/model", "kernels")
+_OBJECT, _PTX, _CUBIN, _MANIFEST = "kernel.o", "kernel.ptx", "kernel.cubin", "manifest.json"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A callable entry with the machine code behind it."""
+
+    name: str
+    target: Target
+    ptx: str
+    cubin: bytes
+    from_cache: bool
+    _run: Callable[..., Any]
+    _owner: object  # the loaded object file has to outlive the callable
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch on the stream that is the last argument."""
+        self._run(*arguments)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be compiled; the key tells it from every other."""
+
+    entry: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    target: Target
+    dsl_environment: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Stem of file names."""
+        return f"{self.entry.__module__.rpartition('.')[2]}.{self.entry.__name__}"
+
+    @cached_property
+    def key(self) -> str:
+        """Digest of all that the machine code depends on."""
+        parts = [
+            f"{_dsl('cutlass').__version__} {_dsl('cutlass').CUDA_VERSION}",
+            f"{sys.implementation.cache_tag} {platform.machine()}",
+            *self.dsl_environment,
+            self.target.name,
+            f"{self.entry.__module__}.{self.entry.__qualname__}",
+            *(_described(argument) for argument in self.arguments),
+            _SOURCES_AT_IMPORT,
+        ]
+        return _digest("\n".join(parts).encode())[:24]
+
+    @property
+    def symbol(self) -> str:
+        """Prefix of the symbols in the object file."""
+        return f"degarble_{self.key}"
+
+
+def compile_kernel(
+    entry: Callable[..., Any],
+    arguments: Sequence[Any],
+    target: Target,
+    settings: CompileSettings,
+) -> CompiledKernel:
+    """Compile `entry` (a cute.jit function) for `arguments`, or take it from the cache.
+
+    Arguments that the entry declares Constexpr are part of the kernel and not passed to it later.
+    """
+    request = _Request(entry, tuple(arguments), target, settings.dsl_environment)
+    stem = f"{request.name}.{target.name}"
+    folder = settings.cache_folder and settings.cache_folder / f"{stem}.{request.key}"
+    if sources_digest(package_root()) != _SOURCES_AT_IMPORT:
+        folder = None  # what is in memory and what the files say are two kernels
+    compiled = _load(request, folder) if folder else None
+    if compiled is None:
+        compiled = _compile(request, folder)
+    if settings.keep_folder:
+        settings.keep_folder.mkdir(parents=True, exist_ok=True)
+        (settings.keep_folder / f"{stem}.{request.key}.ptx").write_text(compiled.ptx)
+        (settings.keep_folder / f"{stem}.{request.key}.cubin").write_bytes(compiled.cubin)
+    return compiled
+
+
+def current_stream(device: int = 0) -> Any:
+    """Return torch's current stream of a device as the DSL takes it."""
+    return _dsl("cuda.bindings.driver").CUstream(torch.cuda.current_stream(device).cuda_stream)
+
+
+def any_stream() -> Any:
+    """Return a stream to compile with, where no GPU is needed; the call brings the real one."""
+    return _dsl("cuda.bindings.driver").CUstream(0)
+
+
+def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
+    cute, runtime = _dsl("cutlass.cute"), _dsl("cutlass.cute.runtime")
+    with tempfile.TemporaryDirectory() as dump:
+        options = f"--gpu-arch {request.target.name} --keep-ptx --keep-cubin --dump-dir {dump}"
+        run = cute.compile(request.entry, *request.arguments, options=options)
+        ptx, cubin = run.artifacts.PTX, run.artifacts.CUBIN
+    if folder:
+        # Trap: exporting resolves the launch symbols, and finds them only in a library that is
+        # loaded for everyone.
+        for library in runtime.find_runtime_libraries(enable_tvm_ffi=False):
+            ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        objects = run.dump_to_object(request.symbol)
+        _store(folder, {_OBJECT: objects, _PTX: ptx.encode(), _CUBIN: cubin})
+    return CompiledKernel(
+        name=request.name,
+        target=request.target,
+        ptx=ptx,
+        cubin=cubin,
+        from_cache=False,
+        _run=run,
+        _owner=run,
+    )
+
+
+def _load(request: _Request, folder: Path) -> CompiledKernel | None:
+    """Return the cached kernel if its entry is whole."""
+    files = _whole(folder)
+    if files is None:
+        return None
+    # What was verified, whoever replaces the entry: in the cache, where nobody else can write.
+    place = folder.parent if os.access(folder.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place, prefix=".loading-") as own:
+        (Path(own) / _OBJECT).write_bytes(files[_OBJECT])
+        module = _dsl("cutlass.cute.runtime").load_module(str(Path(own) / _OBJECT))
+    return CompiledKernel(
+        name=request.name,
+        target=request.target,
+        ptx=files[_PTX].decode(),
+        cubin=files[_CUBIN],
+        from_cache=True,
+        _run=module[request.symbol],
+        _owner=module,
+    )
+
+
+def _whole(folder: Path) -> dict[str, bytes] | None:
+    """Return an entry's files if every one is there and has the bytes that were written."""
+    try:
+        files = read_private(folder.parent, folder.name, (_MANIFEST, _OBJECT, _PTX, _CUBIN))
+        recorded = json.loads(files.pop(_MANIFEST)) if files else None
+    except ValueError:
+        return None
+    return files if files and recorded == {f: _digest(text) for f, text in files.items()} else None
+
+
+def _store(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a cache entry so that a reader sees all of it or nothing."""
+    make_private(folder.parent)
+    with opened_private(folder.parent):
+        pass  # refused, and not filled, where others can write
+    staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
+    for file, text in files.items():
+        (staged / file).write_bytes(text)
+    manifest = {file: _digest(text) for file, text in files.items()}
+    (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if _whole(folder) is None:  # damaged; a whole one may be read by others just now
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        staged.rename(folder)
+    except OSError:  # another process was faster, with the same kernel
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _described(argument: Any) -> str:
+    """Return a text that is equal for two arguments exactly if they compile alike."""
+    if isinstance(argument, tuple) and all(_is_of_dsl(each) for each in argument):
+        return f"({', '.join(_described(each) for each in argument)})"
+    if hasattr(argument, "__cache_key__"):  # pointers: element type, memory space, alignment
+        return f"{type(argument).__name__}{argument.__cache_key__}"
+    if _is_of_dsl(argument):
+        return type(argument).__name__  # a number or a stream, known at the call only
+    text = f"{type(argument).__module__}.{type(argument).__qualname__} {argument!r}"
+    is_constant = isinstance(argument, bool | int | float | str | None) or is_dataclass(argument)
+    if is_constant and " at 0x" not in text:
+        return text
+    raise InvalidArgument(
+        "argument to compile with",
+        text,
+        "a pointer, a DSL number, a stream, a Python constant or a frozen record of constants",
+        "Pass a name, and look the object up inside the kernel.",
+    )
+
+
+def _is_of_dsl(argument: Any) -> bool:
+    return type(argument).__module__.partition(".")[0] in {"cutlass", "cuda"}
+
+
+def package_root() -> Path:
+    """Return the folder that holds harness/ and kernels/."""
+    return Path(__file__).resolve().parents[2]
+
+
+def sources_digest(root: Path) -> str:
+    """Digest the text of everything that a kernel may import."""
+    digest = hashlib.sha256()
+    for folder in _SOURCE_FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _dsl(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingDependency(
+            module,
+            str(error),
+            "the CuTe DSL",
+            'Install it with: pip install "degarble[gpu]"',
+        ) from error
+
+
+_SOURCES_AT_IMPORT = sources_digest(package_root())

@@ -1,0 +1,81 @@
+"""Where the kernel of a name lies: the names stay in captures, reports and series of nights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from degarble.harness.base.errors import UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ROOMS = {
+    "attention": (
+        "simt_attention_merge",
+        "simt_latent_query",
+        "sm100_attention_instructions",
+        "sm100_attention_kernel",
+        "sm100_sparse_attention",
+        "sm90_attention_kernel",
+        "sm90_sparse_attention",
+    ),
+    "attention.sm90": ("sm90_attention_experiment",),
+    "cache": (
+        "simt_compressor",
+        "simt_kv_read",
+        "simt_kv_write",
+        "simt_paged_pool",
+        "simt_slots",
+    ),
+    "gemm": (
+        "simt_gemv_bf16",
+        "sm100_gemm_bf16",
+        "sm100_gemm_fp8_block",
+        "sm100_gemm_grouped",
+        "sm100_gemm_nvfp4",
+        "sm90_gemm_bf16",
+        "sm90_gemm_fp8_block",
+        "sm90_gemm_grouped",
+        "sm90_gemm_grouped_fp8",
+        "sm90_gemm_nvfp4",
+        "sm90_gemm_w4a16",
+    ),
+    "indexer": (
+        "simt_indexer_operand",
+        "simt_indexer_topk",
+        "sm100_indexer_scores",
+        "sm90_indexer_scores",
+    ),
+    "moe": (
+        "simt_moe_rows",
+        "sm100_moe_nvfp4",
+        "sm100_shared_expert",
+        "sm90_moe_nvfp4",
+        "sm90_shared_expert",
+    ),
+    "quantise": (
+        "simt_quantise_fp8",
+        "simt_quantise_nvfp4",
+    ),
+    "rows": (
+        "simt_embed",
+        "simt_inverse_rope",
+        "simt_mhc",
+        "simt_mhc_project",
+        "simt_qnorm_rope",
+        "simt_residual_norm",
+        "simt_rmsnorm",
+        "simt_router",
+        "simt_scale",
+    ),
+}
+MODULES: Mapping[str, str] = {
+    name: f"degarble.kernels.{room}.{name}" for room, names in _ROOMS.items() for name in names
+}
+
+
+def module_of(kernel: str) -> str:
+    """Return the import path of a kernel's module."""
+    if kernel not in MODULES:
+        raise UnknownName.among("kernel", kernel, MODULES)
+    return MODULES[kernel]

@@ -1,0 +1,103 @@
+"""What an entry point checks before it launches, and the pointers that it hands to a kernel.
+
+Owns the contract of a tensor (dtype, shape, strides, address; whether there is one) and of a set of
+them (one CUDA device): a kernel reads bits, so whatever does not fit is refused by name and nothing
+is converted.
+Kept honest by the suites of the kernels, each of which hands over operands that do not fit.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ShapeMismatch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+DTYPES = {  # as problems name them
+    "bf16": torch.bfloat16, "fp32": torch.float32, "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
+# CUDA driver API 13.0, CU_SHAREDMEM_CARVEOUT_DEFAULT. Trap: where a launch bounds registers and
+# names no carveout, the DSL asks a GPU for its shared memory, and compiling needs no GPU.
+DRIVERS_CHOICE = -1
+
+
+def require_tensor(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int
+) -> None:
+    """Refuse a tensor that a kernel would misread."""
+    if tensor.dtype is not dtype:
+        raise DtypeMismatch(name, tensor.dtype, str(dtype), "Convert it; the kernel reads bits.")
+    if tuple(tensor.shape) != shape:
+        raise ShapeMismatch(
+            name, tuple(tensor.shape), f"{shape}, as the problem says", "Build the problem from it."
+        )
+    if not tensor.is_contiguous():
+        raise LayoutMismatch(
+            f"strides of {name}", tensor.stride(), "a contiguous tensor", "Copy it: contiguous()."
+        )
+    if tensor.data_ptr() % alignment:
+        raise LayoutMismatch(
+            f"address of {name}",
+            tensor.data_ptr() % alignment,
+            f"a multiple of {alignment} bytes",
+            "Copy it into memory of its own.",
+        )
+
+
+def require_optional(
+    name: str,
+    tensor: Tensor | None,
+    wanted: tuple[torch.dtype, tuple[int, ...], int],
+    *,
+    present: bool,
+    remedy: str,
+) -> None:
+    """Refuse a tensor that is missing or superfluous, and one that a kernel would misread.
+
+    `wanted` is dtype, shape and alignment; `remedy` says what the problem says.
+    """
+    if (tensor is not None) != present:
+        raise InvalidArgument(
+            name,
+            None if tensor is None else tuple(tensor.shape),
+            "a tensor" if present else "no tensor, as the problem says",
+            remedy,
+        )
+    if tensor is not None:
+        require_tensor(name, tensor, *wanted)
+
+
+def require_device(tensors: Iterable[Tensor | None]) -> int:
+    """Return the number of the one CUDA device that holds the tensors; refuse any other place."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    device = next(iter(devices))
+    if len(devices) > 1 or device.type != "cuda":
+        names = sorted(str(device) for device in devices)
+        raise InvalidArgument("devices of the tensors", names, "one CUDA device", "Move them.")
+    return device.index or 0
+
+
+def processors_of(device: int) -> int:
+    """Return how many multiprocessors a device has."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def pointer(element: Any, tensor: Tensor | None, alignment: int) -> Any:
+    """Return a device pointer; without a tensor one to compile with, which nothing reads."""
+    cute = import_module("cutlass.cute")
+    make = import_module("cutlass.cute.runtime").make_ptr
+    address = alignment if tensor is None else tensor.data_ptr()
+    return make(element, address, cute.AddressSpace.gmem, assumed_align=alignment)

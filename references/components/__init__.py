@@ -1,0 +1,1 @@
+"""The components of the models as pure functions on named tensors."""

@@ -1,0 +1,390 @@
+"""The components that only DeepSeek-V4 has, each a pure function on named tensors.
+
+Legend: T tokens, B sequences, D hidden, S streams, H heads, L latent width, N indexer heads,
+I indexer width, K experts a token, W entries, R rows of a sequence.
+The tables at the end map the component names of harness.model to functions; the model
+(model/v4.py) is composed of exactly these, so replaying one and running the model are the same
+code. Kept honest by suites/references/test_v4_against_transformers.py.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.references import (
+    attention,
+    compressor,
+    elementary,
+    experts,
+    indexer,
+    mixing,
+    rounding,
+    routing,
+)
+from degarble.references.components import common
+from degarble.references.facts import single, spans_of
+from degarble.references.linears import activation_values, product, reads_as_stored, weight_values
+from degarble.references.numerics import cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from degarble.references.facts import Inputs, Outputs, Span, V4Facts, Weights
+
+    Function = Callable[[V4Facts, Inputs, Weights], Outputs]
+
+_TOKENS_AT_ONCE = 128  # attended to together; bounds how many masked rows a step multiplies
+
+
+def draft_embed(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """The embedding for the drafter; one source zeroes it at position 0."""
+    outputs = common.embed(facts, inputs, weights)
+    if facts.numerics.switches.first_draft_embedding_zeroed:
+        outputs["out"] = outputs["out"].masked_fill(inputs["positions"][:, None] == 0, 0.0)
+    return outputs
+
+
+def join(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """The drafter's streams: the embedding's projection is added to every stream's."""
+    del weights
+    work = facts.numerics.work
+    total = cast(inputs["e"], work).unsqueeze(1) + cast(inputs["h"], work)
+    return {"out": cast(total, facts.numerics.store)}
+
+
+def _mixing_weights(weights: Weights, work: torch.dtype) -> mixing.MixingWeights:
+    by_part = {name.rpartition("_")[2]: weights[name].values(work) for name in weights}
+    return mixing.MixingWeights(**by_part)
+
+
+def hc_pre(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Collapse the streams; post and mix go to the sublayer's hc_post."""
+    coefficients = _mixing_weights(weights, facts.numerics.work)
+    out, post, mix = mixing.mixing_pre(
+        inputs["streams"], coefficients, facts.mixing, facts.numerics
+    )
+    return {"out": out, "post": post, "mix": mix}
+
+
+def hc_post(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Spread the sublayer's output over the streams."""
+    del weights
+    out = mixing.mixing_post(
+        inputs["x"], inputs["streams"], inputs["post"], inputs["mix"], facts.numerics
+    )
+    return {"out": out}
+
+
+def hc_head(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Collapse the streams for good."""
+    coefficients = _mixing_weights(weights, facts.numerics.work)
+    out = mixing.collapse(inputs["streams"], coefficients, facts.mixing, facts.numerics)
+    return {"out": out}
+
+
+def q_head_norm_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Heads [T, H, L]: weightless RMS, rotation."""
+    del weights
+    x = inputs["x"]
+    q_THL = x.reshape(x.shape[0], -1, facts.config.head_dim)
+    table = elementary.rotation_table(facts.rope, inputs["positions"], facts.numerics)
+    return {"out": attention.query_heads(q_THL, table, facts.config.rms_norm_eps, facts.numerics)}
+
+
+def kv_norm_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """The shared latent row [T, L]."""
+    table = elementary.rotation_table(facts.rope, inputs["positions"], facts.numerics)
+    weight, epsilon = single(weights).values(facts.numerics.work), facts.config.rms_norm_eps
+    return {"out": attention.latent(inputs["x"], weight, table, epsilon, facts.numerics)}
+
+
+def cache_write(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Rows as they are read back from the cache: the leading dims rounded, the rotated ones not."""
+    del weights
+    x, plain = inputs["x"], facts.config.nope_head_dim
+    rounded = rounding.through_cache(x[..., :plain], 64, facts.numerics)
+    return {"out": torch.cat((rounded, x[..., plain:]), dim=-1)}
+
+
+def compressor_proj(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Latent and gate projections, kept in the working dtype."""
+    numerics = facts.numerics
+    kept = numerics.store if numerics.switches.pooling_in_storage_dtype else numerics.work
+    form = facts.activation(next(iter(weights)))
+    x = activation_values(inputs, form, numerics.products, numerics)
+    made = {}
+    for name, weight in weights.items():
+        part = cast(product(x, weight, numerics.products, numerics), kept)
+        made[name.rpartition(".")[2]] = cast(part, numerics.work)
+    return {"latent": made["wkv"], "gate": made["wgate"]}
+
+
+def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Entries that this call completes, sequence after sequence, and the carried state."""
+    numerics, ratio = facts.numerics, facts.decoder_block.ratio
+    by_part = {name.rpartition(".")[2]: weights[name].values(numerics.work) for name in weights}
+    norm_E = by_part["norm"]
+    how = facts.pool(norm_E.shape[0])
+    spans = spans_of(inputs)
+    if len(spans) == spans[0].count == 1:
+        gate = inputs["gate"] + by_part["ape"][spans[0].start % ratio]
+    else:
+        gate = inputs["gate"] + by_part["ape"][inputs["positions"] % ratio]
+    made = []
+    for number, span in enumerate(spans):
+        state = compressor.PoolState(inputs["state_latent"][number], inputs["state_gate"][number])
+        new = (inputs["latent"][span.tokens], gate[span.tokens])
+        made.append(compressor.pool(new, state, span.start, norm_E, how, numerics))
+    return {
+        "out": common.joined([entries for entries, _ in made]),
+        "entry_offsets": torch.tensor([0, *accumulate(len(entries) for entries, _ in made)]),
+        "state_latent": common.side_by_side([state.latent for _, state in made]),
+        "state_gate": common.side_by_side([state.gate for _, state in made]),
+    }
+
+
+def indexer_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """As the main compressor, then Hadamard and rounding of the keys."""
+    outputs = compressor_pool(facts, inputs, weights)
+    outputs["out"] = _indexer_operand(facts, outputs["out"])
+    return outputs
+
+
+def _indexer_operand(facts: V4Facts, x: Tensor) -> Tensor:
+    numerics = facts.numerics
+    if numerics.transforms(x.shape[-1]):
+        x = elementary.hadamard(cast(x, numerics.work))
+        if numerics.switches.indexer_operand_rounded_in_between:
+            x = cast(x, numerics.store)
+    return cast(rounding.through_indexer(x, numerics), numerics.store)
+
+
+def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Indexer queries [T, N, I]: rotation, Hadamard, rounding."""
+    del weights
+    x, numerics = inputs["x"], facts.numerics
+    q_TNI = x.reshape(x.shape[0], -1, facts.config.index_head_dim).to(numerics.work)
+    table = elementary.rotation_table(facts.rope, inputs["positions"], numerics)
+    rotated = elementary.rotate_tail(q_TNI, elementary.over_heads(table))
+    if numerics.switches.indexer_operand_rounded_in_between:
+        rotated = cast(rotated, numerics.store)
+    return {"out": _indexer_operand(facts, rotated)}
+
+
+def indexer_weights(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Head weights [T, N], scaled by (I * N)^-1/2; the projection is stored before."""
+    c, numerics = facts.config, facts.numerics
+    made = cast(product(inputs["x"], single(weights), numerics.work, numerics), numerics.store)
+    scaled = cast(made, numerics.work) * (c.index_head_dim * c.index_n_heads) ** -0.5
+    stored = numerics.switches.indexer_weights_in_storage_dtype
+    return {"out": cast(scaled, numerics.store) if stored else scaled}
+
+
+def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Scores [T, most entries of a sequence], -inf where nothing is to be seen."""
+    del weights
+    ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
+    q, visible = inputs["q"], None
+    if q.shape[0] > len(spans):
+        visible = indexer.visible_entries(inputs["positions"], ratio)
+    keys = _memories(spans, inputs.get("state_keys"), inputs["keys"], ratio)
+    widest = max(key.shape[0] for key in keys)
+    made = []
+    for span, key in zip(spans, keys, strict=True):
+        i = span.tokens
+        # A token that comes alone sees every entry, its own call's included.
+        seen = None if visible is None else visible[i]
+        part = indexer.scores(q[i], key, inputs["weights"][i], seen, facts.numerics)
+        if key.shape[0] < widest:
+            part = torch.nn.functional.pad(part, (0, widest - key.shape[0]), value=-torch.inf)
+        made.append(part)
+    return {"out": common.joined(made)}
+
+
+def _memories(
+    spans: Sequence[Span], before: Tensor | None, made: Tensor, ratio: int
+) -> list[Tensor]:
+    """Each sequence's entries: those of earlier calls, then those of this one."""
+    found, old, new = [], 0, 0
+    for span in spans:
+        kept, added = span.entries_before(ratio), span.entries_made(ratio)
+        own = made[new : new + added]
+        if kept and before is not None:
+            earlier = before[old : old + kept]
+            own = torch.cat((earlier, own)) if added else earlier
+        found.append(own)
+        old, new = old + kept, new + added
+    return found
+
+
+def indexer_topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Entry numbers [T, K] within the token's own sequence, -1 for none."""
+    del weights
+    return {"out": indexer.top_k(inputs["scores"], facts.config.index_topk)}
+
+
+def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Attention over each token's window and its entries: the chosen, or else all visible ones.
+
+    `window` and `compressed` are what this call wrote; `state_window` holds the rows of the
+    window - 1 tokens before it, or of all there are, `state_compressed` all earlier entries.
+    """
+    sink, spans = single(weights).values(facts.numerics.work), spans_of(inputs)
+    reach, ratio = facts.config.sliding_window - 1, facts.decoder_block.ratio
+    entries = [inputs["window"][:0]] * len(spans)
+    if ratio:
+        before = inputs.get("state_compressed")
+        entries = _memories(spans, before, inputs["compressed"], ratio)
+    old, out = 0, []
+    for span, own in zip(spans, entries, strict=True):
+        kept = min(span.start, reach)
+        before = inputs["state_window"][old : old + kept] if kept else inputs["window"][:0]
+        old += kept
+        for begin in range(span.begin, span.end, _TOKENS_AT_ONCE):
+            tokens = slice(begin, min(begin + _TOKENS_AT_ONCE, span.end))
+            near = _near_rows(before, inputs["window"][span.begin : tokens.stop], tokens, reach)
+            stop = span.start + tokens.stop - span.begin
+            out.append(_attend_some(facts, inputs, tokens, (near, own, stop), sink))
+    return {"out": common.joined(out)}
+
+
+def _attend_some(
+    facts: V4Facts,
+    inputs: Inputs,
+    tokens: slice,
+    memory: tuple[list[Tensor], Tensor, int],
+    sink: Tensor,
+) -> Tensor:
+    """Some tokens of one sequence over their window rows, in parts, and the entries.
+
+    `memory` ends with the position behind these tokens.
+    """
+    near, entries, stop = memory
+    positions, window = inputs["positions"][tokens], facts.config.sliding_window
+    count, ratio, seen, listed = positions.shape[0], facts.decoder_block.ratio, None, None
+    if count > 1:
+        rows = sum(part.shape[0] for part in near)
+        seen = attention.window_rows(positions, stop - rows, rows, window)
+    if "chosen" in inputs:
+        index, listed = attention.listed_rows(inputs["chosen"][tokens], entries.shape[0])
+        found = entries[index] if isinstance(index, slice) else entries.index_select(0, index)
+        near = [*near, found]
+    elif ratio:
+        far = entries[: stop // ratio]
+        near = [*near, far]
+        if count > 1:
+            visible = indexer.visible_entries(positions, ratio)
+            listed = torch.arange(far.shape[0], device=visible.device) < visible[:, None]
+    if seen is not None and listed is not None:
+        seen = torch.cat((seen, listed), dim=1)
+    return attention.attend(inputs["q"][tokens], near, seen, sink, facts.numerics)
+
+
+def _near_rows(before: Tensor, since: Tensor, tokens: slice, reach: int) -> list[Tensor]:
+    """The rows that the windows of some tokens span, of `before` the call and `since` it began."""
+    missing = tokens.stop - tokens.start + reach - since.shape[0]
+    if missing <= 0:
+        return [since[-missing:]]
+    return [before[max(0, before.shape[0] - missing) :], since]
+
+
+def inverse_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Undo the rotation that the values carried; heads side by side [T, H * L]."""
+    del weights
+    table = elementary.rotation_table(facts.rope, inputs["positions"], facts.numerics)
+    return {"out": attention.unrotate(inputs["x"], table, facts.numerics).flatten(1)}
+
+
+def wo_a(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """One matrix per output group."""
+    (name,) = weights
+    numerics, rank = facts.numerics, facts.config.o_lora_rank
+    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
+    source = weights[name]
+    if source.value is not None and reads_as_stored(x, source.value, numerics):
+        by_group = source.value.reshape(-1, rank, source.value.shape[1])
+        return {"out": attention.grouped_as_stored(x, by_group, numerics)}
+    weight = weight_values(source, numerics.products, numerics)
+    by_group = weight.reshape(-1, rank, weight.shape[1])
+    return {"out": attention.grouped(x, by_group, numerics)}
+
+
+def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Chosen experts [T, K], by score or by the table of token ids, and their weights."""
+    c, numerics = facts.config, facts.numerics
+    ((name, source),) = weights.items()
+    score_TE = routing.sqrt_softplus(inputs["logits"])
+    if name.endswith("tid2eid"):
+        expert_TK = source.values(torch.int64)[inputs["tokens"]]
+    else:
+        biased = score_TE + source.values(numerics.work)
+        expert_TK = routing.largest(biased, c.num_experts_per_tok)
+    epsilon = numerics.switches.routing_epsilon
+    weight_TK = routing.weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
+    return {"experts": expert_TK, "weights": weight_TK}
+
+
+ENDS: Mapping[str, Function] = MappingProxyType(
+    {"embed": common.embed, "hc_head": hc_head, "norm": common.norm, "head": common.head}
+)
+# The MTP block's own components, in front of an ordinary block and behind it.
+DRAFTER: Mapping[str, Function] = MappingProxyType(
+    {
+        "embed": draft_embed,
+        "enorm": common.norm,
+        "hnorm": common.norm,
+        "e_proj": common.linear,
+        "h_proj": common.linear,
+        "join": join,
+        "hc_head": hc_head,
+        "norm": common.norm,
+        "head": common.head,
+    }
+)
+BLOCK: Mapping[str, Function] = MappingProxyType(
+    {
+        "attn.hc_pre": hc_pre,
+        "attn.norm": common.norm,
+        "attn.wq_a": common.linear,
+        "attn.q_norm": common.norm,
+        "attn.wq_b": common.linear,
+        "attn.q_head_norm_rope": q_head_norm_rope,
+        "attn.wkv": common.linear,
+        "attn.kv_norm_rope": kv_norm_rope,
+        "attn.kv_write": cache_write,
+        "attn.compressor.proj": compressor_proj,
+        "attn.compressor.pool": compressor_pool,
+        "attn.compressor.write": cache_write,
+        "attn.indexer.wq_b": common.linear,
+        "attn.indexer.q": indexer_q,
+        "attn.indexer.weights_proj": indexer_weights,
+        "attn.indexer.compressor.proj": compressor_proj,
+        "attn.indexer.compressor.pool": indexer_pool,
+        "attn.indexer.scores": indexer_scores,
+        "attn.indexer.topk": indexer_topk,
+        "attn.attend": attend,
+        "attn.inverse_rope": inverse_rope,
+        "attn.wo_a": wo_a,
+        "attn.wo_b": common.linear,
+        "attn.hc_post": hc_post,
+        "ffn.hc_pre": hc_pre,
+        "ffn.norm": common.norm,
+        "ffn.gate": common.gate,
+        "ffn.topk": topk,
+        "ffn.experts.w13": experts.routed_w13,
+        "ffn.experts.act_quant": experts.routed_act,
+        "ffn.experts.w2": experts.routed_w2,
+        "ffn.experts.combine": experts.combine,
+        "ffn.shared.w13": common.stacked,
+        "ffn.shared.act": common.shared_act,
+        "ffn.shared.w2": common.linear,
+        "ffn.moe_sum": experts.moe_sum,
+        "ffn.hc_post": hc_post,
+    }
+)

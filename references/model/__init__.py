@@ -1,0 +1,1 @@
+"""The models as compositions of their components."""

@@ -1,0 +1,1 @@
+"""The small models for training."""

@@ -1,0 +1,239 @@
+"""What faults planted in products and experts do, done to stand-ins: a check names the cause.
+
+As test_cutedsl_causes for attention: a stand-in is handed what a kernel with the fault of
+cutedsl_faults or cutedsl_faults_experts would have computed with, on any CPU. Letters: E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from degarble.harness.backends.cutedsl import moe as steps
+from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
+from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.quantise import quantise
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.backends import cutedsl_cases as cases
+from degarble.suites.backends import cutedsl_standin as standin
+from degarble.suites.backends import cutedsl_standin_moe as moe
+from degarble.suites.backends.cutedsl import cutedsl_faults as faults
+from degarble.suites.backends.cutedsl import cutedsl_faults_experts as experts
+from degarble.suites.backends.cutedsl_standin import STAND_INS, StandIn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    Made = tuple[Tensor, ...]
+    Given = dict[str, Any]
+    Instead = Callable[[Callable[..., Made], Any, Given], Made]
+    Change = Callable[[Tensor], Tensor]
+
+pytestmark = pytest.mark.slow
+PRODUCTS = (steps.SHOWN, steps.FIRST, steps.SECOND)
+PROMPTS = (tuple(range(6, 60)) + tuple(range(9, 63)), (9, 40, 9))  # more rows than a warpgroup has
+
+
+def _given(*of_steps: str, **changes: Change) -> Instead:
+    """Another value of something that a kernel is handed, in some steps or in all calls."""
+
+    def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+        if of_steps and problem.name not in of_steps:
+            return true(problem, given)
+        changed = {name: change(given[name]) for name, change in changes.items()}
+        return true(problem, {**given, **changed})
+
+    return instead
+
+
+def _made(change: Callable[[Made], Made], *of_steps: str) -> Instead:
+    def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+        made = true(problem, given)
+        return change(made) if not of_steps or problem.name in of_steps else made
+
+    return instead
+
+
+def _quantising(module: Any, other: Callable[..., Any], *of_steps: str) -> Instead:
+    """Codes and scales made in another way."""
+
+    def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+        if of_steps and problem.name not in of_steps:
+            return true(problem, given)
+        with mock.patch.object(module, "quantise", other):
+            return true(problem, given)
+
+    return instead
+
+
+def _coded(x: Tensor, codes: Tensor, decode_scale: Tensor) -> Any:
+    scale = decode_array(codes, E4M3)[..., None] * decode_scale
+    quotients = torch.where(scale > 0, x.unflatten(-1, (-1, 16)) / scale, 0.0).flatten(-2)
+    return SimpleNamespace(codes=pack_nibbles(encode_array(quotients, E2M1)), block_scale=codes)
+
+
+def _by_next(x: Tensor, *how: Any, decode_scale: Tensor) -> Any:
+    right = quantise(x, *how, decode_scale=decode_scale).block_scale.int() + 1
+    return _coded(x, right.clamp(max=0x7E).to(torch.uint8), decode_scale)
+
+
+def _by_half(x: Tensor, *_how: Any, decode_scale: Tensor) -> Any:
+    amax = x.unflatten(-1, (-1, 16))[..., :8].abs().amax(-1)
+    return _coded(x, encode_array(amax / 6 / decode_scale, E4M3), decode_scale)
+
+
+def _by_one_scale(x: Tensor, *how: Any, decode_scale: Tensor) -> Any:
+    return quantise(x, *how, decode_scale=torch.full_like(decode_scale, 0.01))
+
+
+def _halves(values: Tensor) -> Tensor:
+    return torch.cat(values.chunk(2, -1)[::-1], dim=-1).contiguous()
+
+
+def _swapped(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    if problem.source != "swiglu":
+        return true(problem, given)
+    return true(problem, {**given, "values": _halves(given["values"])})
+
+
+def _rows_changed(scales: Tensor) -> Tensor:
+    row = torch.arange(len(scales))
+    return scales[(row ^ 8).clamp(max=len(scales) - 1)].contiguous()
+
+
+def _first_rows(made: Made) -> Made:
+    row = torch.arange(len(made[0]))
+    return (made[0][row - row % 128 + row % 64],)
+
+
+def _delayed(scales: Tensor) -> Tensor:
+    return torch.cat((scales[:, :1], scales[:, :-1]), dim=1).contiguous()
+
+
+def _before(of_E: Tensor) -> Tensor:
+    return torch.cat((of_E[:1], of_E[:-1])).contiguous()
+
+
+def _other_order(map_: Tensor) -> Tensor:
+    return torch.where(map_ > 0, map_ - 1, map_)
+
+
+def _no_map(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    if problem.name != steps.ORDER:
+        return true(problem, given)
+    number, count = torch.arange(len(given["local"])), problem.problem.experts
+    local = torch.where(number < count, number, -1).to(torch.int32)
+    return true(problem, {**given, "local": local})
+
+
+def _low_limit(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    limited = replace(problem.problem, limit=0.125)
+    return true(problem._replace(problem=limited), given)
+
+
+def _beside(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    made = true(problem, given)
+    if problem.name == steps.FIRST:
+        codes, scales = made
+        codes.copy_(codes.unflatten(1, (-1, 2, 8)).flip(2).flatten(1))
+        count = codes.shape[1] // 8
+        linear = from_layout(scales, SWIZZLE_128X4, len(codes), count)
+        changed = linear.unflatten(1, (-1, 2)).flip(2).flatten(1)
+        scales.copy_(to_layout(changed.contiguous(), SWIZZLE_128X4))
+    return made
+
+
+def _reversed_runs(weight: Tensor) -> Tensor:
+    made: Tensor = weight.unflatten(0, (-1, 16)).flip(1).flatten()
+    return made
+
+
+def _exchanged(mix: Tensor) -> Tensor:
+    return mix[:, [1, 0, 2, 3]].contiguous()
+
+
+def _spread(true: Callable[..., Made], problem: Any, given: Given) -> Made:
+    """Other parts of mHC are the kernel's as well."""
+    if problem.part != "post":
+        return true(problem, given)
+    return true(problem, {**given, "mix": _exchanged(given["mix"])})
+
+
+_BOTH = {"a_decode_scale": torch.square, "b_decode_scale": torch.square}
+_NEITHER = {"a_decode_scale": torch.ones_like, "b_decode_scale": torch.ones_like}
+_FIRSTS = (steps.SHOWN, steps.FIRST)
+INSTEAD: dict[str, Instead] = {
+    "tensor scale twice": _given(**_BOTH),
+    "tensor scale left out": _given(**_NEITHER),
+    "scaled without a scale": _made(lambda made: (made[0] * 2,)),
+    "scale group of the step before": _given(a_scales=_delayed, b_scales=_delayed),
+    "scales of rows changed": _given(a_scales=_rows_changed),
+    "rows of the other warpgroup": _made(_first_rows),
+    "gate and up": _swapped,
+    "norm's weights reversed": _given(weight=_reversed_runs),
+    "streams changed": _spread,
+    "maximum of half a block": _quantising(standin, _by_half),
+    "the next scale": _quantising(standin, _by_next),
+    "experts: gate and up changed": _given(
+        steps.FIRST, **dict.fromkeys(("codes", "scales", "decode"), lambda x: x.flip(1))
+    ),
+    "experts: scales of the expert before": _given(*_FIRSTS, scales=_before),
+    "experts: expert before": _given(
+        *_FIRSTS, **dict.fromkeys(("codes", "scales", "decode", "input_scale"), _before)
+    ),
+    "experts: routing weight left out after": _given(steps.SUM, weights=torch.ones_like),
+    "experts: routing weight twice": _given(steps.SUM, weights=torch.square),
+    "experts: tensor scales twice": _given(
+        *PRODUCTS, input_scale=torch.square, decode=torch.square
+    ),
+    "experts: scale of activations left out": _given(steps.SECOND, input_scale=torch.ones_like),
+    "experts: block beside": _beside,
+    "experts: the next scale behind FC1": _quantising(moe, _by_next, steps.FIRST),
+    "experts: low limit": _low_limit,
+    "experts: expert before in the order": _given(steps.ORDER, local=_other_order),
+    "experts: map of experts left out": _no_map,
+    "experts: maximum of half a block": _quantising(moe, _by_half, steps.GATHER),
+    "experts: one scale for all experts": _quantising(moe, _by_one_scale, steps.GATHER),
+}  # fmt: skip
+
+
+class Faulty(StandIn):
+    """A stand-in of which one kernel does something else."""
+
+    def __init__(self, kernel: str, instead: Instead) -> None:
+        super().__init__()
+        self._kernel, self._instead = kernel, instead
+
+    def _run(self, kernel: str, problem: Any, tensors: Any) -> Made:
+        if kernel != self._kernel:
+            made: Made = super()._run(kernel, problem, tensors)
+            return made
+        given = {name: each for name, each in tensors.items() if each is not None}
+        return self._instead(STAND_INS[kernel], problem, given)
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_a_planted_fault_does_is_named(tmp_path: Path, name: str) -> None:
+    fault = {**faults.BY_NAME, **experts.BY_NAME}[name]
+    model = cases.write_model(tmp_path, "v4", fault.layout, 1)
+    cases.capture_by(
+        Faulty(fault.kernel, INSTEAD[name]), model.checkpoint, tmp_path / "run", PROMPTS,
+        new_tokens=2, components=f"*{fault.component}",
+    )  # fmt: skip
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.DIFFERS
+    own = [each for each in found.origins if each.trouble.component.endswith(fault.component)]
+    first = {each.diagnosed.named[0].id for each in own if each.diagnosed and each.diagnosed.named}
+    assert first, [each.diagnosed and each.diagnosed.sentence for each in own]
+    assert fault.cause
+    assert all(each.startswith(f"{fault.cause}.") for each in first), first

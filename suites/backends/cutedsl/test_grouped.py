@@ -1,0 +1,190 @@
+"""Routed experts as steps of one call: what arrives is what a step left, or is laid out anew.
+
+The stand-in poisons what a launch does not write. Wrong arguments of every step are found in the
+component that launches it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from degarble.harness.backends.cutedsl import moe as steps
+from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.inference.model import open_model
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.backends import cutedsl_cases as cases
+from degarble.suites.backends.cutedsl_standin import StandIn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.references.binding import Bound
+
+LAYER = "layers.0.ffn.experts"
+EXPERTS = torch.tensor([[1, 6], [6, 2], [1, 0], [6, 7], [2, 6]])
+
+
+class Ran(NamedTuple):
+    """A bound model by stand-ins, and the steps that they were told."""
+
+    bound: Bound
+    told: list[str]
+
+    def call(self, role: str, **inputs: Tensor) -> dict[str, Tensor]:
+        made = self.bound(f"{LAYER}.{role}" if role else LAYER, **inputs)
+        return dict(made)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("grouped")
+
+
+@pytest.fixture
+def ran(folder: Path) -> Iterator[Ran]:
+    model, told = cases.write_model(folder, "v4", "nvfp4-full"), []
+
+    def seen(kernel: str, problem: Any, _given: dict[str, Any]) -> None:
+        told.append(problem.name if isinstance(problem, steps.Step) else kernel)
+
+    with open_model(model.checkpoint, switches=CONVENTIONS) as opened, torch.inference_mode():
+        bound = opened.speaker.bound
+        use_kernels(bound, opened.recipe, StandIn(seen))
+        yield Ran(bound, told)
+
+
+def drawn(tokens: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(tokens, 192, generator=generator).to(torch.bfloat16)
+
+
+def through(ran: Ran, between: Callable[[dict[str, Tensor]], None]) -> list[dict[str, Tensor]]:
+    """Run all components of a layer's experts; `between` may change what is handed on."""
+    weights = torch.rand(EXPERTS.shape, generator=torch.Generator().manual_seed(2))
+    x = ran.call("w13.act_quant", x=drawn(), experts=EXPERTS)
+    between(x)
+    both = ran.call("w13", **x, experts=EXPERTS)
+    between(both)
+    hidden = ran.call("act_quant", x=both["out"], experts=EXPERTS, weights=weights)
+    between(hidden)
+    down = ran.call("w2", **hidden, experts=EXPERTS)
+    between(down)
+    routed = ran.call("combine", x=down["out"], weights=weights)
+    between(routed)
+    name = f"{LAYER.removesuffix('experts')}moe_sum"
+    total = ran.bound(name, routed=routed["out"], shared=drawn())
+    return [x, both, hidden, down, routed, dict(total)]
+
+
+def test_components_are_the_steps_of_one_call(ran: Ran) -> None:
+    made = through(ran, lambda _: None)
+    assert ran.told == [
+        steps.ORDER, steps.GATHER, steps.SHOWN, steps.FIRST, steps.SECOND, steps.SUM, steps.TOTAL
+    ]  # fmt: skip
+    assert torch.equal(made[-1]["out"], (made[-2]["out"] + drawn().float()).to(torch.bfloat16))
+    assert [tuple(each["out"].shape) for each in made if "out" in each] == [
+        (5, 2, 192), (5, 2, 192), (5, 192), (5, 192)
+    ]  # fmt: skip
+
+    def elsewhere(made: dict[str, Tensor]) -> None:
+        del made
+        ran.bound(f"{LAYER.replace('0', '1')}.w13.act_quant", x=drawn(), experts=EXPERTS)
+
+    ran.told.clear()
+    again = through(ran, elsewhere)  # another layer's call takes the workspace each time
+    assert ran.told.count(steps.ORDER) == 5, "three elsewhere, and again for w13 and for w2"
+    assert ran.told[-1] == steps.TOTAL
+    assert steps.FIRST not in ran.told
+    assert "simt_quantise_nvfp4" in ran.told
+    for first, second in zip(made, again, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_was_changed_on_its_way_is_laid_out_anew(ran: Ran) -> None:
+    whole = through(ran, lambda _: None)
+
+    def changed(made: dict[str, Tensor]) -> None:
+        for name in ("codes", "out"):
+            if name in made:
+                made[name] = made[name].clone()
+                made[name][1] = made[name][3]
+        if "block_scale" in made:
+            made["block_scale"] = made["block_scale"].clone()
+
+    ran.told.clear()
+    other = through(ran, changed)
+    assert steps.FIRST not in ran.told, "gate and up are not those of FC1"
+    assert steps.TOTAL not in ran.told, "nor is the sum the kernel's"
+    for role in range(1, 6):
+        (name,) = {"out", "codes"} & set(whole[role])
+        assert not torch.equal(whole[role][name], other[role][name])
+    assert torch.equal(whole[3]["out"][0], other[3]["out"][0]), "rows are their own"
+
+
+def test_choices_without_an_expert_add_nothing(ran: Ran) -> None:
+    experts = torch.tensor([[-1, 3], [-1, -1]])
+    x = ran.call("w13.act_quant", x=drawn(2), experts=experts)
+    both = ran.call("w13", **x, experts=experts)["out"]
+    assert both[0, 1].any()
+    assert not both[0, 0].any()
+    assert not both[1].any()
+    assert float(x["tensor_scale"][1, 0]) == 1.0
+
+
+def test_rows_of_an_expert_have_one_scale(ran: Ran) -> None:
+    x = ran.call("w13.act_quant", x=drawn(), experts=EXPERTS)
+    x["tensor_scale"] = x["tensor_scale"] * torch.rand(EXPERTS.shape)
+    with pytest.raises(InvalidArgument, match="rows of one expert"):
+        ran.call("w13", **x, experts=EXPERTS)
+
+
+def _at(step: str, name: str, make: Callable[[Any], Any]) -> Any:
+    def seen(_kernel: str, problem: Any, given: dict[str, Any]) -> None:
+        if isinstance(problem, steps.Step) and problem.name == step:
+            given[name] = make(given[name]).contiguous()
+
+    return seen
+
+
+def _next(x: Tensor) -> Tensor:
+    return x.roll(1, 0)
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "numbers of experts here": ("w13.act_quant", _at(steps.ORDER, "local", _next)),
+    "input scales": ("w13.act_quant", _at(steps.GATHER, "input_scale", lambda x: x * 2)),
+    "gate beside up": ("w13", _at(steps.SHOWN, "codes", lambda x: x.flip(1))),
+    "decode scales of a matrix": ("w13", _at(steps.SHOWN, "decode", lambda x: x * 2)),
+    "another expert's w13": ("experts.act_quant", _at(steps.FIRST, "codes", _next)),
+    "scales behind": ("experts.act_quant", _at(steps.FIRST, "hidden_scale", lambda x: x * 2)),
+    "another expert's w2": ("w2", _at(steps.SECOND, "codes", _next)),
+    "scales of w2": ("w2", _at(steps.SECOND, "scales", _next)),
+    "places of slots": ("combine", _at(steps.SUM, "places", _next)),
+}
+IN_CI = ("another expert's w13",)
+CASES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in WRONG]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_argument_is_found_where_it_is_launched(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    component, change = WRONG[name]
+    model = cases.write_model(folder, "v4", "nvfp4-full")
+    cases.capture_by(
+        StandIn(change), model.checkpoint, tmp_path / "run", ((7, 8, 9),),
+        components="*experts*", new_tokens=1,
+    )  # fmt: skip
+    table = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
+    assert table[f"{LAYER}.act_quant"][0]["tactic"].startswith("FC1, 16x256x256")
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.DIFFERS, name
+    assert any(each.trouble.component.endswith(component) for each in found.origins)

@@ -1,0 +1,128 @@
+"""Compiled loops come from a cache that nobody else can write, or are compiled anew."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Any
+
+import numba
+import pytest
+
+from degarble.harness.base.compiled_loops import compiled
+from degarble.harness.base.errors import UnreadableFile
+from degarble.harness.engine.compare.loops import loops_of
+from degarble.harness.formats.element_formats import BF16
+from degarble.suites.base.test_private_folder import as_root, given_away, opened_up
+from degarble.suites.house.repository import modules, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that NUMBA_CACHE_DIR names."""
+    folder = tmp_path / "named"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+    return folder
+
+
+def loop(x: Any) -> Any:
+    return x + 1
+
+
+def test_a_loop_is_cached_for_the_caller_alone(named: Path) -> None:
+    made: Any = compiled(loop)
+    assert made(1) == 2
+    assert vars(numba.config)["CACHE_DIR"] == str(named)
+    assert stat.S_IMODE((named / "degarble").stat().st_mode) == 0o700
+    assert {path.suffix for path in named.rglob("*loop*.*")} == {".nbi", ".nbc"}
+    again: Any = compiled(loop)
+    assert again(1) == 2
+    assert sum(again.stats.cache_hits.values()) == 1
+
+
+def an_entry_by_a_usual_umask(folder: Path) -> None:
+    folder.chmod(0o700)
+    (folder / "entry" / "code").chmod(0o664)
+
+
+def linked_elsewhere(folder: Path) -> None:
+    (folder / "entry").rename(folder.parent / "moved")
+    (folder / "entry").symlink_to(folder.parent / "moved")
+
+
+@pytest.fixture
+def cached(named: Path) -> Path:
+    """A cache with a file in it, readable by everybody."""
+    folder = named / "degarble"
+    (folder / "entry").mkdir(parents=True)
+    (folder / "entry" / "code").write_bytes(b"code")
+    for path in (folder / "entry" / "code", folder / "entry", folder):
+        path.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(given_away("."), marks=as_root, id="folder of another user"),
+        pytest.param(given_away("entry"), marks=as_root, id="entry of another user"),
+        pytest.param(given_away("entry/code"), marks=as_root, id="file of another user"),
+        pytest.param(opened_up(".", 0o770), id="group may write"),
+        pytest.param(opened_up("entry", 0o757), id="anybody may write an entry"),
+        pytest.param(opened_up("entry/code", 0o666), id="anybody may write a file"),
+        pytest.param(opened_up("..", 0o777), id="anybody may write above"),
+        linked_elsewhere,
+    ],
+)
+def test_a_cache_that_others_could_have_written_is_refused(
+    change: Callable[[Path], None], cached: Path
+) -> None:
+    change(cached)
+    with pytest.raises(UnreadableFile, match=r"cache of compiled loops .*NUMBA_CACHE_DIR"):
+        loops_of.__wrapped__(BF16)
+
+
+@pytest.mark.parametrize("change", [lambda _folder: None, an_entry_by_a_usual_umask])
+def test_a_cache_that_only_its_owner_can_write_is_used(
+    change: Callable[[Path], None], cached: Path
+) -> None:
+    change(cached)
+    made: Any = compiled(loop)
+    assert made.stats.cache_path.startswith(str(cached))
+
+
+def test_without_a_place_every_process_compiles_anew(named: Path) -> None:
+    named.write_text("a file")
+    made: Any = compiled(loop)
+    assert made.stats.cache_path is None
+    assert made(1) == 2
+
+
+def test_every_loop_is_cached_this_way() -> None:
+    direct = [shown(path) for path in modules() if "numba.njit" in path.read_text()]
+    assert direct == ["harness/base/compiled_loops.py", "suites/base/test_compiled_loops.py"]
+
+
+def test_a_function_that_numba_cannot_cache_is_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def njit(*, nogil: bool, cache: bool = False) -> Callable[[object], object]:
+        assert nogil
+        asked.append(cache)
+
+        def compile_it(function: object) -> object:
+            if cache:
+                message = "cannot cache function: no locator available"
+                raise RuntimeError(message)
+            return function
+
+        return compile_it
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled(len) is len
+    assert asked == [True, False]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.modules import (
+    Place,
+    component_of,
+    places_by_name,
+    recording,
+    weights_hash,
+)
+from degarble.harness.capture.recorder import Recorder
+from degarble.suites.capture.capture_models import Stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = torch.tensor([[3, 1, 4], [1, 5, 9]])
+FUSED = (
+    Place("embed", ("embed",), {0: "tokens"}),
+    Place(
+        "layers.0.ffn.w13", ("layers.0.gate", "layers.0.up"), outputs={(0, 0): "out", (1, 0): "out"}
+    ),
+    # A whole layer as two components: what goes into the first, and what comes out of the last.
+    Place("layers.1.ffn.norm", ("layers.1",), {0: "x"}, {}),
+    Place("layers.1.ffn.w2", ("layers.1",), {}, {(0, 0): "out"}),
+)
+
+
+def captured(folder: Path, places: Any, wanted: Wanted | None = None) -> tuple[Capture, Stack]:
+    torch.manual_seed(1)
+    model = Stack()
+    with torch.no_grad(), CaptureWriter(folder, {}) as writer:
+        with recording(
+            model, places(model) if callable(places) else places, Recorder(writer, wanted)
+        ):
+            model(TOKENS)
+        model(TOKENS)  # nobody looks any more
+        writer.finish()
+    return Capture.open(folder), model
+
+
+def test_every_leaf_of_an_unknown_model(tmp_path: Path) -> None:
+    capture, model = captured(tmp_path, places_by_name)
+    assert sorted(capture.by_component()) == [
+        "embed", "head",
+        *(f"layers.{n}.{name}" for n in (0, 1) for name in ("down", "gate", "norm", "up")),
+    ]  # fmt: skip
+    (step,) = capture.steps
+    assert (step.tokens, step.sequences) == ((3, 1, 4, 1, 5, 9), (0, 0, 0, 1, 1, 1))
+    assert step.positions == (0, 1, 2, 0, 1, 2)
+    modules = dict(model.named_modules())
+    for call in capture.calls:
+        x, out = capture.inputs(call)["x"], capture.outputs(call)["out"]
+        assert len(x) == len(out) == 6  # one row a token
+        assert torch.equal(modules[call.component](x), out)
+
+
+def test_places_join_and_split_modules(tmp_path: Path) -> None:
+    capture, model = captured(tmp_path, FUSED)
+    calls = {call.component: call for call in capture.calls}
+    assert set(calls) == {place.component for place in FUSED}
+    assert capture.inputs(calls["embed"])["tokens"].tolist() == TOKENS.flatten().tolist()
+    both, first = calls["layers.0.ffn.w13"], model.layers[0]
+    x = capture.inputs(both)["x"]
+    halves = torch.cat([first.gate(x), first.up(x)], -1)  # type: ignore[operator]
+    assert torch.equal(capture.outputs(both)["out"], halves)
+    norm, last = calls["layers.1.ffn.norm"], calls["layers.1.ffn.w2"]
+    assert not norm.outputs
+    assert not last.inputs
+    entered = capture.inputs(norm)["x"]
+    assert torch.equal(capture.outputs(last)["out"], model.layers[1](entered))
+
+
+def test_filters_hook_no_more_than_is_wanted(tmp_path: Path) -> None:
+    wanted = Wanted.of(layers="1", components="gate", tokens="2")
+    capture, _ = captured(tmp_path, places_by_name, wanted)
+    (call,) = capture.calls
+    assert (call.component, call.inputs["x"].rows) == ("layers.1.gate", (2, 5))
+
+
+@pytest.mark.parametrize(
+    ("module", "component"),
+    [
+        ("model.layers.3.mlp.0", "layers.3.mlp_0"),
+        ("transformer.h.11.Attn.c-proj", "layers.11.attn.c_proj"),
+        ("blocks.2.in", "layers.2.in_"),
+        ("0.weight_norm", "m0.weight_norm"),
+        ("encoder.out", "encoder.out_"),
+    ],
+)
+def test_names_of_modules_become_names_of_components(module: str, component: str) -> None:
+    assert component_of(module) == component
+    Place(component, (module,))
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (Place("embed", ("embedding",)), "module of embed = 'embedding'.*Did you mean embed"),
+        (Place("head", ("head",), {1: "x"}), "argument 1, for head"),
+        (Place("head", ("head",), {"scale": "x"}), "argument scale, for head"),
+        (Place("head", ("head",), outputs={(0, 1): "out"}), "tensor 1 that head returns"),
+        (Place("ffn", ("layers.0.up", "layers.0.gate")), "order layers.0.up, layers.0.gate"),
+    ],
+)
+def test_a_wrong_map_is_refused(place: Place, told: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=told) as caught:
+        captured(tmp_path, [place])
+    assert isinstance(caught.value, (InvalidArgument, UnknownName))
+
+
+def test_names_that_are_no_sites_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="site"):
+        Place("layers.x.norm", ("norm",))
+
+
+def test_the_hash_of_the_weights_sees_every_byte_that_runs() -> None:
+    torch.manual_seed(3)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_buffer("scale", torch.ones(2), persistent=False)  # no part of the state dict
+    before = weights_hash(model)
+    assert weights_hash(model) == before
+    with torch.no_grad():
+        model.scale[1] = torch.nextafter(model.scale[1], torch.tensor(2.0))
+        scaled = weights_hash(model)
+        model[0].bias[0] = -model[0].bias[0]
+    assert len({before, scaled, weights_hash(model), weights_hash(model.bfloat16())}) == 4
+
+
+def test_a_wrapped_tensor_is_hashed_by_what_it_wraps() -> None:
+    class Wrapped(torch.Tensor):
+        codes: torch.Tensor
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes"], None
+
+    def model(value: float) -> torch.nn.Module:
+        made = torch.nn.Module()
+        tensor: Any = torch.zeros(3).as_subclass(Wrapped)
+        tensor.codes = torch.full((3,), value)
+        made.register_buffer("w", tensor)
+        return made
+
+    assert weights_hash(model(1.0)) != weights_hash(model(2.0))
+    assert weights_hash(model(1.0)) == weights_hash(model(1.0))

@@ -1,0 +1,82 @@
+"""The estimate beside captures that were written: both families, prefill, decode, filters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.recorder import Recorder
+from degarble.harness.capture.size import Fed, captured_bytes, steps_of
+from degarble.harness.model.presets import V4_PRO
+from degarble.references.binding import Bound
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+from degarble.references.weights import random_weights
+from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from degarble.harness.model.config.config import Config
+
+LENGTHS, NEW = [140, 30], 4
+
+
+def written(bound: Bound, folder: Path, wanted: Wanted) -> int:
+    """Run prompts and new tokens; the bytes of tensors that the capture has."""
+    config = bound.config
+    model: ModelV4 | ModelV32
+    v32 = config is TINY_V32
+    model = ModelV32(bound, TINY_V32) if v32 else ModelV4(bound, TINY_V4)
+    sequences = [Sequence() for _ in LENGTHS]
+    chance = torch.Generator().manual_seed(1)
+    with torch.inference_mode(), CaptureWriter(folder, {}) as writer:
+        recorder = Recorder(writer, wanted)
+        recorder.wrap(bound)
+        for step in steps_of(LENGTHS, NEW, 2048):
+            pieces = [torch.randint(0, 60, (fed.tokens,), generator=chance) for fed in step]
+            positions = [at for f in step for at in range(f.before, f.before + f.tokens)]
+            recorder.begin(Phase.PREFILL, [0] * len(positions), positions, [0] * len(positions))
+            model.forward(sequences, pieces, last_only=True)
+        return writer.finish().stored_bytes
+
+
+@pytest.mark.parametrize("config", [TINY_V4, TINY_V32], ids=["v4", "v32"])
+@pytest.mark.parametrize(
+    ("words", "low", "high"),
+    [({}, 0.97, 1.1), ({"layers": "1"}, 0.9, 1.1), ({"tokens": "0-9"}, 0.3, 1.5)],
+    ids=["all", "one layer", "ten tokens"],
+)
+def test_the_estimate_is_near_what_is_written(
+    config: Config,
+    words: dict[str, str],
+    low: float,
+    high: float,
+    tmp_path: Path,
+) -> None:
+    bound = Bound(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
+    wanted = Wanted.of(**words)
+    estimate = captured_bytes(bound, steps_of(LENGTHS, NEW, 2048), wanted)
+    found = written(bound, tmp_path, wanted)
+    assert low * found <= estimate <= high * found, estimate / found
+
+
+def test_steps_are_pieces_and_then_tokens() -> None:
+    assert steps_of([5, 3], 3, 4) == [
+        [Fed(4, 0), Fed(3, 0)], [Fed(1, 4)],
+        [Fed(1, 5), Fed(1, 3)], [Fed(1, 6), Fed(1, 4)],
+    ]  # fmt: skip
+
+
+def test_v4_pro_is_estimated_without_weights() -> None:
+    bound = Bound(V4_PRO, Numerics.bf16(), {})
+    total = captured_bytes(bound, steps_of([1000], 1, 2048), Wanted())
+    assert 50e9 < total < 200e9
+    assert captured_bytes(bound, steps_of([1000], 1, 2048), Wanted.of(layers="3")) < total / 40

@@ -1,0 +1,217 @@
+"""Each module's form follows from its tensors alone; what no format explains is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnknownName
+from degarble.harness.checkpoint.read.types import Layout, TensorEntry
+from degarble.harness.checkpoint.view.modules import Convention, ModuleTable
+from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.model.storage import Part
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def table(tensors: Tensors) -> ModuleTable:
+    file = Path("model.safetensors")
+    return ModuleTable(
+        {name: TensorEntry(name, *what, file, 0, 0) for name, what in tensors.items()}
+    )
+
+
+OFFICIAL_FP8: Tensors = {
+    "m.weight": ("F8_E4M3", (256, 384)),
+    "m.scale": ("F8_E8M0", (2, 3)),
+}
+OFFICIAL_FP4: Tensors = {"m.weight": ("I8", (256, 64)), "m.scale": ("F8_E8M0", (256, 4))}
+HF_FP8: Tensors = {
+    "m.weight": ("F8_E4M3", (200, 384)),
+    "m.weight_scale_inv": ("F32", (2, 3)),
+}
+MODELOPT: Tensors = {
+    "m.weight": ("U8", (256, 64)),
+    "m.weight_scale": ("F8_E4M3", (256, 8)),
+    "m.weight_scale_2": ("F32", ()),
+    "m.input_scale": ("F32", ()),
+}
+COMPRESSED: Tensors = {
+    "m.weight_packed": ("U8", (256, 64)),
+    "m.weight_scale": ("F8_E4M3", (256, 8)),
+    "m.weight_global_scale": ("F32", (1,)),
+    "m.input_global_scale": ("F32", (1,)),
+}
+STACKED: Tensors = {
+    "m.w13_weight": ("U8", (4, 256, 64)),
+    "m.w13_weight_scale": ("F8_E4M3", (4, 256, 8)),
+    "m.w13_weight_scale_2": ("F32", (4, 2)),
+    "m.w13_input_scale": ("F32", (4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "module", "convention", "name", "shape", "dialect"),
+    [
+        (OFFICIAL_FP8, "m", Convention.DEEPSEEK, "FP8_128X128_UE8M0", (256, 384), "canonical"),
+        (OFFICIAL_FP4, "m", Convention.DEEPSEEK, "MXFP4", (256, 128), "canonical"),
+        (HF_FP8, "m", Convention.HUGGINGFACE, "FP8_128X128_F32", (200, 384), "canonical"),
+        (MODELOPT, "m", Convention.MODELOPT, "NVFP4", (256, 128), "modelopt"),
+        (
+            COMPRESSED, "m", Convention.COMPRESSED_TENSORS, "NVFP4", (256, 128),
+            "compressed_tensors",
+        ),
+        (STACKED, "m.w13", Convention.MODELOPT, "NVFP4", (4, 256, 128), "modelopt"),
+        (
+            {"m.weight": ("F4", (256, 128)), "m.scale": ("F8_E8M0", (256, 4))},
+            "m", Convention.DEEPSEEK, "MXFP4", (256, 128), "canonical",
+        ),
+        (
+            {"m.weight": ("U8", (256, 64)), "m.weight_scale": ("U8", (256, 4))},
+            "m", Convention.WEIGHT_SCALE, "MXFP4", (256, 128), "canonical",
+        ),
+        (
+            {"m.weight": ("F8_E4M3", (256, 128)), "m.weight_scale": ("BF16", (2, 1))},
+            "m", Convention.WEIGHT_SCALE, "FP8_128X128_F32", (256, 128), "canonical",
+        ),
+        (
+            {"m.weight": ("F8_E4M3", (256, 128)), "m.weight_scale": ("U8", (256, 4))},
+            "m", Convention.WEIGHT_SCALE, "MXFP8", (256, 128), "canonical",
+        ),
+    ],
+)  # fmt: skip
+def test_forms(
+    tensors: Tensors,
+    module: str,
+    convention: Convention,
+    name: str,
+    shape: tuple[int, ...],
+    dialect: str,
+) -> None:
+    modules = table(tensors)
+    assert list(modules.suffixes) == [module]
+    assert modules.is_matrix(module)
+    form = modules.form(module)
+    assert form.format is not None
+    assert form.dialect is not None
+    assert (form.convention, form.format.name, form.shape) == (convention, name, shape)
+    assert form.dialect.name == dialect
+    assert form.block == form.format.block
+    assert {entry.name for entry in form.parts.values()} == set(tensors)
+    divides = convention is Convention.COMPRESSED_TENSORS
+    stored = ScaleDirection.ENCODE if divides else ScaleDirection.DECODE
+    assert form.direction is (stored if form.format.tensor_scale else None)
+    assert form.nibble_order is (NibbleOrder.LOW_EVEN if form.format.packed else None)
+
+
+def test_plain_modules_and_plain_tensors() -> None:
+    modules = table(
+        {
+            "norm.weight": ("F32", (8,)),
+            "up.weight": ("BF16", (8, 8)),
+            "up.input_scale": ("F32", ()),
+            "attn_hc.scale": ("F32", (3,)),
+            "gate.bias": ("F32", (4,)),
+            "experts.gate_up_proj": ("BF16", (2, 8, 8)),
+        }
+    )
+    assert sorted(modules.suffixes) == [
+        "attn_hc.scale", "experts.gate_up_proj", "gate.bias", "norm", "up",
+    ]  # fmt: skip
+    assert [name for name in modules.suffixes if modules.is_matrix(name)] == [
+        "up", "experts.gate_up_proj",
+    ]  # fmt: skip
+    form = modules.form("up")
+    assert (form.format, form.direction, form.block) == (None, None, None)
+    assert set(form.parts) == {Part.VALUE, Part.INPUT_SCALE}
+    assert modules.form("attn_hc.scale").shape == (3,)
+
+
+FP8 = ("F8_E4M3", (256, 256))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "says"),
+    [
+        # The field report whose notes call the block size 128: the shapes decide, and are told.
+        (
+            MODELOPT | {"m.weight_scale": ("F8_E4M3", (256, 1))},
+            ShapeMismatch,
+            "one scale a 1x128 block",
+        ),
+        ({"m.weight": FP8, "m.weight_scale": ("F32", ())}, ShapeMismatch, "no scale a block"),
+        ({"m.weight": FP8, "m.weight_scale": ("F32", (256, 1))}, ShapeMismatch, "1x256 block"),
+        ({"m.weight": FP8, "m.scale": ("F8_E8M0", (4, 4))}, ShapeMismatch, "64x64 block"),
+        ({"m.weight": FP8, "m.scale": ("F8_E4M3", (2, 2))}, ShapeMismatch, "128x128 block"),
+        ({"m.weight": FP8}, LayoutMismatch, "without block scales"),
+        ({"m.weight": ("U8", (4, 8))}, LayoutMismatch, "without block scales"),
+        ({"m.weight": ("I16", (4, 8)), "m.scale": ("F32", (4, 1))}, LayoutMismatch, "left over"),
+        ({"m.weight": ("BF16", (4, 8)), "m.scale": ("F32", (4, 1))}, LayoutMismatch, "left over"),
+        ({"m.weight": ("U64", (4, 8)), "m.scale": ("F32", (4, 1))}, ShapeMismatch, "U8, I8"),
+        ({"m.weight": ("I8", ()), "m.scale": ("F8_E8M0", ())}, ShapeMismatch, "no scale a block"),
+        (OFFICIAL_FP8 | {"m.weight_scale": ("F32", (2, 2))}, LayoutMismatch, "one tensor"),
+        (MODELOPT | {"m.weight_packed": ("U8", (256, 64))}, LayoutMismatch, "one tensor"),
+        (OFFICIAL_FP8 | {"m.weight_scale_2": ("F32", ())}, LayoutMismatch, "no tensor scale"),
+    ],
+)
+def test_what_no_format_explains_is_refused(
+    tensors: Tensors, error: type[Refused], says: str
+) -> None:
+    with pytest.raises(error, match="module m") as refused:
+        table(tensors).form("m")
+    assert says in str(refused.value)
+
+
+def test_a_missing_tensor_scale_is_never_assumed() -> None:
+    for missing in ("m.weight_scale_2", "m.weight_scale"):
+        with pytest.raises(LayoutMismatch, match="module m"):
+            table({name: what for name, what in MODELOPT.items() if name != missing}).form("m")
+
+
+def test_scales_without_codes_are_plain_tensors() -> None:
+    modules = table({"m.weight_scale": ("F32", (2, 2)), "m.input_scale": ("F32", ())})
+    assert sorted(modules.suffixes) == ["m.input_scale", "m.weight_scale"]
+
+
+def test_an_unknown_module_is_refused_with_near_names() -> None:
+    with pytest.raises(UnknownName, match=r"a\.b\.wq_a"):
+        table({"a.b.wq_a.weight": ("BF16", (2, 2)), "x.y.weight": ("BF16", (2, 2))}).form("a.b.wqa")
+    with pytest.raises(UnknownName, match="the 0 known names"):
+        table({}).form("a")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout"),
+    [
+        ({}, Layout.EMPTY),
+        ({"a.weight": ("BF16", (2, 2))}, Layout.BF16),
+        ({"a": ("BF16", (2, 2, 2))}, Layout.TRANSFORMERS),
+        (OFFICIAL_FP8, Layout.OFFICIAL),
+        (HF_FP8, Layout.HF_FP8),
+        (MODELOPT, Layout.MODELOPT),
+        (COMPRESSED, Layout.COMPRESSED_TENSORS),
+        (STACKED, Layout.VLLM),
+        # Mixed: NVFP4 experts in an official checkpoint, FP8 in a compressed one.
+        (MODELOPT | {"n" + name[1:]: what for name, what in OFFICIAL_FP8.items()}, Layout.MODELOPT),
+        (
+            COMPRESSED | {"n.weight": FP8, "n.weight_scale": ("F32", (2, 2))},
+            Layout.COMPRESSED_TENSORS,
+        ),
+    ],
+)
+def test_layouts(tensors: Tensors, layout: Layout) -> None:
+    assert table(tensors).layout() is layout
+
+
+def test_mixed_checkpoints_are_judged_by_module() -> None:
+    modules = table(
+        MODELOPT
+        | {"fp8" + name[1:]: what for name, what in OFFICIAL_FP8.items()}
+        | {"fp4" + name[1:]: what for name, what in OFFICIAL_FP4.items()}
+        | {"plain.weight": ("BF16", (4, 4))}
+    )
+    forms = {name: modules.form(name).format for name in modules.suffixes}
+    assert {name: fmt and fmt.name for name, fmt in forms.items()} == {
+        "m": "NVFP4", "fp8": "FP8_128X128_UE8M0", "fp4": "MXFP4", "plain": None,
+    }  # fmt: skip

@@ -1,0 +1,242 @@
+"""`degarble check` from end to end: healthy, with a fault, against what was not captured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from degarble.harness.capture import capture as run
+from degarble.harness.capture.filter import Wanted
+from degarble.harness.commands.check.check import CheckRun
+from degarble.harness.commands.check.check import Wanted as WantedCheck
+from degarble.harness.commands.check.document import junit
+from degarble.harness.inference.model import open_model
+from degarble.suites.capture.files.capture_cases import marked_incomplete
+from degarble.suites.checkpoint.audit.planted_numbers import Bytes
+from degarble.suites.commands.calls import call
+from degarble.suites.serve.talking_cases import write_speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from degarble.suites.commands.calls import Result
+
+NAME = "layers.1.attn.q_norm"
+
+
+def gain(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
+    made = dict(inner(inputs, weights))
+    made["out"] = (made["out"].float() * 1.25).to(made["out"].dtype)
+    return made
+
+
+def captured(source: Path, folder: Path, faulty: str = "", how: run.How | None = None) -> Path:
+    """Capture a run in which one component may be wrong."""
+    healthy = open_model
+
+    def opened(*args: Any, **named: Any) -> Any:
+        model = healthy(*args, **named)
+        if faulty:
+            calls = model.speaker.bound.calls
+            calls[faulty] = partial(gain, calls[faulty])
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_model", opened)
+        run.capture(source, ["w7 w8 w9 w31", "w9"], folder, lambda _streamed: nullcontext(), how)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["v4", "v32"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp(request.param) / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("v4") / "model", "v4")
+
+
+def check(capsys: Any, capture: Path, reference: Path, *more: object) -> Result:
+    return call(capsys, "check", capture, "--reference", reference, *more)
+
+
+def test_a_healthy_run_agrees(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = captured(model, tmp_path / "capture")
+    done = call(capsys, "--json", "check", capture, "--reference", model)
+    assert done.status == 0, done.err
+    told = done.document
+    assert (told["schema"], told["verdict"], told["origins"]) == (1, "AGREES", [])
+    assert not told["not_judged"]
+    lines = {(each["layer"], each["component"], each["output"]): each for each in told["cosines"]}
+    assert lines[1, "attn.q_norm", "out"]["candidate_reference"] == pytest.approx(1)
+    assert all(each["budgets"] <= 0.7 for each in told["cosines"])
+
+
+def test_a_fault_is_an_origin_with_share_reproducer_page_and_junit(
+    v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = captured(v4, tmp_path / "capture", NAME)
+    report, file = tmp_path / "report", tmp_path / "found.json"
+    done = check(capsys, capture, v4, "--report", report, "--json", file)
+    assert done.status == 1, done.err
+    assert "DIFFERS" in done.out
+    assert f"{NAME}.out" in done.out
+    told = json.loads(file.read_text())
+    (origin,) = told["origins"]
+    assert (origin["layer"], origin["component"], origin["site"]) == (
+        1,
+        "attn.q_norm",
+        f"{NAME}.out",
+    )
+    assert origin["difference"] == pytest.approx(0.25, rel=0.01)
+    assert origin["budget"] < 0.02
+    assert told["shares"]["alone"][0] == pytest.approx(1, abs=0.02)
+    script = Path(origin["reproducer"])
+    assert len(script.read_text().splitlines()) <= 14
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert NAME in ran.stdout
+    assert (script.parent / "case.safetensors").stat().st_size < 1 << 20
+    (page,) = report.glob("*.html")
+    assert NAME in page.read_text()
+    (junit,) = report.glob("*-junit.xml")
+    suite = ET.fromstring(junit.read_text())
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    assert failed == [NAME]
+
+
+_TOLD = st.text(st.characters(codec=None), max_size=40) | st.text(
+    st.sampled_from(
+        "a<&'\"]\t\n\r\0\x1f\x7f\x85\ud7ff\ud800\udfff\ue000\ufffd\ufffe\uffff\U0001ffff"
+    ),
+    max_size=20,
+)
+
+
+@given(_TOLD, _TOLD)
+def test_whatever_was_found_junit_is_xml(found: str, sentence: str) -> None:
+    """Names and sentences of foreign captures may hold any character."""
+    trouble = SimpleNamespace(component=NAME, sentence=found)
+    origins = [SimpleNamespace(trouble=trouble)]
+    checked: Any = SimpleNamespace(localised=SimpleNamespace(rows=[]), origins=origins)
+    suite = ET.fromstring(junit(checked, sentence).encode())
+    told = suite.findtext("system-out") or ""
+    assert len(told) == len(sentence)
+    kept = [(a, b) for a, b in zip(sentence, told, strict=True) if b != "\N{REPLACEMENT CHARACTER}"]
+    assert all(a == b for a, b in kept)
+    lost = {a for a, b in zip(sentence, told, strict=True) if a != b}
+    assert not any(each.isalnum() or each in "\t\n<&" for each in lost)
+    assert suite.find("testcase/failure") is not None
+
+
+def test_a_filtered_capture_is_judged_as_far_as_it_goes(
+    v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = run.How(Wanted.of("1", "attn.*", "0-2"))
+    capture = captured(v4, tmp_path / "capture", NAME, some)
+    done = call(capsys, "--json", "check", capture, "--reference", v4)
+    assert done.status == 1, done.err
+    assert [each["component"] for each in done.document["origins"]] == ["attn.q_norm"]
+    reasons = {each["component"]: each["reason"] for each in done.document["not_judged"]}
+    assert "only some rows" in reasons["layers.1.attn.attend"]
+
+
+def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
+    v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = run.How(Wanted.of("0", "attn.w*"), 1)
+    moved = tmp_path / "moved"
+    shutil.copytree(v4, moved)
+    capture = captured(moved, tmp_path / "capture", "", few)
+    other = write_speaker(tmp_path / "other", "v4", "nvfp4-experts")
+    done = check(capsys, capture, v4, "--checkpoint", other)
+    assert done.status == 2
+    assert "fingerprint of other" in done.err
+    moved.rename(tmp_path / "elsewhere")
+    done = check(capsys, capture, v4)
+    assert done.status == 2
+    assert "pass --checkpoint" in done.err
+    assert check(capsys, capture, v4, "--checkpoint", tmp_path / "elsewhere").status == 0
+    v32 = write_speaker(tmp_path / "v32", "v32")
+    done = check(capsys, capture, v32, "--checkpoint", tmp_path / "elsewhere")
+    assert done.status == 2
+    assert "family of v32" in done.err
+    left = marked_incomplete(capture)
+    done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere")
+    assert done.status == 2
+    assert "incomplete" in done.err
+    assert "--partial" in done.err
+    done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere", "--partial")
+    assert done.status == 0
+    assert "The capture is incomplete" in done.out
+    told = run.How(Wanted.of("0", "attn.w*"), 1, statistics_only=True)
+    counted = captured(tmp_path / "elsewhere", tmp_path / "statistics", "", told)
+    done = check(capsys, counted, v4)
+    assert done.status == 2
+    assert "statistics only" in done.err
+
+
+def test_a_reference_with_a_flipped_bit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_speaker(tmp_path / "source", "v4", "nvfp4-experts")
+    reference = write_speaker(tmp_path / "reference")
+    capture = captured(source, tmp_path / "capture", "", run.How(Wanted.of("0", "attn.w*"), 1))
+    done = call(capsys, "--json", "check", capture, "--reference", reference)
+    assert done.status == 0, done.err
+    assert done.document["facts"]["the reference's hashes"] == "verified"
+    name = "layers.1.ffn.experts.2.w1.weight"
+    Bytes(reference)[name][3, 5] ^= 1
+    done = check(capsys, capture, reference)
+    assert (done.status, done.out) == (2, "")
+    assert f"1 tensor differs, {name} first" in done.err
+    done = check(capsys, captured(reference, tmp_path / "own"), reference)
+    assert done.status == 2
+    (reference / "manifest.json").unlink()
+    assert check(capsys, capture, reference).status == 0
+
+
+def test_a_narrow_model_is_checked_on_one_thread(v4: Path, tmp_path: Path) -> None:
+    folder, before = captured(v4, tmp_path / "capture"), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with CheckRun(WantedCheck(folder, v4)):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_whose_logits_are_nan_is_captured_and_its_origin_found(
+    v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fault.py").write_text(
+        f"def patch(candidate):\n    candidate.weights['{NAME}'].value[3] = float('nan')\n"
+    )
+    line = ("--prompt", "w7 w8 w9", "--max-new-tokens", 2, "--patch", tmp_path / "fault.py")
+    done = call(capsys, "capture", v4, *line, "--out", tmp_path / "capture")
+    assert done.status == 0, done.err
+    done = check(capsys, tmp_path / "capture", v4, "--json", tmp_path / "found.json")
+    assert done.status == 1, done.err
+    assert "NaN or infinite on one side only" in done.out
+    assert f"not finite   The first value that is not finite came out of {NAME}" in done.out
+    told = json.loads((tmp_path / "found.json").read_text())
+    (origin,) = told["origins"]
+    assert (origin["site"], origin["cosine"], origin["difference"]) == (f"{NAME}.out", None, None)
+    assert told["first_non_finite"]["component"] == NAME

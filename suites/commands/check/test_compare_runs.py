@@ -1,0 +1,180 @@
+"""`degarble compare`: to the bit, unstable candidates, and what two runs do not have in common."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness import api
+from degarble.harness.capture import capture as run
+from degarble.harness.capture.filter import Wanted
+from degarble.harness.inference.model import open_model
+from degarble.suites.capture.files.capture_cases import marked_incomplete
+from degarble.suites.commands.calls import call
+from degarble.suites.serve.talking_cases import write_speaker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAME = "layers.1.ffn.norm"
+ENDS = ("w7 w8", "w7 w31")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("compare") / "model", "v4")
+
+
+def captured(
+    model: Path, folder: Path, fault: float = 1.0, prompt: str = ENDS[0], **named: Any
+) -> Path:
+    def scaled(inner: Any, inputs: Any, weights: Any) -> Any:
+        out = inner(inputs, weights)["out"].clone()
+        out[-1] *= fault
+        return {"out": out}
+
+    def opened(*args: Any, **options: Any) -> Any:
+        made = open_model(*args, **options)
+        calls = made.speaker.bound.calls
+        calls[NAME] = partial(scaled, calls[NAME])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_model", opened)
+        how = run.How(Wanted.of(None, None, None), 2, **named)
+        run.capture(model, [prompt], folder, lambda _streamed: nullcontext(), how)
+    return folder
+
+
+def test_equal_runs_agree_and_unequal_runs_of_one_candidate_are_unstable(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = captured(model, tmp_path / "one"), captured(model, tmp_path / "two")
+    done = call(capsys, "--json", "compare", one, two)
+    assert done.status == 0, done.err
+    assert done.document["verdict"] == "AGREES"
+    assert {each["cosine"] for each in done.document["cosines"]} == {1.0}
+    marked_incomplete(two)
+    assert call(capsys, "compare", one, two).status == 2
+    done = call(capsys, "--json", "compare", one, two, "--partial")
+    assert (done.status, done.document["verdict"]) == (0, "AGREES")
+    assert "second capture is incomplete" in done.document["notes"][0]
+    odd = captured(model, tmp_path / "odd", 1.5)
+    file = tmp_path / "found.json"
+    done = call(capsys, "compare", one, odd, "--json", file, "--report", tmp_path / "report")
+    assert done.status == 1
+    told = json.loads(file.read_text())
+    assert told["verdict"] == "UNSTABLE"
+    (origin,) = told["origins"]
+    assert origin["site"] == f"{NAME}.out"
+    assert origin["where"] == {"step": 0, "row": 2}
+    lines = {(each["layer"], each["component"]): each for each in told["cosines"]}
+    assert 0 < lines[1, "ffn.norm"]["relative_l2"] < 0.6
+    assert lines[0, "ffn.norm"]["identical"] == 1
+    assert NAME in done.out
+    (page,) = (tmp_path / "report").glob("*.html")
+    assert NAME in page.read_text()
+
+
+def test_other_candidates_differ_and_hashes_alone_decide(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = captured(model, tmp_path / "one", statistics_only=True)
+    two = captured(model, tmp_path / "two", 1.5, statistics_only=True)
+    manifest = two / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"backend": "torch"', '"backend": "other"'))
+    done = call(capsys, "--json", "compare", one, two)
+    assert done.status == 1
+    assert done.document["verdict"] == "DIFFERS"
+    lines = {(each["layer"], each["component"]): each for each in done.document["cosines"]}
+    assert lines[1, "ffn.norm"]["cosine"] is None
+    assert lines[0, "ffn.norm"]["cosine"] == 1
+
+
+def test_runs_of_other_models_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fingerprint may differ, a family or an extent may not."""
+    one = captured(model, tmp_path / "one", statistics_only=True)
+    two = captured(model, tmp_path / "two", statistics_only=True)
+    manifest = two / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    facts = whole["facts"]
+    wider = facts["config"] | {"hidden_size": 2 * facts["config"]["hidden_size"]}
+    for wrong, told in (
+        ({"family": "deepseek_v32"}, "family = ['deepseek_v4', 'deepseek_v32']"),
+        ({"config": wider}, "hidden_size"),
+    ):
+        manifest.write_text(json.dumps(whole | {"facts": facts | wrong}))
+        done = call(capsys, "compare", one, two)
+        assert (done.status, done.out) == (2, "")
+        assert "REFUSED" in done.err
+        assert told in done.err
+    manifest.write_text(json.dumps(whole | {"facts": facts | {"config": None, "family": None}}))
+    assert call(capsys, "compare", one, two).status == 0, (
+        "what is not stated is not held against it"
+    )
+
+
+def test_runs_of_other_tokens_are_undecided(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = captured(model, tmp_path / "one")
+    two = captured(model, tmp_path / "two", prompt=ENDS[1])
+    done = call(capsys, "compare", one, two)
+    assert done.status == 2
+    assert "steps in common" in done.err
+
+
+def llama(scale: float, drift: float = 0.0) -> torch.nn.Module:
+    """A model of two linears; `drift` is an error that no weight shows, as a race makes it."""
+
+    class Racing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + drift
+
+    torch.manual_seed(7)
+    second = Racing(8, 8)
+    made = torch.nn.Sequential(torch.nn.Linear(8, 8), second)
+    with torch.no_grad():
+        second.weight.mul_(scale)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "remedy"),
+    [((1.5, 0.0), "DIFFERS", "degarble check"), ((1.0, 0.5), "UNSTABLE", "races, stale memory")],
+)
+def test_only_runs_of_equal_weights_can_be_unstable(
+    other: tuple[float, float], verdict: str, remedy: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    api.capture(llama(1.0), x, folder=tmp_path / "one", label="before")
+    api.capture(llama(*other), x, folder=tmp_path / "two", label="after", facts={"commit": "1f0c"})
+    line = ("compare", tmp_path / "one", tmp_path / "two")
+    done = call(capsys, "--json", *line, "--report", tmp_path / "report")
+    assert done.document["verdict"] == verdict
+    assert [each["component"] for each in done.document["origins"]] == ["m1"]
+    (page,) = (tmp_path / "report").glob("*.html")
+    assert remedy in page.read_text()
+    assert "before (" in call(capsys, *line).out
+
+
+def test_a_run_that_does_not_state_its_weights_is_nobodys_second_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    for name, drift in (("one", 0.0), ("two", 0.5)):
+        api.capture(llama(1.0, drift), x, folder=tmp_path / name)
+        manifest = tmp_path / name / "manifest.json"
+        whole = json.loads(manifest.read_text())
+        del whole["facts"]["weights"]
+        manifest.write_text(json.dumps(whole))
+    done = call(capsys, "--json", "compare", tmp_path / "one", tmp_path / "two")
+    assert done.document["verdict"] == "DIFFERS"

@@ -1,0 +1,238 @@
+"""Attention by other means: rows in blocks beside a running peak, exponentials to the base 2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.budget import shares as budget_shares
+from degarble.harness.engine.budget.attention import attended, keeping_budgets
+from degarble.harness.engine.budget.budget import HEADROOM, judge
+from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.formats.weight import Weight
+from degarble.harness.model.presets import small_v4, small_v32
+from degarble.references.binding import Bound
+from degarble.references.latent_attention import softmax_scale
+from degarble.references.numerics import Numerics, switches_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
+V32 = small_v32(num_hidden_layers=2)
+TOKENS = 40
+LOG2E = 1.4426950408889634
+
+
+def random(*shape: int, seed: int, size: float = 1.0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
+    return made.bfloat16()
+
+
+def call_v4(size: float) -> Call:
+    """A layer of compressed entries, all visible."""
+    numerics = replace(Numerics.twin(switches_of("official-v4")), work=torch.float64)
+    twin = Bound(V4, numerics, {})
+    name = "layers.2.attn.attend"
+    what, facts = twin.bound_to(name)
+    (local,) = twin.weights_of(name)
+    weights = {local: Weight(value=random(V4.num_attention_heads, seed=1).float())}
+    start = 130
+    inputs = {
+        "q": random(TOKENS, V4.num_attention_heads, V4.head_dim, seed=2, size=size),
+        "window": random(TOKENS, V4.head_dim, seed=3),
+        "state_window": random(min(start, V4.sliding_window - 1), V4.head_dim, seed=4),
+        "compressed": random(0, V4.head_dim, seed=5),
+        "state_compressed": random(1, V4.head_dim, seed=6),
+        "positions": torch.arange(start, start + TOKENS),
+        "token_offsets": torch.tensor([0, TOKENS]),
+    }
+    return Call(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
+
+
+def in_blocks(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None, width: int) -> Tensor:
+    """One token [H, X] over rows [R, X]: shares are BF16 beside the peak so far."""
+    logit = (q.float() @ rows.float().T) * (scale * LOG2E)
+    peak = torch.full((len(q), 1), -torch.inf)
+    total, out = torch.zeros(len(q), 1), torch.zeros(len(q), width)
+    for begin in range(0, len(rows), 16):
+        part = logit[:, begin : begin + 16]
+        higher = torch.maximum(peak, part.amax(1, keepdim=True))
+        fade, share = torch.exp2(peak - higher), torch.exp2(part - higher)
+        total = total * fade + share.sum(1, keepdim=True)
+        values = rows[begin : begin + 16, :width].float()
+        out = out * fade + share.bfloat16().float() @ values
+        peak = higher
+    if sink is not None:
+        total = total + torch.exp2(sink[:, None] * LOG2E - peak)
+    return out * (1 / total)
+
+
+def flash_v4(call: Call) -> Tensor:
+    inputs, (sink,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
+    near = torch.cat((inputs["state_window"], inputs["window"]))
+    made, reach = [], V4.sliding_window
+    for token, position in enumerate(inputs["positions"].tolist()):
+        end = len(inputs["state_window"]) + token + 1
+        far = inputs["state_compressed"][: (position + 1) // 128]
+        rows = torch.cat((near[max(0, end - reach) : end], far)).flip(0)
+        made.append(in_blocks(inputs["q"][token], rows, V4.head_dim**-0.5, sink, V4.head_dim))
+    return torch.stack(made).bfloat16()
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
+def test_a_running_peak_is_healthy_in_v4(size: float) -> None:
+    call = call_v4(size)
+    made = flash_v4(call)
+    found = judge_outputs(call, {"out": made})["out"]
+    assert not torch.equal(made, call.outputs["out"])
+    assert found.ratio <= HEADROOM, str(found.worst)
+
+
+def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
+    call = call_v4(1.0)
+    less = Call(
+        call.role,
+        dict(call.inputs) | {"window": call.inputs["window"].roll(1, 0)},
+        call.outputs,
+        call.weights,
+        facts=call.facts,
+    )
+    assert judge_outputs(call, {"out": flash_v4(less)})["out"].ratio > 1
+    for gain in (1.02, 0.98):
+        made = (flash_v4(call).float() * gain).bfloat16()
+        found = judge_outputs(call, {"out": made})["out"]
+        assert found.ratio > 1, gain
+
+
+def call_v32(naive: bool, source: str) -> Call:
+    numerics = replace(Numerics.twin(switches_of(source)), work=torch.float64)
+    twin = Bound(V32, numerics, {})
+    name = "layers.1.attn.attend"
+    what, facts = twin.bound_to(name)
+    (local,) = twin.weights_of(name)
+    heads, width = V32.num_attention_heads, V32.qk_nope_head_dim + V32.v_head_dim
+    wkv_b = random(heads * width, V32.kv_lora_rank, seed=1, size=0.1)
+    start = 20
+    rows = random(start + TOKENS, V32.kv_lora_rank + V32.qk_rope_head_dim, seed=2)
+    chosen = torch.full((TOKENS, V32.index_topk), -1)
+    generator = torch.Generator().manual_seed(3)
+    for token in range(TOKENS):
+        pick = torch.randperm(start + token + 1, generator=generator)[: V32.index_topk]
+        chosen[token, : len(pick)] = pick
+    inputs = {
+        "q": random(TOKENS, heads, V32.qk_head_dim, seed=4),
+        "state_rows": rows[:start],
+        "rows": rows[start:],
+        "chosen": chosen,
+        "positions": torch.arange(start, start + TOKENS),
+        "token_offsets": torch.tensor([0, TOKENS]),
+    }
+    if naive:
+        wide = (rows[:, : V32.kv_lora_rank].float() @ wkv_b.float().T).bfloat16()
+        inputs |= {"state_expanded": wide[:start], "expanded": wide[start:]}
+    weights = {local: Weight(value=wkv_b)}
+    return Call(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
+
+
+def flash_v32(call: Call) -> Tensor:
+    """Absorbed: latents in blocks, beside the peak so far."""
+    inputs, (wkv_b,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
+    per_head = wkv_b.reshape(V32.num_attention_heads, -1, V32.kv_lora_rank)
+    key, value = per_head.split((V32.qk_nope_head_dim, V32.v_head_dim), 1)
+    every = torch.cat((inputs["state_rows"], inputs["rows"]))
+    made = []
+    for token in range(TOKENS):
+        nope, rope = (
+            inputs["q"][token].float().split((V32.qk_nope_head_dim, V32.qk_rope_head_dim), 1)
+        )
+        through = torch.einsum("hn,hnc->hc", nope.flip(1), key.flip(1)).bfloat16().float()
+        query, listed = torch.cat((through, rope), 1), inputs["chosen"][token]
+        rows = every[listed[listed >= 0]]
+        mixed = in_blocks(query, rows, softmax_scale(V32), None, V32.kv_lora_rank)
+        made.append(torch.einsum("hc,hvc->hv", mixed.bfloat16().float().flip(1), value.flip(2)))
+    return torch.stack(made).flatten(1).bfloat16()
+
+
+def test_a_running_peak_is_healthy_in_v32() -> None:
+    call = call_v32(naive=False, source="vllm")
+    found = judge_outputs(call, {"out": flash_v32(call)})["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    gain = (flash_v32(call).float() * 1.05).bfloat16()
+    assert judge_outputs(call, {"out": gain})["out"].ratio > 1
+
+
+@pytest.mark.parametrize("naive", [True, False])
+@pytest.mark.parametrize("source", ["official-v32", "vllm"])
+def test_float32_is_healthy_and_another_row_is_caught(naive: bool, source: str) -> None:
+    call = call_v32(naive, source)
+    assert call.facts is not None
+    single = Bound(V32, Numerics.twin(switches_of(source)), {}).calls["layers.1.attn.attend"]
+    made = dict(single(call.inputs, call.weights))
+    found = judge_outputs(call, made)["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    other = call.inputs["chosen"].clone()
+    other[TOKENS // 2, 0] = (other[TOKENS // 2, 0] + 1) % 20
+    made = dict(single(dict(call.inputs) | {"chosen": other}, call.weights))
+    assert judge_outputs(call, made)["out"].ratio > 1
+
+
+@pytest.mark.parametrize("naive", [True, False])
+def test_tokens_that_chose_no_row_are_judged(naive: bool) -> None:
+    call = call_v32(naive, "vllm")
+    nobody = torch.full_like(call.inputs["chosen"], -1)
+    blank = replace(
+        call,
+        inputs=dict(call.inputs) | {"chosen": nobody},
+        outputs={"out": torch.zeros_like(call.outputs["out"])},
+    )
+    zeros = torch.zeros_like(call.outputs["out"])
+    assert judge_outputs(blank, {"out": zeros})["out"].ratio <= 1
+    assert judge_outputs(blank, {"out": zeros + 1})["out"].ratio > 1
+
+
+def test_statistics_of_shares_are_worked_out_for_a_difference_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = []
+    real = budget_shares._rows_of
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(budget_shares, "_rows_of", counted)
+    call = call_v4(1.0)
+    budget = attended(call)["out"]
+    assert float(budget.slack.min()) > 0
+    assert not looks
+    judge(flash_v4(call), call.outputs["out"], budget)
+    count = len(looks)
+    assert count
+    judge(flash_v4(call), call.outputs["out"], budget)
+    assert len(looks) == count
+
+
+def test_a_budget_is_kept_while_inputs_and_weights_are_the_same() -> None:
+    call = call_v4(1.0)
+    gained = replace(call, outputs={"out": call.outputs["out"] * 2})
+    other = replace(call, inputs={**call.inputs, "q": call.inputs["q"] * 2})
+    wide = replace(call, outputs={"out": call.outputs["out"].float()})
+    free = attended(call)["out"]
+    assert attended(call)["out"] is not free
+    with keeping_budgets():
+        kept = attended(call)["out"]
+        with keeping_budgets():
+            assert attended(gained)["out"] is kept
+        assert attended(call)["out"] is kept
+        assert torch.equal(kept.slack, free.slack)
+        assert attended(wide)["out"].output != kept.output
+        assert not torch.equal(attended(other)["out"].slack, kept.slack)
+        for size in range(2, 20):
+            attended(call_v4(1.0 / size))
+        assert attended(call)["out"] is not kept, "as many are kept as a diagnosis needs"
+    assert attended(call)["out"] is not kept

@@ -1,0 +1,260 @@
+"""Healthy arithmetic sits within HEADROOM of its budget, whatever order, format, K and data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.engine.budget import rules as budget_rules
+from degarble.harness.engine.budget.budget import HEADROOM, Budget, judge, spacing
+from degarble.harness.engine.budget.rules import exact, few, normed, stored_between, summed
+from degarble.harness.formats.block_formats import FP8_1X128_F32, FP8_128X128_F32, NVFP4
+from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.references.tensor_core import dense_gemm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.formats.types import ElementFormat
+
+ROWS, COLUMNS = 16, 96
+
+
+def operand(kind: str, rows: int, width: int, seed: int) -> Tensor:
+    """Data of one kind [rows, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator)
+    if kind == "heavy":
+        x = x * torch.randn(rows, width, generator=generator).exp().square()
+    elif kind == "outlier":
+        x[:, 3::97] *= 300
+    elif kind == "tiny":
+        x = x * 2.0**-60
+    elif kind == "constant":
+        x = torch.full_like(x, 1.0 + 2.0**-6)
+    elif kind == "one sign":
+        x = x.abs()
+    elif kind == "cancelling":
+        x = x.abs()
+        x[:, width // 2 :] = -x[:, : width - width // 2]
+    elif kind == "alternating":
+        x = x.abs() * (1 - 2 * (torch.arange(width) % 2))
+    elif kind == "sorted":
+        x = x.sort(dim=1).values
+    return x
+
+
+KINDS = (
+    "normal", "heavy", "outlier", "tiny", "constant", "one sign", "cancelling", "alternating",
+    "sorted",
+)  # fmt: skip
+
+
+def sequential(x: Tensor, w: Tensor) -> Tensor:
+    """One product after the other, as a scalar loop does."""
+    out = torch.zeros(len(x), len(w))
+    for k in range(x.shape[1]):
+        out = out + x[:, k : k + 1] * w[:, k].unsqueeze(0)
+    return out
+
+
+def backwards(x: Tensor, w: Tensor) -> Tensor:
+    return sequential(x.flip(1), w.flip(1))
+
+
+def shuffled(x: Tensor, w: Tensor) -> Tensor:
+    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(1))
+    return sequential(x[:, order], w[:, order])
+
+
+def in_blocks(x: Tensor, w: Tensor) -> Tensor:
+    """Blocks of 64 first, their sums after each other: a loop over K tiles."""
+    parts = [a @ b.T for a, b in zip(x.split(64, 1), w.split(64, 1), strict=True)]
+    return torch.stack(parts).cumsum(0)[-1]
+
+
+def split_k(x: Tensor, w: Tensor) -> Tensor:
+    half = x.shape[1] // 2
+    return sequential(x[:, half:], w[:, half:]) + sequential(x[:, :half], w[:, :half])
+
+
+def library(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w.T
+
+
+ORDERS = (sequential, backwards, shuffled, in_blocks, split_k, library)
+
+
+def twin_of(x: Tensor, w: Tensor, output: torch.dtype) -> Tensor:
+    return (x.double() @ w.double().T).to(output)
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_in_any_order_is_healthy(kind: str, width: int) -> None:
+    x = operand(kind, ROWS, width, 1).bfloat16().float()
+    w = operand("one sign" if kind == "cancelling" else kind, COLUMNS, width, 2).bfloat16().float()
+    for output, fmt in ((torch.bfloat16, BF16), (torch.float32, FP32)):
+        budget, twin = summed(x, w, fmt), twin_of(x, w, output)
+        for order in ORDERS:
+            judged = judge(order(x, w).to(output), twin, budget)
+            assert judged.worst.ratio <= HEADROOM, (order.__name__, str(judged.worst))
+
+
+def test_equal_rows_round_alike_and_are_healthy() -> None:
+    """One weight row over and over, or with other sign and size: a step is one of all or none."""
+    x = operand("normal", 2048, 2048, 21).bfloat16().float()
+    one = operand("normal", 1, 2048, 22).bfloat16().float()
+    sizes = torch.tensor([1.0, -1.0, 4.0, -0.5]).repeat(128)[:, None]
+    w = one * sizes
+    made = torch.cat([sequential(x, one)] * len(w), dim=1) * sizes.T
+    budget, twin = summed(x, w), twin_of(x, w, torch.bfloat16)
+    assert budget.repeats == (1, 512)
+    judged = judge(made.bfloat16(), twin, budget)
+    assert judged.comparison.ulps == 1
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    alone = judge(made.bfloat16(), twin, replace(budget, repeats=(1, 1)))
+    assert alone.worst.ratio > HEADROOM, "the case needs no repeats"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tensor_core_is_healthy(kind: str) -> None:
+    x, w = operand(kind, 8, 512, 3).bfloat16(), operand(kind, 64, 512, 4).bfloat16()
+    for output, fmt in ((torch.bfloat16, BF16), (torch.float32, FP32)):
+        judged = judge(dense_gemm(x, w).to(output), twin_of(x, w, output), summed(x, w, fmt))
+        assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
+def test_tensor_scales_behind_the_sum_are_healthy(kind: str) -> None:
+    x, w = (quantise(operand(kind, n, 512, n).bfloat16(), NVFP4) for n in (ROWS, COLUMNS))
+    exactly = [dequantise(side, torch.float64) for side in (x, w)]
+    scales = [side.decode_scale for side in (x, w)]
+    plain = [(e / s.double()).float() for e, s in zip(exactly, scales, strict=True)]
+    candidate = (sequential(plain[0], plain[1]) * (scales[0] * scales[1])).bfloat16()
+    twin = twin_of(exactly[0], exactly[1], torch.bfloat16)
+    judged = judge(candidate, twin, summed(exactly[0], exactly[1]))
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
+def test_block_scales_behind_each_block_are_healthy(kind: str) -> None:
+    x = quantise(operand(kind, ROWS, 512, 5).bfloat16(), FP8_1X128_F32)
+    w = quantise(operand(kind, 128, 512, 6).bfloat16(), FP8_128X128_F32)
+    exactly = [dequantise(side, torch.float64) for side in (x, w)]
+    codes = [side.codes.view(torch.float8_e4m3fn).float().split(128, 1) for side in (x, w)]
+    candidate = torch.zeros(ROWS, 128)
+    for block, (a, b) in enumerate(zip(*codes, strict=True)):
+        scale = x.block_scale[:, block : block + 1] * w.block_scale[:, block]
+        candidate = candidate + sequential(a, b) * scale
+    twin = twin_of(exactly[0], exactly[1], torch.bfloat16)
+    judged = judge(candidate.bfloat16(), twin, summed(exactly[0], exactly[1]))
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+
+
+@pytest.mark.parametrize("kind", ["normal", "outlier", "cancelling"])
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float32], ids=str)
+def test_one_element_at_one_and_a_half_budgets_is_caught(kind: str, output: torch.dtype) -> None:
+    fmt = BF16 if output is torch.bfloat16 else FP32
+    x, w = operand(kind, ROWS, 512, 7).bfloat16().float(), operand("normal", COLUMNS, 512, 8)
+    budget, twin = summed(x, w, fmt), twin_of(x, w, output)
+    candidate = library(x, w).to(output)
+    for row, column in ((0, 0), (11, 77), (15, 95)):
+        allowed = (budget.slack[row, column] + _spacing(twin[row, column], fmt)) / HEADROOM
+        for sign in (1, -1):
+            spoilt = candidate.clone()
+            spoilt[row, column] = (twin[row, column].double() + sign * 1.5 * allowed).to(output)
+            judged = judge(spoilt, twin, budget)
+            assert judged.worst.ratio > 1, str(judged.worst)
+            assert judged.worst.level == "element"
+            assert judged.worst.place == (row, column)
+
+
+def _spacing(value: Tensor, fmt: ElementFormat) -> float:
+    return float(spacing(value.double().abs().numpy(), fmt))
+
+
+@pytest.mark.parametrize("width", [512, 4096])
+def test_a_gain_of_one_and_a_half_budgets_is_caught(width: int) -> None:
+    """Spread over all elements it is far below one step of BF16 in each."""
+    x, w = operand("normal", ROWS, width, 9).bfloat16().float(), operand("normal", 512, width, 10)
+    budget, twin = summed(x, w), twin_of(x, w, torch.bfloat16)
+    whole = judge(twin, twin, budget).findings
+    allowed = next(each.allowed for each in whole if each.level == "gain of whole")
+    assert allowed < 2e-3
+    candidate = ((x.double() @ w.double().T) * (1 + 1.5 * allowed)).bfloat16()
+    judged = judge(candidate, twin, budget)
+    assert judged.worst.ratio > 1
+    assert judged.worst.level.startswith("gain")
+
+
+@pytest.mark.parametrize("width", [64, 7168])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_is_healthy(kind: str, width: int) -> None:
+    x, weight = operand(kind, ROWS, width, 11), operand("normal", 1, width, 12)[0]
+    for output, fmt in ((torch.bfloat16, BF16), (torch.float32, FP32)):
+        wide = x.double()
+        twin = (weight * wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()).to(output)
+        square = sequential(x.square(), torch.ones(1, width)) / width
+        candidate = (weight * (x * (square + 1e-6).rsqrt())).to(output)
+        judged = judge(candidate, twin, normed(twin, width, fmt))
+        assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+
+
+def test_a_function_of_few_operations_is_healthy_and_a_wrong_one_is_not() -> None:
+    g, up = operand("normal", 64, 512, 13) * 4, operand("normal", 64, 512, 14)
+    silu = torch.nn.functional.silu
+    twin = (silu(g.double()) * up.double()).bfloat16()
+    budget = few(twin.abs(), 16, BF16, "SwiGLU")
+    assert judge((silu(g) * up).bfloat16(), twin, budget).worst.ratio <= HEADROOM
+    # tanh instead of the logistic function, at the strength at which it was seen in the field
+    wrong = (g * 0.5 * (1 + torch.tanh(0.5 * g * 1.002)) * up).bfloat16()
+    assert judge(wrong, twin, budget).worst.ratio > 1
+
+
+def test_what_is_stored_on_the_way_adds_a_step() -> None:
+    x = operand("normal", 64, 512, 15)
+    exactly = (x.double() * 1.1) * 1.3
+    budget = few(exactly.abs(), 2, BF16, "two products")
+    wider = stored_between(budget, exactly.abs(), 1, "the first product")
+    candidate = ((x * 1.1).bfloat16().float() * 1.3).bfloat16()
+    twin = exactly.bfloat16()
+    assert judge(candidate, twin, budget).worst.ratio > HEADROOM
+    assert judge(candidate, twin, wider).worst.ratio <= HEADROOM
+    assert len(wider.derivation) == len(budget.derivation) + 1
+
+
+def test_nothing_may_differ_where_nothing_is_computed() -> None:
+    rows = operand("normal", 8, 16, 16).bfloat16()
+    budget = exact(BF16, "rows of the table, copied")
+    assert judge(rows, rows, budget).worst.ratio == 0
+    other = rows.clone()
+    other[3, 5] = torch.nextafter(other[3, 5], torch.tensor(9.0).bfloat16())
+    assert judge(other, rows, budget).worst.ratio == float("inf")
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ShapeMismatch, match="operands"):
+        summed(torch.ones(2, 3), torch.ones(2, 4))
+
+
+def test_the_derivation_names_its_numbers() -> None:
+    budget = summed(torch.ones(2, 64), torch.ones(3, 64))
+    assert "K = 64" in budget.derivation[0]
+    assert isinstance(budget, Budget)
+    assert budget.derivation[-1] == "and one rounding to BF16"
+
+
+def test_a_matrix_in_pieces_has_the_budget_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operand("normal", 5, 256, 1), operand("heavy", 70, 256, 2).bfloat16()
+    w[11], w[64] = w[3], -2 * w[3]  # equal but for sign and size, in three pieces
+    whole = summed(x, w.float())
+    monkeypatch.setattr(budget_rules, "LARGE", 30 * 256)
+    pieces = summed(x, w)
+    assert torch.allclose(pieces.slack, whole.slack, rtol=1e-5)
+    assert pieces.repeats == whole.repeats == (1, 3)

@@ -1,0 +1,283 @@
+"""Healthy runs of every convention agree and the report says which it is; faults stay findings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.conventions.learned import Evidence, Fit, learn
+from degarble.harness.engine.conventions.registry import CONTRADICTED, DECLARED, LEARNED, REGISTRY
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.campaigns.healthy_runs import JOINT, healthy, joint, planted
+from degarble.suites.engine import legal_attention
+from degarble.suites.engine.conventions.convention_cases import V4, V32, choices, model
+from degarble.suites.engine.localise_cases import PROMPTS, scaled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from degarble.harness.engine.conventions.registry import Convention
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.model.config.config import Config
+
+
+def judged(
+    config: Config, run: InMemoryRun, declared: Mapping[str, Any] | None = None
+) -> Localised:
+    twin = model(config, torch.float64, declared or {})
+    twin.declared = declared or {}
+    return localise(twin, recipe_named("nvfp4-full", config), run)
+
+
+def run_by(
+    config: Config,
+    switches: Mapping[str, Any],
+    faults: Mapping[str, Callable[..., Any]] | None = None,
+) -> InMemoryRun:
+    candidate = model(config, torch.float32, switches)
+    for name, way in (faults or {}).items():
+        candidate.calls[name] = way(candidate.calls[name])
+    return InMemoryRun.of(candidate, PROMPTS, 3)
+
+
+QUICK = {"attention_in_storage_dtype", "residual_rounded_before_norm"}
+CASES = [
+    pytest.param(
+        config, each, value, id=f"{config.family}-{each.name}-{value}",
+        marks=() if config is V32 and each.name in QUICK else pytest.mark.slow,
+    )
+    for config in (V4, V32)
+    for each, value in choices(config)
+    if each.learned
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "convention", "value"), CASES)
+def test_a_healthy_run_of_another_convention_agrees_and_says_so(
+    config: Config, convention: Convention, value: Any
+) -> None:
+    run = run_by(config, {convention.name: value})
+    found = judged(config, run)
+    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
+    assert {each.source for each in found.conventions} <= {LEARNED}
+    assert {each.name: each.value for each in found.conventions} in ({}, {convention.name: value})
+    assert max(row.ratio for row in found.rows) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(JOINT))
+def test_every_pair_of_conventions_is_learned(number: int) -> None:
+    result = joint(number)
+    assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+def test_a_fault_under_conventions_is_found_as_if_they_were_declared(number: int) -> None:
+    for result in (healthy(7 * number), planted(7 * number)):
+        assert result.outcome == "ok", result.detail
+
+
+def test_a_learned_convention_is_told_with_its_words_and_its_witnesses() -> None:
+    found = judged(V32, run_by(V32, {"attention_in_storage_dtype": False}))
+    (used,) = found.conventions
+    assert (used.source, used.value, used.components) == (LEARNED, False, 3)
+    assert used.sentence == (
+        "attention's logits and normalised probabilities: kept in float32 "
+        "(attention_in_storage_dtype: false, learned: 3 components show it)"
+    )
+    assert used.document()["source"] == "learned"
+
+
+def test_a_declared_convention_is_judged_and_one_that_the_numbers_contradict_is_a_finding() -> None:
+    run = run_by(V32, {"attention_in_storage_dtype": False})
+    found = judged(V32, run, {"attention_in_storage_dtype": False})
+    assert found.verdict is Verdict.AGREES
+    assert [each.source for each in found.conventions] == [DECLARED]
+    found = judged(V32, run, {"attention_in_storage_dtype": True})
+    assert found.verdict is Verdict.DIFFERS
+    (used,) = found.conventions
+    assert (used.source, used.fits) == (CONTRADICTED, False)
+    assert "fit false" in used.sentence
+
+
+def test_a_fault_under_another_convention_is_the_only_origin() -> None:
+    name = "layers.1.attn.q_norm"
+    run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.03)})
+    found = judged(V32, run)
+    assert [each.component for each in found.origins] == [name]
+    name = "layers.1.attn.attend"
+    run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.25)})
+    found = judged(V32, run)
+    assert [each.component for each in found.origins] == [name]
+    assert [each.source for each in found.conventions] == [LEARNED]
+
+
+@pytest.mark.slow
+def test_a_gain_everywhere_is_no_convention() -> None:
+    names = [f"layers.{number}.attn.attend" for number in range(3)]
+    for gain in (1.003, 1.02, 1.1):
+        found = judged(V32, run_by(V32, {}, dict.fromkeys(names, scaled("out", gain))))
+        assert not found.conventions
+        assert {each.component for each in found.origins} == set(names)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(each, id=each.name, marks=() if number == 1 else pytest.mark.slow)
+        for number, each in enumerate(legal_attention.KERNELS)
+    ],
+)
+def test_every_fused_kernel_of_attention_keeps_logits_in_float32(
+    kernel: legal_attention.Kernel,
+) -> None:
+    twin = model(V32, torch.float32, {})
+    names = [f"layers.{number}.attn.attend" for number in range(3)]
+    made = {name: legal_attention.run_packed_v32(twin, name, kernel) for name in names}
+    run = run_by(V32, {}, {name: (lambda _call, own=call: own) for name, call in made.items()})
+    found = judged(V32, run)
+    assert found.verdict is Verdict.AGREES
+    (used,) = found.conventions
+    assert (used.name, used.value) == ("attention_in_storage_dtype", False)
+    assert used.source == LEARNED
+
+
+def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
+    other = model(V32, torch.float32, {"attention_in_storage_dtype": False})
+    name = "layers.1.attn.attend"
+    found = judged(V32, run_by(V32, {}, {name: lambda _call: other.calls[name]}))
+    assert [each.component for each in found.origins] == [name]
+    assert not found.conventions
+
+
+# Any convention of two values that asks to be clearly nearer, which attention's does not.
+A = replace(REGISTRY["pooling_in_storage_dtype"], roles=frozenset({"attn.attend"}))
+ROLES = {f"layers.{number}.attn.attend": "attn.attend" for number in range(4)}
+
+
+def _evidence(by_layer: list[tuple[Fit, Fit]], **more: Any) -> Evidence:
+    def fit(name: str, values: Mapping[str, Any]) -> Fit:
+        return by_layer[int(name.split(".")[1])][bool(values)]
+
+    return Evidence(ROLES, fit, {A.name: True}, **more)
+
+
+FITS, WRONG = Fit(True, False, 0.0), Fit(False, True, 9.0)
+NEAR, FAR = Fit(True, False, 1.0), Fit(True, False, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "learned"),
+    [
+        ([(WRONG, FITS)] * 4, 4),
+        ([(WRONG, FITS)] * 3 + [(WRONG, WRONG)], 3),  # one is sick
+        ([(WRONG, FITS)] * 3 + [(FITS, FITS)], 3),  # one says nothing
+        ([(WRONG, FITS)] + [(FAR, NEAR)] * 3, 4),  # they lean to it
+        ([(WRONG, FITS)] * 3 + [(NEAR, FAR)], 0),  # one leans to the official value
+        ([(WRONG, FITS)] * 3 + [(FITS, WRONG)], 0),  # one contradicts it
+        ([(WRONG, FITS)] + [(FITS, FITS)] * 3, 0),  # one alone is a finding
+        ([(WRONG, FITS)] * 2 + [(WRONG, WRONG)] * 2, 0),  # as many are sick
+        ([(WRONG, WRONG)] * 4, 0),
+        ([(FITS, FITS)] * 4, 0),
+        ([(WRONG, Fit(False, False, 0.0))] * 4, 0),  # undecided explains nothing
+        ([(WRONG, Fit(True, False, 8.0))] * 4, 0),  # a wider budget is no explanation
+    ],
+)
+def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -> None:
+    found = learn([A], _evidence(layers))
+    assert [len(each.witnesses) for each in found] == ([learned] if learned else [])
+
+
+# Two conventions that share the role of `m`, and roles of their own, `a` and `b`.
+P = replace(A, name="p", roles=frozenset("am"), witnesses=1)
+Q = replace(A, name="q", roles=frozenset("bm"))
+R = replace(A, name="r", roles=frozenset("m"))
+TRUE = {"p": True, "q": True}
+
+
+def _joint(
+    fits: Callable[[str, Mapping[str, Any]], bool],
+    count: int = 2,
+    declared: tuple[str, ...] = (),
+    group: Sequence[Convention] = (P, Q, R),
+) -> dict[str, tuple[str, ...]]:
+    """Learn from `count` components a role; `fits` is asked with role and number, and values."""
+    roles = {f"{role}{number}": role for role in "abm" for number in range(count)}
+    evidence = Evidence(
+        roles,
+        lambda name, values: FITS if fits(name, values) else WRONG,
+        dict.fromkeys("pqr", False),
+    )
+    return {each.name: each.witnesses for each in learn(group, evidence, declared)}
+
+
+def _own(name: str, values: Mapping[str, Any]) -> bool:
+    return bool(values.get({"a": "p", "b": "q"}[name[0]]))
+
+
+def test_a_role_that_one_of_two_conventions_leaves_alone_follows_it() -> None:
+    """As a compressor's projection that is not quantised does, under decoded operands."""
+    found = _joint(lambda name, v: bool(v.get("q")) if name[0] == "m" else _own(name, v))
+    assert found == {"p": ("a0", "a1"), "q": ("b0", "b1", "m0", "m1")}
+
+
+def test_a_role_that_needs_two_conventions_shows_both() -> None:
+    found = _joint(lambda name, v: dict(v) == TRUE if name[0] == "m" else _own(name, v))
+    assert found == {"p": ("a0", "a1", "m0", "m1"), "q": ("b0", "b1", "m0", "m1")}
+
+
+def test_what_fits_one_role_by_chance_gives_way_to_what_fits_all() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return dict(v) in (TRUE, {"r": True}) if name[0] == "m" else _own(name, v)
+
+    assert set(_joint(fits)) == {"p", "q"}
+
+
+def test_what_other_roles_are_against_hides_no_deeper_change() -> None:
+    """`r` cures `m` by chance, and `b` is against it; `m` alone shows the two that it follows."""
+    group = [replace(R, name="p"), replace(R, name="q"), replace(R, roles=frozenset("bm"))]
+
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return dict(v) in (TRUE, {"r": True}) if name[0] == "m" else not v.get("r")
+
+    assert set(_joint(fits, group=group)) == {"p", "q"}
+
+
+def test_each_convention_of_several_needs_witnesses_of_its_own() -> None:
+    """Many components show one; a single one that another would cure is a finding."""
+
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        if name == "b0":
+            return bool(v.get("q"))
+        return name[0] == "b" or bool(v.get("p"))
+
+    assert set(_joint(fits)) == {"p"}
+
+
+def test_one_component_that_another_value_cures_hides_no_convention_of_the_others() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        if name == "m0":
+            return dict(v) == {"r": True}
+        return name[0] == "b" or (bool(v.get("p")) and not v.get("r"))
+
+    assert _joint(fits, 3) == {"p": ("a0", "a1", "a2", "m1", "m2")}
+
+
+def test_a_declared_convention_gives_way_after_an_open_one() -> None:
+    def fits(name: str, v: Mapping[str, Any]) -> bool:
+        return name[0] != "m" or len(v) == 1
+
+    assert set(_joint(fits)) == {"p"}
+    assert set(_joint(fits, declared=("p",))) == {"q"}
+
+
+def test_what_was_not_recorded_with_its_tensors_cannot_testify() -> None:
+    layers = [(WRONG, FITS)] * 3 + [(FITS, FITS)]
+    assert not learn([A], _evidence(layers, unknown=frozenset({"layers.3.attn.attend"})))

@@ -1,0 +1,291 @@
+"""`judge` for one kernel: bare operations, callables, messages, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import (
+    DegarbleError,
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    UnknownName,
+)
+from degarble.harness.engine.diagnose.judge.judge import Setting, judge
+from degarble.harness.formats.block_formats import FP8_128X128_UE8M0, NVFP4
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.weight import Weight
+from degarble.harness.report.verdict import Verdict
+from degarble.references.linears import decode_activations, quantise_activations
+from degarble.suites.engine.diagnose.judge.gemm_faults import FAULTS, gemm, product
+
+M, N, K = 48, 96, 256
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, W, BIAS = random(M, K).bfloat16(), random(N, K, seed=1).bfloat16(), random(N, seed=2)
+OUT = X.float() @ W.float().T
+
+
+def test_operands_may_come_in_every_form() -> None:
+    wq = quantise(W, NVFP4)
+    made = X.float() @ dequantise(wq, torch.float32).T
+    for weight in (wq, Weight.of(wq), wq.with_direction(ScaleDirection.ENCODE)):
+        judge("gemm", X, weight, made.bfloat16()).require()
+    judge("gemm", {"x": X}, {"w": W, "bias": BIAS}, (OUT + BIAS).bfloat16()).require()
+    judge("gemm", X.reshape(2, -1, K), W, OUT.reshape(2, -1, N)).require()
+    fp8 = quantise(W, FP8_128X128_UE8M0)
+    judge("gemm", X, fp8, X.float() @ dequantise(fp8, torch.float32).T).require()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_activations_may_arrive_as_codes(per_row: bool) -> None:
+    scale = None if per_row else torch.tensor(0.01)
+    codes = quantise_activations(X, "NVFP4", scale)
+    values = X.float()
+    shown = judge("gemm", codes, W, values.new_zeros(M, N))
+    assert shown.verdict is Verdict.DIFFERS
+    x = decode_activations(codes, "NVFP4", torch.float32)
+    judge("gemm", codes, W, (x @ W.float().T).bfloat16()).require()
+    doubled = judge("gemm", codes, W, (x @ W.float().T).bfloat16() * 2)
+    assert doubled.cause is not None
+    assert doubled.cause.fault == "M43.whole"
+
+
+def test_one_wrong_element_is_told_with_both_codes() -> None:
+    out = OUT.bfloat16()
+    out[3, 5] *= 1.5
+    found = judge("gemm", X, W, out)
+    text = str(found)
+    assert "1 of 4,608 elements are each beyond their budget" in text
+    assert "first at [3, 5]: BF16 0x" in text
+    assert "budget: K = 256 additions in float32" in text
+    with pytest.raises(AssertionError, match="DIFFERS: gemm differs"):
+        found.require()
+    assert not found
+    document = found.document()
+    assert (document["verdict"], document["causes"]) == ("DIFFERS", [])
+
+
+def test_a_row_that_was_not_written_is_named() -> None:
+    for left in (0.0, math.nan):
+        out = OUT.bfloat16()
+        out[7] = left
+        found = judge("gemm", X, W, out)
+        assert found.cause is not None
+        assert found.cause.fault == "M41.rows_unwritten"
+        assert f"rows 7 left at {left:g}" in found.cause.evidence
+    assert "96 NaN and 0 infinities" in found.census["out"]
+    assert "the first at [7, 0]" in found.census["out"]
+
+
+def test_rms_norm_and_its_faults() -> None:
+    weight = random(K, seed=3)
+
+    def norm(epsilon: float, w: torch.Tensor) -> torch.Tensor:
+        x = X.float()
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * w).bfloat16()
+
+    judge("rmsnorm", X, weight, norm(1e-6, weight)).require()
+    judge("rmsnorm", X, None, norm(1e-6, torch.ones(K))).require()
+    for wrong, fault in (
+        (norm(1e-6, 1 + weight), "M24.norm_form"),
+        (norm(1e-6, torch.ones(K)), "M17.ones"),
+        (norm(1e-3, weight), "M24.epsilon"),
+    ):
+        found = judge("rmsnorm", X, weight, wrong)
+        assert found.cause is not None
+        assert found.cause.fault == fault
+    assert judge("rmsnorm", X, weight, norm(0.3, weight)).named == ()
+
+
+def test_swiglu_and_its_faults() -> None:
+    x = random(M, 2 * N, seed=4).bfloat16() * 4
+    gate, up = x.float().chunk(2, -1)
+    silu = torch.nn.functional.silu
+    clamped = (silu(gate.clamp(max=5)) * up.clamp(-5, 5)).bfloat16()
+    limited = Setting(limit=5.0)
+    judge("swiglu", x, None, clamped, setting=limited).require()
+    judge("swiglu", {"gate": gate, "up": up}, None, (silu(gate) * up).bfloat16()).require()
+    for wrong, fault in (
+        ((silu(gate) * up).bfloat16(), "M25.limit"),
+        ((silu(up.clamp(max=5)) * gate.clamp(-5, 5)).bfloat16(), None),
+    ):
+        cause = judge("swiglu", x, None, wrong, setting=limited).cause
+        assert (cause.fault if cause else None) == fault
+    swapped = judge("swiglu", x, None, (silu(up) * gate).bfloat16()).cause
+    assert swapped is not None
+    assert swapped.fault == "M14.swapped"
+    # Below a gate of -88.7 e^-x is no float32, so a kernel puts out zeros; nothing is wrong there.
+    cut = (silu(50 * gate) * up).bfloat16()
+    exact = (silu(50 * gate.double()) * up.double()).bfloat16()
+    assert bool(((cut == 0) & (exact != 0)).any())
+    judge("swiglu", {"gate": 50 * gate, "up": up}, None, cut).require()
+
+
+def test_quantisation_is_judged_code_by_code() -> None:
+    made = quantise(X, NVFP4)
+    judge("quantise_nvfp4", X, None, made).require()
+    wrong = replace(made, codes=(made.codes >> 4) | (made.codes << 4))
+    found = judge("quantise_nvfp4", X, None, wrong)
+    assert found.cause is not None
+    assert found.cause.fault == "M10.nibble_order"
+    assert "codes differ" in str(found)
+
+
+def test_a_callable_is_its_own_definition() -> None:
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.T
+
+    stepwise = torch.zeros(M, N)
+    for k in range(K):
+        stepwise += X[:, k : k + 1].float() * W[:, k].float()[None]
+    for out in (OUT, stepwise, OUT.bfloat16()):
+        judge(linear, (X, W), None, out).require()
+        judge(linear, {"x": X}, {"w": W}, out).require()
+    assert not judge(linear, X, W, (OUT * 1.0001))
+    assert not judge(linear, X, W, (OUT.bfloat16().float() + 0.01).bfloat16())
+    gelu = torch.nn.functional.gelu
+    judge(gelu, X, None, gelu(X.float()).bfloat16()).require()
+    assert not judge(gelu, X, None, gelu(X.float(), approximate="tanh").bfloat16())
+    assert "measured, not derived" in judge(linear, X, W, OUT).outputs["out"].derivation[0]
+
+
+REFUSED: list[tuple[type[DegarbleError], tuple[Any, ...], str]] = [
+    (UnknownName, ("gem", X, W, OUT), "Did you mean gemm"),
+    (InvalidArgument, (3, X, W, OUT), "Bare operations"),
+    (InvalidArgument, ("gemm", X, W, None), "the tensor that the kernel returned"),
+    (InvalidArgument, ("gemm", X, None, OUT), "w = 'NoneType'"),
+    (ShapeMismatch, ("gemm", X, W[:, :16], OUT), "x [..., K] and w [N, K]"),
+    (ShapeMismatch, ("gemm", X, W, OUT[1:]), "(48, 96)"),
+    (ShapeMismatch, ("gemm", X[0], W, OUT[0]), "[1, K]"),
+    (ShapeMismatch, ("gemm", X, {"w": W, "bias": BIAS[1:]}, OUT), "bias"),
+    (UnknownName, ("gemm", {"y": X}, W, OUT), "input = 'y'"),
+    (UnknownName, ("gemm", X, {"v": W}, OUT), "weight = 'v'"),
+    (InvalidArgument, ("gemm", X * math.nan, W, OUT), "x[0, 0] = nan"),
+    (InvalidArgument, ("gemm", X, W * math.inf, OUT), "w[0, 0]"),
+    (DtypeMismatch, ("gemm", X.int(), W, OUT), "QuantisedTensor"),
+    (DtypeMismatch, ("gemm", X, W, OUT.double()), "bfloat16, float16 or float32"),
+    (InvalidArgument, ("gemm", {"codes": 3, "block_scale": X}, W, OUT), "codes and block_scale"),
+    (ShapeMismatch, ("rmsnorm", X, BIAS, OUT), "weight"),
+    (UnknownName, ("rmsnorm", {"x": X, "y": X}, None, X), "input = 'y'"),
+    (InvalidArgument, ("swiglu", {"gate": X}, None, X), "gate and up"),
+    (InvalidArgument, ("quantise_nvfp4", X, None, X), "a QuantisedTensor in NVFP4"),
+    (ShapeMismatch, ("gemm", X[:0], W, OUT[:0]), "one number at least"),
+    (ShapeMismatch, ("gemm", X, W[:0], OUT[:, :0]), "one number at least"),
+    (ShapeMismatch, (lambda x: x, X[:0], None, X[:0]), "one number at least"),
+    (InvalidArgument, ("gemm", X.to("meta"), W, OUT), "x = 'meta'"),
+    (InvalidArgument, ("gemm", X, W, OUT.to("meta")), "output = 'meta'"),
+    (InvalidArgument, ("gemm", X.float().to_sparse(), W, OUT), "x = 'torch.sparse"),
+    (
+        InvalidArgument,
+        ("gemm", {"codes": X, "block_scale": X, "tensor_scale": 0.5}, W, OUT),
+        "tensor_scale = 'float'",
+    ),
+    (InvalidArgument, (lambda x: x.nothing, X, None, OUT), "AttributeError"),
+    (InvalidArgument, (lambda x: 3, X, None, OUT), "a tensor of numbers"),  # noqa: ARG005
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_bad_input_is_refused_by_name(case: int) -> None:
+    error, arguments, told = REFUSED[case]
+    with pytest.raises(error) as raised:
+        judge(*arguments)
+    assert told in str(raised.value), str(raised.value)
+
+
+def test_a_reference_that_does_not_fit_is_refused() -> None:
+    for reference, told in (
+        ({"z": X}, "reference"),
+        ({"x": X[1:]}, "reference x"),
+        (OUT[1:], "ref"),
+    ):
+        with pytest.raises(DegarbleError, match=told):
+            judge("gemm", X, W, OUT, reference=reference)
+    with pytest.raises(InvalidArgument, match="operands by name"):
+        judge("gemm", X, W, OUT, reference=3)
+    with pytest.raises(InvalidArgument, match="a gemm"):
+        judge("rmsnorm", X, None, X, reference=X)
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"config": "v4"}, "config = 'str'"),
+        ({"epsilon": "a"}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon = nan"),
+        ({"epsilon": -1.0}, "not negative"),
+        ({"limit": math.inf}, "limit = inf"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        Setting(**facts)
+    with pytest.raises(InvalidArgument, match="a Setting"):
+        judge("gemm", X, W, OUT, setting=facts)  # type: ignore[arg-type]
+
+
+def test_a_sign_that_flips_in_a_tile_is_no_scale() -> None:
+    x, w = random(64, 256, seed=3), random(96, 256, seed=4)
+    out = x.double() @ w.double().T
+    out[16:32, 32:64] *= -1
+    found = judge("gemm", x, w, out.bfloat16())
+    assert [each.fault for each in found.named] == ["M43.one_tile"], str(found)
+
+
+def test_a_reference_output_is_enough_to_see_a_fallback() -> None:
+    g = gemm("gaussian", (64, 64, 256))
+    exact = g.x.float() @ g.w.float().T
+    found = judge("gemm", g.xq, g.wq, exact.bfloat16(), reference=exact)
+    assert found.too_good is not None
+    assert "nearer to the reference than the twin" in str(found)
+    assert judge("gemm", g.xq, g.wq, product(g.xq, g.wq).bfloat16(), reference=exact)
+    assert len(FAULTS) == 16
+
+
+def test_a_kernel_on_weights_that_were_rounded_once_decoded_agrees_and_says_so() -> None:
+    wq = quantise(random(N, K, seed=1), NVFP4)
+    decoded = dequantise(wq, torch.float32).bfloat16().float()
+    out = (X.float() @ decoded.T).bfloat16()
+    found = judge("gemm", X, wq, out).require()
+    assert "weights rounded to BF16 once decoded" in found.note
+    stated = Setting(conventions={"decoded_operands": "weights_bf16"})
+    judge("gemm", X, wq, out, setting=stated).require()
+    exact = judge("gemm", X, wq, out, setting=Setting(conventions={"decoded_operands": "exact"}))
+    assert exact.verdict is Verdict.DIFFERS
+    assert exact.cause is None
+    swapped = replace(wq, codes=(wq.codes >> 4) | (wq.codes << 4))
+    wrong = (X.float() @ dequantise(swapped, torch.float32).bfloat16().float().T).bfloat16()
+    found = judge("gemm", X, wq, wrong, setting=stated)
+    assert found.cause is not None
+    assert found.cause.fault == "M10.nibble_order"
+    with pytest.raises(UnknownName, match="of the setting"):
+        Setting(conventions={"decoded_operand": "exact"})
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "swiglu"])
+def test_an_operation_that_rounds_in_two_steps_agrees_and_says_so(name: str) -> None:
+    weight = 1 + 0.1 * random(K, seed=3)
+    if name == "rmsnorm":
+        normal = X.float() * torch.rsqrt(X.float().square().mean(-1, keepdim=True) + 1e-6)
+        out = (weight * normal.bfloat16().float()).bfloat16()
+        given, convention = weight, "norm_rounded_before_weight"
+    else:
+        gate, up = X.float().chunk(2, -1)
+        out = (torch.nn.functional.silu(gate).bfloat16().float() * up).bfloat16()
+        given, convention = None, "gate_rounded_before_product"
+    found = judge(name, X, given, out).require()
+    assert "rounded to BF16" in found.note
+    judge(name, X, given, out, setting=Setting(conventions={convention: True})).require()
+    assert not judge(name, X, given, out, setting=Setting(conventions={convention: False}))
+    assert not judge(name, X, given, (out.float() * 1.01).bfloat16())

@@ -1,0 +1,183 @@
+"""Sixteen faults of a W4A4 product: none missed, the cause named, and no healthy order blamed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose.judge import gemm as single_gemm
+from degarble.harness.engine.diagnose.judge.judge import judge
+from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.types import NibbleOrder, Rounding
+from degarble.harness.report.verdict import Verdict
+from degarble.references.tensor_core import block_scaled_gemm
+from degarble.suites.engine.diagnose.judge.gemm_faults import (
+    FAULTS,
+    HEALTHY,
+    INPUTS,
+    Gemm,
+    gemm,
+    product,
+    values,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose.judge.report import JudgedKernel
+
+SHAPE = (128, 256, 256)
+
+
+@lru_cache(maxsize=4)
+def made(kind: str) -> Gemm:
+    return gemm(kind, SHAPE)
+
+
+def judged(g: Gemm, out: Tensor, reference: bool = True) -> JudgedKernel:
+    unquantised = {"x": g.x, "w": g.w} if reference else None
+    return judge("gemm", g.xq, g.wq, out.bfloat16(), reference=unquantised)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("order", HEALTHY)
+def test_every_legal_order_of_the_sum_agrees(kind: str, order: str) -> None:
+    g = made(kind)
+    assert judged(g, HEALTHY[order](g)).require().ratio <= 0.7
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_its_cause_is_named_first(kind: str, fault: str) -> None:
+    g = made(kind)
+    found = judged(g, FAULTS[fault].run(g))
+    assert found.verdict is Verdict.DIFFERS
+    assert found.cause is not None, str(found)
+    assert found.cause.fault == FAULTS[fault].named, str(found)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_an_operand_that_was_truncated_when_it_was_quantised_is_named(kind: str, name: str) -> None:
+    """The codes are made here: quotients by the stored scales, rounded toward zero."""
+    g = made(kind)
+    plain, tensor = (g.x, g.xq) if name == "x" else (g.w, g.wq)
+    scales = decode_array(tensor.block_scale, E4M3).double() * tensor.decode_scale.double()
+    quotients = plain.double().unflatten(-1, (-1, 16)) / scales[..., None]
+    codes = encode_array(quotients.flatten(-2).float(), E2M1, Rounding.TOWARD_ZERO)
+    other = replace(tensor, codes=pack_nibbles(codes, NibbleOrder.LOW_EVEN))
+    found = judged(g, product(other, g.wq) if name == "x" else product(g.xq, other))
+    assert found.cause is not None, str(found)
+    assert found.cause.fault == "M09.truncated"
+    assert f"elements of {name} toward zero" in found.cause.evidence
+
+
+def test_the_list_is_the_measured_one() -> None:
+    assert len(FAULTS) == 16
+
+
+def test_a_silent_fallback_is_too_good_for_the_quantised_operands() -> None:
+    g = made("gaussian")
+    found = judged(g, g.x.float() @ g.w.float().T)
+    assert found.too_good is not None
+    assert found.too_good.ratio > 1
+    half = judged(g, g.x.float() @ values(g)[1].T)
+    assert half.cause is not None
+    assert "unquantised x" in half.cause.evidence
+    # Without the unquantised operands it differs all the same, and nothing false is named.
+    blind = judged(g, g.x.float() @ g.w.float().T, reference=False)
+    assert blind.verdict is Verdict.DIFFERS
+    assert blind.named == ()
+
+
+def test_damage_that_nobody_has_named_is_found_and_no_cause_is_claimed() -> None:
+    g = made("gaussian")
+    generator = torch.Generator().manual_seed(1)
+    noise = 1 + 0.05 * torch.randn(SHAPE[:2], generator=generator)
+    found = judged(g, product(g.xq, g.wq) * noise)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.named == ()
+    assert "no known fault explains it" in found.sentence
+
+
+def test_a_cause_is_proved_on_the_whole_output() -> None:
+    """A fault and one element more: no single way reproduces it, so none is claimed."""
+    g = made("gaussian")
+    out = FAULTS["nibbles swapped"].run(g)
+    out[77, 3] *= 3
+    assert judged(g, out).named == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda out: out.roll(1, 1), "M12.columns_shifted"),
+        (lambda out: out.roll(1, 0), "M12.rows_shifted"),
+        (lambda out: out.reshape(len(out), 2, -1).flip(1).reshape(out.shape), "M14.swapped"),
+        (lambda out: out.reshape(len(out), 2, -1).mT.reshape(out.shape), "M14.interleaved"),
+        (lambda out: out / 16, "M43.whole"),
+    ],
+)
+def test_output_in_another_order_or_size(change: Callable[[Tensor], Tensor], named: str) -> None:
+    g = made("heavy-tailed")
+    found = judged(g, change(product(g.xq, g.wq)))
+    assert found.cause is not None, str(found)
+    assert found.cause.fault == named
+
+
+def test_faults_of_the_activation_are_named_as_such() -> None:
+    g = made("gaussian")
+    shifted = replace(g.xq, block_scale=g.xq.block_scale.roll(-1, 1).contiguous())
+    found = judged(g, product(shifted, g.wq))
+    assert found.cause is not None
+    assert (found.cause.fault, "in x" in found.cause.evidence) == ("M12.column_off", True)
+
+
+def test_a_code_that_is_read_as_another_value() -> None:
+    g = made("gaussian")
+    low, high = (torch.where(h == 7, 6, h) for h in (g.wq.codes & 15, g.wq.codes >> 4))
+    found = judged(g, product(g.xq, replace(g.wq, codes=(low | high << 4).to(torch.uint8))))
+    assert found.cause is not None, str(found)
+    assert found.cause.fault == "M09.decode_table"
+    assert "0x7 as 4" in found.cause.evidence
+
+
+def test_sums_in_sixteen_bits() -> None:
+    g = made("gaussian")
+    x, w = values(g)
+    total = torch.zeros(SHAPE[:2])
+    for begin in range(0, SHAPE[2], 32):
+        total = (total + x[:, begin : begin + 32] @ w[:, begin : begin + 32].T).half().float()
+    found = judged(g, total)
+    assert found.cause is not None, str(found)
+    assert "FP16 after every 32 of K" in found.cause.evidence
+
+
+def test_the_tensor_core_model_agrees() -> None:
+    g = gemm("gaussian", (32, 32, 128))
+    out = tensor_core(g)
+    assert judge("gemm", g.xq, g.wq, out).require().ratio <= 0.7
+
+
+def tensor_core(g: Gemm) -> Tensor:
+    sides = [(t.element_codes(), t.linear_scale_codes()) for t in (g.xq, g.wq)]
+    (a, sa), (b, sb) = sides
+    unit = block_scaled_gemm(a, sa, b, sb)
+    return (unit * (g.xq.decode_scale * g.wq.decode_scale)).bfloat16()
+
+
+def test_a_fit_is_no_cause_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget decides: with a proof that always holds, the first proposal would be the cause."""
+    g = made("gaussian")
+    out = product(g.xq, g.wq) * (1 + 0.05 * torch.rand(SHAPE[:2]))
+    assert judged(g, out).named == ()
+    monkeypatch.setattr(single_gemm, "_survives", lambda *_: False)
+    assert judged(g, FAULTS["global scale x2"].run(g)).named == ()

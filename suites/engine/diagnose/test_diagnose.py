@@ -1,0 +1,366 @@
+"""Causes by reproduction: named where a fault was planted, and nothing where nobody knows it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import (
+    ModelFault,
+    Reach,
+    Sight,
+    Way,
+    from_ways,
+    with_inputs,
+    with_outputs,
+)
+from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.suites.engine.diagnosing import FAULTS, Double, double
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed
+    from degarble.harness.engine.faults.model_faults import Scene
+
+ROLES = (
+    "attn.wq_a", "attn.compressor.proj", "attn.wo_a", "ffn.gate", "ffn.experts.w13",
+    "ffn.experts.w2", "ffn.shared.w13", "attn.wq_a.act_quant", "ffn.experts.act_quant",
+    "attn.kv_write", "attn.norm",
+)  # fmt: skip
+
+
+def component(model: Double, role: str) -> str:
+    """The second component of a role, or the only one."""
+    found = [name for name in model.calls if model.naming(name).role == role]
+    return found[min(1, len(found) - 1)]
+
+
+def asked(
+    model: Double, name: str, way: Way, known: tuple[ModelFault, ...] = FAULTS
+) -> Diagnosed | None:
+    """What is said about a planted way; None where it has no effect."""
+    sights = model.sights(name, way)
+    return diagnose(model.naming(name), sights, known) if model.differs(name, sights) else None
+
+
+def crossing(per_role: int) -> list[tuple[str, str]]:
+    """Faults to plant in each role; all of them where a role has no more."""
+    model, found = double("v4", "nvfp4-full"), []
+    for role in ROLES:
+        scene = model.planting(component(model, role))
+        sitting = [each.id for each in FAULTS if each.sits(scene)]
+        chosen = random.Random(role).sample(sitting, min(per_role, len(sitting)))
+        found += [(role, each) for each in chosen]
+    return found
+
+
+@pytest.mark.parametrize(("role", "name"), crossing(2))
+def test_what_was_planted_is_named(role: str, name: str) -> None:
+    model = double("v4", "nvfp4-full")
+    place, fault = component(model, role), MODEL_FAULTS[name]
+    ways = list(fault.ways(model.planting(place)))
+    for way in random.Random(name).sample(ways, min(2, len(ways))):
+        found = asked(model, place, way)
+        if found is None:
+            continue  # without effect here
+        assert found.named, (way.words, found.sentence)
+        assert name in {found.named[0].id, *found.named[0].alternatives}, found.sentence
+        assert found.named[0].reproduced > 0.99
+        without = tuple(each for each in FAULTS if each.family not in _families(found))
+        unknown = asked(model, place, way, without)
+        assert unknown is not None
+        assert not unknown.named, (way.words, unknown.sentence)
+        assert unknown.sentence.startswith("No known fault explains this")
+
+
+def _families(found: Diagnosed) -> set[str]:
+    """Every family that explains it: what one cannot tell apart is one cause."""
+    return {each.family for cause in found.named for each in cause.faults}
+
+
+@pytest.mark.slow  # every fault in every component of every recipe: half an hour
+@pytest.mark.parametrize("recipe", ["nvfp4-full", "nvfp4-experts"])
+@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("fault", [each.id for each in FAULTS])
+def test_every_fault_is_named_wherever_it_has_an_effect(
+    fault: str, family: str, recipe: str
+) -> None:
+    model = double(family, recipe)
+    wrong = []
+    for place in model.calls:
+        if not MODEL_FAULTS[fault].sits(model.planting(place)):
+            continue
+        for way in MODEL_FAULTS[fault].ways(model.planting(place)):
+            found = asked(model, place, way)
+            known = found and found.named and {found.named[0].id, *found.named[0].alternatives}
+            if found is not None and fault not in (known or ()):
+                wrong.append(f"{place}: {way.words}: {found.sentence}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place", "fault", "words"),
+    [
+        # Sums that cancel are all rounding: the sample was chosen by them, not by the fault.
+        ("nvfp4-full", "layers.2.ffn.experts.w2", "O02.product_in_fp16", "2.w2, rows 64 to 127"),
+        # Half of the outputs is nearly nothing: whoever has the other half right seemed as near.
+        ("nvfp4-experts", "layers.0.attn.wo_a", "O08.scales_stale", "rows 128 to 255"),
+        ("nvfp4-experts", "layers.0.attn.wo_a", "O09.byte", "rows 128 to 255"),
+        # Where every expert is visited, the one visited before is the one before.
+        ("nvfp4-full", "layers.0.ffn.experts.w13", "M12.visited_before", ""),
+        # All blocks are clipped, so that the right scales are all the largest.
+        ("nvfp4-full", "layers.0.ffn.shared.w2.act_quant", "M02.another", "0.01"),
+        ("nvfp4-full", "layers.0.ffn.shared.w2.act_quant", "M02.another", "1.0"),
+    ],
+)
+def test_what_is_small_is_named_as_well(recipe: str, place: str, fault: str, words: str) -> None:
+    model = double("v4", recipe)
+    ways = MODEL_FAULTS[fault].ways(model.planting(place))
+    way = next(each for each in ways if words in each.words)
+    found = asked(model, place, way)
+    assert found is not None
+    assert fault in {found.named[0].id, *found.named[0].alternatives}, found.sentence
+
+
+def test_a_faint_fault_is_named_among_healthy_roundings() -> None:
+    model, place = double("v4", "nvfp4-full"), "layers.2.ffn.experts.w13"
+    fault = MODEL_FAULTS["O02.product_in_fp16"]
+    ways = fault.ways(model.planting(place))
+    way = next(each for each in ways if "2.w1, rows 24 to 31" in each.words)
+    (sight,) = model.sights(place, way, calls=1)
+    codes = sight.outputs["out"].view(torch.int16).clone()
+    codes[::32, :, 100] += 1  # by one spacing
+    rounded = replace(sight, outputs={"out": codes.view(torch.bfloat16)})
+    scene = model.naming(place)
+    assert diagnose(scene, rounded, FAULTS).named[0].id == fault.id
+    expected = codes.view(torch.bfloat16).where(
+        torch.arange(codes.shape[-1]) == 100, sight.expected["out"]
+    )
+    healthy = diagnose(scene, replace(sight, outputs={"out": expected}), FAULTS)
+    assert not healthy.named, healthy.sentence
+
+
+def test_a_gain_that_somebody_else_makes_is_told_to_the_bit_and_behind_it() -> None:
+    """A scale more in half of a weight's rows is a gain on a tile: the weight is told first."""
+    model, place = double("v32", "nvfp4-full"), "layers.0.attn.wo"
+    ways = MODEL_FAULTS["O10.multiplied"].ways(model.planting(place))
+    way = next(each for each in ways if "rows 64 to 127" in each.words)
+    found = asked(model, place, way, tuple(MODEL_FAULTS.values()))
+    assert found is not None
+    assert found.named[0].id == "O10.multiplied"
+    assert "M43.one_tile" in found.named[0].alternatives
+    sights = model.sights(place, way)
+    gain = diagnose(model.naming(place), sights, [MODEL_FAULTS["M43.one_tile"]]).named[0].way
+    for sight in sights:
+        made = gain.apply(model.naming(place).call)(sight.inputs, model.naming(place).weights)
+        same = made["out"].to(sight.outputs["out"].dtype) == sight.outputs["out"]
+        assert float(same.double().mean()) > 0.999
+
+
+def test_two_faults_of_the_same_numbers_are_told_together() -> None:
+    """The scale of activations once more is a factor; roundings alone tell which side it was on."""
+    model = double("v4", "nvfp4-full")
+    place = "layers.0.attn.wo_b"
+    for name, also in (
+        ("M02.activation_twice", "O10.multiplied"),
+        ("O10.multiplied", "M02.activation_twice"),
+    ):
+        way = next(MODEL_FAULTS[name].ways(model.planting(place)))
+        found = asked(model, place, way)
+        assert found is not None
+        assert {name, also} <= {found.named[0].id, *found.named[0].alternatives}, found.sentence
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
+    """Who visits whom is another question where experts are left out of a sample."""
+    model = double("v4", "nvfp4-experts")
+    place, fault = "layers.0.ffn.experts.w13", MODEL_FAULTS["M12.visited_before"]
+
+    def ways(scene: Scene, _sight: Sight) -> Iterator[Way]:
+        return (replace(each, whole=whole) for each in fault.ways(scene))
+
+    known = (MODEL_FAULTS["M12.previous_expert"], replace(fault, signature=ways))
+    before = next(fault.ways(model.planting(place)))
+    found = diagnose(model.naming(place), model.sights(place, before, calls=1), known)
+    told = {found.named[0].id, *found.named[0].alternatives}
+    assert told == {"M12.previous_expert", *([fault.id] if whole else [])}
+
+
+def test_a_call_of_a_rank_that_holds_none_of_its_experts_hides_no_cause() -> None:
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.ffn.experts.w13"
+    (sight,) = model.sights(place, None, calls=1)
+    experts = sight.inputs["experts"].clone()
+    experts[-1] = -1
+    inputs, gain = {**sight.inputs, "experts": experts}, 1.5
+    planted, twin = model.planting(place), model.naming(place)
+    outputs = {"out": planted.call(inputs, planted.weights)["out"] * gain}
+    rows = (len(experts) - 1, 1)
+    expected = dict(twin.call(inputs, twin.weights))
+    known = [each for each in MODEL_FAULTS.values() if each.family in {"M16", "M43"}]
+    found = diagnose(twin, [Sight(inputs, outputs, expected, rows=rows)], known)
+    assert found.named[0].id == "M43.whole", found.sentence
+
+
+@pytest.mark.parametrize("role", ["head", "attn.compressor.proj", "ffn.experts.w13"])
+@pytest.mark.parametrize("lacks", ["row", "column", "all"])
+def test_outputs_of_other_extents_have_no_known_cause(role: str, lacks: str) -> None:
+    """Many faults look where an output differs, and there is no such place in these."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    (sight,) = model.sights(place, None, calls=1)
+    cut = {"row": lambda x: x[:-1], "column": lambda x: x[..., :-1]}
+    outputs = {n: cut[lacks](x) for n, x in sight.outputs.items() if lacks in cut}
+    found = diagnose(model.naming(place), [replace(sight, outputs=outputs)])
+    assert not found.named
+    assert found.sentence.startswith("No known fault explains this")
+
+
+def test_a_fault_that_breaks_on_what_it_could_look_at_is_our_mistake() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_a")
+    fault = MODEL_FAULTS["M41.tile_of_k"]
+
+    def broken(scene: Scene, sight: Sight) -> Iterator[Way]:
+        raise KeyError(scene.name + str(sight.step))
+
+    way = next(iter(fault.ways(model.planting(place))))
+    with pytest.raises(KeyError):
+        asked(model, place, way, (replace(fault, signature=broken),))
+
+
+def test_a_cause_quotes_its_figures() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "ffn.experts.w2")
+    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
+    found = asked(model, place, way)
+    assert found is not None
+    assert found.named[0].id == "M10.nibble_order"
+    assert f"a nibble swap on {place}" in found.sentence
+    assert "reproduces 100.0 % of outputs within budget" in found.sentence
+    assert found.named[0].as_stored < 0.2
+    assert found.tried > 50
+    left = [each.left for each in found.excluded]
+    assert left == sorted(left)
+    assert all(each.fault != "M10.nibble_order" for each in found.excluded)
+
+
+def _noise(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = outputs["out"]
+    sign = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).sign()
+    return {"out": (out * (1 + 0.2 * sign)).to(out.dtype)}
+
+
+def _shifted(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"out": outputs["out"] + outputs["out"].roll(3, -1) / 3}
+
+
+def _clipped(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = outputs["out"]
+    return {"out": out.clamp(min=-float(out.float().std()))}
+
+
+@pytest.mark.parametrize("damage", [_noise, _shifted, _clipped])
+@pytest.mark.parametrize("role", ["attn.wq_a", "ffn.experts.w2", "attn.norm"])
+def test_damage_that_nobody_knows_has_no_name(role: str, damage: Any) -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    found = asked(model, place, Way("from outside", with_outputs(damage)), FAULTS)
+    assert found is not None
+    assert not found.named, found.sentence
+    assert found.sentence.startswith("No known fault explains this: ")
+    assert "of the difference" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("role", "first", "second"),
+    [
+        ("attn.wq_a", "M10.nibble_order", "M01.inverse"),
+        ("attn.wq_a", "M11.transposed", "M02.activation_missing"),
+        ("ffn.experts.w2", "O01.magnitudes", "M02.missing"),
+    ],
+)
+def test_two_faults_at_once(role: str, first: str, second: str) -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, role)
+    a, b = (next(MODEL_FAULTS[name].ways(model.planting(place))) for name in (first, second))
+    found = asked(model, place, Way("both", lambda call: b.apply(a.apply(call))))
+    assert found is not None
+    assert len(found.named[0].faults) == 2, found.sentence
+    names = {found.named[0].id, *found.named[0].alternatives}
+    assert names & {f"{first} + {second}", f"{second} + {first}"}, found.sentence
+
+
+def test_a_way_has_to_explain_every_call() -> None:
+    """The other call healthy: the answer says so. Damaged in another way: there is no answer."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_a")
+    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
+    damaged, healthy = model.sights(place, way)[0], model.sights(place, None)[1]
+    assert diagnose(model.naming(place), [damaged], FAULTS).named
+    found = diagnose(model.naming(place), [damaged, healthy], FAULTS)
+    assert found.named[0].id == "M10.nibble_order"
+    assert found.named[0].evidence.endswith("in 1 of 2 calls, the others are healthy")
+    out = healthy.outputs["out"]
+    odd = replace(healthy, outputs={"out": out.roll(1, -1)})
+    found = diagnose(model.naming(place), [damaged, odd], FAULTS)
+    assert not found.named, found.sentence
+
+
+def test_what_the_last_row_of_a_tile_reads_may_be_anything() -> None:
+    """It reads the next stage, which may not have arrived: no two runs need agree there."""
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.wq_b")
+    ways = MODEL_FAULTS["M12.chunk_behind"].ways(model.planting(place))
+    (sight,) = model.sights(place, next(ways), calls=1)
+    out = sight.outputs["out"].clone()
+    assert out.shape[-1] > 64
+    out[:, 63::64] = out[:, 63::64].roll(1, 0) + 1
+    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    assert found.named, found.sentence
+    assert found.named[0].id == "M12.chunk_behind"
+    out[:, 62::64] += 1
+    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    assert not found.named, found.sentence
+
+
+def test_a_healthy_sight_has_no_cause() -> None:
+    model = double("v4", "nvfp4-full")
+    for role in ROLES:
+        place = component(model, role)
+        found = diagnose(model.naming(place), model.sights(place, None), FAULTS)
+        assert not found.named, (role, found.sentence)
+
+
+def _edge(words: str, change: Any) -> ModelFault:
+    def ways(_scene: Scene) -> Iterator[Way]:
+        yield Way(words, with_inputs(change))
+
+    title = "An input is another one"
+    return ModelFault(
+        f"M99.{words}", title, "", "", lambda _scene: True, ways, from_ways(ways), Reach.EDGE
+    )
+
+
+def test_on_an_edge_what_arrives_is_reproduced() -> None:
+    model = double("v4", "nvfp4-full")
+    place = component(model, "attn.norm")
+    halved = _edge("halved", lambda inputs: {**inputs, "x": inputs["x"] / 2})
+    turned = _edge("turned", lambda inputs: {**inputs, "x": inputs["x"].roll(1, 0)})
+    scene = model.naming(place)
+    healthy = model.sights(place, None)[0]
+    received = dict(next(halved.ways(scene)).passed_on(healthy.inputs, scene.weights))
+    sight = Sight(received, healthy.outputs, healthy.expected, healthy.inputs)
+    found = diagnose(scene, sight, (turned, halved, *FAULTS))
+    assert [each.id for each in found.named] == ["M99.halved"]
+    assert found.named[0].reproduced == 1
+    assert not diagnose(scene, sight, (turned, *FAULTS)).named

@@ -1,0 +1,215 @@
+"""`degarble generate`: what it says, in which form, and what it refuses by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.generate.generate import prompts_from
+from degarble.suites.chat.talk_cases import ENCODER, TOOL
+from degarble.suites.commands.calls import call
+from degarble.suites.hang_guard import HANG_SECONDS
+from degarble.suites.serve.talking_cases import WORDS, write_speaker, write_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHORT = ("--max-new-tokens", 5, "--numerics", "definition")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("talking") / "model")
+
+
+def test_a_prompt_is_continued(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = call(capsys, "generate", model, "--prompt", "w7 w8", *SHORT)
+    assert done.status == 0
+    words = done.out.split()
+    assert len(words) == 5
+    assert done.out.endswith("\n")
+    assert "5 new tokens" in done.err
+    document = call(capsys, "--json", "generate", model, "--prompt", "w7 w8", *SHORT).document
+    (text,) = document["texts"]
+    assert text["text"].split() == words
+    assert [WORDS[number] for number in text["tokens"]] == words
+    assert (text["finish"], text["prompt_tokens"]) == ("length", 3)  # BOS counts
+    assert document["verdict"] is None
+    assert document["tokens_per_second"] > 0
+    assert call(capsys, "--quiet", "generate", model, "--prompt", "w7 w8", *SHORT).out == ""
+    stop = words[2]
+    cut = call(capsys, "generate", model, "--prompt", "w7 w8", *SHORT, "--stop", f" {stop}")
+    assert cut.out.split() == words[: words.index(stop)] or stop in words[:2]
+
+
+def test_prompts_of_a_file_say_what_each_says_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["w7 w8", " ".join(WORDS[10:50]), "w9"]
+    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts) + "\n")
+    drawn = ("--temperature", 1, "--seed", 4, "--max-new-tokens", 5, "--numerics", "bf16")
+    line = ("--json", "generate", model, "--prompts", tmp_path / "prompts.txt", *drawn)
+    together = call(capsys, *line).document["texts"]
+    assert [each["prompt"] for each in together] == prompts
+    for each in together:
+        alone = call(capsys, "--json", "generate", model, "--prompt", each["prompt"], *drawn)
+        assert alone.document["texts"] == [each]
+    shown = call(capsys, *line[1:]).out.splitlines()
+    assert [row[:4] for row in shown] == ["[1] ", "[2] ", "[3] "]
+
+
+def test_a_chat_is_encoded_and_taken_apart(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w7"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps(talk) + "\n")
+    line = ("--json", "generate", model, "--prompts", tmp_path / "talk.jsonl", *SHORT)
+    (text,) = call(capsys, *line).document["texts"]
+    assert text["prompt_tokens"] == 6  # BOS, w9, the user's mark, w7, the assistant's, </think>
+    assert text["message"] == {"role": "assistant", "content": text["text"]}
+    (thought,) = call(capsys, *line, "--thinking").document["texts"]
+    assert thought["message"] is None
+    assert "an end of thinking" in thought["not_a_message"]
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+    tools = ("--tools", tmp_path / "tools.json")
+    refused = call(capsys, "generate", model, "--prompt", "w7", *tools, *SHORT)
+    assert "wording of tools" in refused.err
+    (model / "encoding_dsv4.py").write_text(ENCODER)
+    known = call(capsys, "generate", model, "--prompt", "w7", *tools, *SHORT)
+    (model / "encoding_dsv4.py").unlink()
+    assert "wording of tools" not in known.err
+
+
+def test_a_dialogue_keeps_its_history(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w7 w8\n\nw9\n"))
+    done = call(capsys, "generate", model, "--interactive", *SHORT)
+    assert done.status == 0
+    first, second = done.out.splitlines()
+    told = call(capsys, "generate", model, "--prompt", "w7 w8", *SHORT)
+    assert told.out.splitlines() == [first]
+    history = f"w7 w8 {first} w9"
+    again = call(capsys, "generate", model, "--prompt", history, *SHORT)
+    assert again.out.splitlines() == [second]
+
+
+def test_a_text_is_evaluated(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("w7 w8 w9 w10")
+    line = ("generate", model, "--perplexity", tmp_path / "text.txt", "--numerics", "definition")
+    document = call(capsys, "--json", *line).document
+    assert document["tokens"] == 4  # BOS is given, the four words are predicted
+    loss = -sum(document["log_probabilities"]) / 4
+    assert document["loss"] == pytest.approx(loss)
+    assert document["perplexity"] == pytest.approx(math.exp(loss))
+    assert "perplexity" in call(capsys, *line).out
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_a_prompt_without_a_word_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    """Else the model continues its begin token, which nobody said."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(prompt) + "\n")
+    for given in (("--prompt", prompt), ("--prompts", file), ("--chat", "--prompt", prompt)):
+        done = call(capsys, "generate", model, *given, *SHORT)
+        assert (done.status, done.out) == (2, "")
+        assert "a text of one token at least" in done.err
+    assert call(capsys, "generate", model, "--prompt", WORDS[0], *SHORT).status == 0, "said"
+
+
+def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
+    prompts = ["w7\u2028w8", "w9\x0cw7\x85"]
+    lines = "\r\n".join(json.dumps(each, ensure_ascii=False) for each in prompts)
+    (tmp_path / "prompts.jsonl").write_bytes(f"{lines}\r\n".encode())
+    assert prompts_from(tmp_path / "prompts.jsonl") == prompts
+    (tmp_path / "prompts.txt").write_bytes("\n".join(prompts).encode())
+    assert prompts_from(tmp_path / "prompts.txt") == prompts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--prompts", "{tmp}/nowhere"), "--prompts = "),
+        (("--prompts", "{tmp}/empty.txt"), "one prompt a line"),
+        (("--prompts", "{tmp}/latin.txt"), "a text in UTF-8"),
+        (("--prompts", "{tmp}/wrong.jsonl"), "a list of messages"),
+        (("--prompts", "{tmp}/number.jsonl"), "a list of messages"),
+        (("--perplexity", "{tmp}/empty.txt"), "2 to "),
+        (("--prompt", "unheard"), "the tokenizer can encode"),
+        (("--prompt", "w7", "--tools", "{tmp}/empty.txt"), "--tools"),
+        (("--prompt", "w7", "--tools", "{tmp}/number.jsonl"), "--tools"),
+        (("--prompt", "w7", "--numerics", "fp32"), "--numerics"),
+        (("--prompt", "w7", "--effort", "most"), "--effort"),
+        (("--prompt", "w7", "--effort", "max"), "--thinking beside it"),
+        (("--prompts", "{tmp}/talk.jsonl", "--system", "w8"), "beside a conversation"),
+        (("--prompts", "{tmp}/parts.jsonl"), "content of message 0"),
+        (("--prompts", "{tmp}/silent.jsonl"), "one message at least"),
+        (("--prompt", "w7", "--stop", ""), "--stop"),
+        (("--prompt", "w7", "--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--interactive", "--json"), "--interactive"),
+        (("--prompt", "w7", "--perplexity", "{tmp}/empty.txt"), "exactly one of"),
+    ],
+)
+def test_refusals(
+    arguments: tuple[str, ...],
+    expected: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "wrong.jsonl").write_text("[\n")
+    (tmp_path / "number.jsonl").write_text("3\n")
+    (tmp_path / "talk.jsonl").write_text('[{"role": "user", "content": "w7"}]\n')
+    (tmp_path / "parts.jsonl").write_text('[{"role": "user", "content": ["w7"]}]\n')
+    (tmp_path / "silent.jsonl").write_text("[]\n")
+    done = call(capsys, "generate", model, *(each.format(tmp=tmp_path) for each in arguments))
+    assert done.status == 2
+    assert expected in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_checkpoint_without_a_tokenizer_or_marks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_speaker(tmp_path / "c")
+    write_tokenizer(path, tuple(f"w{n}" for n in range(64)))
+    chat = call(capsys, "generate", path, "--prompt", "w7", "--chat")
+    assert "without the marks of a conversation" in chat.err
+    write_tokenizer(path, (*WORDS, "one more"))
+    assert "ids below the model's 64" in call(capsys, "generate", path, "--prompt", "w7").err
+    (path / "tokenizer.json").unlink()
+    assert "tokenizer.json = " in call(capsys, "generate", path, "--prompt", "w7").err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_ends_it_cleanly(model: Path, tmp_path: Path) -> None:
+    endless = shutil.copytree(model, tmp_path / "endless")
+    (endless / "generation_config.json").write_text('{"eos_token_id": []}')
+    command = [sys.executable, "-m", "degarble.harness.cli.main", "generate", str(endless)]
+    line = [*command, "--prompt", "w7", "--max-new-tokens", "100000"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(8)  # it speaks
+        time.sleep(0.1)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=HANG_SECONDS)
+    assert running.returncode == 130, err
+    assert out.endswith(b"\n")
+    assert err.decode().strip().endswith("degarble: interrupted")
+    assert b"Traceback" not in err

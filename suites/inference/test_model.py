@@ -1,0 +1,147 @@
+"""Checkpoints of every layout as models: the same tokens held and streamed; recipes; refusals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import Refused, UnknownName, UnreadableFile
+from degarble.harness.checkpoint.transform.convert.job import job_for
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.inference.model import open_model, threads_for
+from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.presets import V4_FLASH
+from degarble.harness.model.recipes import Formats, recipe_named
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics
+from degarble.references.state import Sequence
+from degarble.suites.checkpoint.reading_cases import TINY_V4
+from degarble.suites.serve.talking_cases import CONFIGS, write_speaker
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = torch.arange(9) * 37 % 64
+FAMILIES = {"deepseek_v4": "v4", "deepseek_v32": "v32"}
+QUICK = {
+    *(("v4", name) for name in ("official", "nvfp4-experts")),
+    ("v32", "compressed-tensors"),
+}
+WAYS = [
+    pytest.param(family, name, marks=() if (family, name) in QUICK else pytest.mark.slow)
+    for family, name in ((FAMILIES.get(family, family), name) for family, name in LAYOUTS)
+]
+
+
+def logits(path: Path, arithmetic: str | None, held_values: int) -> torch.Tensor:
+    with open_model(path, arithmetic, held_values=held_values) as model:
+        assert (model.streamed is None) == (held_values > 0)
+        sequence = Sequence()
+        first = model.speaker.next_logits([sequence], [PROMPT])
+        return torch.cat((first, model.speaker.next_logits([sequence], [PROMPT[:1]])))
+
+
+@pytest.mark.parametrize(("family", "layout"), WAYS)
+def test_a_layout_runs_held_and_streamed_alike(family: str, layout: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(CONFIGS[family], layout, seed=3))
+    held = logits(tmp_path / "c", "definition", 1 << 27)
+    assert torch.equal(held, logits(tmp_path / "c", "definition", 0))
+    assert held.isfinite().all()
+    if (family, layout) in (("v4", "nvfp4-experts"), ("v32", "compressed-tensors")):
+        assert logits(tmp_path / "c", None, 1 << 27).isfinite().all()
+
+
+def test_a_narrow_model_takes_one_thread_while_it_is_open(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, "bf16", seed=3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with open_model(tmp_path / "c"):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with threads_for(V4_FLASH):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_converted_checkpoint_says_the_same(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, "official", seed=3))
+    wanted = logits(tmp_path / "c", "definition", 1 << 27)
+    for form in ("nvfp4-lossless", "fused-compressor"):
+        job = job_for(tmp_path / "c", form)
+        with job.checkpoint:
+            job.run(tmp_path / form)
+        if form == "fused-compressor":  # for one kernel, and no model
+            with pytest.raises(UnreadableFile, match="is no model: run its source"):
+                logits(tmp_path / form, "definition", 0)
+        else:
+            assert (logits(tmp_path / form, "definition", 0) - wanted).abs().max() < 1e-12
+
+
+def test_the_logits_are_those_of_the_reference_on_the_same_weights(tmp_path: Path) -> None:
+    path = write_speaker(tmp_path / "c")
+    with Checkpoint.open(path) as checkpoint, open_model(path, "definition") as model:
+        weights = dict(checkpoint.weights)
+        bound = Bound(model.config, Numerics.definition(), weights)
+        ours = model.speaker.next_logits([Sequence()], [PROMPT])
+        model.speaker.bound.calls, calls = bound.calls, model.speaker.bound.calls
+        model.speaker.bound.weights = weights
+        assert torch.equal(ours, model.speaker.next_logits([Sequence()], [PROMPT]))
+        model.speaker.bound.calls = calls
+
+
+@pytest.mark.parametrize(
+    ("layout", "arithmetic", "name", "formats"),
+    [
+        ("bf16", "bf16", "layers.0.attn.wq_a", ("BF16", "BF16")),
+        ("official", "twin", "layers.0.ffn.experts.0.w1", ("MXFP4", "FP8_1X128_UE8M0")),
+        ("official", "twin", "layers.1.attn.compressor.wkv", ("BF16", "BF16")),
+        ("nvfp4-experts", "twin", "layers.0.ffn.experts.0.w1", ("NVFP4", "NVFP4")),
+        ("nvfp4-experts", "twin", "layers.0.attn.wkv", ("FP8_128X128_UE8M0", "FP8_1X128_UE8M0")),
+        ("nvfp4-full", "twin", "layers.0.attn.wkv", ("NVFP4", "NVFP4")),
+    ],
+)
+def test_arithmetic_and_recipe_follow_the_checkpoint(
+    layout: str, arithmetic: str, name: str, formats: tuple[str, str], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, layout, seed=3))
+    with open_model(tmp_path / "c") as model:
+        assert model.arithmetic == arithmetic
+        found = model.recipe.format_of(parameter_named(TINY_V4, name))
+        assert found == Formats(*formats)
+        if layout in ("bf16", "official"):
+            told = recipe_named(layout, TINY_V4)
+            assert found == told.format_of(parameter_named(TINY_V4, name))
+
+
+def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_speaker(tmp_path / "c")
+    with pytest.raises(UnknownName, match="--numerics"):
+        open_model(path, "fp32")
+    shard = next(path.glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    with pytest.raises(UnreadableFile, match=shard.name):
+        open_model(path)
+    shard.unlink()
+    with pytest.raises(UnreadableFile, match=shard.name):
+        open_model(path)
+    shard.write_bytes(whole)
+    (path / "config.json").unlink()
+    with pytest.raises(Refused, match=r"config\.json"):
+        open_model(path)
+
+
+def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, "bf16", seed=3), shards=20)
+    lost = next(iter(sorted((tmp_path / "c").glob("*00003-of*.safetensors"))))
+    (tmp_path / "c" / "model.safetensors.index.json").unlink()
+    (tmp_path / "c" / "manifest.json").unlink()
+    lost.unlink()
+    with pytest.raises(UnreadableFile, match="parameters missing, such as"):
+        open_model(tmp_path / "c")

@@ -1,0 +1,181 @@
+"""Faults planted in sparse attention: what it computes when one of its functions is another.
+
+Owns the faults by name, each a function replaced while a kernel is traced; nothing of this is in
+the kernels. None can stop a GPU: barriers and addresses of stages stay as they are. Kept honest by
+suites/kernels/attention/test_sm90_sparse_attention_faults.py: on an H200 each is caught by the
+checks of attention_checks, and the whole kernels beside them are not.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import MergeForm
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A
+from degarble.suites.kernels.attention import attention_checks as checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_GATHER = "degarble.kernels.attention.sm90.gather"
+_KERNEL = "degarble.kernels.attention.sm90_attention_kernel"
+_MERGE = "degarble.kernels.attention.simt_attention_merge"
+_EXCHANGE = "degarble.kernels.attention.sm90.exchange"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, what stands in its place, and a case that tells."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    case: checks.Case = field(default_factory=checks.Case)
+
+
+def _without_sink(true: Any, total: Any, peak: Any, sink: Any) -> Any:
+    return true(total, peak, sink - float("inf"))
+
+
+def _nothing(_true: Any, *_given: Any) -> None:
+    return None
+
+
+def _first_only(_true: Any, *_given: Any) -> Any:
+    return import_module("cutlass").Float32(1.0)
+
+
+def _next_group(true: Any, *given: Any) -> Any:
+    return true(*given) + 1
+
+
+def _one_more(true: Any, key: Any, width: Any) -> Any:
+    return true(key, width + 1)
+
+
+def _one_less(true: Any, key: Any, width: Any) -> Any:
+    return true(key, width - 1)
+
+
+def _without_first(_true: Any, index: Any, capacity: Any) -> Any:
+    return (index > 0) & (index < capacity), index >= capacity
+
+
+def _two_further(true: Any, *given: Any) -> Any:
+    return true(*given) + 2
+
+
+def _never_far(true: Any, step: Any, walk: Any, widths: Any) -> Any:
+    return true(step * 0, walk, widths)
+
+
+def _own_half(_true: Any, _memory: Any, lane: Any, halves: Any, _entry: Any) -> Any:
+    cutlass = import_module("cutlass")
+    count = cutlass.cute.size(halves) // 2
+    made = cutlass.cute.make_rmem_tensor(count, cutlass.Float32)
+    for i in range(count):
+        made[i] = ops.select(lane.half == 0, halves[i], halves[count + i])
+    return made
+
+
+def _first_twice(true: Any, stats: Any, both: Any) -> Any:
+    return true(stats[:1] * 2, both[:1] * 2)
+
+
+_DECODE, _PREFILL = checks.Case(far=600, seed=3), checks.Case(far=600, mode="prefill", seed=3)
+_STEEP = checks.Case(far=600, mode="prefill", spread="steep", seed=3)  # peaks move far, or stay
+# Few keys, so that the sink's share is no rounding error; two splits.
+_SINK = checks.Case(near=9, far=20, mode="prefill", gaps=0.0, seed=3)
+_SINK_APART = checks.Case(near=9, far=20, splits=2, gaps=0.0, seed=3)
+_APART = checks.Case(far=600, splits=9, seed=3)
+_LENGTHS = checks.Case(tokens=4, far=600, lengths=True, seed=5)
+_FEW = checks.Case(tokens=64, near=9, far=4, gaps=0.0, heads=8, pages=(1, 1))
+_NVFP4 = checks.Case(far=200, entry="nvfp4", mode="prefill", seed=4)
+
+FAULTS = (
+    Fault("sink left out", _MERGE, "inverse_total", _without_sink, _SINK),
+    Fault("sink left out of the merge", _MERGE, "inverse_total", _without_sink, _SINK_APART),
+    Fault("merge without rescaling", _MERGE, "factor_of", _first_only, _DECODE),
+    Fault("merging kernel without rescaling", _MERGE, "factor_of", _first_only, _APART),
+    Fault("mask of -1 dropped", _KERNEL, "hide", _nothing, _PREFILL),
+    Fault("running peak without rescaling", _KERNEL, "rescale", _nothing, _STEEP),
+    Fault("scale of the next group", _GATHER, "scale_of_chunk", _next_group, _PREFILL),
+    Fault("scales of the next blocks of 16", _GATHER, "scale_of_chunk", _two_further, _NVFP4),
+    Fault("list one too long", _GATHER, "within", _one_more, _LENGTHS),
+    Fault("list one too short", _GATHER, "within", _one_less, _PREFILL),
+    Fault("slot 0 taken for none", _GATHER, "counts", _without_first, _FEW),
+    Fault("logits of half of the latent", _EXCHANGE, "joined", _own_half, _PREFILL),
+    Fault("sums of the first split twice", _EXCHANGE, "added", _first_twice, _DECODE),
+    Fault("first tile again and again", _GATHER, "tile_of_step", _never_far, _PREFILL),
+)
+
+
+# Of V3.2's form: far from what a gate passes, and its own way to codes and scales.
+_OF_V32 = checks.Case(key=576, entry="fp8-v32", near=1300, far=None, seed=3)
+_OF_V32_APART = replace(_OF_V32, splits=9)
+_OF_V32_PREFILL = replace(_OF_V32, mode="prefill", near=200)
+_WITH_KEY = "degarble.kernels.attention.sm90.gather_with_key"
+
+
+def _first_block(_true: Any, chunk: Any) -> Any:
+    return chunk * 0
+
+
+def _row_before(true: Any, found: Any, turn: int, chunk: Any) -> Any:
+    return true(found, max(0, turn - 1), chunk)
+
+
+def _without_key(true: Any, width: int) -> Any:
+    return true(width - 64)
+
+
+FAULTS_OF_V32 = (
+    Fault("one scale for all blocks", _WITH_KEY, "block_of_chunk", _first_block, _OF_V32),
+    Fault("scale of the row before", _WITH_KEY, "scale_of_turn", _row_before, _OF_V32_PREFILL),
+    Fault("stages of values 512 wide", _KERNEL, "layout_of_values", _without_key, _OF_V32_PREFILL),
+    Fault("a turned key left out", _GATHER, "copy_values", _nothing, _OF_V32_PREFILL),
+    Fault("a merge without rescaling", _MERGE, "factor_of", _first_only, _OF_V32),
+    Fault("merging kernel without factors", _MERGE, "factor_of", _first_only, _OF_V32_APART),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while a kernel is traced."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+    setattr(module, fault.function, lambda *given: fault.instead(true, *given))
+    try:
+        yield
+    finally:
+        setattr(module, fault.function, true)
+
+
+def compiled(fault: Fault) -> tuple[Any, Any]:
+    """Compile both kernels of a fault's case with the fault, past every cache."""
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
+    merging = import_module(_MERGE)
+    form = facts.choose_form(fault.case.problem, SM90A.name)
+    with planted(fault):
+        kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
+        merge = None
+        if form.together == 0:
+            told = MergeForm(SM90A.name, form.sinks)
+            merge = merging.compile_form.__wrapped__(told, CompileSettings())
+    return kernel, merge
+
+
+def verdict(fault: Fault, both: tuple[Any, Any]) -> str:
+    """Say what the checks find wrong; empty where they find nothing."""
+    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
+    case, given = fault.case, checks.drawn(fault.case)
+    memory = checks.memory_for(case, given.q.device)
+    kernels.launch(both, case.problem, checks.operands_of(given), *memory)
+    return checks.complaint(tuple(memory[0]), checks.formula(case, given))

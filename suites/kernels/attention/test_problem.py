@@ -1,0 +1,144 @@
+"""The arithmetic of sparse attention: every tile in one split, memory and registers that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import tensor_memory
+from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
+from degarble.kernels.runtime.targets import SM90A
+
+PAGES = Pages("fp8", 64, 4)
+PAGES_OF_V32 = Pages("fp8-v32", 64, 4, width=576)
+OF_V32 = AttentionProblem(64, 128, KeyList(2048, PAGES_OF_V32), mode="decode", scale=0.1352338)
+ALL = [*ENTRIES.values(), *(entry_format(name, 576) for name in ("fp8-v32", "bf16"))]
+PROBLEM = AttentionProblem(3, 64, KeyList(128, PAGES), KeyList(1024, PAGES), "decode")
+
+
+def walked(problem: AttentionProblem, lengths: tuple[int, int]) -> list[list[int]]:
+    """Return the tiles that each split goes through, as a kernel counts them."""
+    widths = problem.window.tiles, problem.tiles - problem.window.tiles
+    found = []
+    for split in range(facts.choose_splits(problem)):
+        first, near, steps = facts.tiles_of_split(split, facts.tiles_each(problem), widths, lengths)
+        begin = max(first, widths[0])
+        found.append([first + i if i < near else begin + i - near for i in range(steps)])
+    return found
+
+
+@pytest.mark.parametrize("near", [0, 1, 64, 65, 128, 700])
+@pytest.mark.parametrize("far", [None, 0, 1, 63, 512, 1024, 1025, 25_000])
+@pytest.mark.parametrize(("mode", "splits"), [("decode", 0), ("prefill", 0), ("decode", 7)])
+def test_each_tile_that_counts_is_in_one_split(
+    near: int, far: int | None, mode: str, splits: int
+) -> None:
+    of_far = None if far is None else KeyList(far, PAGES)
+    problem = AttentionProblem(1, 8, KeyList(near, PAGES), of_far, mode, splits=splits)
+    tiles = problem.window.tiles, problem.tiles - problem.window.tiles
+    for share in (0.0, 0.3, 1.0):
+        counts = int(share * tiles[0]), int(share * tiles[1])
+        whole = [*range(counts[0]), *range(tiles[0], tiles[0] + counts[1])]
+        found = walked(problem, counts)
+        assert [tile for split in found for tile in split] == whole
+        assert all(len(split) <= facts.tiles_each(problem) for split in found)
+    assert 1 <= facts.choose_splits(problem) <= facts.MOST_SPLITS
+
+
+def test_a_walk_that_leaves_a_tile_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = facts.tiles_of_split
+
+    def shorter(split: Any, each: Any, widths: Any, lengths: Any) -> Any:
+        first, near, steps = true(split, each, widths, lengths)
+        return first, near, max(0, steps - split)
+
+    monkeypatch.setattr(facts, "tiles_of_split", shorter)
+    assert walked(PROBLEM, (2, 16)) != [[*range(9)], [*range(9, 18)]]
+
+
+def test_splits_are_those_of_the_widths_alone() -> None:
+    assert walked(PROBLEM, (2, 16)) == [[*range(9)], [*range(9, 18)]]
+    many = replace(PROBLEM, tokens=4096, heads=8, lengths=True)
+    assert facts.tiles_each(many) == facts.tiles_each(PROBLEM) == facts.TILES_OF_SPLIT
+    assert facts.choose_splits(replace(PROBLEM, mode="prefill")) == 1
+    for splits, together in ((0, 2), (1, 1), (8, 8), (9, 0)):
+        form = facts.choose_form(replace(PROBLEM, splits=splits), SM90A.name)
+        assert form.together == together
+    assert facts.choose_form(replace(PROBLEM, mode="prefill"), SM90A.name).together == 1
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_a_thread_block_has_room(entry: EntryFormat) -> None:
+    held = facts.shared_memory(entry)
+    assert held.queries == 64 * 2 * entry.width
+    assert held.total <= SM90A.shared_memory_bytes
+    multiplying, bringing = facts.registers(entry)
+    how = facts.bringing(entry)
+    registers = facts.CONSUMERS * multiplying + how.warpgroups * bringing
+    assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
+    # Sums of 64 heads go where the tiles were, and half an output where half of a tile was.
+    assert held.keys >= 4 * facts.HEADS * 512
+    assert facts.HEADS <= facts.TILE
+    assert how.arrivals == how.warpgroups * (128 + 4)
+    at_start = facts.REGISTER_FILE // facts.threads(entry)
+    assert at_start > facts.HEADS * facts.columns_at_once(entry) // facts.WARPGROUP
+    exchanged = held.exchanged + facts.laid_over(entry) * held.shares
+    assert exchanged == facts.halved(entry) * 4 * facts.HEADS * facts.TILE
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
+    for how in (facts.bringing(entry), tensor_memory.bringing(entry)):
+        assert how.rows_of_warp * how.warps == 64
+        assert how.warps * how.turns * how.rows_at_once * entry.code_bytes == 64 * entry.code_bytes
+        assert how.rows_at_once * entry.code_bytes <= 32 * 16
+        in_registers = how.turns - how.turns_ahead
+        if entry.inside:  # they wait in registers, half of a tile's at a time
+            assert how.turns_ahead == how.ahead_bytes == 0
+        else:
+            assert 0 <= in_registers <= (1 if how.warpgroups == 1 else 3)
+
+
+def test_figures_follow() -> None:
+    assert PROBLEM.operations == 3 * 64 * 1152 * 512 * 4
+    assert PROBLEM.gathered_bytes == 3 * 1152 * 584
+    assert OF_V32.operations == 2 * 64 * 128 * 2048 * (576 + 512)
+    assert OF_V32.gathered_bytes == 64 * 2048 * 656
+    assert (facts.choose_splits(OF_V32), facts.tiles_each(OF_V32)) == (2, 16)
+    form = facts.choose_form(OF_V32, SM90A.name)
+    assert (form.width, form.together, form.sinks) == (576, 2, False)
+    assert facts.grid(PROBLEM) == 3 * 2
+    assert facts.grid(replace(PROBLEM, heads=65)) == 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "make"),
+    [
+        (ShapeMismatch, "query heads", lambda: replace(PROBLEM, heads=129)),
+        (ShapeMismatch, "query heads", lambda: replace(PROBLEM, heads=0)),
+        (ShapeMismatch, "tokens", lambda: replace(PROBLEM, tokens=-1)),
+        (InvalidArgument, "mode of attention", lambda: replace(PROBLEM, mode="both")),
+        (InvalidArgument, "splits", lambda: replace(PROBLEM, splits=33)),
+        (InvalidArgument, "softmax scale", lambda: replace(PROBLEM, scale=0.0)),
+        (InvalidArgument, "softmax scale", lambda: replace(OF_V32, scale=512**-0.5)),
+        (UnknownName, "products of queries", lambda: replace(PROBLEM, products="nvfp4")),
+        (InvalidArgument, "entries beside", lambda: replace(PROBLEM, products=facts.EXPERIMENT)),
+        (InvalidArgument, "lists of keys", lambda: replace(OF_V32, entries=OF_V32.window)),
+        (ShapeMismatch, "width of a list", lambda: KeyList(-1, PAGES)),
+        (ShapeMismatch, "width of cache entries", lambda: KeyList(1, Pages("bf16", 1, 1, 0, 128))),
+        (UnknownName, "cache entry format", lambda: KeyList(1, Pages("fp9", 1, 1))),
+        (
+            InvalidArgument,
+            "entry formats",
+            lambda: replace(PROBLEM, entries=KeyList(1, Pages("bf16", 1, 1))),
+        ),
+    ],
+)
+def test_refuses_by_name(error: type[DegarbleError], name: str, make: Any) -> None:
+    with pytest.raises(error, match=name):
+        make()

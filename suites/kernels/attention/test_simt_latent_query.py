@@ -1,0 +1,130 @@
+"""V3.2's query rows: compiled for every target, refusals, on an H200 every bit."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.kernels.attention.latent_query_problem import QueryForm, QueryProblem
+from degarble.kernels.runtime.machine_code import (
+    cubin_facts,
+    fused_instructions,
+    unstated_roundings,
+)
+from degarble.kernels.runtime.targets import TARGETS, Target
+from degarble.suites.kernels import latent_checks as plain
+from degarble.suites.kernels.format_checks import difference
+from degarble.suites.kernels.row_checks import SETTINGS
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.needs("cutlass")
+POSITIONS = 300
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    return import_module("degarble.kernels.attention.simt_latent_query")
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+def test_compiles_without_spills_and_with_every_rounding_stated(
+    kernels: ModuleType, target: Target
+) -> None:
+    kernel = kernels.compile_form(QueryForm(target.name), SETTINGS)
+    (facts,) = cubin_facts(kernel.cubin)
+    assert not facts.spills, facts
+    assert facts.registers <= 32, facts
+    assert unstated_roundings(kernel.ptx) == fused_instructions(kernel.ptx) == ()
+
+
+def drawn(problem: QueryProblem, kind: str = "wide", seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    latent, heads = (
+        plain.drawn(kind, (problem.tokens, problem.heads, width), seed + width)
+        for width in (512, problem.width)
+    )
+    positions = torch.randint(problem.positions, (problem.tokens,), generator=generator)
+    if problem.tokens > 100:
+        positions[-1], positions[-2] = problem.positions, -1
+    return latent, heads, plain.table_of_turns(problem.positions), positions
+
+
+def by_definition(problem: QueryProblem, given: tuple[Tensor, ...]) -> Tensor:
+    latent, heads, table, positions = given
+    turns = plain.turns_at(table, positions).repeat_interleave(problem.heads, 0)
+    tail = heads.reshape(-1, problem.width)[:, -64:].float()
+    made = plain.with_the_machines_nan(plain.turned_tail(tail, turns))
+    return torch.cat((latent, made.view(problem.tokens, problem.heads, 64)), -1)
+
+
+def test_refuses_by_name(kernels: ModuleType) -> None:
+    problem = QueryProblem(2, 3, 192, 5)
+    given = drawn(problem)
+    for error, name, place, wrong in (
+        (DtypeMismatch, "latent part", 0, given[0].half()),
+        (ShapeMismatch, "query heads", 1, given[1][:, :2]),
+        (ShapeMismatch, "turns", 2, given[2][1:]),
+        (DtypeMismatch, "positions", 3, given[3].int()),
+        (InvalidArgument, "one CUDA device", 3, given[3]),
+    ):
+        operands: list[Any] = list(given)
+        operands[place] = wrong
+        with pytest.raises(error, match=name):
+            kernels.latent_query(kernels.Operands(*operands), problem, SETTINGS)
+    with pytest.raises(ShapeMismatch, match="query rows"):
+        kernels.latent_query(kernels.Operands(*given), problem, SETTINGS, given[0])
+
+
+def cases() -> list[tuple[QueryProblem, str, int]]:
+    made = [
+        (QueryProblem(tokens, heads, width, POSITIONS), "wide", tokens)
+        for tokens, heads, width in ((1, 128, 192), (3, 4, 192), (130, 16, 192), (65, 7, 64))
+    ]
+    made += [(QueryProblem(110, 8, 256, POSITIONS), kind, 3) for kind in plain.SPREADS]
+    some = random.Random(5)
+    for seed in range(40):
+        problem = QueryProblem(
+            some.randint(1, 160), some.randint(1, 40), 64 + 16 * some.randint(0, 16), POSITIONS
+        )
+        made.append((problem, some.choice(plain.SPREADS), seed))
+    return made
+
+
+def mismatch(kernels: ModuleType, case: tuple[QueryProblem, str, int]) -> str:
+    problem, kind, seed = case
+    given = tuple(each.cuda() for each in drawn(problem, kind, seed))
+    out = kernels.empty_rows(problem, given[0].device).fill_(7.0)
+    made = kernels.latent_query(kernels.Operands(*given), problem, SETTINGS, out)
+    want = by_definition(problem, given)
+    return difference(f"{problem} {kind} {seed}", plain.bits(made), plain.bits(want))
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+def test_every_bit_is_that_of_the_stated_order(kernels: ModuleType) -> None:
+    assert not [why for case in cases() if (why := mismatch(kernels, case))]
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
+    problem = QueryProblem(16, 8, 192, POSITIONS)
+    given = tuple(each.cuda() for each in drawn(problem))
+    operands, out = kernels.Operands(*given), kernels.empty_rows(problem, given[0].device)
+    kernels.latent_query(operands, problem, SETTINGS, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.latent_query(operands, problem, SETTINGS, out)
+    for mine, other in zip(given, drawn(problem, seed=4), strict=True):
+        mine.copy_(other)
+    graph.replay()
+    assert torch.equal(plain.bits(out), plain.bits(by_definition(problem, given)))

@@ -1,0 +1,247 @@
+"""Sparse attention on Blackwell: machine code as derived, refusals; asked of a B200.
+
+No B200 is here. What is marked b200 was never run; what is not marked says nothing about a chip.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    MissingDevice,
+    ShapeMismatch,
+)
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention import tensor_memory
+from degarble.kernels.attention.problem import AttentionForm
+from degarble.kernels.gemm import contract
+from degarble.kernels.primitives.kv_problem import ENTRIES
+from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, SM100A
+from degarble.suites.kernels import sm100_code, tcgen05_code
+from degarble.suites.kernels import tcgen05_words as words
+from degarble.suites.kernels.attention import attention_checks as checks
+from degarble.suites.kernels.tcgen05_code import Product
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from degarble.kernels.runtime.compiling import CompiledKernel
+
+pytestmark = pytest.mark.needs("cutlass")
+
+FUZZED, AT_ONCE = 500, 50
+TARGET = SM100A.name
+SETTINGS = CompileSettings()
+OF_V32 = ("fp8-v32", "fp8-v32-ue8m0", "bf16")
+SHAPES = [(True, 2), (False, 1), (True, 0), (False, 8)]
+FORMS = [
+    AttentionForm(entry, lengths, together, TARGET, family.key)
+    for family, entries in ((facts.V4, ENTRIES), (facts.V32, OF_V32))
+    for entry in entries
+    for lengths, together in SHAPES
+]
+IN_CI = AttentionForm("bf16", lengths=False, together=1, target=TARGET)
+ROW_BYTES, CORE_STRIDE = 128, 1024  # of swizzled rows, and of eight of them
+UNIT, TRANSPOSED = words.ATOM, 1 << 16  # of B: PTX ISA 9.1, instruction descriptor
+KEYS_OF_STEP = tensor_memory.INSTRUCTION_K
+
+
+def _named(form: AttentionForm) -> str:
+    return f"{form.width}-{form.entry}{'-lengths' * form.lengths}-{form.together}"
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    return import_module("degarble.kernels.attention.sm100_sparse_attention")
+
+
+def products_of(form: AttentionForm) -> list[Product]:
+    """Return the instructions of a tile: queries with keys, then shares with both halves."""
+    of_logits = words.dense_word(facts.HEADS, facts.TILE)
+    of_sums = words.dense_word(facts.HEADS, facts.COLUMNS) | TRANSPOSED
+    step_bytes = 2 * KEYS_OF_STEP
+    made = []
+    for k in range(tensor_memory.instructions(form.width)[0]):
+        block, within = divmod(k, ROW_BYTES // step_bytes)
+        at = (block * facts.TILE * ROW_BYTES + within * step_bytes) // UNIT
+        made.append(Product("kind::f16", of_logits, at, at, adds=k > 0))
+    for _ in range(facts.CONSUMERS):
+        for k in range(facts.TILE // KEYS_OF_STEP):
+            shares, values = k * step_bytes // UNIT, k * KEYS_OF_STEP * ROW_BYTES // UNIT
+            adds = True if k else None  # the first tile's are known at run time
+            made.append(Product("kind::f16", of_sums, shares, values, adds))
+    return made
+
+
+def operand_words() -> set[int]:
+    """Return the descriptors' words: rows of 64 numbers along K, and the same rows turned."""
+    plain = words.operand_word(0, CORE_STRIDE, ROW_BYTES)
+    of_columns = facts.TILE * ROW_BYTES // UNIT  # from 64 columns of values to the next
+    return {plain, plain & ~(0x3FFF << 16) | of_columns << 16}
+
+
+def constants(ptx: str, instruction: str) -> list[int]:
+    """Return the constants of an instruction, in ascending order."""
+    return sorted(map(int, re.findall(rf"{instruction}\S* \s*(?:%r\d+, %r\d+, )?(\d+);", ptx)))
+
+
+def places_of(ptx: str, begin: int) -> set[int]:
+    """Return the places in shared memory that the text computes, behind all tiles."""
+    found = constants(ptx, r"add\.s32")
+    return {at for at in found if begin <= at < SM100A.shared_memory_bytes}
+
+
+def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
+    """Say what differs from the derived facts."""
+    (code,), ptx = cubin_facts(kernel.cubin), kernel.ptx
+    held = tensor_memory.REGISTERS[form.width]
+    pieces = facts.COLUMNS // (tensor_memory.REPEATS_AT_ONCE * tensor_memory.REPEAT_COLUMNS)
+    shapes = [each.shape for each in tcgen05_code.reads(ptx)]
+    at = tensor_memory.places(form.format)
+    places = places_of(ptx, at["shares"])
+    how = tensor_memory.bringing(form.format)
+    codes = {at["codes"] + turn * how.turn_bytes for turn in range(how.turns_ahead)}
+    barriers = {at[name] for name in at if name.startswith("barrier")}
+    of_sums = f"16x256b.x{tensor_memory.REPEATS_AT_ONCE}"
+    figures = {
+        "spills": (code.spills, False),
+        "registers at launch": (code.registers <= tensor_memory.LAUNCH_REGISTERS, True),
+        "registers of roles": (constants(ptx, "setmaxnreg"), sorted(held)),
+        "roundings unstated": (unstated_roundings(ptx), ()),
+        "products": (tcgen05_code.products(ptx), products_of(form)),
+        "operands": (tcgen05_code.operand_words(ptx), operand_words()),
+        "arrivals behind products": (ptx.count("tcgen05.commit.cta_group::1"), 3),
+        "reads": (
+            sorted(shapes),
+            sorted([f"16x256b.x{tensor_memory.repeats(facts.KEYS)}", *[of_sums] * 2 * pieces]),
+        ),
+        "writes": (ptx.count(f"tcgen05.st.sync.aligned.{of_sums}.b32"), pieces),
+        "numbers used before they are there": (tcgen05_code.early_uses(ptx), []),
+        "columns": (sm100_code.columns_allocated(ptx), tensor_memory.columns_allocated()),
+        "upper lanes": (
+            [n for n in constants(ptx, r"add\.s32") if n >= tensor_memory.LANE * 4],
+            [tensor_memory.UPPER_LANES * tensor_memory.LANE],
+        ),
+        "places": (places - set(at.values()) - codes, set()),
+        "barriers are placed": (barriers - places, set()),
+        "barriers": (
+            ptx.count("mbarrier.init."),
+            2 * facts.STAGES + tensor_memory.BARRIERS,
+        ),
+        "threads": (f".reqntid {tensor_memory.THREADS}, 1, 1" in ptx, True),
+    }
+    return [
+        f"{name}: got {got}, want {want}" for name, (got, want) in figures.items() if got != want
+    ]
+
+
+def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
+    kernel = kernels.compile_form(IN_CI, SETTINGS)
+    assert not complaints(kernel, IN_CI)
+    last = products_of(IN_CI)[-1]
+    at = tensor_memory.places(IN_CI.format)["barriers of logits"]
+    for name, old, new in (
+        ("products", f", {last.word};", f", {last.word ^ TRANSPOSED};"),
+        ("products", f", {last.b};", f", {last.b - 128};"),
+        ("operands", f", {max(operand_words())};", f", {max(operand_words()) ^ 1 << 20};"),
+        ("upper lanes", ", 1048576;", ", 2097152;"),
+        ("places", f", {at};", f", {at - 8};"),
+        ("arrivals", "tcgen05.commit.cta_group::1", "tcgen05.commit.cta_group::2"),
+        ("registers of", "setmaxnreg.inc", "setmaxnreg.sync"),
+    ):
+        damaged = kernel.ptx.replace(old, new)
+        assert damaged != kernel.ptx, name
+        if name != "registers of":
+            assert [w for w in complaints(replace(kernel, ptx=damaged), IN_CI) if name in w], name
+    assert "products" in " ".join(complaints(kernel, replace(IN_CI, width=facts.V32.key)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=_named)
+def test_machine_code_of_every_form(kernels: ModuleType, form: AttentionForm) -> None:
+    assert not complaints(kernels.compile_form(form, SETTINGS), form)
+
+
+@pytest.mark.slow
+def test_models_and_ranks_have_forms_among_these() -> None:
+    for heads, far, mode in ((128, 1024, "decode"), (64, 512, "prefill"), (8, 32, "decode")):
+        problem = checks.Case(heads=heads, far=far, mode=mode).problem
+        assert facts.choose_form(problem, TARGET).together in range(9)
+
+
+def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = checks.Case(tokens=2, heads=8, near=5, far=6, pages=(3, 2), lengths=True)
+    whole = checks.operands_of(checks.drawn(case, "cpu"))
+    window = whole.window
+    for error, name, operands in (
+        (DtypeMismatch, "query heads", whole._replace(q=whole.q.float())),
+        (
+            ShapeMismatch,
+            "cache of the window",
+            whole._replace(window=window._replace(cache=window.cache[1:])),
+        ),
+        (InvalidArgument, "sinks", whole._replace(sink=None)),
+        (InvalidArgument, "one CUDA device", whole),
+    ):
+        with pytest.raises(error, match=name):
+            kernels.sparse_attention(operands, case.problem, SETTINGS)
+    for module in (kernels.hopper, contract):
+        monkeypatch.setattr(module, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(contract, "target_of_device", lambda _device: SM90A)
+    with pytest.raises(MissingDevice, match="sm_100a"):
+        kernels.sparse_attention(whole, case.problem, SETTINGS)
+
+
+def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, name in ((SM90A, "sm90"), (SM100A, "sm100")):
+        monkeypatch.setattr(checks, "target_of_device", lambda target=target: target)
+        assert checks.kernels_here().__name__.endswith(f"{name}_sparse_attention")
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_is_within_the_gates(case: checks.Case) -> None:
+    assert not checks.mismatch(case)
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_one_key_comes_out_as_kv_read_has_it(entry: str) -> None:
+    """Bytes that no writer makes: every code and scale, subnormals and NaN."""
+    wrong, lost = checks.rows_as_outputs(entry)
+    assert not wrong
+    assert 0 < lost < 1
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("entry", OF_V32)
+def test_keys_of_v32_are_within_the_gates(entry: str) -> None:
+    for near, heads in ((2048, 128), (65, 8), (0, 16)):
+        case = checks.Case(key=facts.V32.key, entry=entry, near=near, far=None, heads=heads)
+        assert not checks.mismatch(case, 36 * 2.0**-24)  # as test_sm90_latent_attention
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
+def test_fuzzed_cases(seed: int) -> None:
+    assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("mode", facts.MODES)
+def test_two_runs_are_equal_bit_for_bit(mode: str) -> None:
+    case = checks.Case(tokens=70, far=1024, lengths=True, mode=mode, seed=8)
+    given = checks.drawn(case)
+    (out, lse), (again, lse_again) = (checks.on_device(case, given) for _ in range(2))
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)

@@ -1,0 +1,218 @@
+"""A tile on sm_100a as arithmetic: what fits where, how many instructions, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.problem import TACTICS, GemmForm, GemmProblem, choose_form
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.runtime.targets import SM100A
+
+FORMS = [
+    GemmForm(operands, scales, target, tactic)
+    for (target, operands), tactics in TACTICS.items()
+    for scales in facts.OPERANDS[operands].scales
+    for tactic in tactics
+    if target == SM100A.name
+]
+NVFP4 = {form.tactic.columns: form for form in FORMS if form.operands == "nvfp4"}
+PAIRS = {tactic.columns: replace(NVFP4[64], tactic=tactic) for tactic in tensor_memory.PAIRS}
+
+each_form = pytest.mark.parametrize(
+    "form",
+    [*FORMS, *PAIRS.values()],
+    ids=lambda form: (
+        f"{form.operands}-{form.tactic.rows}x{form.tactic.columns}"
+        + "-pair" * (form.tactic.together > 1)
+    ),
+)
+
+
+@each_form
+def test_a_thread_block_fits_its_processor(form: GemmForm) -> None:
+    held = tensor_memory.footprint(form)
+    rest = held.total + tensor_memory.ADDRESS_BYTES + facts.ALIGNMENT
+    assert rest <= SM100A.shared_memory_bytes
+    assert 3 <= held.stages <= facts.MOST_STAGES
+    assert held.barriers == 2 * (held.stages + tensor_memory.accumulators(form))
+    columns = tensor_memory.columns_allocated(form)
+    assert tensor_memory.columns_held(form) <= columns <= SM100A.tensor_memory_columns
+    assert columns & (columns - 1) == 0
+    assert columns // 2 < tensor_memory.columns_held(form)
+
+
+# Columns of a tile: sums at once, columns of scales, where these begin, columns allocated, stages,
+# copies of scales a stage.
+NUMBERS = {
+    8: (2, (16, 16), (16, 32), 64, 8, 8),
+    16: (2, (16, 16), (32, 48), 64, 8, 8),
+    32: (2, (16, 16), (64, 80), 128, 8, 8),
+    64: (2, (16, 16), (128, 144), 256, 6, 8),
+    128: (2, (16, 16), (256, 272), 512, 5, 8),
+    192: (2, (16, 32), (384, 400), 512, 4, 12),
+    256: (1, (16, 32), (256, 272), 512, 3, 12),
+}
+
+
+def numbers(form: GemmForm) -> tuple[object, ...]:
+    assert tensor_memory.instructions(form) == 4
+    return (
+        tensor_memory.accumulators(form),
+        tensor_memory.scale_columns(form),
+        tensor_memory.first_columns(form),
+        tensor_memory.columns_allocated(form),
+        tensor_memory.footprint(form).stages,
+        tensor_memory.scale_copies(form),
+    )
+
+
+@pytest.mark.parametrize("columns", NUMBERS)
+def test_numbers_of_every_nvfp4_form(columns: int) -> None:
+    assert numbers(NVFP4[columns]) == NUMBERS[columns]
+
+
+# Columns of a tile: stages, bytes of a stage in one thread block, bytes that the first one expects.
+PAIRED = {
+    64: (8, 24_576, 49_152),
+    128: (6, 28_672, 57_344),
+    192: (5, 34_816, 69_632),
+    256: (5, 38_912, 77_824),
+}
+
+
+@pytest.mark.parametrize("columns", PAIRED)
+def test_two_together_hold_half_of_b_each_and_more_stages(columns: int) -> None:
+    form, alone = PAIRS[columns], NVFP4[columns]
+    held = tensor_memory.footprint(form)
+    assert (held.stages, held.stage_bytes, facts.expected_bytes(form)) == PAIRED[columns]
+    assert facts.transaction_bytes(alone) - held.stage_bytes == columns // 2 * 128
+    assert facts.expected_bytes(alone) == facts.transaction_bytes(alone)
+    if not tensor_memory.overlaps(form):
+        # What an instruction finds in tensor memory is what it finds alone.
+        assert [*numbers(form)[:4], numbers(form)[5]] == [
+            *NUMBERS[columns][:4],
+            NUMBERS[columns][5],
+        ]
+    assert tensor_memory.arrivals_of_sums(form) == 256 == 2 * tensor_memory.arrivals_of_sums(alone)
+
+
+def test_sums_that_overlap_share_what_the_first_piece_read_holds() -> None:
+    assert [columns for columns, form in PAIRS.items() if tensor_memory.overlaps(form)] == [256]
+    assert not any(tensor_memory.overlaps(form) for form in FORMS)
+    form = PAIRS[256]
+    assert (tensor_memory.accumulators(form), tensor_memory.places_of_sums(form)) == (1, 2)
+    apart = tensor_memory.columns_apart(form)
+    assert (apart, tensor_memory.first_columns(form)) == (208, (464, 480))
+    assert tensor_memory.columns_held(form) == tensor_memory.columns_allocated(form) == 512
+    shared = range(apart, 256)
+    for place in range(2):
+        pieces = [tensor_memory.piece_in_turn(i, place, 4) for i in range(4)]
+        assert sorted(pieces) == [0, 1, 2, 3]
+        first = place * apart + pieces[0] * facts.PIECE_COLUMNS
+        assert set(shared) <= set(range(first, first + facts.PIECE_COLUMNS))
+
+
+def test_who_receives_a_box_and_who_releases_it() -> None:
+    """Codes of A, of B, scales of A, of B."""
+    found = {}
+    for rows, columns in ((2, 1), (2, 2), (4, 1)):
+        tactic = replace(PAIRS[256].tactic, cluster_rows=rows, cluster_columns=columns)
+        form = replace(PAIRS[256], tactic=tactic)
+        found[rows, columns] = (tensor_memory.sharers(form), tensor_memory.arrivals_of_stage(form))
+    assert found == {
+        (2, 1): ((1, 1, 1, 2), 1),
+        (2, 2): ((2, 1, 2, 2), 2),
+        (4, 1): ((1, 2, 1, 4), 2),
+    }
+    alone = replace(NVFP4[256], tactic=replace(NVFP4[256].tactic, cluster_rows=2))
+    assert (tensor_memory.sharers(alone), tensor_memory.arrivals_of_stage(alone)) == (
+        (1, 2, 1, 2),
+        2,
+    )
+
+
+def test_each_of_two_takes_its_half_of_b_and_the_same_scales() -> None:
+    boxes = [tensor_memory.tiles_of_boxes((row, 3), PAIRS[192]) for row in (6, 7)]
+    assert boxes == [(6, 6, 6, 4, 5), (7, 7, 7, 4, 5)]
+    assert tensor_memory.tiles_of_boxes((6, 3), NVFP4[192]) == (6, 3, 6, 4, 5)
+
+
+def test_a_swapped_tile_walks_along_n_and_takes_few_rows() -> None:
+    problem = GemmProblem(7, 7168, 512, "nvfp4", "e4m3")
+    assert facts.cluster_tiles(problem, NVFP4[8].tactic) == (56, 1)
+    assert tensor_memory.stores(NVFP4[8]) == 1
+    assert tensor_memory.output_bytes(NVFP4[8]) == 2 * 8 * 256
+    assert facts.transaction_bytes(NVFP4[8]) == 136 * 128 + 2 * 2048
+    assert [tensor_memory.columns_skipped(column, NVFP4[32]) for column in range(5)] == [
+        0,
+        1,
+        2,
+        3,
+        0,
+    ]
+    tensor_memory.require_extents(problem, NVFP4[8])
+    tensor_memory.require_extents(replace(problem, rows=300), NVFP4[32])
+    with pytest.raises(InvalidArgument, match="M of a GEMM = 9"):
+        tensor_memory.require_extents(replace(problem, rows=9), NVFP4[8])
+
+
+def test_every_tile_of_scales_has_a_box_where_a_tile_begins_within_a_pair() -> None:
+    loads = {columns: [each.rows for each in facts.loads(form)] for columns, form in NVFP4.items()}
+    assert loads == {
+        **{columns: [128, columns, 1, 1] for columns in (8, 16, 32)},
+        64: [128, 64, 1, 1],
+        128: [128, 128, 1, 1],
+        192: [128, 192, 1, 1, 1],
+        256: [128, 256, 1, 2],
+    }
+    assert facts.transaction_bytes(NVFP4[192]) == 128 * (128 + 192) + 3 * 2048
+
+
+def test_the_table_answers_by_rows() -> None:
+    chosen = [
+        choose_form(GemmProblem(rows, 512, 64, "nvfp4", "e4m3"), SM100A.name).tactic.columns
+        for rows in (1, 8, 9, 16, 17, 32, 33, 128, 129, 512, 2048, 2049)
+    ]
+    assert chosen == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128, 192, 256]
+    pairs = [
+        tensor_memory.choose_pair(GemmProblem(rows, 512, 64, "nvfp4", "e4m3")).tactic.columns
+        for rows in (1, 256, 257, 2048, 2049)
+    ]
+    assert pairs == [64, 64, 128, 192, 256]
+
+
+def test_threads_by_role() -> None:
+    assert tensor_memory.threads() == 192
+    assert tensor_memory.threads_that_store() == tensor_memory.LANES
+    assert {tensor_memory.MULTIPLYING_WARP, tensor_memory.LOADING_WARP} == {4, 5}
+
+
+def test_tactics_that_no_kernel_has_are_refused() -> None:
+    pair, swapped = PAIRS[256].tactic, NVFP4[8].tactic
+    for form, tactic in (
+        (NVFP4[256], replace(pair, cluster_rows=1)),
+        (NVFP4[256], replace(pair, cluster_rows=3)),
+        (NVFP4[256], replace(pair, together=4, cluster_rows=4)),
+        (NVFP4[256], replace(swapped, together=2, cluster_rows=2)),
+        (NVFP4[256], replace(pair, together=0)),
+        (FORMS[0], pair),
+    ):
+        with pytest.raises(InvalidArgument, match="two thread blocks together"):
+            replace(form, tactic=tactic)
+    for tactic in (pair, swapped):
+        with pytest.raises(InvalidArgument, match="nvfp4 on sm_100a"):
+            replace(NVFP4[256], target="sm_90a", tactic=tactic)
+
+
+def test_tiles_that_do_not_fit_are_refused() -> None:
+    form = NVFP4[256]
+    wide = replace(form, tactic=replace(form.tactic, columns=512))
+    with pytest.raises(InvalidArgument, match="columns of a tile"):
+        tensor_memory.accumulators(wide)
+    thin = replace(form, tactic=replace(form.tactic, inner=128))
+    with pytest.raises(InvalidArgument, match="bytes of a row in a stage"):
+        tensor_memory.footprint(thin)

@@ -1,0 +1,138 @@
+"""What every plain GEMM's launch is handed, form by form: pointers, extents, clusters, stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, MissingDevice, ShapeMismatch
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.runtime import targets
+from degarble.kernels.runtime.modules import module_of
+from degarble.suites.kernels import gemm_checks as checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = pytest.mark.needs("cutlass")
+
+PROCESSORS = 148
+EXTENTS = (7, 264, 128)
+KINDS = [(operands, target) for operands in facts.OPERANDS for target in ("sm_90a", "sm_100a")]
+# Places among the tensors of an entry point, in the order in which a kernel takes them.
+ORDER = {"bf16": (0, 1, 2), "fp8_block": (0, 2, 1, 3, 4), "nvfp4": (0, 1, 3, 4, 2, 5, 6)}
+SWAPPED = (3, 4, 0, 1, 2, 5, 6)
+
+each_kind = pytest.mark.parametrize(("operands", "target"), KINDS)
+
+
+class Launched(NamedTuple):
+    """What a kernel was called with, in numbers: places of tensors, extents, stream."""
+
+    tensors: list[int]
+    extents: list[int]
+    stream: str
+
+
+class Recorder:
+    """A stand-in for compiled kernels."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.places = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
+        self.launched: list[Launched] = []
+
+    def __call__(self, pointers: Any, extents: Any, stream: str) -> None:
+        """Note a launch."""
+        found = [self.places[each] for each in pointers]
+        self.launched.append(Launched(found, [int(each.value) for each in extents], stream))
+
+
+def kernels_of(operands: str, target: str) -> Any:
+    return import_module(module_of(f"{target.replace('_', '')[:-1]}_gemm_{operands}"))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = import_module("degarble.kernels.gemm.entry")
+    monkeypatch.setattr(entry.operands, "processors_of", lambda _device: PROCESSORS)
+    monkeypatch.setattr(entry.operands, "pointer", lambda _e, tensor, _a: tensor.data_ptr())
+    monkeypatch.setattr(entry, "current_stream", lambda device: f"stream of {device}")
+
+
+def given(form: facts.GemmForm, rows: int = EXTENTS[0]) -> tuple[checks.Case, tuple[Tensor, ...]]:
+    case = checks.with_form(form, (rows, *EXTENTS[1:]), "ordinary", 3)
+    flat = checks.flat(checks.SIDES[form.operands](case, "cpu").given)
+    return case, (*flat, torch.zeros(rows, EXTENTS[1], dtype=torch.bfloat16))
+
+
+@each_kind
+def test_every_form_is_handed_its_tensors_and_extents(operands: str, target: str) -> None:
+    for form in checks.forms(operands, target):
+        case, tensors = given(form)
+        recorder = Recorder(tensors)
+        kernels_of(operands, target).launch(recorder, form, case.problem, tensors)
+        m, n, k = EXTENTS
+        clusters = facts.grid(case.problem, form.tactic, PROCESSORS)[2]
+        order, extents = ORDER[operands], [m, n, k, clusters]
+        if form.tactic.swapped:
+            order, extents = SWAPPED, [n, m, k, clusters]
+        assert recorder.launched == [Launched(list(order), extents, "stream of 0")], form
+
+
+@each_kind
+def test_the_table_chooses_unless_a_form_is_named(
+    operands: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, forms = kernels_of(operands, target), checks.forms(operands, target)
+    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
+    known = targets.TARGETS[target]
+    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: known)
+    seen: list[facts.GemmForm] = []
+
+    def compiled(form: facts.GemmForm, _settings: Any) -> Any:
+        seen.append(form)
+        return lambda *_launched: None
+
+    monkeypatch.setattr(kernels, "ENTRY", kernels.ENTRY._replace(compiled=compiled))
+    case, _ = given(forms[0])
+    sides = checks.SIDES[operands](case, "cpu").given
+    for named in (None, forms[-1]):
+        entry = getattr(kernels, f"gemm_{operands}")
+        out = entry(*sides, case.problem, checks.SETTINGS, form=named)
+        assert out.shape == (EXTENTS[0], EXTENTS[1])
+        chosen = facts.choose_form(case.problem, target)
+        assert seen.pop() == (named or chosen)
+
+
+@each_kind
+def test_no_rows_launch_nothing_and_what_does_not_fit_is_refused(
+    operands: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = kernels_of(operands, target)
+    entry = getattr(kernels, f"gemm_{operands}")
+    case, _ = given(checks.forms(operands, target)[0])
+    sides = checks.SIDES[operands](case, "cpu").given
+    with pytest.raises(ShapeMismatch, match="D = "):
+        entry(*sides, case.problem, checks.SETTINGS, out=torch.zeros(7, 8, dtype=torch.bfloat16))
+    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
+    other = targets.SM90A if target == "sm_100a" else targets.SM100A
+    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: other)
+    with pytest.raises(MissingDevice, match=target):
+        entry(*sides, case.problem, checks.SETTINGS)
+    known = targets.TARGETS[target]
+    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: known)
+    empty, _ = given(checks.forms(operands, target)[0], rows=0)
+    none = checks.SIDES[operands](empty, "cpu").given
+    assert entry(*none, empty.problem, checks.SETTINGS).shape == (0, EXTENTS[1])
+
+
+def test_a_tactic_of_several_thread_blocks_is_refused() -> None:
+    compiled = import_module("degarble.kernels.gemm.entry").compiled
+    for form in checks.forms("nvfp4"):
+        wide = replace(form, tactic=replace(form.tactic, blocks=2))
+        with pytest.raises(InvalidArgument, match="thread blocks of a processor"):
+            compiled(None, (), wide, checks.SETTINGS)

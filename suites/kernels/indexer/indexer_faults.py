@@ -1,0 +1,168 @@
+"""Faults planted in the indexer's kernels: what they compute when one function is another.
+
+Owns the faults by name, each a function of a kernel's modules replaced while the kernel is traced;
+nothing of this is in the kernels. A whole form and a faulty one are compiled and launched alike,
+past every cache, and the checks of the kernel have to tell them apart.
+
+Kept honest by suites/kernels/indexer/test_sm90_indexer_scores_faults.py: each fault changes the
+machine code, and on an H200 each is caught, and forms without one are not.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.indexer import operand_problem as indexer_operand_problem
+from degarble.kernels.indexer import problem as indexer_problem
+from degarble.kernels.indexer import topk_problem
+from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.suites.kernels import indexer_checks
+from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from degarble.kernels.runtime.compiling import CompiledKernel
+
+PROCESSORS = 132  # of an H200
+_SCORES, _TOPK = (
+    "degarble.kernels.indexer.sm90_indexer_scores",
+    "degarble.kernels.indexer.simt_indexer_topk",
+)
+_OPERAND = "degarble.kernels.indexer.simt_indexer_operand"
+_WEIGHING = "degarble.kernels.indexer.weighing"
+SCORES = indexer_checks.ScoresCase("bf16", 64, (700, 90), (30, 9), 4)
+SCORES_STORED = indexer_checks.ScoresCase("fp8", 64, (700, 90), (30, 9), 4, arithmetic="stored")
+TOPK = topk_checks.TopkCase(TopkProblem(40, 8200, 300, 4), "ties", 3)
+TOPK_ZEROS = topk_checks.TopkCase(TopkProblem(40, 600, 400), "ties", 3)  # zeros are the last
+OPERAND = indexer_operand_checks.OperandCase(indexer_operand_checks.problem_of(30, 8, 0))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, and what stands in its place; it is given the true one first."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    case: Any
+
+
+def _itself(_true: Any, number: Any) -> Any:
+    return number
+
+
+def _one_more(true: Any, *arguments: Any) -> Any:
+    return true(*arguments) + 1
+
+
+def _whole_tiles(true: Any, *arguments: Any) -> Any:
+    sequence, limit, limits = true(*arguments)
+    return sequence, (limit - 1) // indexer_problem.KEYS * indexer_problem.KEYS, limits
+
+
+def _not_rectified(_true: Any, low: Any, high: Any) -> Any:
+    words = import_module("degarble.kernels.primitives.nvfp4_words")
+    return words.rounded_words([low, high])[0]
+
+
+def _no_scales(true: Any, sums: Any, weights: Any, scales: Any, form: Any) -> Any:
+    float32 = import_module("cutlass").Float32
+    return true(sums, weights, [float32(1.0) for _ in scales], form)
+
+
+def _highest(_true: Any, marks: Any) -> Any:
+    words, cutlass = (
+        import_module("degarble.kernels.primitives.nvfp4_words"),
+        import_module("cutlass"),
+    )
+    text = "{ .reg .b32 a; bfind.u32 a, {$r0}; shl.b32 {$w0}, 1, a; }"
+    return words.emit(text, cutlass.Uint32, marks)
+
+
+def _zeros_apart(_true: Any, score: Any) -> Any:
+    words, cutlass = (
+        import_module("degarble.kernels.primitives.nvfp4_words"),
+        import_module("cutlass"),
+    )
+    text = "{ .reg .b32 b, m; mov.b32 b, {$r0}; shr.s32 m, b, 31; or.b32 m, m, 0x80000000;"
+    return words.emit(text + " xor.b32 {$w0}, b, m; }", cutlass.Uint32, score)
+
+
+def _one_level_less(true: Any, key: Any, level: int) -> Any:
+    return true(ops.shift_left(key, 1) if level == len(topk_problem.LEVELS) - 1 else key, level)
+
+
+FAULTS = (
+    Fault("relu left out", _WEIGHING, "rectified", _itself, SCORES),
+    Fault("relu left out where stored", _WEIGHING, "rectified_pair", _not_rectified, SCORES_STORED),
+    Fault("weight of the neighbouring head", _WEIGHING, "head_of_thread", _one_more, SCORES),
+    Fault("last tile of keys dropped", _SCORES, "run_of", _whole_tiles, SCORES),
+    Fault("sees one entry more", _SCORES, "visible_of", _one_more, SCORES),
+    Fault("scales of keys left out", _WEIGHING, "weighed", _no_scales, SCORES_STORED),
+    Fault("ties to the higher entry", _TOPK, "first_of", _highest, TOPK),
+    Fault("zeros apart by their sign", _TOPK, "key_of", _zeros_apart, TOPK_ZEROS),
+    Fault("chooses among one entry more", _TOPK, "visible_of", _one_more, TOPK),
+    Fault("last bits of keys ignored", _TOPK, "bin_of", _one_level_less, TOPK),
+    Fault("scale of a block twice as large", _OPERAND, "scale_code_of", _one_more, OPERAND),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while a kernel is traced."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+    setattr(module, fault.function, lambda *given, **named: fault.instead(true, *given, **named))
+    try:
+        yield
+    finally:
+        setattr(module, fault.function, true)
+
+
+def kernels_of(fault: Fault) -> Any:
+    """Return the module of the kernel that a fault is judged by."""
+    return import_module(_SCORES if fault.module == _WEIGHING else fault.module)
+
+
+def form_of(fault: Fault) -> Any:
+    """Return the form that the case of a fault has."""
+    problem = fault.case.problem
+    if kernels_of(fault).__name__ == _SCORES:
+        return indexer_problem.choose_form(problem, "sm_90a")
+    if fault.module == _TOPK:
+        return topk_problem.choose_form(problem, "sm_90a", PROCESSORS)
+    return indexer_operand_problem.choose_form(problem, "sm_90a")
+
+
+def compiled(fault: Fault, *, whole: bool = False) -> CompiledKernel:
+    """Compile the form of a fault, with the fault or without, past every cache."""
+    kernels = kernels_of(fault)
+    with nullcontext() if whole else planted(fault):
+        made: CompiledKernel = kernels.compile_form.__wrapped__(form_of(fault), CompileSettings())
+    return made
+
+
+def verdict(fault: Fault, kernel: CompiledKernel) -> str:
+    """Say what the checks find wrong with a kernel; empty where they find nothing."""
+    module = kernels_of(fault)
+    true = module.compile_form
+    module.compile_form = lambda *_given: kernel
+    try:
+        found: str = _checks_of(fault).mismatch(fault.case)
+    finally:
+        module.compile_form = true
+    return found
+
+
+def _checks_of(fault: Fault) -> Any:
+    if kernels_of(fault).__name__ == _SCORES:
+        return indexer_checks
+    return topk_checks if fault.module == _TOPK else indexer_operand_checks

@@ -1,0 +1,380 @@
+"""Compare the grouped experts on a GPU with what proven kernels make of one expert at a time.
+
+Owns the cases (shapes, who chooses whom, where weights count) and the oracle: an expert's tokens
+are picked by torch, and go through simt_quantise_nvfp4 and sm90_gemm_nvfp4, which have proofs of
+their own. Every byte of what FC1 writes, every bit of FC2's rows and of the sum must be equal: a
+product's order of K does not depend on tiles. Everything between the steps is poison before; what
+lies behind the last row has to stay poison.
+
+Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py: damaged results are seen here, and kernels
+with faults planted by suites/kernels/moe/moe_faults.py on an H200.
+Letters: T tokens, K chosen, S slots, D hidden, F width, E experts here, G experts in all
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from degarble.harness.formats.layouts import SWIZZLE_128X4, round_up, to_layout
+from degarble.kernels.gemm.problem import GemmProblem, Tactic
+from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoeProblem
+from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.settings import CompileSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+SETTINGS = CompileSettings()
+TARGET = "sm_90a"
+ARCHITECTURES = {"sm_90a": "sm90", "sm_100a": "sm100"}
+NAN_SCALE = 0x7F
+WRITTEN_ROWS = {"sm_90a": 64, "sm_100a": 32}  # of a tile, that leave together or not at all
+POISON = 0xFF  # two codes of -6, a scale of NaN
+EDGES = (1, 127, 128, 129, 0, 63, 64, 65)  # slots of the first experts
+CHOICES = ("even", "skewed", "edges", "one", "nobody")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; everything follows from these facts."""
+
+    problem: MoeProblem
+    choice: str = "even"
+    seed: int = 0
+    tactic: Tactic | None = None
+    shared: bool = False
+    target: str = TARGET
+
+    @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        p, tile = self.problem, self.job.tactic
+        return (
+            f"{p.tokens} tokens {p.hidden}/{p.width} {p.experts} of {p.routed} top-{p.chosen} "
+            f"{p.weighting} limit {p.limit} in {tile.rows}x{tile.columns} {self.choice} "
+            f"seed {self.seed}"
+        )
+
+    @property
+    def job(self) -> Any:
+        """What the steps are launched for."""
+        return entry(self.target).job_of(self.problem, SETTINGS, self.tactic)
+
+
+class Result(NamedTuple):
+    """What a call left: the workspace, and the sum."""
+
+    workspace: Any
+    out: Tensor
+
+
+def entry(target: str = TARGET) -> Any:
+    """Return the module of a target's kernels."""
+    return import_module(module_of(f"{ARCHITECTURES[target]}_moe_nvfp4"))
+
+
+def fuzzed(seed: int, count: int, target: str = TARGET) -> list[Case]:
+    """Draw cases."""
+    drawn, made = random.Random(f"experts {seed}"), []
+    tactics = (None, *facts.TILES[target].values())
+    for _ in range(count):
+        routed = drawn.choice((1, 2, 5, 8, 33, 256))
+        problem = MoeProblem(
+            tokens=drawn.choice((1, 3, drawn.randint(1, 40), drawn.randint(1, 700))),
+            hidden=32 * drawn.randint(1, 20),
+            width=32 * drawn.randint(1, 16),
+            experts=drawn.randint(1, routed),
+            chosen=drawn.randint(1, min(8, routed)),
+            routed=routed,
+            limit=drawn.choice((None, 10.0, 2.0)),
+            weighting=drawn.choice(facts.WEIGHTINGS),
+        )
+        choice, tactic = drawn.choice(CHOICES[:2] + CHOICES[3:4]), drawn.choice(tactics)
+        rest = (drawn.randrange(1 << 30), tactic, drawn.random() < 0.5)
+        made.append(Case(problem, choice, *rest, target))
+    return made
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def chosen_experts(case: Case, generator: torch.Generator) -> Tensor:
+    """Draw experts of tokens, none twice in a token; int32 [T, K]."""
+    p, device = case.problem, generator.device
+    if case.choice == "nobody":
+        return torch.full((p.tokens, p.chosen), -1, dtype=torch.int32, device=device)
+    if case.choice == "edges":
+        counts = torch.tensor(EDGES[: p.routed], device=device)
+        ids = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+        ids = torch.nn.functional.pad(ids, (0, p.slots), value=-1)[: p.slots]
+        order = torch.randperm(p.slots, generator=generator, device=device)
+        return ids[order].reshape(p.tokens, p.chosen).int()
+    score = torch.rand(p.tokens, p.routed, generator=generator, device=device)
+    if case.choice == "skewed":
+        score *= torch.linspace(0.02, 1, p.routed, device=device)
+    if case.choice == "one":
+        score[:, p.routed // 2] = 2
+    return score.topk(p.chosen).indices.int()
+
+
+def given_of(case: Case, device: str = "cuda") -> Any:
+    """Draw all that a call reads; padding of scales is NaN."""
+    kernels, p = entry(), case.problem
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    x = torch.randn(p.tokens, p.hidden, generator=generator, device=device)
+    x *= 1 + 30 * (uniform(p.hidden) > 0.99)  # some columns are outliers
+    w13, w2 = (
+        kernels.ExpertWeights(*matrices(leading, n, k, generator), uniform(*leading) + 0.5, scale)
+        for leading, n, k, scale in (
+            ((p.experts, GATE_AND_UP), p.width, p.hidden, uniform(p.experts) * 0.02 + 0.01),
+            ((p.experts,), p.hidden, p.width, uniform(p.experts) * 0.002 + 0.001),
+        )
+    )
+    w13.decode_scale.mul_(2.0**-6)
+    weights = uniform(p.tokens, p.chosen)
+    if p.weighting == BEFORE_W2:
+        weights = torch.exp2(torch.floor(4 * weights) - 2)  # rounding and they change places
+    local = None
+    if p.experts < p.routed:
+        local = torch.full((p.routed,), -1, dtype=torch.int32, device=device)
+        ours = torch.randperm(p.routed, generator=generator, device=device)[: p.experts]
+        local[ours] = torch.arange(p.experts, dtype=torch.int32, device=device)
+    shared = x.flip(0).bfloat16() if case.shared else None
+    routing = kernels.Routing(chosen_experts(case, generator), weights, local)
+    return kernels.Given(x.bfloat16(), routing, kernels.MoeWeights(w13, w2), shared)
+
+
+def matrices(
+    leading: tuple[int, ...], n: int, k: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw codes and scales of many matrices."""
+    device = generator.device
+    codes = torch.randint(
+        0, 256, (*leading, n, k // 2), generator=generator, device=device, dtype=torch.uint8
+    )
+    blocks = k // 16
+    size = SWIZZLE_128X4.storage_size(n, blocks)
+    scales = torch.randint(
+        0x28, 0x40, (*leading, size), generator=generator, device=device, dtype=torch.uint8
+    )
+    padding = torch.ones(round_up(n, 128), round_up(blocks, 4), dtype=torch.uint8, device=device)
+    padding[:n, :blocks] = 0
+    scales[..., to_layout(padding, SWIZZLE_128X4).bool()] = NAN_SCALE
+    return codes, scales
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def poisoned(case: Case, given: Any) -> Result:
+    """Allocate workspace and output, full of poison."""
+    kernels = entry()
+    workspace = kernels.empty_workspace(case.job, given.x.device)
+    for rows in (workspace.x, workspace.hidden):
+        rows.codes.fill_(POISON)
+        rows.scales.fill_(POISON)
+    for each in workspace.plan:
+        each.fill_(-7)
+    out = kernels.empty_output(case.problem, given).fill_(torch.nan)
+    workspace.out.fill_(torch.nan)
+    return Result(workspace, out)
+
+
+def on_device(case: Case, given: Any) -> Result:
+    """Run a case in poisoned memory."""
+    made = poisoned(case, given)
+    entry(case.target).launch(case.job, given, *made)
+    return made
+
+
+def mismatch(case: Case) -> str:
+    """Say how a case differs from its oracle; empty where it does not."""
+    given = given_of(case)
+    return difference(case, given, on_device(case, given))
+
+
+# ---- the oracle ----------------------------------------------------------------------------------
+
+
+def slots_of_experts(case: Case, routing: Any) -> list[Tensor]:
+    """Return the slots of each expert here, in their order."""
+    ids = routing.experts.flatten().long()
+    here = ids.clone()
+    if routing.local is not None:
+        here = torch.where(ids >= 0, routing.local.long()[ids.clamp(min=0)], -1)
+    return [(here == e).nonzero().flatten() for e in range(case.problem.experts)]
+
+
+def difference(case: Case, given: Any, made: Result) -> str:
+    """Compare all that a call left with the oracle."""
+    plan, tile = made.workspace.plan, case.job.tile
+    row, sums = 0, torch.zeros(case.problem.slots, case.problem.hidden, device=given.x.device)
+    taken = torch.zeros(case.problem.slots, dtype=torch.bool, device=given.x.device)
+    for expert, slots in enumerate(slots_of_experts(case, given.routing)):
+        end = row + round_up(len(slots), tile)
+        for what, got, want in _of_expert(case, given, made, (expert, slots, row, end)):
+            if not torch.equal(got, want):
+                return f"{case.name}: {what} of expert {expert}: {_first(got, want)}"
+        sums[slots] = made.workspace.out[row : row + len(slots)].float()
+        taken[slots] = True
+        row = end
+    if int(plan.rows) != row:
+        return f"{case.name}: {int(plan.rows)} rows, not {row}"
+    if not bool((plan.places[: case.problem.slots][~taken] == facts.NONE).all()):
+        return f"{case.name}: a slot that is elsewhere has a row"
+    behind = [made.workspace.out[row:].isnan()]
+    behind += [each.codes[row:] == POISON for each in (made.workspace.x, made.workspace.hidden)]
+    if not all(bool(each.all()) for each in behind):
+        return f"{case.name}: written behind the last row"
+    want = summed(case, given, sums, taken)
+    return "" if torch.equal(made.out, want) else f"{case.name}: sum: {_first(made.out, want)}"
+
+
+def _of_expert(
+    case: Case, given: Any, made: Result, group: tuple[int, Tensor, int, int]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what a call made of one expert's rows, and what it should be."""
+    expert, slots, row, end = group
+    plan, p, count = made.workspace.plan, case.problem, len(slots)
+    yield "places", plan.places[slots], torch.arange(row, row + count, device=slots.device).int()
+    yield "slots", plan.slots[row : row + count], slots.int()
+    yield (
+        "padding",
+        plan.slots[row + count : end],
+        torch.full_like(plan.slots[row + count : end], -1),
+    )
+    if not count:
+        return
+    x, hidden, out = wanted(case, given, expert, slots)
+    written = row + round_up(count, min(WRITTEN_ROWS[case.target], case.job.tile))
+    for what, got, want, width, last in (
+        ("x", made.workspace.x, x, p.hidden, end),
+        ("hidden", made.workspace.hidden, hidden, p.width, written),
+    ):
+        codes = torch.zeros(last - row, width // 2, dtype=torch.uint8, device=slots.device)
+        codes[:count] = want[0]
+        yield f"codes of {what}", got.codes[row:last], codes
+        scales = torch.zeros(last - row, width // 16, dtype=torch.uint8, device=slots.device)
+        scales[:count] = scale_codes(want[1], (0, count), width)
+        yield f"scales of {what}", scale_codes(got.scales, (row, last), width), scales
+    yield "rows", made.workspace.out[row : row + count].view(torch.int16), out.view(torch.int16)
+    zeros = made.workspace.out[row + count : written]
+    yield "rows of zeros", zeros, torch.zeros_like(zeros)
+    behind = made.workspace.out[written:end].isnan()
+    yield "rows of nobody", behind, torch.ones_like(behind)
+
+
+def shown(case: Case, given: Any, made: Result) -> str:
+    """Say how what FC1 shows differs from a product of gate and of up; run it in poisoned memory.
+
+    What it writes beside that has to be what it writes without showing.
+    """
+    kernels, job, p, plan = entry(), case.job, case.problem, made.workspace.plan
+    form = replace(facts.forms_of(p, job.target, job.tactic)[0], shown=True)
+    w13, w2 = given.weights
+    again = poisoned(case, given).workspace
+    both = torch.full_like(again.out[:, :1].expand(-1, 2 * p.width), torch.nan).contiguous()
+    leaving = (*again.hidden, w2.input_scale, plan.slots, given.routing.weights, both)
+    kernels.multiply_rows(job, form, (made.workspace.x, w13, plan), leaving)
+    for got, want in zip(again.hidden, made.workspace.hidden, strict=True):
+        if not torch.equal(got, want):
+            return f"{case.name}: another requantisation: {_first(got, want)}"
+    for expert, slots in enumerate(slots_of_experts(case, given.routing)):
+        x = quantised(given.x[slots // p.chosen], w13.input_scale[expert : expert + 1])
+        extents = (len(slots), p.width, p.hidden)
+        want = torch.cat([product(x, w13, (expert, part), extents) for part in range(2)], dim=1)
+        if not torch.equal(got := both[plan.places[slots].long()], want):
+            return f"{case.name}: gate and up of expert {expert}: {_first(got, want)}"
+    return ""
+
+
+def scale_codes(storage: Tensor, rows: tuple[int, int], width: int) -> Tensor:
+    """Return the scale codes of some rows [M, K / 16] out of 128x4 order, where they lie."""
+    device, blocks = storage.device, width // 16
+    row_M1 = torch.arange(*rows, device=device)[:, None]
+    found: Tensor = storage[
+        SWIZZLE_128X4.offset_of(row_M1, torch.arange(blocks, device=device), None, blocks)
+    ]
+    return found
+
+
+def wanted(case: Case, given: Any, expert: int, slots: Tensor) -> tuple[Any, Any, Tensor]:
+    """Return codes and scales of x, those of SwiGLU, and the outputs, of one expert's slots."""
+    p, count = case.problem, len(slots)
+    w13, w2 = given.weights
+    x = quantised(given.x[slots // p.chosen], w13.input_scale[expert : expert + 1])
+    gate, up = (
+        product(x, w13, (expert, part), (count, p.width, p.hidden), case.target)
+        for part in range(GATE_AND_UP)
+    )
+    halves, scale = torch.cat([gate, up], 1), w2.input_scale[expert : expert + 1]
+    hidden = quantised(halves, scale, source="swiglu", limit=p.limit, keeps_values=True)
+    if p.weighting == BEFORE_W2:
+        weights = given.routing.weights.flatten()[slots, None]
+        hidden = quantised((hidden[2].float() * weights).bfloat16(), scale)
+    return x, hidden, product(hidden, w2, (expert,), (count, p.hidden, p.width), case.target)
+
+
+def quantised(values: Tensor, scale: Tensor, **more: Any) -> Any:
+    """Quantise by the kernel that does nothing else."""
+    kernel = import_module("degarble.kernels.quantise.simt_quantise_nvfp4").quantise_nvfp4
+    columns = values.shape[1] // (2 if more.get("source") == "swiglu" else 1)
+    problem = QuantiseProblem(values.shape[0], columns, **more)
+    return kernel(values.contiguous(), scale.contiguous().clone(), problem, SETTINGS)
+
+
+def product(
+    a: Any, b: Any, matrix: tuple[int, ...], extents: tuple[int, int, int], target: str = TARGET
+) -> Tensor:
+    """Multiply by the kernel of one matrix."""
+    kernels = import_module(module_of(f"{ARCHITECTURES[target]}_gemm_nvfp4"))
+    expert = matrix[0]
+    a_scale, b_scale = b.input_scale[expert].reshape(1), b.decode_scale[matrix].reshape(1)
+    sides = (
+        kernels.Nvfp4Operand(a[0], a[1], a_scale.clone()),
+        kernels.Nvfp4Operand(b.codes[matrix], b.scales[matrix], b_scale.clone()),
+    )
+    out: Tensor = kernels.gemm_nvfp4(*sides, GemmProblem(*extents, "nvfp4", "e4m3"), SETTINGS)
+    return out
+
+
+def summed(case: Case, given: Any, rows: Tensor, taken: Tensor) -> Tensor:
+    """Sum every token's rows in their order, rounding as the kernel says."""
+    p = case.problem
+    if p.weighting == AFTER_W2:
+        rows = rows * given.routing.weights.flatten()[:, None]
+    rows = rows.reshape(p.tokens, p.chosen, p.hidden)
+    is_there = taken.reshape(p.tokens, p.chosen, 1)
+    total: Tensor = torch.zeros_like(rows[:, 0])
+    for k in range(p.chosen):
+        total = torch.where(is_there[:, k], total + rows[:, k], total)
+    if given.shared is None:
+        return total
+    rounded: Tensor = (total + given.shared.float()).bfloat16()
+    return rounded
+
+
+def _first(got: Tensor, want: Tensor) -> str:
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    places = (got != want).nonzero()
+    if not len(places):
+        return "NaN"
+    first = tuple(places[0].tolist())
+    return (
+        f"{len(places)} of {want.numel()} differ, first at {first}: got {got[first].item()}, "
+        f"want {want[first].item()}"
+    )

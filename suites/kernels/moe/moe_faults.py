@@ -1,0 +1,218 @@
+"""Faults planted in the grouped experts: what a call computes when one function is another.
+
+Owns the faults by name, each a function of a kernel's modules replaced while kernels are traced;
+nothing of this is in the kernels. A whole call and a faulty one go through the same launches, and
+suites/kernels/moe/moe_checks.py has to tell them apart. Kept honest by
+suites/kernels/moe/test_sm90_moe_nvfp4.py: each changes machine code, and on an H200 each is caught.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from degarble.kernels.gemm.problem import ANY, Tactic
+from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, TILES, MoeProblem
+from degarble.suites.kernels.moe import moe_checks as checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+# Tiles of 64 rows, for any number of slots: what most of the faults are planted in.
+OF_64_ROWS = Tactic(ANY, rows=64, columns=128, inner=64, blocks=2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of a module, and what stands in its place; it is given the true one first."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+    weighting: str = AFTER_W2
+    rows: int = 128  # of the tiles that the case is cut in
+
+    @property
+    def case(self) -> checks.Case:
+        """The call by which it is judged."""
+        problem = MoeProblem(130, 320, 288, 5, 2, 5, 2.0, self.weighting)
+        return checks.Case(problem, "even", 1, TILES[checks.TARGET][self.rows])
+
+
+def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
+    return true(pair[::-1], *more)
+
+
+def _expert_before(true: Any, walk: Any, number: Any) -> Any:
+    cutlass = import_module("cutlass")
+    *place, expert = true(walk, number)
+    return (*place, cutlass.max(expert - 1, 0))
+
+
+def _first_tile(true: Any, number: Any, tiles: Any, group: int, least: Any) -> Any:
+    last = tiles[0] * tiles[1] - 1
+    row, column = true(number, tiles, group, least)
+    differs = least(last - number, 1)
+    return row * differs, column * differs
+
+
+def _ones(true: Any, leaving: Any, row: Any) -> Any:
+    return [weight * 0.0 + 1.0 for weight in true(leaving, row)]
+
+
+def _as_they_are(_true: Any, numbers: Any, _weight: Any) -> Any:
+    return numbers
+
+
+def _not_clamped(true: Any, gate: Any, up: Any, _limit: Any) -> Any:
+    return true(gate, up, None)
+
+
+def _first_rows(_true: Any, _row: Any, first: Any, _form: Any) -> Any:
+    return first
+
+
+def _scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
+    return (true(groups, expert, parts)[0],) * parts
+
+
+def _scales_before(true: Any, place: Any, form: Any) -> Any:
+    cutlass = import_module("cutlass")
+    *boxes, (at, expert) = true(place, form)
+    return (*boxes, (at, cutlass.max(expert - 1, 0)))
+
+
+def _other_buffer(true: Any, outlet: Any, row: Any, block: Any, buffer: Any) -> Any:
+    return true(outlet, row, block, buffer * 0)
+
+
+def _changed(true: Any, *given: Any) -> Any:
+    return true(*given)[::-1]
+
+
+def _of_one(true: Any, leaving: Any, row: Any) -> Any:
+    return true(leaving, row) * 0.0 + 1.0
+
+
+def _first_matrix(true: Any, groups: Any, _matrix: Any, expert: Any) -> Any:
+    return true(groups, expert * 2, expert)
+
+
+def _first_span(true: Any, row: Any, _span: int, spans: int) -> Any:
+    return true(row, 0, spans)
+
+
+def _first_span_written(true: Any, row: Any, chunk: Any, _span: int, rows: int) -> Any:
+    return true(row, chunk, 0, rows)
+
+
+def _not_swizzled(_true: Any, row: Any, chunk: Any, spans: int) -> Any:
+    return row * 2 * spans + chunk
+
+
+def _other_half(true: Any, codes: Any, scales: Any, a: Any, half: int) -> Any:
+    return true(codes, scales, a, 1 - half)
+
+
+def _all_kept(_true: Any, _blocks: Any, _span: Any) -> Any:
+    return import_module("cutlass").Uint32(0xFFFF_FFFF)
+
+
+def _pairs_changed(true: Any, *given: Any) -> Any:
+    first, second, *more = true(*given)
+    return [second, first, *more]
+
+
+_EPILOGUE, _SCHEDULE = "degarble.kernels.moe.epilogue", "degarble.kernels.gemm.schedule"
+_FEW, _SPANS = "degarble.kernels.moe.few_rows", "degarble.kernels.gemm.nvfp4_spans"
+_TALL, _PROBLEM = "degarble.kernels.moe.many_rows", "degarble.kernels.moe.problem"
+_PLAIN = "degarble.kernels.gemm.sm90_gemm_nvfp4"
+_GROUPED, _ROWS = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
+
+FAULTS = (
+    Fault("gate and up changed", _EPILOGUE, "gated", _halves_changed),
+    Fault("scales of the expert before", _PLAIN, "tiles_of_boxes", _scales_before),
+    Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
+    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, rows=128),
+    Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
+    Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
+    Fault(
+        "limit left out",
+        "degarble.kernels.primitives.nvfp4_words",
+        "swiglu_numbers",
+        _not_clamped,
+        rows=128,
+    ),
+    Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
+    Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, rows=128),
+    Fault("many rows: other half of a stage", _TALL, "decode_half", _other_half, rows=256),
+    Fault("many rows: gate and up changed", _EPILOGUE, "gated", _halves_changed, rows=256),
+    Fault("scale rows of up", _PROBLEM, "first_scale_row", _first_rows, rows=256),
+    Fault("many rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=256),
+    Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
+    Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
+    Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),
+    Fault("few rows: padding's scales", _FEW, "mask_of", _all_kept, rows=16),
+    Fault("few rows: scales of another span", _SPANS, "word_of_scales", _first_span, rows=16),
+    Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
+    Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
+    Fault("few rows: tokens' pairs changed", _SPANS, "bf16_pairs", _pairs_changed, rows=64),
+    Fault("few rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=64),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+CACHES = (
+    (_GROUPED, "compile_form"),
+    (_ROWS, "compile_plan"),
+    (_ROWS, "compile_gather"),
+    (_ROWS, "compile_combine"),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Replace the function while kernels are traced, past every cache."""
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+
+    def instead(*given: Any, **named: Any) -> Any:
+        return fault.instead(true, *given, **named)
+
+    forget()
+    try:
+        with mock.patch.object(module, fault.function, instead):
+            yield
+    finally:
+        forget()
+
+
+def forget() -> None:
+    """Forget what was compiled."""
+    for module, name in CACHES:
+        getattr(import_module(module), name).cache_clear()
+
+
+@cache
+def verdict_of_whole(case: checks.Case) -> str:
+    """Say what is wrong with a case in which nothing is planted."""
+    return checks.mismatch(case)
+
+
+def texts(fault: Fault) -> list[str]:
+    """Return the PTX of all that a fault's call launches, as it is traced now."""
+    kernels, rows = import_module(_GROUPED), import_module(_ROWS)
+    job = fault.case.job
+    forms = import_module("degarble.kernels.moe.problem")
+    made = [
+        kernels.compile_form(form, job.settings)
+        for form in forms.forms_of(job.problem, job.target, job.tactic)
+    ]
+    weighted = job.problem.weighting == AFTER_W2
+    of_sum = forms.CombineForm(job.problem.chosen, weighted, False, job.target)
+    made.append(rows.compile_combine(of_sum, job.settings))
+    return [kernel.ptx for kernel in made]

@@ -1,0 +1,113 @@
+"""Compare the addition in front of a norm on a GPU with its stated order, bit for bit.
+
+Owns the cases and what each has to give: the sum by one addition of float32 and one rounding, the
+normed values by row_checks' order of the norm. Outputs are filled with 0xAA before a launch. Kept
+honest by suites/kernels/rows/test_simt_residual_norm.py, which plants errors.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from degarble.kernels.rows import rmsnorm_problem
+from degarble.kernels.rows.residual_problem import ResidualProblem
+from degarble.suites.kernels import row_checks as checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.kernels.rows.simt_residual_norm import Summed
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch; everything follows from these facts."""
+
+    problem: ResidualProblem
+    spread: str = "ordinary"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        p = self.problem
+        what = f"residual {p.rows}x{p.columns} {p.weight} {'stored' if p.rounded else 'wide'}"
+        return f"{what} {self.spread} seed={self.seed}"
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw values, residual and weight; half of the residual lies far below or above."""
+        p = self.problem
+        x, residual = (
+            checks.spread((p.rows, p.columns), self.spread, self.seed + n) for n in range(2)
+        )
+        residual[1::2] *= 2.0 ** (self.seed % 17 - 8)
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        weight = torch.rand(p.columns, generator=generator) * 2 - 0.25
+        return x, residual, weight if p.weight == "fp32" else weight.bfloat16()
+
+
+def by_definition(case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """Return normed values and the stored sum."""
+    x, residual, weight = (each.to(device) for each in case.operands)
+    total = x.float() + residual.float()
+    stored = total.bfloat16()
+    normed = stored.float() if case.problem.rounded else total
+    return checks.normed_by_definition(normed, weight, case.problem.epsilon), stored
+
+
+def on_device(case: Case) -> Summed:
+    """Run a case on the GPU, into poisoned memory; outputs stay there."""
+    from degarble.kernels.rows import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
+
+    x, residual, weight = (each.cuda() for each in case.operands)
+    out = kernels.empty_outputs(case.problem, x.device)
+    for each in out:
+        each.view(torch.uint8).fill_(checks.POISON)
+    return kernels.residual_norm(x, residual, weight, case.problem, checks.SETTINGS, out=out)
+
+
+def mismatch(case: Case) -> str:
+    """Say how a case differs from its definition on the GPU; empty where it does not."""
+    got = on_device(case)
+    want = by_definition(case, got.total.device.type)
+    pairs = zip(("normed values", "sum"), got, want, strict=True)
+    found = [checks.bits_differ(f"{case.name}, {name}", a, b) for name, a, b in pairs]
+    return "; ".join(filter(None, found))
+
+
+def cases() -> list[Case]:
+    """Return the named cases: widths of the models, tails, spreads, weights, both norms."""
+    made = []
+    for rounded in (False, True):
+        for columns in (64, 128, 1024, 1040, 4096, 7168, 16_384):
+            made += [
+                Case(ResidualProblem(37, columns, 1e-6, weight, rounded), "rows", columns)
+                for weight in rmsnorm_problem.WEIGHTS
+            ]
+        for kind in checks.SPREADS:
+            made.append(Case(ResidualProblem(70, 2064, 1e-6, "fp32", rounded), kind, 3))
+            made.append(Case(ResidualProblem(70, 272, 1e-20, "bf16", rounded), kind, 4))
+        made.append(Case(ResidualProblem(3000, 7168, rounded=rounded), "rows", 5))
+    return made
+
+
+def fuzzed(seed: int, count: int) -> list[Case]:
+    """Draw cases."""
+    drawn = random.Random(seed)
+    made = []
+    for _ in range(count):
+        problem = ResidualProblem(
+            rows=drawn.choice((drawn.randint(1, 20), drawn.randint(1, 700))),
+            columns=16 * drawn.choice((drawn.randint(4, 70), drawn.randint(4, 600))),
+            epsilon=drawn.choice((1e-6, 1e-20, 1e-5)),
+            weight=drawn.choice(rmsnorm_problem.WEIGHTS),
+            rounded=drawn.random() < 0.5,
+        )
+        made.append(Case(problem, drawn.choice(checks.SPREADS), drawn.randrange(1 << 30)))
+    return made

@@ -1,0 +1,27 @@
+"""The story of the demonstration, told once for all suites of a process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from degarble.harness.museum.demo import Story, demo_fault, tell_story
+from degarble.harness.museum.demo_page import demo_telling
+from degarble.harness.report.page import Provenance
+
+if TYPE_CHECKING:
+    from degarble.harness.commands.check.page import Checked
+
+PROVENANCE = Provenance("2026-01-02 03:04 UTC", "degarble demo", "CPU: a processor, 2 cores", ())
+
+
+@cache
+def whole_story() -> Story:
+    """The default story."""
+    return tell_story(demo_fault(None))
+
+
+@cache
+def story_telling() -> Checked:
+    """What its page tells."""
+    return demo_telling(whole_story(), PROVENANCE)

@@ -1,0 +1,271 @@
+"""Kernels in a night: suites in processes of their own, rates in a document; never green unrun."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from degarble.harness.history.records import SPEED
+from degarble.harness.nightly import kernels as night_kernels
+from degarble.harness.nightly.kernels import Suite
+from degarble.harness.nightly.record import Asked
+from degarble.harness.report.verdict import Verdict
+from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.suites.hang_guard import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUITE = """
+import pytest
+
+@pytest.mark.night
+def test_good(): pass
+
+@pytest.mark.night
+@pytest.mark.parametrize("rows", (1, 2))
+def test_bad(rows): assert rows == 3, f"{rows} rows\\nare wrong"
+
+@pytest.mark.night
+def test_left(): pytest.skip("not here")
+
+@pytest.mark.night
+def test_apart(): pytest.xfail("UNDECIDED: other bits")
+
+def test_of_the_cpu(): raise AssertionError
+"""
+HANGS = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(86_400)"])
+Path("{child}").write_text(str(child.pid))
+time.sleep(86_400)
+"""
+SPEEDS = {"gemm_bf16": {"share": 1.01, "of": "cuBLAS", "microseconds": 310.0},
+          "kv_write_fp8": {"share": 0.78, "of": "copy bandwidth", "microseconds": 5.0}}  # fmt: skip
+
+
+def asked(folder: Path, *, gpu: bool = True) -> Asked:
+    return Asked(folder, folder, folder, "2026-11-22", gpu=gpu)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night_kernels, "target_of_device", lambda: SM90A)
+
+
+def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
+    path = tmp_path / "test_sm90_planted.py"
+    path.write_text(SUITE)
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
+    assert (found.kernel, found.cases, found.failed) == ("sm90_planted", 3, 2)
+    assert found.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
+    assert found.left == "2 undecided, first test_left: not here"
+    assert found.verdict is Verdict.DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (5, "no tests ran", Suite("x")),
+        (2, "no kernel", Suite("x", broken="broke off with status 2: no kernel")),
+        (-11, "", Suite("x", broken="broke off with status -11: ")),
+    ],
+)  # fmt: skip
+def test_a_suite_without_answers_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str, expected: Suite
+) -> None:
+    monkeypatch.setattr(night_kernels, "_ended", lambda *_: (status, text))
+    found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
+    assert found == expected
+    assert found.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
+
+
+def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    told: dict[str, Any] = {}
+
+    def ended(line: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        told.update(environment, asked=line[line.index("pytest") + 3])
+        report.write_text('<testsuites><testcase name="a"/></testsuites>')
+        return 1, ""
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(night_kernels, "_ended", ended)
+    found = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
+    assert found.broken == "ended with status 1, and no case failed"
+    # With CI the plugin fails what lacks a package, and does not leave it out.
+    assert (told["CI"], told["asked"]) == ("true", "h200 or gpu")
+
+
+def test_a_suite_that_hangs_is_ended_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, child = tmp_path / "test_x.py", tmp_path / "child"
+    path.write_text(HANGS.format(child=child))
+    for seconds in (3, 30, 300):  # on a busy machine a suite needs longer to begin
+        monkeypatch.setattr(night_kernels, "SUITE_SECONDS", seconds)
+        found = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
+        if child.exists():
+            break
+    assert found.broken.startswith("did not end in")
+    assert ends(int(child.read_text()))
+
+
+def ends(process: int) -> bool:
+    """Whether a process is gone soon: whoever adopts it may take a moment to bury it."""
+    state = Path(f"/proc/{process}/stat")
+    until(lambda: not state.exists() or state.read_text().rpartition(") ")[2].startswith("Z"))
+    return True
+
+
+class _Running(set[int]):
+    """Sessions in an order: those that are gone first."""
+
+    def __init__(self, gone: tuple[int, ...]) -> None:
+        super().__init__()
+        self._gone = gone
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self._gone, super().__iter__())
+
+
+@pytest.mark.parametrize("gone", [(), (2**22 + 1,)])
+def test_an_interrupted_night_ends_its_suites(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: tuple[int, ...]
+) -> None:
+    """Also where another suite has just ended by itself: beyond the largest id there is none."""
+    (tmp_path / "kernels").mkdir()
+    child = tmp_path / "child"
+    for name, text in (("hangs", HANGS.format(child=child)), ("stops", "")):
+        (tmp_path / "kernels" / f"test_{name}.py").write_text(f"# mark.h200\n{text}")
+    true = night_kernels.run_suite
+
+    def run(path: Path, *rest: Any) -> Suite:
+        if path.stem == "test_hangs":
+            return true(path, *rest)
+        while not child.exists() or not child.read_text():
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return Suite("stops")
+
+    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    monkeypatch.setattr(night_kernels, "_RUNNING", _Running(gone))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            night_kernels._run_all(("h200",))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ends(int(child.read_text()))
+
+
+def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testcase name="a"><skipped/></testcase></testsuites>')
+    assert night_kernels.suite_of("x", report).verdict is Verdict.DIFFERS
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_a_suite_leaves_open_is_told_beside_what_agrees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    skipped = '<testcase name="b"><skipped message="UNDECIDED: other\nbits"/></testcase>'
+    report.write_text(f'<testsuites><testcase name="a"/>{skipped}</testsuites>')
+    pair = night_kernels.suite_of("pair", report)
+    told = "1 cases agree with their definitions; 1 undecided, first b: UNDECIDED: other bits"
+    assert (pair.sentence, pair.verdict) == (told, Verdict.AGREES)
+    monkeypatch.setattr(night_kernels, "_run_all", lambda _: [Suite("gemm", 7), pair])
+    found = night_kernels.kernels(asked(tmp_path), {})
+    assert found.lines == (f"pair: {told}",)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_the_step_names_the_kernel_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    said = {"good": Suite("good", 7), "bad": Suite("bad", 5, 2, "test_tail[3]: 4 differ")}
+    for name, mark in (("good", "gpu"), ("bad", "h200"), ("other", "b200")):
+        (tmp_path / "kernels" / f"test_{name}.py").write_text(f"@pytest.mark.{mark}\n")
+
+    def run(path: Path, _: Path, markers: tuple[str, ...]) -> Suite:
+        assert markers == ("h200", "gpu")
+        return said[path.stem.removeprefix("test_")]
+
+    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
+    monkeypatch.setattr(night_kernels, "run_suite", run)
+    found = night_kernels.kernels(asked(tmp_path), {})
+    assert found.verdict is Verdict.DIFFERS
+    assert found.judged == ("kernels.bad", "kernels.good")
+    assert [each.component for each in found.failures] == ["kernels.bad"]
+    assert found.lines == ("bad: 2 of 5 cases fail, first test_tail[3]: 4 differ",)
+    said["bad"] = Suite("bad", 5)
+    found = night_kernels.kernels(asked(tmp_path), {})
+    assert found.verdict is Verdict.AGREES
+    assert found.sentence == "2 suites of kernels agree with definitions in 12 cases."
+    said.update(good=Suite("good"), bad=Suite("bad"))
+    assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
+
+
+def test_every_target_has_suites_of_its_own_and_of_all() -> None:
+    assert set(night_kernels.MARKERS) == set(TARGETS)
+    for markers in night_kernels.MARKERS.values():
+        files = {path.stem for path in night_kernels.files_for(markers)}
+        assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
+        assert "test_simt_probe_formats" in files, "the formats on any GPU"
+        own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
+        assert own[markers[0]] in files
+        assert "test_night" not in files, "a night within a night"
+    assert {"test_cutedsl_h200", "test_decoder_h200"} <= {
+        path.stem for path in night_kernels.files_for(night_kernels.MARKERS["sm_90a"])
+    }
+
+
+def bench_of(text: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print('a line'); {text}"]
+
+
+def test_rates_are_kept_and_what_was_not_timed_is_told() -> None:
+    document = json.dumps({"target": "sm_90a", "speeds": SPEEDS, "failed": {}})
+    said = night_kernels.run_bench(bench_of(f"print({document!r})"))
+    assert isinstance(said, dict)
+    found = night_kernels.told(said)
+    assert found.verdict is Verdict.AGREES
+    assert found.values == {SPEED.name: {"kernels.gemm_bf16": 1.01, "kernels.kv_write_fp8": 0.78}}
+    assert "furthest from its own: kv_write_fp8, 78.0 % of copy bandwidth" in found.sentence
+    found = night_kernels.told({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
+    assert found.red
+    assert found.lines == ("rmsnorm: RuntimeError: a b",)
+    assert night_kernels.told({"speeds": {}, "failed": {}}).red
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_bench_that_breaks_is_undecided_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = night_kernels.run_bench(bench_of("sys.exit('REFUSED: no device')"))
+    assert said == "status 1: REFUSED: no device"
+    monkeypatch.setattr(night_kernels, "run_bench", lambda _: said)
+    found = night_kernels.figures(asked(tmp_path), {})
+    assert found.verdict is Verdict.UNDECIDED
+    assert found.red
+    assert found.sentence == "No rate was measured: status 1: REFUSED: no device"
+
+
+def test_without_a_gpu_both_say_so_and_claim_nothing(tmp_path: Path) -> None:
+    for step in (night_kernels.kernels, night_kernels.figures):
+        found = step(asked(tmp_path, gpu=False), {})
+        assert (found.verdict, found.red) == (Verdict.UNDECIDED, False)

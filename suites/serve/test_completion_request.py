@@ -1,0 +1,315 @@
+"""Requests: what becomes of each field, and which are refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from degarble.harness.chat.special_tokens import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
+from degarble.harness.inference.model import open_model
+from degarble.harness.serve.chat_request import chat_asked
+from degarble.harness.serve.completion_request import completion_asked
+from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.served_model import Desk
+from degarble.suites.chat.talk_cases import ENCODER, TOOL, TOOLS_TEXT
+from degarble.suites.serve.serving_cases import BOUNDS
+from degarble.suites.serve.talking_cases import write_speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module", params=["v4", "v32"])
+def desk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Desk]:
+    path: Path = write_speaker(tmp_path_factory.mktemp("asked") / "model", request.param)
+    with open_model(path) as model:
+        yield Desk(model, "words", BOUNDS)
+
+
+def complete(desk: Desk, **fields: Any) -> Any:
+    return completion_asked({"model": "words", "prompt": "w7 w8"} | fields, desk)
+
+
+def chat(desk: Desk, *messages: dict[str, Any], **fields: Any) -> Any:
+    said = list(messages) or [{"role": "user", "content": "w7"}]
+    return chat_asked({"model": "words", "messages": said} | fields, desk)
+
+
+def test_openai_s_defaults_hold(desk: Desk) -> None:
+    asked = complete(desk)
+    (ask,) = asked.asks
+    assert (ask.sampling.temperature, ask.sampling.top_p) == (1.0, 1.0)
+    assert (ask.limits.new_tokens, ask.limits.stops, ask.top) == (16, (), None)
+    assert ask.prompt == (0, 7, 8)
+    assert ask.silent_begin
+    assert not asked.stream
+    assert complete(desk).asks[0].sampling.seed != ask.sampling.seed  # drawn
+
+
+def test_every_field_arrives(desk: Desk) -> None:
+    asked = complete(
+        desk, prompt=["w9", [7, 8]], n=2, temperature=0.5, top_p=0.25, seed=-1, max_tokens=3,
+        stop=["w1", "w2"], logprobs=2, echo=True, stream=True,
+        stream_options={"include_usage": True}, user="me", best_of=2, suffix=None,
+        presence_penalty=0, frequency_penalty=0.0, logit_bias={},
+    )  # fmt: skip
+    assert [a.prompt for a in asked.asks] == [(0, 9), (0, 9), (7, 8), (7, 8)]
+    assert [a.silent_begin for a in asked.asks] == [True, True, False, False]
+    assert [a.sampling.seed for a in asked.asks] == [2**63 - 1, 0] * 2  # choice n has seed + n
+    assert {(a.limits.new_tokens, a.limits.stops, a.top) for a in asked.asks} == {
+        (3, ("w1", "w2"), 2)
+    }
+    assert all(a.scores_prompt for a in asked.asks)
+    assert (asked.stream, asked.usage_wanted, asked.echo, asked.prompt_tokens) == (
+        True, True, True, 4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": "other"}, "model"),
+        ({"model": None}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "  \n"}, "prompt"),
+        ({"prompt": "w7 \ud800"}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [64]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[1, "w7"]]}, "prompt"),
+        ({"prompt": ["w7"] * 65}, "prompt"),
+        ({"prompt": "w7 " * 300}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 41}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e999}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"suffix": "w"}, "suffix"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"patch": "x.py"}, "patch"),
+        ({"top_k\u202e": 1}, "top_k\\u202e"),
+    ],
+)
+def test_completions_are_refused_by_name(desk: Desk, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        complete(desk, **fields)
+    assert caught.value.param == param
+    assert caught.value.status == (404 if fields.get("model") else 400)
+    assert len(caught.value.message) < 600
+
+
+def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Desk) -> None:
+    assert desk.context > BOUNDS.prompt_tokens
+
+    class Short(Desk):
+        @property
+        def context(self) -> int:
+            return 10
+
+    short = Short(desk.model, "words", BOUNDS)
+    assert complete(short, prompt="w7 w8").asks[0].limits.new_tokens == 7
+    with pytest.raises(ApiError) as caught:
+        complete(short, prompt="w7 w8", max_tokens=8)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(ApiError):
+        complete(short, prompt="w7 " * 9)
+
+
+def test_a_prompt_alone_may_be_asked_for_beside_echo(desk: Desk) -> None:
+    asked = complete(desk, max_tokens=0, echo=True, logprobs=1)
+    assert asked.asks[0].limits.new_tokens == 0
+
+
+def text_of(desk: Desk, asked: Any) -> str:
+    return desk.tokenizer.decode(asked.asks[0].prompt).replace(" ", "")
+
+
+def test_a_chat_is_encoded_as_the_model_knows_it(desk: Desk) -> None:
+    asked = chat(desk, {"role": "system", "content": "w9"}, {"role": "user", "content": "w7"})
+    assert text_of(desk, asked) == f"{BOS}w9{USER}w7{ASSISTANT}{END_THINK}"
+    assert asked.asks[0].limits.new_tokens == BOUNDS.new_tokens
+    part = {"role": "user", "content": [{"type": "text", "text": "w7"}]}
+    assert text_of(desk, chat(desk, part)) == f"{BOS}{USER}w7{ASSISTANT}{END_THINK}"
+    thinking = chat(desk, thinking={"type": "enabled"})
+    assert text_of(desk, thinking) == f"{BOS}{USER}w7{ASSISTANT}{THINK}"
+    told = chat(
+        desk, {"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"},
+        {"role": "user", "content": "w9"}, max_completion_tokens=5, logprobs=True, top_logprobs=2,
+        reasoning_effort="none", response_format={"type": "text"}, tool_choice="none",
+    )  # fmt: skip
+    assert f"w8{EOS}{USER}w9" in text_of(desk, told)
+    assert (told.asks[0].limits.new_tokens, told.asks[0].top) == (5, 2)
+
+
+def test_tools_stand_in_the_system_message(desk: Desk) -> None:
+    with pytest.raises(ApiError, match="wording of tools"):
+        chat(desk, tools=[TOOL])
+    chat(desk, tools=[TOOL], tool_choice="none")
+    root = desk.model.checkpoint.root
+    encoders = [root / "encoding_dsv4.py", root / "encoding_dsv32.py"]
+    for path in encoders:
+        path.write_text(ENCODER)
+    seen: list[str] = []
+    tokenizer = desk.tokenizer
+
+    class Seeing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            seen.append(text)
+            return [1]
+
+    desk.talker.tokenizer = Seeing()  # type: ignore[assignment]
+    try:
+        chat(desk, tools=[TOOL])
+        chat(desk, {"role": "system", "content": "w9"}, {"role": "user", "content": "w7"},
+             tools=[TOOL], tool_choice="auto", parallel_tool_calls=True)  # fmt: skip
+    finally:
+        desk.talker.tokenizer = tokenizer
+        for path in encoders:
+            path.unlink()
+    for said in ("", "w9"):
+        beginning = f"{BOS}{said}\n\n{TOOLS_TEXT}{USER}w7"
+        assert any(text.startswith(beginning) for text in seen)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["w7", "\ud800", "user", "tool", "text", "enabled", "auto", "{"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+NAMES = (
+    "prompt", "messages", "max_tokens", "temperature", "n", "stream", "stream_options", "stop",
+    "seed", "logprobs", "top_logprobs", "tools", "tool_choice", "thinking", "reasoning_effort",
+    "response_format", "logit_bias", "echo",
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), st.booleans())
+def test_whatever_a_request_holds_it_is_read_or_refused(
+    desk: Desk, fields: dict[str, Any], chats: bool
+) -> None:
+    usual: dict[str, Any] = {"messages": [USER_SAYS]} if chats else {"prompt": "w7"}
+    try:
+        made = (chat_asked if chats else completion_asked)(
+            usual | fields | {"model": "words"}, desk
+        )
+    except ApiError as error:
+        assert error.status == 400  # noqa: PT017  either will do
+        assert len(error.message) < 1000  # noqa: PT017  as above
+    else:
+        assert made.asks
+
+
+USER_SAYS = {"role": "user", "content": "w7"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "w7"}, "messages"),
+        ({"messages": ["w7"]}, "messages[0]"),
+        ({"messages": [{"content": "w7"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "w7"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "w7"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"messages": [USER_SAYS | {"wo_eos": True}]}, "messages[0].wo_eos"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 1}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]},
+         "messages[0].content"),
+        ({"messages": [USER_SAYS, {"role": "assistant", "content": "w8"}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "w8"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "w8"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}, USER_SAYS]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": {}}]}, USER_SAYS]},
+         "messages[0].tool_calls[0].id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}, USER_SAYS]},
+         "messages[0].tool_calls[0].function.name"),
+        ({"messages": [{"role": "user", "content": "w7 \ud800"}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"reasoning_effort": "medium"}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "thinking": {"type": "disabled"}}, "reasoning_effort"),
+        ({"thinking": {"type": "perhaps"}}, "thinking.type"),
+        ({"functions": []}, "functions"),
+        ({"prompt": "w7"}, "prompt"),
+    ],
+)  # fmt: skip
+def test_chats_are_refused_by_name(desk: Desk, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat_asked({"model": "words", "messages": [USER_SAYS]} | fields, desk)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_arguments_nested_deeply_are_no_crash(desk: Desk) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"a": ' + "[" * 90_000}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "w7"}
+    with pytest.raises(ApiError) as caught:
+        chat(desk, {"role": "assistant", "tool_calls": [call]}, result)
+    assert caught.value.param == "messages"
+
+
+def test_a_tokenizer_without_marks_has_no_chats(desk: Desk) -> None:
+    class Bare(Desk):
+        pass
+
+    bare = Bare(desk.model, "words", BOUNDS)
+
+    class Unmarked(type(bare.talker)):  # type: ignore[misc]
+        knows_chat = False
+
+    bare.talker.__class__ = Unmarked
+    with pytest.raises(ApiError) as caught:
+        chat(bare)
+    assert caught.value.code == "chat_unavailable"
+    assert "/v1/completions" in caught.value.message

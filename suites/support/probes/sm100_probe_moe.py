@@ -1,0 +1,133 @@
+"""One role of the grouped sm_100a products at a time, for the first minute on a GPU new to it.
+
+Owns two kernels over the roles of FC1 in sm100_moe_nvfp4, which are not changed for it: `load`
+(boxes of one expert's gate and up, of many; what they left in shared memory is written out as it
+lies) and `requantise` (sums come from memory, codes and scales go out). Their partners are those of
+sm100_probe_gemm. One tile, K within the ring.
+
+Refuses other parts by name. Compiled, never run: suites/support/probes/sm100_moe_first_minute.py
+says what comes out, test_sm100_probe_moe.py reads the machine code. Shape letters: S stages, W
+words of a stage, R rows of the tile, N its columns
+"""
+
+from functools import cache
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Uint32, cute
+from torch import Tensor
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import schedule
+from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
+from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.moe import simt_moe_rows as rows
+from degarble.kernels.moe import sm100_moe_nvfp4 as moe
+from degarble.kernels.moe import tensor_memory_epilogue as leaving_tiles
+from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    any_stream,
+    compile_kernel,
+    current_stream,
+)
+from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.targets import TARGETS
+from degarble.suites.support.probes import sm100_probe_gemm as probe
+
+PARTS = ("load", "requantise")
+ELEMENTS = (*moe.INPUTS, *moe.OUTPUTS[GATE_AND_UP], Uint32, Float32)
+ALIGNED = (*moe.ALIGNED, *moe.OUTPUTS_ALIGNED[GATE_AND_UP], 16, 16)  # image and sums at the end
+
+
+@cute.kernel
+def probe_kernel(
+    feeds: Any,
+    leaving: Any,
+    given: tuple[Any, Any, Any],
+    extents: tuple[Int32, ...],
+    told: cutlass.Constexpr,
+) -> None:
+    """Run one role, and let the storing warps stand in for its partners."""
+    form, part = told
+    groups, image, sums = given
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    held = moe.prepared(form.gemm)
+    total = (Int32(groups.rows[0]), extents[0])
+    walk = schedule.walk_of(total, form.gemm.tactic, groups.experts)
+    steps = ceil_div(extents[1], form.gemm.tactic.inner)
+    if warp == tensor_memory.LOADING_WARP:
+        if cutlass.const_expr(part == "load"):
+            feedings = gemm.feedings_of(feeds, held.shared, form.gemm)
+            tcgen05.load(held.ring, feedings, walk, steps, form.gemm)
+    elif warp == tensor_memory.MULTIPLYING_WARP:
+        if cutlass.const_expr(part == "requantise"):
+            probe.hand_over(held.sums_ring, form.gemm)
+    else:
+        if cutlass.const_expr(part == "load"):
+            probe.write_out(held, image, steps, form.gemm)
+        else:
+            probe.fill_sums(held, sums, form.gemm)
+            outlets = (leaving, held.pieces, held.sums, held.sums_ring)
+            blocks = extents[0] // GATE_AND_UP // tcgen05.BLOCK
+            leaving_tiles.leave_tiles(outlets, walk, groups, blocks, form)
+        tcgen05.give_back(held.base, form.gemm)
+
+
+@cute.jit
+def launch_probe(
+    pointers: tuple[cute.Pointer, ...],
+    extents: tuple[Int32, ...],
+    form: cutlass.Constexpr,
+    part: cutlass.Constexpr,
+    stream: CUstream,
+) -> None:
+    """Launch a part on one tile: extents are rows at most, N, K, experts."""
+    inputs, outputs = pointers[: len(moe.INPUTS)], pointers[len(moe.INPUTS) : -2]
+    feeds = moe.feeds_of(inputs[:4], extents, form.gemm)
+    leaving = moe.leaving_of(outputs, extents, form)
+    groups = leaving_tiles.Groups(*rows.flat(inputs[4:]))
+    words = facts.transaction_bytes(form.gemm) // 4
+    layout = cute.make_layout((facts.MOST_STAGES, words), stride=(words, 1))
+    image = cute.make_tensor(pointers[-2], layout)
+    of_tile = tensor_memory.LANES * form.gemm.tactic.columns
+    sums = cute.make_tensor(pointers[-1], cute.make_layout(of_tile))
+    probe_kernel(feeds, leaving, (groups, image, sums), extents[1:3], (form, part)).launch(
+        grid=[1, 1, 1], block=[tensor_memory.threads(), 1, 1], min_blocks_per_mp=1, stream=stream
+    )
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+
+@cache
+def compile_part(part: str, form: MoeForm, settings: CompileSettings) -> CompiledKernel:
+    """Compile a part; needs no GPU."""
+    if part not in PARTS:
+        raise UnknownName.among("part of grouped products", part, PARTS)
+    pointers = rows.pointers_of(ELEMENTS, (None,) * len(ELEMENTS), ALIGNED)
+    extents = tuple(Int32(1) for _ in range(4))
+    arguments = (pointers, extents, form, part, any_stream())
+    return compile_kernel(launch_probe, arguments, TARGETS[form.gemm.target], settings)
+
+
+def launch(
+    kernel: CompiledKernel,
+    form: MoeForm,
+    extents: tuple[int, int, int, int],
+    tensors: tuple[Tensor, ...],
+) -> None:
+    """Launch a part on what FC1 takes and leaves, an image [S, W] and sums [R, N]."""
+    _, columns, inner, _ = extents
+    stages = tensor_memory.footprint(form.gemm).stages
+    steps = ceil_div(inner, form.gemm.tactic.inner)
+    if columns > form.gemm.tactic.columns or steps > stages:
+        raise InvalidArgument(
+            "N, K", (columns, inner), f"one tile, and {stages} stages at most", "Cut them."
+        )
+    pointers = rows.pointers_of(ELEMENTS, tensors, ALIGNED)
+    kernel(pointers, tuple(map(Int32, extents)), current_stream(tensors[0].device.index or 0))

@@ -1,0 +1,143 @@
+"""Each step passes on a server that is right, and fails on one that errs in what it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.harness.vllm.engine import steps
+from degarble.harness.vllm.engine.answers import Answers
+from degarble.harness.vllm.engine.server import Caller
+from degarble.suites.vllm.engine import stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[stand_in.Server]:
+    monkeypatch.setattr(steps, "_QUIET", 0.0)
+    with stand_in.Server(captured=tmp_path / "captures" / "capture-one") as made:
+        yield made
+
+
+@pytest.fixture
+def session(server: stand_in.Server, tmp_path: Path) -> steps.Session:
+    caller = Caller(server.port)
+    (tmp_path / "captures" / "capture-one").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    made = stand_in.answers()
+    return steps.Session(caller, made, tmp_path, tmp_path / "captures", tmp_path / "out")
+
+
+ASKED = ("parts", "questions", "texts", "prefix", "many", "storm")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_server_that_is_right_passes(session: steps.Session, name: str) -> None:
+    assert steps.taken(name, session).passed, steps.taken(name, session).told
+
+
+def test_likeliest_tokens_are_counted_and_not_judged(session: steps.Session) -> None:
+    told = steps.taken("forced", session)
+    assert told.passed is None
+    assert told.told.startswith("80 of 80 places")
+
+
+def test_a_text_may_leave_only_where_the_references_are_not_sure(
+    server: stand_in.Server, session: steps.Session
+) -> None:
+    server.errs[3] = 5
+    sure = steps.taken("texts", session)
+    assert (sure.passed, sure.told[:7]) == (False, "0 of 10")
+    close = [stand_in.text(each.prompt, 8, gap=0.5) for each in session.answers.texts]
+    session.answers = Answers(close, [], moves=1.0, steady=0)
+    told = steps.taken("texts", session)
+    assert told.passed
+    assert "leave them at 5, 5, 5" in told.told
+
+
+def test_a_wrong_answer_fails(server: stand_in.Server, session: steps.Session) -> None:
+    server.errs[600] = 0
+    assert steps.taken("questions", session).told.startswith("3 of 4")
+    assert steps.taken("questions", session).passed is False
+
+
+def test_questions_that_are_all_short_prove_no_chunks(session: steps.Session) -> None:
+    session.answers = Answers([], session.answers.questions[:3], 1.0, 0)
+    assert steps.taken("questions", session).passed is False
+
+
+def test_a_cache_that_gives_nothing_fails(
+    server: stand_in.Server, session: steps.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "seen", _Forgetful())
+    assert steps.taken("prefix", session).passed is False
+
+
+class _Forgetful(set[str]):
+    def add(self, element: str) -> None:
+        del element
+
+
+def test_company_that_changes_a_text_fails(server: stand_in.Server, session: steps.Session) -> None:
+    session.texts()
+    server.errs[3] = 7
+    told = steps.taken("many", session)
+    assert (told.passed, "0 as alone" in told.told) == (False, True)
+    session.alone = []
+    server.errs, server.apart = {}, 0.11
+    session.texts()
+    server.errs[3] = 7
+    assert steps.taken("many", session).passed  # these words tie
+    assert steps.taken("storm", session).passed is False
+
+
+def test_requests_that_stay_fail(server: stand_in.Server, session: steps.Session) -> None:
+    server.leaks = 2
+    told = steps.taken("storm", session)
+    assert (told.passed, "2 requests left" in told.told) == (False, True)
+
+
+def test_what_a_server_refuses_is_told(server: stand_in.Server, session: steps.Session) -> None:
+    server.captured = None
+    assert "not opened: 400" in steps.taken("capture", session).told
+    session.caller = Caller(1)
+    assert steps.taken("parts", session).told.startswith("ConnectionRefusedError")
+
+
+ORIGIN = {"site": "layers.1.ffn.shared.w13.out", "fault": "M14.swapped"}
+OTHER = {"site": "layers.0.ffn.topk.out", "fault": None}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "origins", "blamed", "passed"),
+    [
+        ("AGREES", [], ("", ""), True),
+        ("DIFFERS", [ORIGIN], ("", ""), False),
+        ("DIFFERS", [ORIGIN], ("layers.1.ffn.shared.w13", "M14"), True),
+        ("AGREES", [], ("layers.1.ffn.shared.w13", "M14"), False),
+        ("DIFFERS", [ORIGIN, OTHER], ("layers.1.ffn.shared.w13", "M14"), False),
+        ("DIFFERS", [{**ORIGIN, "fault": None}], ("layers.1.ffn.shared.w13", "M14"), False),
+    ],
+)
+def test_a_check_is_judged_by_what_was_planted(
+    session: steps.Session, monkeypatch: pytest.MonkeyPatch, verdict: str,
+    origins: list[dict[str, object]], blamed: tuple[str, str], passed: bool,
+) -> None:  # fmt: skip
+    told = {"verdict": verdict, "origins": origins, "sentence": "So it is."}
+
+    def check(line: list[str], **_: object) -> object:
+        assert line[3:5] == ["check", str(session.out / "capture")]
+        (session.out / "check.json").write_text(json.dumps(told), encoding="utf-8")
+        return type("Done", (), {"stdout": "", "stderr": "", "returncode": 1})
+
+    monkeypatch.setattr(subprocess, "run", check)
+    session.blamed = blamed
+    found = steps.taken("capture", session)
+    assert found.passed is passed
+    assert verdict in found.told

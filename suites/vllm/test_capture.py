@@ -1,0 +1,110 @@
+"""A model with vLLM's names and ranks, captured and checked: it agrees, and faults are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from torch import distributed
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.capture import How, facts_of
+from degarble.harness.capture.engine.ranks import APART, join_ranks
+from degarble.harness.capture.engine.vllm import sightings_of
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.inference.model import open_model
+from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.presets import small_v32
+from degarble.harness.report.verdict import Verdict
+from degarble.suites.museum.torchrun import run_ranks
+from degarble.suites.vllm.vllm_ranks import PROMPTS, STEPS, captured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from degarble.harness.commands.check.check import Checked
+
+TINY = Path(__file__).parents[2] / "references" / "tiny" / "v1" / "v4"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm")
+    run_ranks("degarble.suites.vllm.vllm_ranks", 2, str(TINY), str(folder))
+    return folder
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    meeting = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def joined(folder: Path) -> Path:
+    ranks = sorted(folder.glob("rank-*"))
+    with open_model(TINY) as model:
+        places = sightings_of(model.config, len(ranks))
+        facts = facts_of(TINY, model, How(backend="vllm")) | {"backend": "vllm"}
+    join_ranks(ranks, places, folder / "joined", facts)
+    return folder / "joined"
+
+
+def checked(capture: Path) -> Checked:
+    with CheckRun(Wanted(capture, TINY)) as run:
+        return run.judge()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_agrees_and_only_what_was_asked_for_is_there(tmp_path: Path) -> None:
+    captured(TINY, tmp_path / "one", ())
+    found = checked(joined(tmp_path / "one"))
+    assert found.verdict is Verdict.AGREES
+    capture = Capture.open(tmp_path / "one" / "joined")
+    assert capture.facts["requests"] == ["cmpl-mine-0", "cmpl-and-mine-1"]
+    wanted = [PROMPTS[name] for name in capture.facts["requests"]]
+    assert len(capture.steps) == STEPS
+    assert list(capture.steps[0].tokens) == [token for ids in wanted for token in ids]
+    judged = {row.component.role for row in found.localised.rows if not row.undecided}
+    assert judged >= {
+        "embed", "attn.wq_a", "attn.wkv", "attn.q_norm", "attn.wq_b", "attn.compressor.proj",
+        "attn.indexer.wq_b", "attn.indexer.compressor.proj", "attn.wo_b", "ffn.gate", "ffn.topk",
+        "ffn.shared.w13", "ffn.shared.act", "ffn.shared.w2", "ffn.moe_sum", "norm", "head",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_agree(two_ranks: Path) -> None:
+    found = checked(joined(two_ranks / "healthy"))
+    assert found.verdict is Verdict.AGREES
+    assert not found.localised.notes
+
+
+@pytest.mark.slow
+def test_faults_of_loading_and_of_ranks_are_found(two_ranks: Path) -> None:
+    found = checked(joined(two_ranks / "faulty"))
+    assert found.verdict is Verdict.DIFFERS
+    named = {
+        each.trouble.site.component: each.diagnosed.named[0].fault.id
+        for each in found.origins
+        if each.diagnosed is not None and each.diagnosed.named
+    }
+    assert named["layers.1.ffn.shared.w13"] == "M14.swapped"
+    blamed = {each.trouble.site.component for each in found.origins}
+    assert blamed == {
+        "layers.1.ffn.shared.w13", "layers.2.attn.wq_a", "layers.2.attn.wkv",
+        "layers.3.ffn.shared.w2",
+    }  # fmt: skip
+    apart = Capture.open(two_ranks / "faulty" / "joined").facts[APART]
+    assert apart[0] == "layers.1.attn.wkv.out: rank 1 is not as rank 0"
+    assert any("copies differ between ranks" in note for note in found.localised.notes)
+
+
+def test_another_family_is_refused() -> None:
+    config = small_v32()
+    assert not isinstance(config, V4Config)
+    with pytest.raises(InvalidArgument, match="family = 'deepseek_v32'"):
+        sightings_of(config)
