@@ -26,6 +26,7 @@ from degarble.harness.model.components import components
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import RECIPE_NAMES
 from degarble.harness.museum.sites import roles_of
+from degarble.harness.nightly.table import STEPS
 from degarble.harness.plugins.night_options import OPTIONS
 from degarble.harness.plugins.pytest_plugin import MARKERS, PATH_OPTIONS
 from degarble.harness.report.verdict import Verdict
@@ -67,6 +68,7 @@ def data() -> dict[str, Any]:
         "conventions": {
             name: [str(value) for value in one.values] for name, one in REGISTRY.items()
         },
+        "steps of a night": [step.name for step in STEPS],
         "measures of a history": list(MEASURES),
         "targets": list(TARGETS),
         "options": {name: list(_options(name, command)) for name, command in commands()},

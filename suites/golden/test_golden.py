@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.suites.golden import checkpoints, identifiers, store, verdicts
+from degarble.suites.golden import checkpoints, documents, identifiers, store, verdicts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,13 @@ def test_checkpoints_have_the_same_bytes(tmp_path: Path) -> None:
     store.require_equal({"data/checkpoints.json": checkpoints.data(tmp_path)})
 
 
-@pytest.mark.parametrize("part", verdicts.JUDGED)
+def test_documents_have_the_same_keys(tmp_path: Path) -> None:
+    store.require_equal({"data/documents.json": documents.data(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "part", ["healthy", "demo", pytest.param("faults", marks=pytest.mark.slow)]
+)
 def test_judgements_are_as_kept(part: str, tmp_path: Path) -> None:
     files = verdicts.as_files(part, verdicts.JUDGED[part](tmp_path))
     kept = json.loads((store.FOLDER / f"numbers/{part}.json").read_text(encoding="utf-8"))

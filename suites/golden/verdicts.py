@@ -131,6 +131,14 @@ def demo(folder: Path) -> Parts:
     return parts
 
 
+def faults(folder: Path) -> Parts:
+    """Tell the story of other faults: of a scale, of a layout, of attention."""
+    parts = Parts()
+    for fault in ("M02.missing", "M11.read_unswizzled", "M29.scale"):
+        parts.add(fault, ran("demo", "--fault", fault, "--out", folder / fault))
+    return parts
+
+
 def healthy(folder: Path) -> Parts:
     """Capture and check both small models, and audit them."""
     parts = Parts()
@@ -148,7 +156,7 @@ def healthy(folder: Path) -> Parts:
     return parts
 
 
-JUDGED: dict[str, Callable[[Path], Parts]] = {"healthy": healthy, "demo": demo}
+JUDGED: dict[str, Callable[[Path], Parts]] = {"healthy": healthy, "demo": demo, "faults": faults}
 
 
 def as_files(part: str, made: Parts) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from degarble.suites.golden import checkpoints, identifiers, store, verdicts
+from degarble.suites.golden import checkpoints, documents, identifiers, ptx, store, verdicts
 
 
 def main(parts: list[str]) -> int:
     """Write the parts that are named, or all."""
-    known = ("identifiers", "checkpoints", *verdicts.JUDGED)
+    known = ("identifiers", "documents", "checkpoints", *verdicts.JUDGED, "ptx")
     unknown = sorted(set(parts) - set(known))
     if unknown:
         print(f"no part {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)  # noqa: T201
@@ -27,6 +27,10 @@ def _write(part: str, folder: Path) -> None:
     if part == "identifiers":
         store.write("data/identifiers.json", identifiers.data())
         store.write("texts/identifiers.json", identifiers.texts())
+    elif part == "ptx":
+        ptx.add_found()
+    elif part == "documents":
+        store.write("data/documents.json", documents.data(folder))
     elif part == "checkpoints":
         store.write("data/checkpoints.json", checkpoints.data(folder))
     else:

@@ -1,0 +1,33 @@
+"""Hold every kernel that a suite compiles to judge its machine code against the golden set."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+from degarble.suites.golden import ptx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# Suites whose names say so compile our kernels as they are; others plant faults in them, or judge
+# the compiler with a kernel of their own.
+_JUDGES_CODE = re.compile("compile|machine_code")
+_OTHER_KERNELS = re.compile("_faults$|^test_compiling$")
+_COMPILES = find_spec("cutlass") is not None
+
+
+@pytest.fixture(autouse=True)
+def _golden_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test of machine code whose kernel became another one: suites/golden/README.md."""
+    test, module = request.node.name.partition("[")[0], request.node.path.stem
+    if not _COMPILES or not _JUDGES_CODE.search(test) or _OTHER_KERNELS.search(module):
+        yield
+        return
+    with ptx.compiled_kernels() as found:
+        yield
+    ptx.require_known(found, request.node.nodeid)
