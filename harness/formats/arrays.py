@@ -1,14 +1,9 @@
-"""Whole tensors to codes and back: the fast twin of harness.formats.codec, bit for bit.
+"""Encode and decode whole tensors of scalar codes, bit for bit as harness.formats.codec does.
 
-Owns `encode_array`, `decode_array`, `decode_pairs` and the bit views between torch dtypes and
-codes. Codes are never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`).
+Codes are never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`).
 Encoding works on the bits of the float64 value in integers, so it rounds exactly once from float16,
-bfloat16, float32 and float64 alike. Bytes in memory are looked up in a table that the arithmetic
-made. -0, NaN, infinities, overflow and UE8M0 follow the rules of the codec.
-
-Refuses what the codec refuses, other dtypes than those four, and codes out of range. Kept honest
-by suites/formats/test_codec.py: one suite for this and the codec, ml_dtypes and gfloat beside it;
-the table by test_arrays.py.
+bfloat16, float32 and float64 alike. CPU tensors of uint8 codes are decoded by table lookup.
+-0, NaN, infinities, overflow and UE8M0 follow the rules of the codec.
 """
 
 from __future__ import annotations
@@ -104,7 +99,7 @@ def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
 def decode_pairs(
     packed_P: Tensor, fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype
 ) -> Tensor:
-    """The values [..., 2 P] of bytes that hold two codes of 4 bits, in float32 or float64."""
+    """Return the values [..., 2 P] of bytes that hold two 4-bit codes, in float32 or float64."""
     if not _is_looked_up(packed_P):
         return decode_array(unpack_nibbles(packed_P, order), fmt).to(dtype)
     table = _pair_table(fmt, order, dtype)
@@ -163,7 +158,7 @@ def _is_looked_up(codes: Tensor) -> bool:
 
 @cache
 def _table(fmt: ElementFormat) -> NDArray[np.float32]:
-    """Every value of a format of 8 bits or fewer, by code."""
+    """Return every value of a format of 8 bits or fewer, indexed by code."""
     with torch.inference_mode(mode=False):
         made: NDArray[np.float32] = _decode_piece(torch.arange(fmt.code_count), fmt).numpy()
         return made
@@ -171,7 +166,7 @@ def _table(fmt: ElementFormat) -> NDArray[np.float32]:
 
 @cache
 def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> NDArray[Any]:
-    """Both values of every byte, as one number of twice their size."""
+    """Return both values of every byte, each pair viewed as one number of twice their size."""
     with torch.inference_mode(mode=False):
         codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8), order)
         values: NDArray[Any] = torch.from_numpy(_table(fmt)[codes.numpy()]).to(dtype).numpy()

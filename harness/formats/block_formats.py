@@ -1,11 +1,8 @@
-"""The block formats, one record each, and the extents that follow from them.
+"""Block formats (NVFP4, MXFP4, MXFP8, FP8 128x128, FP8 1x128) and the shapes of codes and scales.
 
-Owns NVFP4, MXFP4, MXFP8, FP8 128x128 and FP8 1x128 (fp32 and UE8M0 scales each), their registry,
-and the shapes of codes and scales for a logical shape [..., M, K].
-
-Refuses fewer than two dimensions (a vector is [1, K]), and K that is no multiple of the block where
-the format has no cut-off blocks: only 128x128 has them, its scales count by ceiling division.
-Nothing is padded silently. Kept honest by suites/formats/test_block_formats.py.
+The FP8 block formats exist with fp32 and with UE8M0 scales. A vector is passed as [1, K].
+Only 128x128 may have cut-off blocks: its scales count by ceiling division. Every other format
+needs K in whole blocks, because nothing is padded silently.
 
 Sources: NVFP4 facts of PTX ISA 9.1 (mxf4nvf4) and Transformer Engine; MX formats OCP Microscaling
 1.0; FP8 blocks deepseek-ai/DeepSeek-V3 and V4, inference/kernel.py.

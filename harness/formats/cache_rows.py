@@ -1,15 +1,12 @@
-"""Which byte of a paged cache holds what: the KV and indexer entries that serving engines store.
+"""Byte layouts of paged KV-cache and indexer-cache entries as serving engines store them.
 
-Owns one record an entry format: its value fields, its scales, whether a page holds entry after
-entry or first all data and then all scales, and the page alignment. `byte_of`, `scale_byte_of` and
-their inverses use // % * + on non-negative integers only (ints, int64 tensors, CuTe DSL values)
-and check nothing: a dim without scale (RoPE) has no scale byte. `describe` explains any byte of a
-page, padding included. `split_page`, `join_page` and `decode_page` move whole pages.
+A record states the value fields of an entry, its scales, the page alignment, and whether a page
+holds entry after entry or first all data and then all scales. `byte_of`, `scale_byte_of` and their
+inverses use // % * + on non-negative integers only, so they run on ints, int64 tensors and CuTe DSL
+values. They check nothing. RoPE dims have no scale, so no scale byte.
 
-Refuses pages of another size or dtype. How a writer chooses scales is not stated here: writers
-differ (amax floor, reciprocal, rounding of the scale). Kept honest by
-suites/formats/test_cache_rows.py: every byte of a page is claimed once or is padding, the maps
-equal the slices that split_page takes, published page sizes, and a planted overlap.
+How a writer chooses scales is not part of a record: writers differ in the floor of the amax, the
+reciprocal and the rounding of the scale.
 Shape letters: B entries of a page, D dims of an entry, S bytes.
 """
 

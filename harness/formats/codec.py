@@ -1,15 +1,10 @@
-"""One number to its code and back: the readable definition of every scalar format.
-
-Owns `decode`, `encode`, `is_nan` and the questions that a format leaves open:
+"""Encode and decode one number: the readable definition of every scalar format.
 
 * -0 keeps its sign where the format has one, and so does a small negative that rounds to zero.
-* NaN becomes the format's one positive quiet NaN (payload and sign are dropped). A format without
-  NaN (E2M1) refuses it unless a NanRule says otherwise.
-* Overflow.SATURATE takes infinities as well. Overflow.IEEE needs an infinity or a NaN to yield.
-* UE8M0 has neither sign nor zero: negatives are refused; zero and all below 2**-127 become 2**-127.
-
-Refuses codes out of range and the cases above. Kept honest by suites/formats/test_codec.py, which
-runs this and harness.formats.arrays through one suite, and by ml_dtypes and gfloat beside it.
+* NaN becomes the format's one positive quiet NaN; payload and sign are dropped. A format without
+  NaN (E2M1) raises unless a NanRule chooses a value.
+* Overflow.SATURATE clamps infinities as well. Overflow.IEEE needs a format with infinity or NaN.
+* UE8M0 has neither sign nor zero: negatives raise; zero and all below 2**-127 become 2**-127.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_nan(code: int, fmt: ElementFormat) -> bool:
-    """Whether `code` stands for no number."""
+    """Return whether `code` stands for no number."""
     if isinstance(fmt.nan_codes, str):
         return (code & fmt.magnitude_mask) > fmt.exponent_mask << fmt.mantissa_bits
     return code in fmt.nan_codes
@@ -85,7 +80,7 @@ def encode(
 
 
 def points_toward_zero(rounding: Rounding, negative: bool) -> bool:
-    """Whether the rule never increases the magnitude of a number of this sign."""
+    """Return whether the rule never increases the magnitude of a number of this sign."""
     if rounding is Rounding.TOWARD_ZERO:
         return True
     return rounding is (Rounding.UP if negative else Rounding.DOWN)
@@ -106,7 +101,7 @@ def encoded_nan(fmt: ElementFormat, nan: NanRule) -> int:
 
 
 def refuse_silent_overflow(fmt: ElementFormat, overflow: Overflow) -> None:
-    """Refuse Overflow.IEEE for a format that has nothing to tell an overflow with."""
+    """Raise if Overflow.IEEE is asked of a format that has neither an infinity nor a NaN."""
     if overflow is Overflow.IEEE and fmt.infinity_code is None and fmt.nan_code is None:
         raise InvalidArgument(
             f"overflow rule for {fmt.name}",

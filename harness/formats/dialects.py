@@ -1,13 +1,9 @@
-"""Who quantised: the scale rules of the known producers as records of independent facts.
+"""Quantisation dialects: how each known producer chooses tensor scales, block scales and codes.
 
-Owns the facts (how the tensor scale, the block scale and the codes come about, what zero, tiny and
-non-finite blocks become) and the registry of dialects. The arithmetic behind each fact is one small
-function in harness.formats.quantise; there is no subclass and no flag that implies another.
-
-A dialect says how numbers were chosen, not how they decode: bytes, layout and direction of the
-stored scale belong to the QuantisedTensor. Refuses a format without a recorded rule.
-Kept honest by suites/formats/test_dialects_oracles.py (installed packages, in subprocesses) and by
-the edge table of suites/formats/test_dialects.py, which docs/dialects.md repeats.
+A dialect is a record of independent facts, without subclasses and without flags that imply others.
+Each scale or value rule is one small function in harness.formats.scale_rules. The facts cover zero,
+tiny and non-finite blocks too. They do not cover decoding: bytes, layout and direction of the
+stored scale belong to the QuantisedTensor. docs/dialects.md holds the table of edge cases.
 
 Letters: A largest magnitude of the tensor, a of a block; G encode scale, s decode scale of the
 tensor; b block scale after rounding; q largest element value (6), Q largest scale value (448).
@@ -72,7 +68,7 @@ class ValueRule(StrEnum):
 
 
 class Guard(StrEnum):
-    """Which blocks are multiplied by 0 instead, so that no 1/0 arises."""
+    """Which blocks are multiplied by 0, so that no 1/0 arises."""
 
     NONE = "none"
     ZERO_AMAX = "a = 0"
@@ -88,7 +84,7 @@ class NegativeZero(StrEnum):
 
 
 class NonFinite(StrEnum):
-    """What NaN and infinities do."""
+    """What becomes of NaN and infinities."""
 
     SUPPRESSED = "NaN ignored by every amax, as fmaxf does; infinities follow the arithmetic"
     PROPAGATED = "NaN and infinities follow the arithmetic, through every amax"

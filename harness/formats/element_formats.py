@@ -1,9 +1,6 @@
-"""The scalar number formats, one record each.
+"""The scalar number formats E2M1, E4M3, E5M2, UE8M0, BF16, FP16 and FP32, one record each.
 
-Owns E2M1, E4M3, E5M2, UE8M0, BF16, FP16, FP32 and their registry. Refuses nothing: a record is
-data; codec and arrays refuse. docs/formats.md shows the same numbers as tables, and
-suites/formats/test_element_formats.py compares the two, and both with ml_dtypes and torch.
-
+docs/formats.md shows the same numbers as tables.
 Sources: OCP Microscaling Formats 1.0 (E2M1, E4M3, E5M2, UE8M0), IEEE 754 (FP16, FP32).
 """
 

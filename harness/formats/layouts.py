@@ -1,14 +1,12 @@
-"""Where a block scale lies in memory: invertible index functions, and the records that name them.
+"""Memory layouts of block scales: linear, 128x4, 8x4 and DeepGEMM's packed UE8M0, as index maps.
 
-Owns linear, 128x4 (tcgen05 and cuBLAS), 8x4 (TRT-LLM small M) and DeepGEMM's packed UE8M0 order.
-Offsets count bytes, one byte a scale. The index functions use // % * + on non-negative integers
-and nothing else, so one source runs on ints, on int64 tensors and on CuTe DSL values inside a
-kernel. They check nothing: a coordinate outside the matrix is the caller's mistake, or padding.
+128x4 is the order of tcgen05 and cuBLAS, 8x4 that of TRT-LLM for small M. Offsets count bytes, one
+byte a scale. The index functions use // % * + on non-negative integers only, so one source runs on
+ints, int64 tensors and CuTe DSL values inside a kernel. They check nothing: a coordinate outside
+the matrix is the caller's mistake, or padding.
 
-`to_layout` and `from_layout` move whole matrices [..., M, Ks]; padding is zero; leading extents
-(experts) are padded each on their own. They refuse other dtypes than uint8 and storage of another
-size. Kept honest by suites/formats/test_layouts.py: bijections on ragged sizes, the permute
-spelling of the same layouts, planted swaps; and by CuTe's own layout object in suites/kernels.
+`to_layout` and `from_layout` move whole uint8 matrices [..., M, Ks]; padding is zero. Each matrix
+of a batch (expert) is padded separately.
 
 Trap: DSL `%` truncates while Python's floors; both agree only while every operand is >= 0.
 Shape letters: M rows, Ks scale columns, S bytes of storage, E leading extents.
@@ -42,7 +40,7 @@ def round_up(value: Any, multiple: int) -> Any:
 
 
 def offset_linear(row: Any, column: Any, columns: Any) -> Any:
-    """Row-major, no padding."""
+    """Return the offset in row-major order without padding."""
     return row * columns + column
 
 
@@ -52,9 +50,9 @@ def coordinate_linear(offset: Any, columns: Any) -> tuple[Any, Any]:
 
 
 def offset_128x4(row: Any, column: Any, columns: Any) -> Any:
-    """512-byte tiles of 128 rows x 4 scales, tiles along K first (PTX ISA 9.1, tcgen05 scales).
+    """Return the offset in 512-byte tiles of 128 rows x 4 scales, tiles along K first.
 
-    Inside a tile byte = 16 (row mod 32) + 4 (row div 32) + column.
+    Inside a tile byte = 16 (row mod 32) + 4 (row div 32) + column (PTX ISA 9.1, tcgen05 scales).
     """
     tiles = ceil_div(columns, 4)
     tile = (row // 128) * tiles + column // 4
@@ -70,7 +68,10 @@ def coordinate_128x4(offset: Any, columns: Any) -> tuple[Any, Any]:
 
 
 def offset_8x4(row: Any, column: Any, columns: Any) -> Any:
-    """32-byte tiles of 8 rows x 4 scales, row-major inside and outside (TRT-LLM, small M)."""
+    """Return the offset in 32-byte tiles of 8 rows x 4 scales, row-major inside and outside.
+
+    TRT-LLM uses it for small M.
+    """
     tiles = ceil_div(columns, 4)
     tile = (row // 8) * tiles + column // 4
     return tile * 32 + (row % 8) * 4 + column % 4
@@ -85,9 +86,10 @@ def coordinate_8x4(offset: Any, columns: Any) -> tuple[Any, Any]:
 
 
 def offset_packed_mn(row: Any, column: Any, rows: Any) -> Any:
-    """Words of 4 scales along K, words MN-major, MN stride rounded up to 4 words (DeepGEMM SM100).
+    """Return the offset in MN-major words of 4 scales along K, MN stride rounded up to 4 words.
 
-    Byte j of the little-endian word p holds the scale of column 4 p + j (csrc/utils/layout.hpp).
+    Byte j of the little-endian word p holds the scale of column 4 p + j: DeepGEMM's order on SM100
+    (csrc/utils/layout.hpp).
     """
     return (column // 4 * round_up(rows, 4) + row) * 4 + column % 4
 
@@ -114,13 +116,13 @@ class ScaleLayout:
     coordinate_of: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def storage_size(self, rows: Any, columns: Any) -> Any:
-        """Bytes of one matrix, padding included."""
+        """Return the bytes of one matrix, padding included."""
         return round_up(rows, self.row_tile) * round_up(columns, self.column_tile)
 
     def batched_offset(
         self, index: Any, coordinate: tuple[Any, Any], rows: Any, columns: Any
     ) -> Any:
-        """Offset of (row, column) of matrix `index` where each of a batch is padded on its own."""
+        """Return the offset of (row, column) of matrix `index`, each matrix padded separately."""
         row, column = coordinate
         start = index * self.storage_size(rows, columns)
         return start + self.offset_of(row, column, rows, columns)
@@ -194,7 +196,7 @@ def to_layout(scales_EMK: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def from_layout(storage_ES: Tensor, layout: ScaleLayout, rows: int, columns: int) -> Tensor:
-    """Read scale bytes [..., rows, columns] out of storage [..., S]; padding is not looked at."""
+    """Read scale bytes [..., rows, columns] out of storage [..., S]; padding is ignored."""
     require_storage(storage_ES, layout, rows, columns)
     offset_MK = offset_table(layout, rows, columns).to(storage_ES.device)
     return storage_ES[..., offset_MK]
@@ -209,7 +211,7 @@ def nonzero_padding(storage_ES: Tensor, layout: ScaleLayout, rows: int, columns:
 
 
 def require_storage(storage_ES: Tensor, layout: ScaleLayout, rows: int, columns: int) -> None:
-    """Refuse storage that cannot hold rows x columns scales of this layout."""
+    """Raise if storage cannot hold rows x columns scales of this layout."""
     require_bytes("scale storage", storage_ES)
     size = layout.storage_size(rows, columns)
     if storage_ES.ndim == 0 or storage_ES.shape[-1] != size:

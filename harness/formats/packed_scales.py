@@ -1,11 +1,8 @@
-"""Power-of-two scales as DeepGEMM wants them on SM100: four UE8M0 bytes to an int32, MN-major.
+"""Pack power-of-two scales as DeepGEMM reads them on SM100: four UE8M0 bytes to an int32, MN-major.
 
-Owns the way from fp32 or UE8M0 scales to int32 [..., M, ceil(Ks / 4)] with strides (1, A), where A
-is M rounded up to 4, and back. The byte order itself is layouts.PACKED_MN.
-
-Refuses an fp32 scale that is no power of two from 2**-127 to 2**127 (zero, infinity and NaN too):
-rounding it would change every product. Kept honest by suites/formats/test_packed_scales.py, which
-builds the words with shifts, checks the strides and plants a scale one ulp off.
+The result is int32 [..., M, P] with strides (1, A), where P = ceil(Ks / 4) and A is M rounded up to
+4. The byte order itself is layouts.PACKED_MN. An fp32 scale has to be a power of two from 2**-127
+to 2**127: rounding any other (zero, infinity and NaN too) would change every product.
 Shape letters: M rows, Ks scale columns, P packed columns.
 """
 

@@ -1,11 +1,8 @@
-"""Two 4-bit codes to a byte along K, and back.
+"""Pack two 4-bit codes into a byte along K, and unpack them.
 
-Owns the nibble order. Every known producer puts the even K index into the low half; the reverse is
-a named variant, because one checkpoint family stored it. `pack_pair` and its inverses are written
-with operators on non-negative integers only, so that they run on ints, tensors and DSL values.
-
-Refuses odd K, codes above 15 and tensors that are not uint8. Kept honest by
-suites/formats/test_packing.py: all 65,536 pairs of pairs, both orders, and a planted swap.
+Every known producer puts the even K index into the low nibble; the reverse is a named variant,
+because one checkpoint family stored it. `pack_pair`, `low_nibble` and `high_nibble` use operators
+on non-negative integers only, so that they run on ints, tensors and CuTe DSL values.
 Shape letters: K elements, P = K / 2 bytes.
 """
 
@@ -75,7 +72,7 @@ def unpack_nibbles(packed_P: Tensor, order: NibbleOrder = NibbleOrder.LOW_EVEN) 
 
 
 def require_bytes(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that does not hold raw bytes."""
+    """Raise if a tensor does not hold raw bytes."""
     if tensor.dtype is not torch.uint8:
         raise DtypeMismatch(
             name,

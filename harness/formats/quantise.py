@@ -1,16 +1,15 @@
-"""Numbers to block formats and back: the definition, driven by the dialect's facts.
+"""Quantise tensors to block formats and dequantise them, as the facts of a dialect say.
 
-Owns `quantise`, `dequantise` and their definitions. Every step is one float32 operation, rounded
-to nearest even, in the order that the record of the dialect spells out; nothing is fused. The
-value of a code is element * block scale (exact, unless the scale is fp32), then one float32
-multiply by a decode scale or divide by an encode scale, then one rounding to the output dtype. In
-float64 all of it is exact, apart from a division by an encode scale. Large NVFP4 tensors on the CPU
-take the compiled twins where their dialect has one (fast_nvfp4, fast_modelopt), bit for bit.
+Every step is one float32 operation, rounded to nearest even, in the order of the dialect's record;
+nothing is fused. The value of a code is element * block scale (exact, unless the scale is fp32),
+then one float32 multiply by a decode scale or divide by an encode scale, then one rounding to the
+output dtype. In float64 all of it is exact, apart from a division by an encode scale. Large NVFP4
+tensors on the CPU take the compiled loops where their dialect has them (harness.formats.fast), bit
+for bit.
 
 NVFP4 and MX need K in whole blocks; only 128x128 may be ragged. NaN, infinities and zero tensors
-follow the record; where a producer leaves them undefined they are refused. Approximate reciprocals
-of a device are modelled by correctly rounded ones, and the dialect says so (bit_exact=False).
-Kept honest by suites/formats/test_quantise.py, its properties, and the oracles of the dialects.
+follow the record; where a producer leaves them undefined they raise. Approximate reciprocals of a
+device are modelled by correctly rounded ones, and the dialect records bit_exact=False.
 
 Shape letters: M rows, K columns, R and C blocks along M and K, r and c inside a block.
 """
@@ -118,7 +117,7 @@ def dequantise(tensor: QuantisedTensor, dtype: torch.dtype = torch.float32) -> T
 
 
 def has_fast_decoder(tensor: QuantisedTensor, dtype: torch.dtype) -> bool:
-    """Tell whether `dequantise` takes the compiled twin, which is as quick as reading memory."""
+    """Return whether `dequantise` takes the compiled loop, which is as quick as reading memory."""
     return (
         tensor.format == NVFP4
         and tensor.direction is ScaleDirection.DECODE

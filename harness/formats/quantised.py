@@ -1,14 +1,10 @@
-"""A quantised tensor that knows how it was made, so that nothing can be mixed silently.
+"""QuantisedTensor: codes and scales together with the six facts needed to read them.
 
-Owns QuantisedTensor (codes, scales, and the six facts needed to read them), its conversions
-between layouts, directions and nibble orders, and the checks that every consumer calls: `require`
-(one tensor against what is read) and `require_same` (several tensors against each other).
-
-Refuses, by name, dtypes, extents and sizes that do not fit the format, bare tensors in place of
-quantised ones, tensors of two dialects, layouts, directions, nibble orders or formats in one
-operation, and every torch function: bytes are no numbers. Contents are not judged: NaN scales of a
-broken checkpoint must be representable, or nobody could report them.
-Kept honest by suites/formats/test_quantised.py: every mixture is tried and refused.
+It converts between layouts, directions and nibble orders. Consumers call `require` (one tensor
+against what is read) and `require_same` (several tensors against each other), so tensors of
+different dialects, layouts, directions, nibble orders or formats are never mixed silently. Every
+torch function raises, because arithmetic on bytes means nothing. Contents are not checked: the NaN
+scales of a broken checkpoint must be representable, or nobody could report them.
 
 Shape letters: M rows, K elements along the blocks, R and C blocks along M and K, S storage bytes.
 """
@@ -192,7 +188,7 @@ class QuantisedTensor:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refuse every torch function: adding bytes of two dialects would give some result."""
+        """Raise for every torch function: adding bytes of two dialects would give some result."""
         del types, args, kwargs
         raise InvalidArgument(
             "argument of a torch function",
@@ -211,7 +207,7 @@ def require(
     direction: ScaleDirection | None = None,
     nibble_order: NibbleOrder | None = None,
 ) -> None:
-    """Refuse a tensor that differs from what the consumer reads; what is None is not asked."""
+    """Raise if a tensor differs from what the consumer reads; None means any."""
     _require_quantised("tensor", tensor)
     expected = {
         "format": format,
@@ -226,7 +222,7 @@ def require(
 
 
 def require_same(*tensors: QuantisedTensor, but: tuple[str, ...] = ()) -> None:
-    """Refuse tensors that differ in an aspect that `but` does not name; bare tensors anyway."""
+    """Raise if tensors differ in an aspect that `but` does not name, or if one is a bare tensor."""
     for position, tensor in enumerate(tensors):
         _require_quantised(f"argument {position}", tensor)
     unknown = set(but) - set(_ASPECTS)
@@ -271,7 +267,7 @@ def concatenate_rows(*tensors: QuantisedTensor) -> QuantisedTensor:
 
 
 def require_scale_extents(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor scale that is neither one number nor one per leading index of `shape`."""
+    """Raise if a tensor scale is neither one number nor one per leading index of `shape`."""
     if tuple(scale.shape) != shape[: scale.ndim] or scale.ndim > len(shape) - 2:
         raise ShapeMismatch(
             f"{name} of a tensor {shape}",

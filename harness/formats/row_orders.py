@@ -1,14 +1,11 @@
-"""Where weight rows go before a kernel reads them: invertible row permutations.
+"""Row permutations of weights before a kernel reads them: shuffle, gate/up interleave, half swap.
 
-Owns the TRT-LLM row shuffle (blocks of 32 or 16), gate/up interleave (groups of 1, 8, 64), the
-order of the two halves ([w1; w3] or [w3; w1]), DeepGEMM's 4x32 transpose, and their chains.
-An order is a gather: row r of the result is row `source(r, rows)` of the input, and
-`destination` is its inverse. Both use // % * + on non-negative integers only, so that one source
-runs on ints, int64 tensors and CuTe DSL values; neither checks anything.
-
-`reorder_rows` and `restore_rows` move tensors [..., M, K]; they refuse a row count that an order
-does not divide. Kept honest by suites/formats/test_row_orders.py: bijections, the same
-permutations spelled as reshape and transpose, published tables, and a planted inverse.
+TRT-LLM shuffles rows in blocks of 32 or 16; gate and up interleave in groups of 1, 8 or 64; the
+halves are [w1; w3] or [w3; w1]; DeepGEMM transposes 4x32. Orders can be chained.
+An order is a gather: row r of the result is row `source(r, rows)` of the input, and `destination`
+is its inverse. Both use // % * + on non-negative integers only, so that one source runs on ints,
+int64 tensors and CuTe DSL values; neither checks anything. `reorder_rows` and `restore_rows` move
+tensors [..., M, K] and check that the order divides M.
 
 Sources: FlashInfer utils.py and fused_moe/core.py (shuffle, interleave by one, chain), vLLM
 flashinfer_fp4_moe.py (w3 before w1), DeepGEMM mega/__init__.py (groups of 8, 4x32 transpose).
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def shuffled_row(row: Any, ways: int, block: int) -> Any:
-    """Where a row goes when each `block` rows are dealt like cards to `ways` stacks.
+    """Return where a row goes when each `block` rows are dealt like cards to `ways` stacks.
 
     Inside a block j goes to (j mod ways) * (block / ways) + j div ways.
     """
@@ -43,19 +40,19 @@ def shuffled_row(row: Any, ways: int, block: int) -> Any:
 
 
 def interleaved_row(row: Any, rows: Any, group: int) -> Any:
-    """Where a row of [first half; second half] goes when groups of both halves alternate."""
+    """Return where a row of [first half; second half] goes when groups of both halves alternate."""
     inside = row % (rows // 2)
     return inside // group * (2 * group) + row // (rows // 2) * group + inside % group
 
 
 def deinterleaved_row(row: Any, rows: Any, group: int) -> Any:
-    """Where a row of alternating groups goes when the halves are joined again."""
+    """Return where a row of alternating groups goes when the halves are joined again."""
     pair = row // (2 * group)
     return row // group % 2 * (rows // 2) + pair * group + row % group
 
 
 def swapped_half_row(row: Any, rows: Any) -> Any:
-    """Where a row goes when [a; b] becomes [b; a]; its own inverse."""
+    """Return where a row goes when [a; b] becomes [b; a]; its own inverse."""
     return (row + rows // 2) % rows
 
 

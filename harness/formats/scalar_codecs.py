@@ -1,17 +1,16 @@
-"""Codecs and scale rules of one number, written once for the host, for tensors and for kernels.
+"""Scalar codecs and scale rules, written once for Python scalars, torch tensors and CuTe kernels.
 
-Owns E2M1, E4M3, UE8M0 and BF16 in both directions, the canonical NVFP4 scale rule, and the RoPE
-rotation with its roundings stated. Every function takes Python or NumPy scalars, torch tensors or
-CuTe DSL values (scalar_ops says how), because a kernel's arithmetic is then the same text as what
-judges it. Codes are unsigned integers in the low bits; numbers are float32.
+E2M1, E4M3, UE8M0 and BF16 in both directions, the canonical NVFP4 scale rule, and the RoPE rotation
+with its roundings. A kernel and the code that judges it run the same text; scalar_ops says how.
+Codes are unsigned integers in the low bits; numbers are float32.
 
 The rules are the hardware's (PTX ISA 9.1, cvt; CUDA 12.8 headers for the cases that it leaves
 open): nearest even, saturating, infinities too; -0 and negatives that round to zero keep the sign.
 NaN becomes 0x7 in E2M1 (+6, there is no NaN), 0x7F in E4M3, 0xFF in UE8M0, 0x7FC0 in BF16.
 
-Refuses nothing: a kernel cannot. harness.formats.codec is the definition that refuses; both agree
-on every code and on all 65,536 bfloat16 inputs (suites/formats/test_scalar_codecs.py), and an H200
-returns the same bytes (suites/support/probes/test_simt_probe_formats.py).
+Nothing is checked, because a kernel cannot raise. harness.formats.codec is the definition that
+checks. Both agree on every code and on all 65,536 bfloat16 inputs, and an H200 returns the same
+bytes.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def nvfp4_decode(code: Any, scale_code: Any) -> Any:
 
 
 def rope_rotate(x_even: Any, x_odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    """Rotate a pair in float32: each product is rounded, then their sum; no fma anywhere."""
+    """Rotate a pair in float32: round each product, then their sum; no FMA anywhere."""
     even = subtract_rn(multiply_rn(x_even, cos), multiply_rn(x_odd, sin))
     odd = add_rn(multiply_rn(x_even, sin), multiply_rn(x_odd, cos))
     return even, odd

@@ -1,20 +1,19 @@
-"""The few operations that differ between the three worlds in which a formula is run.
+"""Scalar operations that differ between Python numbers, torch tensors and CuTe DSL values.
 
-A world is what values are made of: Python int and np.float32 (the definition), torch tensors, or
-CuTe DSL values inside a kernel that is being traced. Operators mean the same in all three while
-integers stay in 0 .. 2**32 - 1. Where they do not, a function here has one form a world, chosen by
-the types of the arguments; torch and CuTe DSL are imported when the first such value arrives.
+These three are called worlds: Python int and np.float32 (the definition), torch tensors, and CuTe
+DSL values inside a kernel that is being traced. Operators mean the same in all three while integers
+stay in 0 .. 2**32 - 1. Where they do not, a function here has one form a world, chosen by the types
+of the arguments; torch and CuTe DSL are imported when the first such value arrives.
 
 Integers are int, int64 tensors or Uint32; numbers np.float32, float32 tensors or Float32. Constants
 may be Python numbers; a float constant is rounded to float32. Not defined: a NaN's payload and
 sign, which zero a maximum of -0 and +0 returns, and shifts by 32 or more.
 
-Traps, each measured. A sum of comparisons is a logical OR for DSL booleans and for torch: `count`.
-DSL `%` truncates while `//` floors: `floor_mod`. ptxas makes one FFMA of `a * b - c * d`:
-`multiply_rn`, `add_rn`, `subtract_rn`. What a kernel loads from unsigned memory is a signed DSL
-integer, and an int64 tensor keeps bits beyond 32: `unsigned` first of all, `shift_left`.
-
-Kept honest by suites/formats/test_scalar_ops.py; in kernels by suites/kernels.
+Traps, each measured. A sum of comparisons is a logical OR for DSL booleans and for torch: use
+`count`. DSL `%` truncates while `//` floors: use `floor_mod`. ptxas makes one FFMA of
+`a * b - c * d`: use `multiply_rn`, `add_rn`, `subtract_rn`. A value that a kernel loads from
+unsigned memory is a signed DSL integer: call `unsigned` first. An int64 tensor keeps bits beyond
+32: use `shift_left`.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def fma_rn(left: Any, right: Any, addend: Any) -> Any:
 
 
 def _world(*values: Any) -> type[_Scalars]:
-    """Choose the world: a DSL value among the arguments wins, then a tensor."""
+    """Return the world of the arguments: a DSL value wins, then a tensor."""
     kinds: list[Any] = [type(value) for value in values]
     worlds = {_world_of_type(kind) for kind in kinds}
     return next((world for world in (_Dsl, _Tensors) if world in worlds), _Scalars)
@@ -137,7 +136,7 @@ def _world(*values: Any) -> type[_Scalars]:
 
 @cache
 def _world_of_type(kind: Any) -> type[_Scalars]:
-    """Tell the world by the package that defines the type: nothing is imported."""
+    """Return the world by the package that defines the type: nothing is imported."""
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         if package == "cutlass":
@@ -161,7 +160,7 @@ def _cutlass() -> Any:
 
 
 def _refused(what: str, value: object) -> InvalidArgument:
-    """Say that a type is not taken; float64 is not, because it would have to be rounded first."""
+    """Return the error for a type that is not taken; float64 would have to be rounded first."""
     return InvalidArgument(
         what,
         value,

@@ -1,9 +1,7 @@
-"""The arithmetic behind each fact of a dialect: one small function per scale or value rule.
+"""The arithmetic of dialects: one small function per scale rule or value rule.
 
-Owns the tensor scale in both directions (`Scales`) and three tables from rule to function. Every
-operation is one float32 operation on tensors that rounds to nearest even, in the order that the
-rule spells out. Refuses nothing: harness.formats.quantise checks what comes in.
-Kept honest by suites/formats/test_dialects_oracles.py, which holds each rule against its producer.
+Every operation is one float32 operation on tensors that rounds to nearest even, in the order that
+the rule spells out. harness.formats.quantise checks the arguments.
 
 Trap: torch computes number / tensor as reciprocal times number everywhere, and tensor / number as
 tensor times reciprocal on CUDA; both round differently. So every constant here is a tensor.
@@ -39,7 +37,7 @@ class Scales:
     decode: Tensor
 
     def beside(self, blocks: int) -> Scales:
-        """Give both `blocks` trailing extents of 1, to stand beside tensors of blocks."""
+        """Return both with `blocks` trailing extents of 1, to broadcast over tensors of blocks."""
         shape = (*self.encode.shape, *(1,) * blocks)
         return Scales(self.encode.reshape(shape), self.decode.reshape(shape))
 

@@ -1,13 +1,12 @@
-"""Large outputs from memory that was used before: page faults cost more than decoding.
+"""Reuse the memory of large CPU outputs, because page faults cost more than decoding.
 
-Owns `empty_tensor`. A fresh 100 MB output costs 25,000 page faults, 5 to 30 times the work of
-filling it, and a checkpoint is a long row of outputs of the same few sizes. So the memory of a
-large output comes back here when the last tensor on it dies, and the next output of that size takes
-it. At most LIMIT bytes lie idle, the longest unused go first; `drop_spare_memory` gives all back.
-Contents are never cleared: an empty tensor is uninitialised, as torch.empty is.
+A fresh 100 MB output costs 25,000 page faults, 5 to 30 times the work of filling it, and reading a
+checkpoint makes many outputs of the same few sizes. So the memory of a large output returns to a
+pool when the last tensor on it dies, and the next output of that size takes it. At most LIMIT bytes
+stay idle; the longest unused are freed first. Contents are never cleared: an empty tensor is
+uninitialised, as torch.empty is.
 
 New memory comes from numpy, which asks Linux for huge pages; torch does not.
-Refuses nothing. Kept honest by suites/formats/test_spare_memory.py.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def spare_bytes() -> int:
-    """Return how many bytes lie idle."""
+    """Return the number of idle bytes."""
     with _lock:
         return sum(memory.nbytes for memory in _spare)
 
 
 def drop_spare_memory() -> None:
-    """Give all idle memory back to the system."""
+    """Return all idle memory to the system."""
     with _lock:
         _spare.clear()
 
@@ -61,6 +60,7 @@ def drop_spare_memory() -> None:
 def _take(size: int) -> NDArray[np.uint8]:
     with _lock:
         for index in reversed(range(len(_spare))):
+            # Newest first; only memory of exactly this size is reused.
             if _spare[index].nbytes == size:
                 return _spare.pop(index)
     return np.empty(size, dtype=np.uint8)

@@ -1,8 +1,8 @@
-"""The vocabulary of number formats: records, rounding rules, layouts. Imports no sibling.
+"""Types of number formats: rounding rules, element formats and block formats. Imports no sibling.
 
-Owns the words: *code* is a bit pattern, *value* the number it stands for, a *decode scale* is
-multiplied to decode, an *encode scale* is multiplied to encode. A record states independent facts;
-everything else is derived from them.
+A *code* is a bit pattern, a *value* the number that it stands for. A *decode scale* is multiplied
+to decode, an *encode scale* is multiplied to encode. A record states independent facts; everything
+else is derived from them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Rounding(StrEnum):
-    """How a real number becomes a representable one. Nothing rounds without naming one of these."""
+    """Rules for rounding a real number to a representable one; every rounding names one."""
 
     NEAREST_EVEN = "nearest_even"
     NEAREST_AWAY = "nearest_away"
@@ -22,7 +22,7 @@ class Rounding(StrEnum):
 
 
 class Overflow(StrEnum):
-    """What becomes of a finite number beyond the largest finite value after rounding."""
+    """Rules for a finite number that lies beyond the largest finite value after rounding."""
 
     SATURATE = "saturate"  # largest finite value of the same sign; infinities saturate as well
     # Infinity where the format has one, else NaN; refused for a format with neither (E2M1). As in
@@ -31,7 +31,7 @@ class Overflow(StrEnum):
 
 
 class NanRule(StrEnum):
-    """What NaN becomes in a format that has none. A format with NaN always takes its own."""
+    """Rules for NaN in a format that has none. A format with NaN always takes its own."""
 
     REFUSE = "refuse"
     # cvt.rn.satfinite.e2m1x2 and TE: +6.0, code 0x7 (PTX ISA 9.1 cvt; cuda_fp4.hpp)

@@ -1,12 +1,9 @@
-"""How many representable numbers apart two tensors are.
+"""Distance between tensors in ulps: how many representable numbers apart their elements are.
 
-Owns the ordered-integer mapping: a code's ordinal is its magnitude code with the sign of the
-number, so that neighbours differ by one across binades, through zero and into the subnormals.
--0 and +0 share ordinal 0. An infinity is one step beyond the largest finite number. Two NaN are at
-distance 0, a NaN and a number at `nan_distance(fmt)`, which exceeds every distance of numbers.
-
-Refuses tensors of different shape or format. Kept honest by suites/formats/test_ulps.py, which
-counts steps with nextafter and walks every pair of codes of the 4-bit format.
+A code's ordinal is its magnitude code with the sign of the number, so that neighbours differ by one
+across binades, through zero and into the subnormals. -0 and +0 share ordinal 0. An infinity is one
+step beyond the largest finite number. Two NaN are at distance 0, a NaN and a number at
+`nan_distance(fmt)`, which exceeds every distance of numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ def nan_distance(fmt: ElementFormat) -> int:
 
 
 def ordinal(code: int, fmt: ElementFormat) -> int:
-    """Return the place of a code on the number line; a NaN has none, its result means nothing."""
+    """Return the index of a code on the number line; for a NaN the result is meaningless."""
     magnitude = code & fmt.magnitude_mask
     return -magnitude if code & fmt.sign_mask else magnitude
 

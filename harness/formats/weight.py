@@ -1,10 +1,8 @@
-"""One parameter as a component receives it: plain values, or codes with their scales.
+"""Weight: one parameter as a component receives it, either plain values or codes with their scales.
 
-Owns the record that checkpoints produce, references and kernels consume, and `--patch` files
-replace as a whole or by field. It says how its codes are to be read (`storage`), so a field can be
-exchanged without the reading changing; what does not fit together is refused when it is read.
-
-Kept honest by suites/formats/test_weight.py.
+Checkpoints produce it, references and kernels read it, and `--patch` files replace it as a whole or
+by field. `storage` says how its codes are to be read, so a field can be exchanged without changing
+how the others are read; fields that do not fit together raise when they are read.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Storage:
-    """How codes and scales are to be read."""
+    """How codes and scales are read."""
 
     format: BlockFormat
     dialect: Dialect
@@ -151,5 +149,5 @@ class Weight:
 
 
 def _same(before: tuple[Tensor, ...], now: tuple[Tensor, ...]) -> bool:
-    """Tell whether these are the very tensors; a new one may lie where an old one was."""
+    """Return whether these are the very tensors; a new one may lie where an old one was."""
     return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))

@@ -1,1 +1,1 @@
-"""What a model is, without arithmetic: configs, components, sites, tensors, recipes, shards."""
+"""Model structure without arithmetic: configs, components, sites, tensors, recipes, sharding."""

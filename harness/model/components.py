@@ -1,12 +1,10 @@
-"""Components of a config under a recipe: the units of replay and of blame, wired to each other.
+"""List the components of a config under a recipe: the units that are replayed and judged.
 
-Owns the list: every component by full name, its inputs with the sites that produce each, its
-outputs, and the parameters that it reads. The tables are in wiring.py; here they are laid out for
-the blocks of one config, and `<linear>.act_quant` is put in front of every linear whose input the
-recipe quantises: it puts out codes and scales, which are then the linear's inputs.
-
-Refuses a recipe that quantises one input of two fused weights differently, and sites that a config
-does not have. Kept honest by suites/model/test_components.py.
+Each has a full name, inputs with the sites that produce them, outputs, and the parameters that it
+reads. The tables are in wiring.py; here they are laid out for the blocks of one config.
+`<linear>.act_quant` is inserted in front of every linear whose input the recipe quantises; its
+codes and scales are then the linear's inputs. A recipe must quantise one input of two fused
+weights alike.
 """
 
 from __future__ import annotations
@@ -60,12 +58,12 @@ class Component:
 
     @property
     def layer(self) -> int | None:
-        """The decoder layer; None at the ends and in a drafter block."""
+        """Return the decoder layer; None at the ends and in a drafter block."""
         return None if self.block is None or self.block.is_drafter else self.block.index
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Every site of this component, inputs first."""
+        """Return every site of this component, inputs first."""
         ins = (Site(self.name, Port.IN, each.name) for each in self.inputs)
         return (*ins, *(_output(self.name, each) for each in self.outputs))
 
@@ -84,7 +82,7 @@ def component_named(config: Config, name: str, recipe: Recipe | None = None) -> 
 
 
 def site_named(config: Config, text: str, recipe: Recipe | None = None) -> Site:
-    """Read a site and refuse one that this config does not have."""
+    """Parse a site and raise if this config does not have it."""
     site = parse_site(text)
     component = component_named(config, site.component, recipe)
     if site not in component.sites:
@@ -146,7 +144,7 @@ def _present(lines: Sequence[Line], block: Block, config: Config) -> list[Line]:
 
 
 def _entering(config: Config, block: Block | None) -> Mapping[str, str]:
-    """Say which outputs stand behind the words with an @, for one block or the last end."""
+    """Return the outputs that the words with an @ stand for, for one block or the last end."""
     before = config.layers[-1] if block is None else _before(config, block)
     if isinstance(config, V4Config):
         return _entering_v4(config, block, before)
@@ -185,7 +183,7 @@ def _before(config: Config, block: Block) -> Block | None:
 def _laid_out(
     line: Line, block: Block | None, present: set[str], outside: Mapping[str, str]
 ) -> Component:
-    """Put one line into its block: full names, and the inputs that exist there."""
+    """Lay one line out in its block: full names, and the inputs that exist there."""
     prefix = f"{block.prefix}." if block else ""
     words = line.inputs.split()
     if words == ["@targets"]:
@@ -222,7 +220,7 @@ def _output(component: str, name: str) -> Site:
 def _quantised(
     component: Component, read: Sequence[Parameter], feeds: Sequence[Parameter], recipe: Recipe
 ) -> Iterator[Component]:
-    """Yield the component as the recipe makes it, behind an act_quant where one is needed."""
+    """Yield the component under the recipe, after an act_quant where one is needed."""
     if component.role == "ffn.experts.act_quant":
         activation = _activation(component.name, feeds, recipe)
         if activation != BF16:
@@ -256,12 +254,12 @@ def _quantised(
 
 
 def _is_static(activation: str) -> bool:
-    """Tell whether a format takes a calibrated scale from the checkpoint."""
+    """Return whether a format takes a calibrated scale from the checkpoint."""
     return block_format(activation).tensor_scale
 
 
 def _parts(activation: str) -> tuple[str, ...]:
-    """Name what an act_quant puts out."""
+    """Name the outputs of an act_quant."""
     return ("codes", "block_scale", *(("tensor_scale",) if _is_static(activation) else ()))
 
 

@@ -1,15 +1,12 @@
-"""The layouts that are known: how checkpoints and engines spell, split and stack parameters.
+"""Checkpoint and engine layouts: how each spells, splits and stacks the parameters of a model.
 
-Owns the registry of layouts for both families, the spelling of paths, and the tables of fused
-tensors. Each layout says which recipe it has by default; `Layout.with_recipe` makes it hold
-another. What a layout leaves out (drafters, mostly) it names with the reason.
-
-Refuses unknown layouts by name. A layout is data: placing its parts is the work of tensors.py.
+The registry covers both families, with the spelling of paths and the tables of fused tensors. Each
+layout has a default recipe; `Layout.with_recipe` makes it hold another. A layout lists what it
+leaves out (drafters, mostly) with the reason. Parts are placed by tensors.py.
 
 Sources: DeepSeek-V4-Pro shard headers; transformers 5.20 conversion_mapping.py and modelling files;
 NVIDIA Model-Optimizer examples/deepseek; vLLM 0.33 models/deepseek_v4 (nvidia/model.py, mtp.py) and
-models/deepseek_v32; the first field report for nvfp4-full. Kept honest by
-suites/model/test_tensors.py and, against transformers itself, test_transformers.py.
+models/deepseek_v32; the first field report for nvfp4-full.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Spelling(StrEnum):
-    """Whose words the path of a parameter is made of."""
+    """Vocabularies for the path of a parameter."""
 
     DEEPSEEK = "deepseek"
     HUGGINGFACE = "huggingface"
@@ -42,7 +39,7 @@ class Spelling(StrEnum):
 
 @dataclass(frozen=True)
 class Fusion:
-    """Rows of several parameters in one tensor; `stacked`: and every expert's in one stack.
+    """Rows of several parameters in one tensor, or, if `stacked`, of every expert in one stack.
 
     `bare`: the tensor is called by the target alone, without `.weight`.
     """
@@ -123,7 +120,7 @@ class Layout:
 
 
 def _is_beside_block(parameter: Parameter) -> bool:
-    """Tell a drafter's own parameters from those that it has as any block has them."""
+    """Return whether a parameter is a drafter's own, one that no other block has."""
     drafts = parameter.block is not None and parameter.block.is_drafter
     return drafts and parameter.row in (*V4_MTP, *V32_MTP)
 

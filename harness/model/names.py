@@ -1,13 +1,11 @@
 """Name maps: which box of which source tensor becomes which box of which target tensor.
 
-Owns the maps between any two layouts of a model that hold the same recipe: DeepSeek's own names,
-transformers', ModelOpt's and vLLM's fused parameters. A map is a list of moves. Every move says
-what it carries, from where, to where, and what happens to the elements' type: nothing, a view of
-the same bytes, or a cast. Its inverse is the same list read backwards, so a map loses nothing but
-what it lists as unmapped, with the reason.
-
-Refuses to map between layouts whose recipes differ: there values change, and that is conversion.
-Kept honest by suites/model/test_names.py, which moves every element there and back.
+A map connects two layouts of a model that hold the same recipe: DeepSeek's own names,
+transformers', ModelOpt's and vLLM's fused parameters. It is a list of moves. Every move states
+source, target, and what happens to the elements' type: nothing, a view of the same bytes, or a
+cast. The inverse is the same list read backwards, so a map loses only what it lists as unmapped,
+with the reason. Between different recipes values change; that is a conversion and needs more than
+a map.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Typing(StrEnum):
-    """What happens to the type of the elements on the way."""
+    """What happens to the type of the elements in a move."""
 
     SAME = "same"
     VIEW = "view"  # the same bytes under another name: uint8 for E8M0, U8 for I8
@@ -57,7 +55,7 @@ class Move(NamedTuple):
 
     @property
     def typing(self) -> Typing:
-        """How the elements' type changes."""
+        """Return how the elements' type changes."""
         if self.source.dtype == self.target.dtype:
             return Typing.SAME
         floats = {self.source.dtype, self.target.dtype} <= {"BF16", "F32"}
@@ -81,12 +79,12 @@ class NameMap:
 
     @cached_property
     def by_target(self) -> Mapping[str, tuple[Move, ...]]:
-        """The moves that fill each target tensor, in row order."""
+        """Return the moves that fill each target tensor, in row order."""
         return _grouped(self.moves, "target")
 
     @cached_property
     def by_source(self) -> Mapping[str, tuple[Move, ...]]:
-        """The moves that each source tensor takes part in."""
+        """Return the moves that each source tensor takes part in."""
         return _grouped(self.moves, "source")
 
     def filling(self, tensor: str) -> tuple[Move, ...]:

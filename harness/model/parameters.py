@@ -1,13 +1,9 @@
-"""Every parameter of a model, by logical name, shape and owner, before any format or layout.
+"""Every parameter of a model by logical name, shape and reader, before any format or layout.
 
-Owns the two parameter tables: one row a parameter, with DeepSeek's own name, transformers' name,
-the shape in letters, what kind it is, how it is stored unquantised, which component reads it, and
-in which blocks it exists. Layouts, recipes, name maps and sharding plans are all read off these
-rows, so a name or a shape is stated here and nowhere else.
-
-Refuses nothing: a config that made it into a record has a table. Kept honest by
-suites/model/test_parameters.py and test_tensors.py (145,116 tensors of V4-Pro; transformers'
-names and shapes for random configs).
+The two tables have one row a parameter: DeepSeek's own name, transformers' name, the shape in
+letters, its kind, how it is stored unquantised, which component reads it, and in which blocks it
+exists. Layouts, recipes, name maps and sharding plans derive from these rows, so a name or a shape
+is stated here and nowhere else. V4-Pro has 145,116 tensors.
 
 Sources: deepseek-ai/DeepSeek-V4-Pro inference/model.py and shard headers; transformers 5.20
 conversion_mapping.py; deepseek-ai/DeepSeek-V3.2-Exp inference/{model,convert}.py.
@@ -184,7 +180,7 @@ V32_MTP = (
 class Parameter:
     """One logical parameter: `layers.3.attn.wq_a`, [1536, 7168].
 
-    `name` is DeepSeek's own without `.weight`: what recipes, plans and components say.
+    `name` is DeepSeek's own without `.weight`, as recipes, plans and components use it.
     """
 
     name: str
@@ -195,12 +191,12 @@ class Parameter:
 
     @property
     def kind(self) -> Kind:
-        """What it is; only a LINEAR one can be quantised."""
+        """Return its kind; only a LINEAR one can be quantised."""
         return self.row.kind
 
     @property
     def component(self) -> str:
-        """Full name of the component that reads it."""
+        """Return the full name of the component that reads it."""
         return f"{self.block.prefix}.{self.row.reader}" if self.block else self.row.reader
 
 
@@ -238,7 +234,7 @@ def _by_name(config: Config) -> dict[str, Parameter]:
 def _spread(
     rows: list[Row], block: Block, letters: Mapping[str, int], experts: int
 ) -> Iterator[Parameter]:
-    """Make one parameter a row, or one an expert, experts in turn and each one's rows together."""
+    """Yield one parameter a row, or one an expert: all rows of one expert, then the next."""
     routed = [(row, extents_of(row.shape, letters)) for row in rows if EXPERT in row.name]
     for row in rows:
         if EXPERT not in row.name:
@@ -274,12 +270,12 @@ def _is_in(row: Row, block: Block, config: Config) -> bool:
 
 
 def shape_letters(config: Config, block: Block | None = None) -> dict[str, int]:
-    """Give all shape letters that have a number, those of one block included."""
+    """Return all shape letters that have a number, those of one block included."""
     return _letters(config) | (_block_letters(block) if block is not None else {})
 
 
 def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
-    """Work a shape in letters out: extents by blanks, then sums, then products."""
+    """Evaluate a shape in letters: extents are split by blanks, then come sums, then products."""
     return tuple(
         sum(prod(_number(factor, letters) for factor in term.split("*")) for term in terms)
         for terms in (extent.split("+") for extent in text.split())
@@ -287,7 +283,7 @@ def extents_of(text: str, letters: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _letters(config: Config) -> dict[str, int]:
-    """Give the shape letters that are the same in every block their numbers."""
+    """Return the numbers of the shape letters that are the same in every block."""
     letters = {
         "V": config.vocab_size,
         "D": config.hidden_size,

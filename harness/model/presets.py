@@ -1,8 +1,7 @@
-"""Released geometries as records, and makers of small models of the same two families.
+"""Released geometries (V4_PRO, V4_FLASH, V3_2) and makers of small models of the same families.
 
-Owns V4_PRO, V4_FLASH, V3_2, small_v4 and small_v32. The small ones hold every layer type and keep
-extents at multiples of 128, so that every format and every fused layout can hold them; pass other
-fields by name. Sources: as in config.py. Kept honest by suites/model/config/test_config.py.
+The small ones hold every layer type and keep extents at multiples of 128, so that every format and
+every fused layout can hold them; pass other fields by name. Sources: as in config/config.py.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Recipes: which weights and activations a checkpoint quantises, and to which formats.
 
-Owns the built-in recipes and the reading of custom ones. A recipe is a table of rules; **the first
-rule whose pattern matches decides**, and what no rule matches stays unquantised (BF16). A pattern
-is a logical parameter name in which `*` stands for any run of characters, dots included. Only
-LINEAR parameters can be quantised; a pattern that reaches none of them is reported by `unmatched`.
+A recipe is a table of rules; **the first rule whose pattern matches decides**, and what no rule
+matches stays unquantised (BF16). A pattern is a logical parameter name in which `*` stands for any
+run of characters, dots included. Only LINEAR parameters can be quantised; `unmatched` lists the
+patterns that match none of them.
 
 A custom recipe is YAML: `name`, optionally `base` (a built-in recipe, consulted after the rules),
-and `rules`, a list of {match, weight, activation}; `activation` may be left out for none. Refuses
-unknown and repeated keys, aliases, unknown formats, and quantised activations of an unquantised
-weight.
+and `rules`, a list of {match, weight, activation}; `activation` may be left out for none. Unknown
+and repeated keys, aliases, unknown formats, and quantised activations of an unquantised weight are
+errors.
 
-Sources: facts of ModelOpt's V4 and V3.2 exports and of the first field report, on the lines below.
-Kept honest by suites/model/test_recipes.py.
+Sources of the built-in recipes: facts of ModelOpt's V4 and V3.2 exports and of the first field
+report, cited at the lines below.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Rule:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """The pattern as a regular expression over whole names."""
+        """Return the pattern as a regular expression over whole names."""
         return re.compile(".*".join(re.escape(part) for part in self.match.split("*")))
 
     @property
     def formats(self) -> Formats:
-        """What the rule decides."""
+        """Return the formats that the rule chooses."""
         return Formats(self.weight, self.activation)
 
 
@@ -251,7 +251,7 @@ def _refused(name: str, value: object, expectation: str) -> InvalidArgument:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses repeated keys: YAML would let the last one win in silence."""
+    """A SafeLoader that raises on repeated keys: YAML would silently keep the last one."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse aliases: a few lines of them stand for more text than a machine can hold."""

@@ -1,19 +1,17 @@
 """Sharding plans: which rank holds which box of which parameter, under TP, EP and PP.
 
-Owns the rules by which engines cut a model, one line a parameter, and the plan that follows for a
-config: stages of layers, ranks in a stage, experts a rank. A plan is data about logical
-parameters; the stored parts of a shard follow from its box (`part_boxes`), and the tensors of one
-rank from the layout (`rank_tensors`).
+Each engine has a table of cuts, one line a parameter; a plan applies it to a config. A plan is data
+about logical parameters; the stored parts of a shard follow from its box (`part_boxes`), and the
+tensors of one rank from the layout (`rank_tensors`).
 
-Ranks are numbered stage by stage. In a stage there are max(tp, ep) ranks: attention is cut into tp
-and repeated where ep is larger (data-parallel attention); experts are spread over ep, or, where ep
-is 1, cut into tp like everything else. Layers beyond an even split go to the stages before the
-last one, which has the head and the drafter to hold; a drafter has its own copy of the embedding.
+Ranks are numbered stage by stage. A stage has max(tp, ep) ranks: attention is cut into tp and
+repeated where ep is larger (data-parallel attention); experts are spread over ep, or, where ep is
+1, cut into tp like everything else. Layers beyond an even split go to the stages before the last
+one, which also holds the head and the drafter; a drafter has its own copy of the embedding.
 
-Refuses TP that does not divide the output groups (V4) or heads (V3.2), EP that does not divide the
-experts or is no multiple of TP, PP beyond the layers, and cuts through a scale block. Sources:
-vLLM 0.33 models/deepseek_v4 and DeepSeek-V4 inference/convert.py. Kept honest by
-suites/model/test_sharding.py: shards tile every tensor exactly.
+TP must divide the output groups (V4) or heads (V3.2), EP must divide the experts and be a multiple
+of TP, PP may not exceed the layers, and no cut may split a scale block. Sources: vLLM 0.33
+models/deepseek_v4 and DeepSeek-V4 inference/convert.py.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds what. Made by `plan`, which checks it."""
+    """A checked assignment of parameters to ranks; make it with `plan`."""
 
     config: Config
     style: str
@@ -119,12 +117,12 @@ class Plan:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that share a stage."""
+        """Return the number of ranks that share a stage."""
         return max(self.tp, self.ep)
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Return the number of all ranks."""
         return self.pp * self.ranks_per_stage
 
     @cached_property
@@ -211,7 +209,7 @@ def _require(value: int, fits: bool, name: str, expectation: str) -> None:
 
 
 def _stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:
-    """Split layers evenly; what is over goes to the stages before the last, latest first."""
+    """Split layers evenly; the remainder goes to the stages before the last, latest first."""
     counts = [layers // pp] * pp
     for i in range(layers % pp):
         counts[pp - 2 - i] += 1

@@ -1,8 +1,8 @@
-"""What every site of a model holds: numbers, integers or codes, and the extents of one row.
+"""The form of every site of a model: numbers, integers or codes, and the extents of one row.
 
 The outputs of each role stand in two tables, in the shape letters of parameters.py; an input has
-the form of the output that produces it. Drafter blocks are in no table: nothing is declared there.
-How many rows there are is a matter of the run, so a form only says what they count.
+the form of the output that produces it. Drafter blocks have no forms. The number of rows depends
+on the run, so a form only says what they count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SiteForm:
     dimensions: int = 0  # at least, where the extents of a row may be any
 
     def takes(self, dtype: str) -> bool:
-        """Tell whether a tensor of this dtype (safetensors' word) can be there."""
+        """Return whether a tensor of this dtype (as safetensors names it) can be there."""
         return dtype in _DTYPES[self.holds]
 
     def laid_out(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -5,10 +5,9 @@
     name      = letter { letter | digit | "_" }        lower case; never "in" or "out"
     number    = "0" | digit without leading zero
 
-`layers.17.attn.q_norm.out` is what the component puts out, `layers.17.attn.hc_pre.out.post` one of
-several outputs, `layers.17.attn.attend.in.q` what it takes in under the name q. Owns parsing and
-printing, which are inverse to each other. Refuses malformed text by name and place; whether a
-config has the site is for components.py. Kept honest by suites/model/test_sites.py.
+`layers.17.attn.q_norm.out` is the output of a component, `layers.17.attn.hc_pre.out.post` one of
+several outputs, `layers.17.attn.attend.in.q` the input called q. Parsing and printing are inverse
+to each other. components.site_named checks that a config has a site.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LONGEST = 200
 
 
 class Port(StrEnum):
-    """Which side of a component."""
+    """Inputs or outputs of a component."""
 
     IN = "in"
     OUT = "out"
@@ -48,19 +47,19 @@ class Site:
 
     @property
     def layer(self) -> int | None:
-        """The decoder layer; None for an end of the model and for a drafter block."""
+        """Return the decoder layer; None for an end of the model and for a drafter block."""
         scope, number = self._block()
         return number if scope == "layers" else None
 
     @property
     def block(self) -> str:
-        """`layers.17` or `mtp.0`; empty for an end of the model."""
+        """Return `layers.17` or `mtp.0`; empty for an end of the model."""
         scope, number = self._block()
         return f"{scope}.{number}" if scope else ""
 
     @property
     def role(self) -> str:
-        """The component's name within its block: `attn.q_norm`."""
+        """Return the component's name within its block: `attn.q_norm`."""
         return self.component.removeprefix(f"{self.block}.") if self.block else self.component
 
     def _block(self) -> tuple[str, int | None]:
@@ -69,7 +68,7 @@ class Site:
 
 
 def parse_site(text: str) -> Site:
-    """Read a site; malformed text is refused with the place that is wrong."""
+    """Parse a site; an error names the part that is malformed."""
     return Site(*_split(text))
 
 

@@ -1,12 +1,11 @@
-"""What a format makes of one matrix on disk: codes, block scales, tensor scales, and their names.
+"""Stored parts of one matrix in a format: codes, block scales, tensor scales, and their names.
 
-Owns the parts of a stored parameter (which tensors, of which dtype, how many logical elements one
-of their elements stands for) and the suffixes by which checkpoints name them. Extents come from
-the block formats themselves. Refuses a matrix that a format cannot hold (K no multiple of the
-block), and a suffix table that has no name for a part.
+A part states its tensor's dtype and how many logical elements one of its elements stands for.
+Checkpoints name parts by suffixes. Extents come from the block formats. A matrix whose K is no
+multiple of the block cannot be stored, nor a part that the suffix table has no name for.
 
 Sources of the suffixes: DeepSeek-V4-Pro shard headers; ModelOpt's exports; compressed-tensors 0.20;
-vLLM 0.33 models/deepseek_v4. Kept honest by suites/model/test_storage.py.
+vLLM 0.33 models/deepseek_v4.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Part(StrEnum):
-    """What one stored tensor of a parameter is."""
+    """Kinds of stored tensor that a parameter may have."""
 
     VALUE = "value"  # unquantised
     CODES = "codes"
@@ -51,7 +50,7 @@ class StoredPart:
     unit: tuple[int, int]
 
     def box_of(self, logical: Box, name: str) -> Box:
-        """Translate a box of the logical matrix; refuse one that cuts through an element."""
+        """Translate a box of the logical matrix; raise if it cuts through an element."""
         if not self.shape:
             return Box(())
         if self.part is Part.VALUE:

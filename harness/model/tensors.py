@@ -1,11 +1,9 @@
 """Every stored tensor of a checkpoint or an engine, with name, shape and dtype.
 
-Owns the one function that places the parts of every parameter: `slots` says for each part which
-tensor holds it and which box of that tensor. Names and shapes of tensors, name maps (names.py) and
-the tensors of one rank (sharding.py) are all read off slots.
-
-Refuses what a layout cannot hold: partners of a fused tensor in different formats, or cut through
-a scale block, or a format that has no name there. Kept honest by suites/model/test_tensors.py.
+`slots` says for each part of every parameter which tensor holds it and which box of that tensor.
+Names and shapes of tensors, name maps (names.py) and the tensors of one rank (sharding.py) derive
+from it. Fused tensors need partners of one format, no cut through a scale block, and a format
+that the layout has a name for.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """Where one part of one parameter is stored: this box of that tensor."""
+    """One part of one parameter, and the box of the tensor that stores it."""
 
     parameter: Parameter
     part: Part
@@ -40,7 +38,7 @@ class Slot(NamedTuple):
 
     @property
     def key(self) -> tuple[str, Part]:
-        """What is stored, whatever the layout."""
+        """Return parameter and part, whatever the layout."""
         return self.parameter.name, self.part
 
 

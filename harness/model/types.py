@@ -1,8 +1,7 @@
-"""The vocabulary of anatomy: layer types, rotary facts, blocks, boxes. Imports no sibling.
+"""Types of the model structure: dtypes, layer types, RoPE and YaRN facts, blocks, boxes.
 
-Owns the words that every other module of this folder uses. A *block* is one decoder layer or one
-drafter layer; a *box* is a half-open range per dimension of a tensor. Everything here is data;
-what is impossible is refused where the data is made.
+A *block* is one decoder layer or one drafter layer; a *box* is a half-open range per dimension of a
+tensor. Imports no sibling. Records hold data only and raise where an impossible one is made.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from math import log, prod
 
 
 class Dtype(StrEnum):
-    """How a stored tensor's elements are typed, by the names that safetensors headers use."""
+    """Element types of stored tensors, by the names that safetensors headers use."""
 
     BF16 = "BF16"
     F32 = "F32"
@@ -27,7 +26,7 @@ class Dtype(StrEnum):
 
     @property
     def size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return _SIZES[self]
 
 
@@ -44,7 +43,7 @@ _SIZES = {
 
 
 class LayerType(StrEnum):
-    """What attention of a block looks at; the values are transformers' words."""
+    """Kinds of attention that a block may have; the values are transformers' words."""
 
     SLIDING = "sliding_attention"  # V4, ratio 0: the window alone
     SPARSE = "compressed_sparse_attention"  # V4, ratio 4: window and the indexer's top-k
@@ -61,7 +60,7 @@ class MlpType(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a parameter is; only a LINEAR one can be quantised by a recipe."""
+    """Kinds of parameter; only a LINEAR one can be quantised by a recipe."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -70,7 +69,7 @@ class Kind(StrEnum):
 
     @property
     def has_suffix(self) -> bool:
-        """True where the tensor's name ends with `.weight`."""
+        """Return whether the tensor's name ends with `.weight`."""
         return self is not Kind.PLAIN
 
 
@@ -103,11 +102,11 @@ class Yarn:
 
     @property
     def rotation_scale(self) -> float:
-        """What cos and sin are multiplied by, as transformers and vLLM derive it.
+        """Return the factor of cos and sin, as transformers and vLLM derive it.
 
         The paper's 0.1 ln(factor) + 1, unless the config states it, or has both mscales: equal
         ones leave cos and sin alone. With one mscale alone vLLM takes 1 or 0 for the other;
-        transformers, followed here, takes none of both.
+        transformers, followed here, ignores both.
         """
         if self.attention_factor is not None:
             return self.attention_factor
@@ -117,7 +116,7 @@ class Yarn:
 
     @property
     def logit_scale(self) -> float:
-        """What V3.2 multiplies the logits of attention by; 1 without mscale_all_dim."""
+        """Return the factor of V3.2's attention logits; 1 without mscale_all_dim."""
         if not self.mscale_all_dim:
             return 1.0
         amplitude = self.amplitude(self.mscale_all_dim)
@@ -130,7 +129,7 @@ class Yarn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How one place of the model rotates: base, how many dims, which, and YaRN where it applies."""
+    """RoPE of one place of the model: base, how many dims, which, and YaRN where it applies."""
 
     theta: float
     dims: int
@@ -140,7 +139,7 @@ class Rope:
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Return the factor of cos and sin."""
         return 1.0 if self.yarn is None else self.yarn.rotation_scale
 
 
@@ -156,18 +155,18 @@ class Block:
 
     @property
     def prefix(self) -> str:
-        """`layers.17`, the way sites and DeepSeek's own tensors begin."""
+        """Return `layers.17`, the prefix of sites and of DeepSeek's own tensors."""
         return f"{self.scope}.{self.index}"
 
     @property
     def is_drafter(self) -> bool:
-        """True for a block that drafts tokens ahead and is no part of the main model."""
+        """Return whether the block drafts tokens ahead and is no part of the main model."""
         return self.scope == "mtp"
 
 
 @dataclass(frozen=True)
 class Box:
-    """A half-open range per dimension; of a scalar, no range at all."""
+    """A half-open range per dimension; a scalar has no ranges."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -179,16 +178,16 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents of the box."""
+        """Return the extents of the box."""
         return tuple(stop - start for start, stop in self.ranges)
 
     @property
     def count(self) -> int:
-        """Elements inside; 1 for a scalar."""
+        """Return the number of elements inside; 1 for a scalar."""
         return prod(self.shape)
 
     def overlaps(self, other: Box) -> bool:
-        """Tell whether an element lies in both."""
+        """Return whether an element lies in both."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         return all(a0 < b1 and b0 < a1 for (a0, a1), (b0, b1) in pairs)
 
@@ -203,10 +202,10 @@ class StoredTensor:
 
     @property
     def count(self) -> int:
-        """Elements; 1 for a scalar."""
+        """Return the number of elements; 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Return the bytes of its data."""
         return self.count * self.dtype.size

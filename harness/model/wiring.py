@@ -1,21 +1,21 @@
-"""The component tables: what each family is made of, and what feeds what.
+"""The component tables of each model family: which outputs feed which inputs.
 
-Owns one line a component: name, inputs with their producers, outputs, and the blocks it is in.
+One line a component: name, inputs with their producers, outputs, and the blocks it is in.
 A producer is an output in the same block (`attn.norm.out`) or a word with an `@`:
 
-    @tokens @positions @offsets @state   from outside: ids, places, where sequences begin, what
-                                         earlier calls left behind of every sequence
+    @tokens @positions @offsets @state   from outside: ids, positions, where sequences begin, what
+                                         earlier calls left of every sequence
     @streams @stream @residual           what enters the block
     @previous @context @targets          what a drafter takes from the main model
 
-What follows a colon says how the input comes from its producers; nothing means that it is equal:
+A word after a colon says how the input comes from its producers; without one it is equal:
 
     :streams   repeated, one a stream      :latent :rope   these columns of it
 
-An input whose producer does not exist in a block falls away there, and its `state_` with it.
-`<linear>.act_quant` stands in front of a linear wherever the recipe quantises its input, so it is
-no line here; but `ffn.experts.act_quant` is one, being SwiGLU and routing weight as well. Kept
-honest by suites/model/test_components.py.
+An input whose producer does not exist in a block is left out there, and its `state_` with it.
+`<linear>.act_quant` is inserted in front of every linear whose input the recipe quantises, so it
+has no line here; but `ffn.experts.act_quant` has one, because it also computes SwiGLU and applies
+the routing weight.
 """
 
 from __future__ import annotations

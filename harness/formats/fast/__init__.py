@@ -1,1 +1,1 @@
-"""Compiled twins of the number formats, bit for bit as the definitions."""
+"""Compiled codecs of the number formats, equal to their definitions bit for bit."""

@@ -1,12 +1,7 @@
-"""Plain E2M1 at memory speed, one code a byte: the fast twin of harness.formats.arrays for E2M1.
+"""Encode and decode plain E2M1 at memory speed, one code a byte, without scales.
 
-Owns `encode_e2m1` (nearest even, saturating, -0 and the sign of small negatives kept, NaN gives +6
-as the hardware conversion does), `decode_e2m1` (exact) and `round_e2m1`, the two in one pass over
-memory. No scales: those are fast_nvfp4.
-
-Refuses other dtypes, gaps in memory and devices, by name. Importing this compiles nothing. Kept
-honest by suites/formats/fast/test_e2m1.py: all 65,536 BF16 patterns and all codes against the
-definition.
+Bit for bit as harness.formats.arrays: nearest even, saturating, -0 and the sign of small negatives
+kept. NaN gives +6, as the hardware conversion does. Importing this compiles nothing.
 """
 
 from __future__ import annotations

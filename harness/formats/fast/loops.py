@@ -1,15 +1,13 @@
-"""The compiled loops behind fast_nvfp4 and fast_e2m1. Imported by them, inside a function: numba.
+"""Numba loops of fast.nvfp4 and fast.e2m1: flat arrays in, flat arrays out.
 
-Owns the inner loops only: flat arrays in, flat arrays out, no checks, no allocation beyond a few
-KiB of scratch, no Python objects, no threads of their own (they release the GIL; harness.formats
-.fast_threads splits the work). Refuses nothing: the callers have checked.
+Import it inside a function, because importing numba is slow. The loops check nothing, hold no
+Python objects, allocate at most a few KiB of scratch and release the GIL; fast.threads splits the
+work.
 
-Arithmetic is that of the definition in its order, in float32, with fast-math off. Integers are
-wrapped after every operation, because numba widens 32-bit arithmetic to 64 bits and the vectors
-would be half as long. Encoding loops are phases over a chunk: a flat loop over contiguous scratch
-is vectorised, a nest with a trip count of 16 is unrolled into scalars.
-
-Kept honest by suites/formats/fast/test_nvfp4.py: equal to the definition, bit for bit.
+Arithmetic follows the definition step by step in float32, with fast-math off. Integers are wrapped
+after every operation, because numba widens 32-bit arithmetic to 64 bits and the vectors would be
+half as long. Encoding loops are phases over a chunk: a flat loop over contiguous scratch is
+vectorised, a nest with a trip count of 16 is unrolled into scalars.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""NVFP4 in ModelOpt's dialect at speed: the fast twin of the definition, and a search for scales.
+"""Quantise to NVFP4 in ModelOpt's dialect at speed, and search for better block scales.
 
-Owns `quantise_modelopt` (bit for bit what harness.formats.quantise defines for MODELOPT),
-`search_modelopt` (per block, the one of several candidate scales that leaves the least squared
-error) and `measure` (energy and squared error of stored codes).
+`quantise_modelopt` equals harness.formats.quantise for MODELOPT bit for bit. `search_modelopt`
+picks for each block the candidate scale with the least squared error. `measure` sums energy and
+squared error of stored codes.
 
 s is the decode scale of the tensor, a the amax of a block: scale byte = E4M3(clamp(a / (6 s))),
 1.0 for a zero block; code = E2M1(x / (scale * s)), every step rounded to float32. A search tries
-E4M3(clamp(a / (m s))) for every m that is asked for, moved by every step of the scale's code that
-is asked for, in this order; the first of equals wins.
+E4M3(clamp(a / (m s))) for every requested m, moved by every requested step of the scale's code, in
+this order; the first wins ties.
 
-Refuses values that are not finite, and scales outside of 2^-100 to 2^100, where products would
-leave float32's normal range; the definition handles both. Importing this compiles nothing.
-Kept honest by suites/formats/fast/test_modelopt.py and, against the package, by the bench.
+Values have to be finite and scales within 2^-100 to 2^100: beyond, products leave float32's normal
+range, and only the definition is exact. Importing this compiles nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _INFINITY_BITS = 0x7F800000
 
 
 class Search(NamedTuple):
-    """Candidates of a block: which element its largest magnitude becomes, and steps from there."""
+    """Candidates of a block: elements that its largest magnitude may become, and code steps."""
 
     targets: tuple[float, ...]
     moves: tuple[int, ...] = (0,)

@@ -1,14 +1,11 @@
-"""The compiled loops behind fast_modelopt. Imported by it, inside a function: numba.
+"""Numba loops of fast.modelopt: flat arrays in, flat arrays out. Import it inside a function.
 
-Owns the inner loops only: flat arrays in, flat arrays out, no checks, no Python objects, no threads
-of their own (they release the GIL). Refuses nothing: the caller has checked.
+The loops check nothing, hold no Python objects and release the GIL. Every step is one float32
+operation, rounded to nearest even, in ModelOpt's order. Errors are float64, where a decoded value
+is exact, and add up as a tree of pairs, so that the definition can repeat them bit for bit.
+Fast-math is off; division by zero yields what IEEE 754 says.
 
-Every step is one float32 operation, rounded to nearest even, in ModelOpt's order; errors are
-float64, where a decoded value is exact, and add up as a tree of pairs, so that the definition can
-repeat them bit for bit. Fast-math is off; division by zero yields what IEEE 754 says.
-
-Trap: numba's cache on disk asks this file alone whether it changed; touch it when fast_loops does.
-Kept honest by suites/formats/fast/test_modelopt.py: equal to the definition, bit for bit.
+Trap: numba's disk cache checks only this file for changes. Touch it when fast/loops.py changes.
 """
 
 from __future__ import annotations

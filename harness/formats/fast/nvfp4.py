@@ -1,7 +1,7 @@
-"""NVFP4 to BF16 and back at memory speed: the fast twin of harness.formats.quantise, bit for bit.
+"""Quantise BF16 to NVFP4 (canonical dialect) and dequantise at memory speed, bit for bit.
 
-Owns `dequantise_nvfp4`, `quantise_nvfp4` (the canonical dialect) and `largest_magnitude`, for any
-shape whose last extent is a multiple of 16, scales in linear layout, low nibble = even K.
+The definition is harness.formats.quantise. The last extent has to be a multiple of 16; scales are
+in linear layout, the low nibble holds the even K.
 
 * Decode: code * block scale is exact in float32; times the tensor's decode scale rounds once;
   BF16 output rounds once more, to nearest even. All 256 x 16 results are tabulated per call.
@@ -11,9 +11,8 @@ shape whose last extent is a multiple of 16, scales in linear layout, low nibble
   largest float32, and 1 where amax is 0 or infinite.
 * NaN results are the positive quiet NaN.
 
-Refuses other dtypes, gaps in memory, devices and shapes, by name. Importing this compiles nothing:
-the loops (fast_loops) are compiled at first use and cached. Why these loops, and what lost against
-them: docs/design-notes/fast_nvfp4.md. Kept honest by suites/formats/fast/test_nvfp4.py.
+Importing this compiles nothing: the loops are compiled at first use and cached. The design note
+docs/design-notes/fast_nvfp4.md says why these loops were chosen and which ones lost.
 """
 
 from __future__ import annotations

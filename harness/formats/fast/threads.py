@@ -1,13 +1,8 @@
-"""Flat views, tables, outputs and threads for the compiled loops of fast_nvfp4 and fast_e2m1.
+"""Flat views, lookup tables, outputs and threads for the compiled loops of harness.formats.fast.
 
-Owns `bits_view`, which reads a torch tensor's storage as a flat numpy array without a copy;
-`values_of` and `bits_of`, which make lookup tables from the definition; `output_tensor`, which
-checks the `out` of a caller or makes one (harness.formats.spare_memory); and `run_parts`, which
-splits a loop that releases the GIL over plain Python threads: no OpenMP, so nothing can collide
-with torch's own pool, and the `threads` argument means what it says.
-
-Refuses tensors off the CPU, with gaps, or of another dtype: nothing is copied or cast silently.
-Kept honest by suites/formats/fast/test_threads.py.
+Tensors have to be contiguous, on the CPU and of the expected dtype: nothing is copied or cast
+silently. Loops run on plain Python threads, not OpenMP, so they cannot collide with torch's own
+pool and `threads` is the number that runs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Configs of models: records, their checks, and config.json in every known spelling."""
+"""Model configs: records, their checks, and config.json in every known spelling."""

@@ -1,9 +1,7 @@
-"""Checks that both config records share: type and range of every field, by its annotation.
+"""Check type and range of every config field by its annotation.
 
-Owns the rule that no field of a config is believed unseen: an int is an int (not a bool, not a
-string of digits), a float is finite and not negative, a name is one of the known ones. Refuses by
-the field's name. Kept honest by suites/model/config/test_config.py, which spoils every field in
-turn.
+An int is an int (not a bool, not a string of digits), a float is finite and not negative, a name is
+one of the known ones. Errors name the field.
 """
 
 from __future__ import annotations

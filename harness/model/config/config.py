@@ -1,16 +1,13 @@
 """Config records of DeepSeek-V4 and V3.2: the facts of one model, and what follows from them.
 
-Owns V4Config and V32Config, the three released geometries V4_PRO, V4_FLASH and V3_2, and makers of
-small models. Every record checks itself, however it was made; files are read by config_json.
-
-Refuses fields of the wrong type, values out of range, contradictions (heads that no group count
-divides, a list of ratios of the wrong length), and compress ratios other than 0, 4 and 128.
-Compress ratios are read, never assumed: layer 60 of V4-Pro was once believed to be 0 and is 4.
+Every record checks itself, however it was made: types, ranges, and contradictions (heads that no
+group count divides, a list of ratios of the wrong length). Compress ratios are 0, 4 or 128, and are
+read, never assumed: layer 60 of V4-Pro was once believed to be 0 and is 4. Provenance
+(`quantisation`, `other`) is kept unchanged and takes no part in equality. The released geometries
+are in harness/model/presets.py.
 
 Sources: deepseek-ai/DeepSeek-V4-Pro and -Flash config.json and inference/model.py;
-deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json. Kept honest by
-suites/model/config/test_config.py. What arrives as provenance (`quantisation`, `other`) is kept as
-it came and takes no part in equality.
+deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class Dspark:
 
     @property
     def blocks(self) -> int:
-        """Drafter blocks: one a target layer (seen in Flash-0731 only)."""
+        """Return the number of drafter blocks: one a target layer (observed in Flash-0731 only)."""
         return len(self.target_layer_ids)
 
 
@@ -140,18 +137,18 @@ class V4Config:
 
     @property
     def drafters(self) -> int:
-        """Drafter blocks `mtp.0`, `mtp.1`, ..."""
+        """Return the number of drafter blocks `mtp.0`, `mtp.1`, ..."""
         return self.dspark.blocks if self.dspark else self.num_nextn_predict_layers
 
     @cached_property
     def layers(self) -> tuple[Block, ...]:
-        """The decoder layers of the main model."""
+        """Return the decoder layers of the main model."""
         count = self.num_hidden_layers
         return tuple(self._block("layers", i, self.compress_ratios[i]) for i in range(count))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Decoder layers, then drafter blocks. A drafter block has no compressor (ratio 0)."""
+        """Return decoder layers, then drafter blocks. These have no compressor (ratio 0)."""
         return self.layers + tuple(self._block("mtp", i, 0) for i in range(self.drafters))
 
     def _block(self, scope: str, index: int, ratio: int) -> Block:
@@ -160,27 +157,27 @@ class V4Config:
         return Block(scope, index, LAYER_TYPES[ratio], mlp, ratio)
 
     def layer_type(self, layer: int) -> LayerType:
-        """What attention of decoder layer `layer` looks at."""
+        """Return what kind of attention decoder layer `layer` has."""
         return self.layers[layer].layer_type
 
     def is_hash_layer(self, layer: int) -> bool:
-        """Tell whether `layer` chooses experts by token id."""
+        """Return whether `layer` chooses experts by token id."""
         return self.layers[layer].mlp_type is MlpType.HASH
 
     def has_compressor(self, layer: int) -> bool:
-        """Tell whether `layer` pools tokens into compressed entries."""
+        """Return whether `layer` pools tokens into compressed entries."""
         return self.layers[layer].ratio > 0
 
     def has_indexer(self, layer: int) -> bool:
-        """Tell whether `layer` chooses among its compressed entries."""
+        """Return whether `layer` chooses among its compressed entries."""
         return self.layer_type(layer) is LayerType.SPARSE
 
     def coff(self, layer: int) -> int:
-        """How many windows one entry sees: 2 where windows overlap, 1 where they do not, else 0."""
+        """Return how many windows an entry covers: 2 if they overlap, else 1; 0 without entries."""
         return compressor_windows(self.layers[layer])
 
     def rope(self, block: Block) -> Rope:
-        """How q, window KV, compressed KV and the indexer of `block` rotate: all alike."""
+        """Return the RoPE of `block`, which q, window KV, compressed KV and the indexer share."""
         compressed = block.ratio > 0
         return Rope(
             theta=self.compress_rope_theta if compressed else self.rope_theta,
@@ -192,22 +189,22 @@ class V4Config:
 
     @property
     def nope_head_dim(self) -> int:
-        """Dims of a head without rotation; these come first."""
+        """Return the dims of a head without rotation; these come first."""
         return self.head_dim - self.qk_rope_head_dim
 
     @property
     def heads_per_group(self) -> int:
-        """Consecutive heads that share one output group."""
+        """Return how many consecutive heads share one output group."""
         return self.num_attention_heads // self.o_groups
 
     @property
     def group_features(self) -> int:
-        """Inputs of one block of wo_a."""
+        """Return the number of inputs of one block of wo_a."""
         return self.heads_per_group * self.head_dim
 
     @property
     def hc_rows(self) -> int:
-        """Rows of a hyper-connection: pre, post, and the mix, row-major."""
+        """Return the rows of a hyper-connection: pre, post, and the mix, row-major."""
         return (2 + self.hc_mult) * self.hc_mult
 
     def wo_a_view(self, tp: int = 1) -> tuple[int, int, int]:
@@ -220,7 +217,7 @@ class V4Config:
 
 @dataclass(frozen=True, kw_only=True)
 class V32Config:
-    """DeepSeek-V3.2. Constant for the family: MoE behind the dense layers, untied head."""
+    """DeepSeek-V3.2. Constant for the family: MoE after the dense layers, untied head."""
 
     family: ClassVar[str] = "deepseek_v32"
 
@@ -279,17 +276,17 @@ class V32Config:
 
     @property
     def drafters(self) -> int:
-        """Drafter blocks, stored behind the decoder layers."""
+        """Return the number of drafter blocks, stored after the decoder layers."""
         return self.num_nextn_predict_layers
 
     @cached_property
     def layers(self) -> tuple[Block, ...]:
-        """The decoder layers of the main model."""
+        """Return the decoder layers of the main model."""
         return tuple(self._block("layers", i) for i in range(self.num_hidden_layers))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Decoder layers, then drafter blocks."""
+        """Return decoder layers, then drafter blocks."""
         return self.layers + tuple(self._block("mtp", i) for i in range(self.drafters))
 
     def _block(self, scope: str, index: int) -> Block:
@@ -298,20 +295,20 @@ class V32Config:
         return Block(scope, index, LayerType.INDEXED, mlp, 0)
 
     def layer_type(self, layer: int) -> LayerType:
-        """What attention of `layer` looks at: the indexer's choice, everywhere."""
+        """Return the kind of attention of `layer`: sparse by the indexer, everywhere."""
         return self.layers[layer].layer_type
 
     def has_indexer(self, layer: int) -> bool:
-        """Tell whether `layer` chooses tokens; in V3.2 every layer does."""
+        """Return whether `layer` chooses tokens; in V3.2 every layer does."""
         return self.layer_type(layer) is LayerType.INDEXED
 
     def rope(self, block: Block) -> Rope:
-        """How the separate rotary dims of q and k rotate, in every block."""
+        """Return the RoPE of the separate rotary dims of q and k, in every block."""
         del block
         return self._rope(Pairing.INTERLEAVED, End.LAST)
 
     def indexer_rope(self) -> Rope:
-        """How the indexer rotates; the code released before 2025-11-17 paired dims wrongly."""
+        """Return the indexer's RoPE; the code released before 2025-11-17 paired dims wrongly."""
         return self._rope(Pairing.HALVES, End.FIRST)
 
     def _rope(self, pairing: Pairing, end: End) -> Rope:
@@ -320,12 +317,12 @@ class V32Config:
 
     @property
     def qk_head_dim(self) -> int:
-        """Dims of one query head: nope, then rope."""
+        """Return the dims of one query head: nope, then rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def shared_intermediate_size(self) -> int:
-        """Width of the shared experts, which are stored as one."""
+        """Return the width of the shared experts, which are stored as one."""
         return self.moe_intermediate_size * self.n_shared_experts
 
 

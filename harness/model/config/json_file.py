@@ -1,13 +1,13 @@
-"""Reading and writing config.json: every spelling that is known, to one record and back.
+"""Read and write config.json in three spellings, to one config record and back.
 
-Owns the key names of three spellings: `released` (config.json as DeepSeek publishes it),
-`transformers` (as transformers 5.20 saves it: layer_types and rope_parameters in place of ratios
-and rope_scaling) and `inference` (inference/config.json of the official code). One dict may mix
-them; two keys that state one fact differently are refused, and so is a fact that no key states.
+* `released`: config.json as DeepSeek publishes it;
+* `transformers`: as transformers 5.20 saves it, with layer_types and rope_parameters in place of
+  compress_ratios and rope_scaling;
+* `inference`: inference/config.json of the official code.
 
-Refuses unknown families, duplicate JSON keys, and values that the family never has (a tied head,
-biases, another activation). Keys that mean nothing to anatomy are kept in `other`. Kept honest by
-suites/model/config/test_json_file.py, which also lets transformers save a config and reads that.
+One dict may mix them. Two keys that state one fact differently are an error, and so are a fact that
+no key states, duplicate JSON keys, unknown families, and values that the family never has (a tied
+head, biases, another activation). Keys that say nothing about the structure are kept in `other`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ARCHITECTURES = {
 
 
 def config_from_file(path: Path) -> Config:
-    """Read one config.json. Refuses what is no JSON object, or states one key twice."""
+    """Read one config.json; raise unless it is one JSON object without repeated keys."""
     try:
         text = read_small_text(path, _LARGEST_FILE)
         raw = json.loads(text, object_pairs_hook=_unique)
@@ -247,7 +247,7 @@ def _ratios(reader: Reader, layers: object) -> tuple[int, ...]:
 
 
 def _are_among(types: object, known: Container[str]) -> bool:
-    """Tell whether a value is a list of known names and of nothing else."""
+    """Return whether a value is a list of known names and of nothing else."""
     return isinstance(types, list) and all(
         isinstance(each, str) and each in known for each in types
     )

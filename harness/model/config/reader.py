@@ -1,7 +1,7 @@
-"""One dict of JSON values, taken apart key by key, so that nothing is read twice or forgotten.
+"""Read a dict of JSON values key by key, so that no key is read twice or forgotten.
 
-Owns the rule that a fact stated under two names must be stated alike, and that a fact stated
-nowhere is refused by its name. What no reader took is left over as provenance.
+A fact stated under two names must be stated alike; a fact stated nowhere is an error that names its
+key. Keys that were not read remain as provenance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUIRED = object()
 
 
 class Reader:
-    """A config dict, and which of its keys have been taken."""
+    """A config dict, and the keys of it that have been taken."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
@@ -42,7 +42,7 @@ class Reader:
         return self.take(name, None, default)
 
     def fields(self, keys: Iterable[tuple[str, str | None, object]]) -> dict[str, Any]:
-        """Take one value for each (field, alias, default)."""
+        """Return one value for each (field, alias, default)."""
         return {field: self.take(field, alias, default) for field, alias, default in keys}
 
     def constants(self, values: Mapping[str, object]) -> None:

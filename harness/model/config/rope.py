@@ -1,12 +1,13 @@
-"""The rotary part of a config, in its three spellings.
+"""Read and write the RoPE facts of a config (theta, YaRN) in three spellings.
 
-Owns the translation between rope_scaling (released), rope_parameters (transformers 5.20; for V4
-keyed by `main` and `compress`) and the flat keys of the official code, and the facts theta and
-YaRN of the record. V4 applies YaRN to compressed layers alone. What cos and sin are multiplied by
-follows transformers: V4 leaves them alone unless a config states an attention_factor, or spells
-rope_parameters by layer and states none; V3.2 derives the factor (`Yarn.rotation_scale`). The
-official code never scales them. Other types of RoPE and unknown keys are refused by name: no
-release of either family has them, and vLLM reads every type but `default` as YaRN.
+The spellings are rope_scaling (released), rope_parameters (transformers 5.20; for V4 keyed by
+`main` and `compress`) and the flat keys of the official code. V4 applies YaRN to compressed layers
+alone. The scale of cos and sin follows transformers: V4 leaves them alone unless a config states an
+attention_factor, or spells rope_parameters by layer and states none; V3.2 derives the factor
+(`Yarn.rotation_scale`). The official code never scales them.
+
+Only `yarn` and `default` are accepted, and no unknown keys: no release of either family has others,
+and vLLM reads every type but `default` as YaRN.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def _write_v4(config: V4Config, spelling: str) -> dict[str, Any]:
         return raw | {name: config.qk_rope_head_dim}
     yarn = _facts(config.yarn)
     fraction = config.qk_rope_head_dim / config.head_dim
+    # transformers cuts head_dim * fraction to an int; the next float up keeps all rotary dims.
     if int(config.head_dim * fraction) < config.qk_rope_head_dim:
         fraction = nextafter(fraction, 1.0)
     shared = {"partial_rotary_factor": fraction}
@@ -141,7 +143,7 @@ def _part(nested: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _theta(reader: Reader, name: str, nested: object) -> Any:
-    """Take a base that may be stated at the top, in rope_parameters, or in both alike."""
+    """Return a base that may be stated at the top, in rope_parameters, or in both alike."""
     if nested is None:
         return reader.take(name)
     stated = reader.optional(name, nested)
