@@ -1,1 +1,1 @@
-"""Sparse attention and the queries of latent attention."""
+"""Sparse attention kernels and the assembly of latent-attention queries."""

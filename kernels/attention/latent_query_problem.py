@@ -1,10 +1,8 @@
-"""What V3.2's query rows are made of, and which thread moves what.
+"""Problem and thread mapping of V3.2's query rows.
 
-A row of 576: 512 numbers of the query behind its head's key matrix, moved, and the last 64 of that
-head's 192, turned with one rounding to BF16. Owns the problem, the chunk of 16 bytes that a thread
-has, and the grid. Pure host arithmetic; the arithmetic of a pair is that of attention_rows.
-Refuses extents that do not fit. Kept honest by
-suites/kernels/attention/test_latent_query_problem.py.
+A row has 576 values: 512 of the query after its head's key matrix, copied, and the last 64 of that
+head's 192, rotated (RoPE) with one rounding to BF16. A thread has a chunk of 16 bytes. The
+arithmetic of a pair is that of attention_rows.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ TURNED = rows.ROTATED // rows.HALF
 
 @dataclass(frozen=True)
 class QueryProblem:
-    """T tokens of H heads of `width` numbers; positions are rows of the table of turns."""
+    """T tokens of H heads of `width` numbers; positions are rows of the RoPE table."""
 
     tokens: int
     heads: int
@@ -47,28 +45,28 @@ class QueryProblem:
 
     @property
     def chunks_of_head(self) -> int:
-        """Chunks of a head as it arrives."""
+        """Return the chunks of a head as it arrives."""
         return self.width // rows.HALF
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written."""
+        """Return the fewest bytes that have to be read and written."""
         moved = 2 * self.heads * CHUNKS * 16
         return self.tokens * (moved + 8 + 4 * rows.TABLE_WIDTH)
 
 
 @dataclass(frozen=True)
 class QueryForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """The compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
 
 
 def grid(problem: QueryProblem) -> tuple[int, int]:
-    """Thread blocks: along x tokens, along y chunks of a token."""
+    """Return the thread blocks: along x tokens, along y chunks of a token."""
     return problem.tokens, ceil_div(problem.heads * CHUNKS, THREADS)
 
 
 def place_of(chunk: Any) -> tuple[Any, Any]:
-    """Return the head of a chunk, and which of its row's chunks it is; ints and kernels."""
+    """Return the head of a chunk, and its number in the row; for ints and traced values."""
     return chunk // CHUNKS, chunk % CHUNKS

@@ -1,16 +1,12 @@
-"""What sparse attention is asked for, and what follows: tiles, splits, shared memory, grids.
+"""Problem, tiling, splits, shared memory and grid of sparse attention. Importable without the DSL.
 
-Owns the problem (T tokens of H heads; one list of cache slots each from a window's pages and from
-pages of compressed entries; V3.2 has one list), the families, the form, the division of lists into
-tiles of 64 keys and of tiles into splits, and the budget of shared memory. Pure host arithmetic, no
-GPU and no DSL; what a kernel shares (`tiles_of_split`) uses + - * // and scalar_ops' extremes.
+T tokens of H heads attend to listed cache slots: one list from a window's pages and one from pages
+of compressed entries (V3.2: one list). Lists are divided into tiles of 64 keys, tiles into splits.
+`tiles_of_split` is also traced in kernels, so it uses only + - * // and scalar_ops' extremes.
 
-Which keys a split has depends on the widths of the lists alone, never on how many tokens there are
-or how long their lists really are: so the bits of a token's output are its own. Tiles behind both
-lengths are passed over; they would change nothing.
-
-Refuses extents, widths of entries and numbers of splits that do not fit. Kept honest by
-suites/kernels/attention/test_problem.py.
+The keys of a split depend on the widths of the lists alone, not on the number of tokens or on the
+lengths. So a token's bits do not depend on the batch. Tiles beyond both lengths are skipped; they
+would change nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ MASK_BYTES = 2 * TILE // 8 * STAGES  # bits of keys that are present, then of th
 
 @dataclass(frozen=True)
 class Family:
-    """What a model's attention has: keys so wide, of which the first 512 numbers are the value."""
+    """The attention of a model family: the width of a key, of which the first 512 are the value."""
 
     name: str
     key: int
@@ -75,7 +71,7 @@ FAMILIES: Mapping[int, Family] = MappingProxyType({each.key: each for each in (V
 
 @dataclass(frozen=True)
 class KeyList:
-    """Slots that each token attends to: so many numbers a token, of entries of these pages."""
+    """A list of slots that each token attends to: `width` numbers a token, of these pages."""
 
     width: int
     pages: Pages
@@ -92,14 +88,14 @@ class KeyList:
 
     @property
     def tiles(self) -> int:
-        """Tiles of the list; the last one may be ragged."""
+        """Return the tiles of the list; the last one may be ragged."""
         made: int = ceil_div(self.width, TILE)
         return made
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """T tokens of H heads attend to one or two lists of keys; splits 0: as the mode has it."""
+    """T tokens of H heads attend to one or two lists of keys; splits = 0 follows the mode."""
 
     tokens: int
     heads: int
@@ -149,6 +145,7 @@ class AttentionProblem:
                 "the same one in both",
                 "Convert one of the caches.",
             )
+        # V3.2's scale comes from the model; the default can only be a forgotten argument.
         known = self.family is V4 or self.scale != rows.WIDTH**-0.5
         if not (known and 0 < self.scale < float("inf")):
             raise InvalidArgument(
@@ -160,44 +157,44 @@ class AttentionProblem:
 
     @property
     def family(self) -> Family:
-        """The family whose keys these are."""
+        """Return the family whose keys these are."""
         return FAMILIES[self.window.pages.width]
 
     @property
     def lists(self) -> tuple[KeyList, ...]:
-        """The lists that there are, the window's first."""
+        """Return the present lists, the window's first."""
         return (self.window,) if self.entries is None else (self.window, self.entries)
 
     @property
     def keys(self) -> int:
-        """Slots that a token names at most."""
+        """Return the most slots that a token names."""
         return sum(each.width for each in self.lists)
 
     @property
     def tiles(self) -> int:
-        """Tiles of all lists: none has keys of both."""
+        """Return the tiles of all lists; no tile has keys of two lists."""
         return sum(each.tiles for each in self.lists)
 
     @property
     def head_groups(self) -> int:
-        """Thread blocks that share a token's keys."""
+        """Return the number of thread blocks that share a token's keys."""
         made: int = ceil_div(self.heads, HEADS)
         return made
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of both products, for keys that all count."""
+        """Return multiplications plus additions of both products if all keys count."""
         return 2 * self.tokens * self.heads * self.keys * (self.family.key + rows.WIDTH)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the entries that are named, each as often as it is named."""
+        """Return the bytes of the named entries, each as often as it is named."""
         return sum(self.tokens * each.width * each.pages.format.entry_bytes for each in self.lists)
 
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """What a kernel is compiled for; extents come with the launch."""
+    """The compile-time parameters of a kernel; extents come with the launch."""
 
     entry: str
     lengths: bool
@@ -218,7 +215,7 @@ class AttentionForm:
 
 @dataclass(frozen=True)
 class MergeForm:
-    """What the merging kernel is compiled for: any number of splits."""
+    """The compile-time parameters of the merge kernel; the number of splits is free."""
 
     target: str
     sinks: bool = True
@@ -226,7 +223,7 @@ class MergeForm:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes of one thread block."""
+    """Shared-memory bytes of one thread block, by use."""
 
     queries: int
     keys: int
@@ -237,13 +234,13 @@ class SharedMemory:
 
     @property
     def total(self) -> int:
-        """All of it: what is aligned most comes first."""
+        """Return all bytes; the parts are laid out in order of falling alignment."""
         return self.queries + self.keys + self.shares + self.codes + self.exchanged + self.others
 
 
 @dataclass(frozen=True)
 class Bringing:
-    """How a thread block brings tiles: entries of a format, by so many warpgroups."""
+    """How producers bring tiles: the entry format and the number of warpgroups."""
 
     entry: EntryFormat
     warpgroups: int
@@ -251,92 +248,93 @@ class Bringing:
 
     @property
     def threads(self) -> int:
-        """Threads that bring tiles."""
+        """Return the producer threads."""
         return self.warpgroups * WARPGROUP
 
     @property
     def warps(self) -> int:
-        """Warps that bring tiles."""
+        """Return the producer warps."""
         return self.threads // rows.LANES
 
     @property
     def rows_of_warp(self) -> int:
-        """Rows of a tile that a warp brings."""
+        """Return the rows of a tile that a warp brings."""
         return TILE // self.warps
 
     @property
     def arrivals(self) -> int:
-        """Arrivals that fill a stage: every thread's copies, and every warp's words."""
+        """Return the arrivals that fill a stage: each thread's copies, each warp's stores."""
         return self.threads + self.warps
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of which a warp's lanes take 16 bytes of codes each, side by side."""
+        """Return the rows that a warp covers with 16 bytes of codes a lane."""
         return rows.LANES * 16 // self.entry.code_bytes if self.entry.code_bytes else 0
 
     @property
     def turns(self) -> int:
-        """How often a warp takes codes of a tile."""
+        """Return how many such passes a warp needs for its rows of a tile."""
         return self.rows_of_warp // self.rows_at_once if self.rows_at_once else 0
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes of codes that all warps take at once."""
+        """Return the bytes of codes of one pass of all warps."""
         return self.warps * self.rows_at_once * self.entry.code_bytes
 
     @property
     def turns_ahead(self) -> int:
-        """Turns of which the codes wait in shared memory; those of others wait in registers."""
+        """Return the passes whose codes wait in shared memory; others wait in registers."""
         return min(self.turns, self.space // self.turn_bytes) if self.turns else 0
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes in which codes of the next tile wait."""
+        """Return the bytes of shared memory in which codes of the next tile wait."""
         return self.turns_ahead * self.turn_bytes
 
 
 def bringing(entry: EntryFormat) -> Bringing:
-    """Return how Hopper brings tiles: codes are decoded on their way, by twice as many warps."""
+    """Return how Hopper brings tiles: twice as many warps where codes are decoded."""
     warpgroups = 2 if entry.code_bytes and not entry.inside else 1
     return Bringing(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
 
 
 def threads(entry: EntryFormat) -> int:
-    """Return the threads of a thread block: of those that multiply and those that bring."""
+    """Return the threads of a thread block: consumers and producers."""
     return CONSUMER_THREADS + bringing(entry).threads
 
 
 def registers(entry: EntryFormat) -> tuple[int, int]:
-    """Return the registers of a thread that multiplies, and of one that brings."""
+    """Return the registers of a consumer thread, and of a producer thread."""
+    # setmaxnreg wants multiples of 8; 256 * (200 + 56) and 256 * 208 + 128 * 88 fit the file.
     return (200, 56) if bringing(entry).warpgroups > 1 else (208, 88)
 
 
 def columns_at_once(entry: EntryFormat) -> int:
-    """Return the columns of an output's wgmma: 256 take 158 registers of a thread at the start."""
+    """Return the columns of an output wgmma: 256 take 158 registers of a thread at the start."""
     return COLUMNS // bringing(entry).warpgroups
 
 
 def halved(entry: EntryFormat) -> bool:
     """Return whether a warpgroup has half of the latent of all keys for the logits.
 
-    Else it has half of the keys, and queries are read twice: keys of 576 leave no memory in which
-    warpgroups could exchange what they have.
+    Otherwise it has half of the keys, and queries are read twice: keys of 576 leave no shared
+    memory in which warpgroups could exchange partial logits.
     """
     return entry.width == rows.WIDTH
 
 
 def laid_over(entry: EntryFormat) -> bool:
-    """Return whether half of the exchanged logits lie where shares did: E4M3's codes take more."""
+    """Return whether half of the exchanged logits overlay shares: E4M3's codes take more room."""
     return halved(entry) and entry.code_bits == 8
 
 
 def exchanged_bytes(entry: EntryFormat) -> int:
-    """Return the bytes in which warpgroups give each other logits, beside those of shares."""
+    """Return the bytes of exchanged logits, beyond those that overlay shares."""
     return (2 if laid_over(entry) else 4) * HEADS * TILE if halved(entry) else 0
 
 
 def shared_memory(entry: EntryFormat) -> SharedMemory:
-    """Return what a thread block keeps: queries, tiles of keys, shares, codes and barriers."""
+    """Return the shared memory of a thread block: queries, tiles, shares, codes, barriers."""
     return SharedMemory(
         queries=2 * HEADS * entry.width,
         keys=2 * TILE * entry.width * STAGES,
@@ -348,7 +346,7 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
 
 
 def tiles_each(problem: AttentionProblem) -> int:
-    """Return how many tiles a split has; prefill has thread blocks enough without splits."""
+    """Return the tiles of a split; prefill has enough thread blocks without splits."""
     each: int = problem.tiles
     if problem.splits:
         each = ceil_div(problem.tiles, problem.splits)
@@ -359,13 +357,13 @@ def tiles_each(problem: AttentionProblem) -> int:
 
 
 def choose_splits(problem: AttentionProblem) -> int:
-    """Return into how many splits the keys go; the last ones may be empty."""
+    """Return the number of splits of the keys; the last ones may be empty."""
     made: int = problem.splits or max(1, ceil_div(problem.tiles, tiles_each(problem)))
     return made
 
 
 def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
-    """Return the form that answers a problem."""
+    """Return the form that solves a problem."""
     entry = problem.window.pages.entry
     splits = choose_splits(problem)
     together = splits if splits <= MOST_TOGETHER else 0
@@ -373,7 +371,7 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
 
 
 def grid(problem: AttentionProblem) -> int:
-    """Thread blocks: tokens, groups of heads and splits, the last one fastest."""
+    """Return the number of thread blocks: tokens, groups of heads, splits (fastest)."""
     return problem.tokens * choose_splits(problem) * problem.head_groups
 
 
@@ -383,9 +381,9 @@ def grid(problem: AttentionProblem) -> int:
 def tiles_of_split(
     split: Any, each: Any, widths: tuple[Any, Any], lengths: tuple[Any, Any]
 ) -> tuple[Any, Any, Any]:
-    """Return the first tile and the number of tiles of the window's list in a split, and of all.
+    """Return a split's first tile, its number of tiles of the window's list, and of both.
 
-    `widths` are the tiles that lists have, `lengths` those that hold slots that count. After the
+    `widths` are the tiles of the lists, `lengths` the tiles that hold slots that count. After the
     window's tiles come those from max(first, widths[0]) on.
     """
     first = split * each

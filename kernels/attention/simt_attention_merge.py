@@ -1,12 +1,11 @@
-"""Merge what splits of the keys left of an attention: sums beside one peak, the sink, the output.
+"""Merge the splits of sparse attention: out = sum_s exp2(peak_s - peak) sums_s / (total + sink).
 
-Owns the second kernel of sparse attention with splits. A thread block has a head of a token, a
-thread four of its 512 values; splits are added in their order, each beside the largest peak of all,
-so that the result is the same in every run. A split without keys has a peak of -inf and a sum of 0:
-its values are not read, whatever memory holds there.
-
-Refuses nothing: the wrapper of sm90_sparse_attention has checked and launches both. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py.
+The second kernel of sparse attention with more than eight splits, and the arithmetic that the
+merges in a cluster share. Reads sums [T, splits, H, 512] and (peak, total) [T, splits, H, 2] in
+float32; peaks are to base 2. A thread block has a head of a token, a thread four of its 512 values.
+Splits are added in their order relative to the largest peak, so the result is the same in every
+run. A split without keys has peak -inf and total 0: its sums are not read, they may be
+uninitialised. The caller has checked all operands.
 """
 
 from functools import cache
@@ -32,7 +31,7 @@ THREADS = rows.WIDTH // VALUES
 
 
 class Addresses(NamedTuple):
-    """Global memory, as 64-bit numbers."""
+    """Operands and results in global memory, as 64-bit addresses."""
 
     sums: Any
     stats: Any
@@ -45,12 +44,13 @@ class Addresses(NamedTuple):
 
 
 def finite(peak: Any) -> Any:
-    """Return the peak that powers are taken beside: 0 where there is none. Trap: -inf - -inf."""
+    """Return the peak to subtract: 0 where it is -inf. Trap: -inf - -inf is NaN."""
     return ops.select(peak == -float("inf"), Float32(0.0), peak)
 
 
 def inverse_total(total: Any, peak: Any, sink: Any) -> Any:
-    """Return what sums are multiplied by: one over the shares' sum with the sink, or 0."""
+    """Return 1 / (sum of shares + sink's share), or 0 where both are 0."""
+    # The sink is a logit to base e, peaks are to base 2.
     own = ptx.power_of_two(ops.subtract_rn(ops.multiply_rn(sink, LOG2_E), finite(peak)))
     both = ops.add_rn(total, own)
     return ops.select(both == 0.0, Float32(0.0), ops.divide_rn(1.0, both))
@@ -62,7 +62,7 @@ def lse_of(total: Any, peak: Any) -> Any:
 
 
 def factor_of(peak: Any, largest: Any) -> Any:
-    """Return what brings a split's sums beside the largest peak."""
+    """Return the factor that rescales a split's sums to the largest peak."""
     return ptx.power_of_two(ops.subtract_rn(peak, finite(largest)))
 
 
@@ -73,13 +73,14 @@ def sink_of(start: Any, head: Any, sinks: cutlass.Constexpr) -> Any:
 
 @cute.kernel
 def merge_kernel(addresses: Addresses, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Give each head of a token a thread block."""
+    """Merge one head of one token per thread block."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     heads, splits = extents
     token, head = block // heads, block % heads
     first = Int64(token) * Int64(splits) * Int64(heads) + Int64(head)
     largest = Float32(-float("inf"))
+    # First pass: the largest peak. Second pass: sums relative to it.
     for split in cutlass.range(Int32(0), splits, unroll=4):
         number = first + Int64(split) * Int64(heads)
         largest = ptx.larger(largest, ptx.single_at(addresses.stats + number * 8))
@@ -114,7 +115,7 @@ def launch_merge(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on extents that are known now: heads, splits, thread blocks."""
+    """Launch; extents are heads, splits and thread blocks."""
     heads, splits, blocks = extents
     addresses = Addresses(*(Int64(each.toint()) for each in pointers))
     merge_kernel(addresses, (heads, splits), form).launch(

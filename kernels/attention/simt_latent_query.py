@@ -1,14 +1,12 @@
-"""Put V3.2's query rows together: a head's latent part, moved, beside its turned part.
+"""Assemble V3.2's query rows: out[t, h] = concat(latent[t, h], rope(heads[t, h, -64:])).
 
-Entry point: `latent_query(operands, problem, settings)`. Owns one source for sm_90a and sm_100a. A
-thread has a chunk of 16 bytes of a row of 576: it moves one of the 512 numbers that came out of the
-head's key matrix, or turns one of the last 64 of the head. A position outside of the table of turns
-makes the turned values NaN: seen, not hidden.
+Entry point: `latent_query(operands, problem, settings)`. One source for sm_90a and sm_100a. A
+thread has a 16-byte chunk of a row of 576: it copies eight of the 512 latent values, or rotates
+eight of the head's last 64. A position outside the RoPE table makes the rotated values NaN, so that
+the error shows.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/attention/test_simt_latent_query.py: compiled for every target, and on
-an H200 equal to the stated order bit for bit. Shape letters: T tokens, H heads, P positions.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph. Shape
+letters: T tokens, H heads, P positions.
 """
 
 from functools import cache
@@ -48,7 +46,7 @@ ELEMENTS = (Uint32, Uint32, Uint32, Int64, Uint32)
 
 
 class Operands(NamedTuple):
-    """What a launch reads."""
+    """The tensors that a launch reads."""
 
     latent: Tensor  # BF16 [T, H, 512]
     heads: Tensor  # BF16 [T, H, width], the last 64 not turned yet
@@ -57,7 +55,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as vectors of 16 bytes or single positions."""
+    """The kernel's tensors, as vectors of 16 bytes; positions one by one."""
 
     latent: Any
     heads: Any
@@ -68,7 +66,7 @@ class Tensors(NamedTuple):
 
 @cute.kernel
 def query_kernel(tensors: Tensors, extents: tuple[Any, ...]) -> None:
-    """Move or turn one chunk of a row."""
+    """Copy or rotate one chunk of a row."""
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     heads, of_head, positions = extents
@@ -86,6 +84,7 @@ def query_kernel(tensors: Tensors, extents: tuple[Any, ...]) -> None:
             cute.autovec_copy(tensors.heads[None, place], rWords[None, 0])
             position = Int64(tensors.positions[token])
             rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
+            # Stays NaN where the position is not in the table.
             rTurn.fill(NAN)
             if (position >= 0) & (position < Int64(positions)):
                 load_turn(tensors.turns, rTurn, (position, group))
@@ -98,7 +97,7 @@ def query_kernel(tensors: Tensors, extents: tuple[Any, ...]) -> None:
 def launch_query(
     pointers: tuple[cute.Pointer, ...], extents: tuple[Any, ...], stream: CUstream
 ) -> None:
-    """Launch on heads, chunks of a head, positions, tokens, parts of a token."""
+    """Launch; extents are heads, chunks of a head, positions, tokens, parts of a token."""
     heads, of_head, positions, tokens, parts = extents
     views = zip(pointers, (WORDS, WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
@@ -136,13 +135,13 @@ def latent_query(
 
 
 def empty_rows(problem: QueryProblem, device: torch.device) -> Tensor:
-    """Allocate what a launch writes; every byte of it is written."""
+    """Allocate the result; a launch writes every byte of it."""
     shape = (problem.tokens, problem.heads, rows.WITH_KEY)
     return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
 def require_operands(problem: QueryProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     of_heads = (problem.tokens, problem.heads)
     wanted = (
         ("latent part", torch.bfloat16, (*of_heads, rows.WIDTH)),
@@ -156,6 +155,6 @@ def require_operands(problem: QueryProblem, tensors: tuple[Tensor, ...]) -> None
 
 
 def _pointers(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
     return tuple(pointer(element, tensor, size) for element, tensor, size in places)

@@ -1,10 +1,8 @@
-"""The instructions by which sparse attention on Blackwell moves and hands over, each with operands.
+"""PTX of sparse attention on Blackwell: tensor-memory fragments and MMA arrivals at barriers.
 
-Owns reads and writes of tensor memory of 16 lanes by 256 bits, which give a thread what wgmma gives
-it: of row t // 4 and that eight further on, columns 2 (t % 4) and the next, eight a repeat; and the
-arrival of a matrix instruction at a barrier. A read waits in the same text, so that nothing can use
-what is not there yet. No kernel and no address lives here. Refuses nothing: a kernel cannot. Kept
-honest by suites/kernels/attention/test_sm100_sparse_attention.py.
+A read or write of 16 lanes by 256 bits gives thread t what wgmma gives it: of row t // 4 and of the
+row eight further on, columns 2 (t % 4) and the next, eight columns a repeat. The wait is in the
+same asm text as the read, so that nothing can use a register before it is loaded.
 """
 
 from typing import Any
@@ -16,7 +14,7 @@ from degarble.kernels.gemm.w4a16_instructions import emit
 
 
 def read_fragment(address: Any, repeats: int) -> list[Any]:
-    """Read so many repeats from an address in tensor memory; all are there on return."""
+    """Read `repeats` repeats from an address in tensor memory; complete on return."""
     count = repeats * tensor_memory.REPEAT_REGISTERS
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
     text = (
@@ -27,7 +25,7 @@ def read_fragment(address: Any, repeats: int) -> list[Any]:
 
 
 def write_fragment(address: Any, numbers: list[Any]) -> None:
-    """Begin to write so many numbers of each thread to an address in tensor memory."""
+    """Issue the write of each thread's numbers to an address in tensor memory."""
     names = ", ".join(f"{{$r{i + 1}}}" for i in range(len(numbers)))
     repeats = len(numbers) // tensor_memory.REPEAT_REGISTERS
     text = f"tcgen05.st.sync.aligned.16x256b.x{repeats}.b32 [{{$r0}}], {{{names}}};"
@@ -40,7 +38,7 @@ def end_of_writes() -> None:
 
 
 def arrive_behind_products(barrier: Any) -> None:
-    """Let a barrier count one as soon as this thread's matrix instructions so far are done."""
+    """Arrive once at a barrier when this thread's matrix instructions so far are done."""
     with cute.arch.elect_one():
         text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];"
         emit(text, [], Uint32(barrier))

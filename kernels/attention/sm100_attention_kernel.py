@@ -1,17 +1,23 @@
-"""The kernel of sparse attention on Blackwell: what its four warpgroups do.
+"""Sparse attention on Blackwell (sm_100a): softmax(scale * Q K^T) V over listed cache entries.
 
-Owns a thread block's work: a token, 64 heads, a split of the keys, as on Hopper. One warpgroup
-brings tiles of 64 keys (sm90_attention_gather). One warp multiplies by tcgen05: queries with keys
-into logits, a tile ahead; then shares, in BF16 in shared memory, with the same keys taken as values
-into the output, which stays in tensor memory. Two warpgroups weigh, each half of a tile's keys
-beside the peak of all, and half of the output's columns, which they bring to a new peak where there
-is one: a factor of one is left out, and changes no bit. Rounding is that of the Hopper kernel.
+Compiled, never run: no sm_100a device was available. A thread block has one token, 64 heads and one
+split of the keys; tiles of 64 keys; formula, operands and layouts are those of
+sm90_attention_kernel. The shares are taken relative to the running peak of every tile, without
+Hopper's leeway; a factor of one is skipped, which changes no bit. 512 threads:
 
-Barriers: a tile is full when the warps that bring it have arrived, and empty when the products with
-its values are done; logits are there and sums are done when the matrix unit says so; shares are
-there when eight warps have arrived. Between threads and tcgen05 there is a fence on either side.
-Refuses nothing: a kernel cannot. Compiled, never run:
-suites/kernels/attention/test_sm100_sparse_attention.py
+* Warpgroups 0, 1 (softmax): each has 32 keys of a tile and 256 columns of the output, which stays
+  in tensor memory and is rescaled there.
+* Warpgroup 2 (producer): paged cache to shared memory, one warpgroup for every format.
+* Warpgroup 3, first warp (MMA): tcgen05 products of 64 rows, one tile of logits ahead.
+* `full[stage]`, 2 stages: every producer thread (when its copies land) plus every producer warp.
+* `empty[stage]`: 1, tcgen05.commit of the products with the tile's values.
+* `logits[2]`, `sums`: 1, tcgen05.commit. `shares`: 8, one for each softmax warp.
+* Named barriers of 256: 1 row maxima written, 2 row maxima read, 3 queries, 5 output read; of 288
+  (with the MMA warp): 4 queries.
+
+One tile: full; logits (MMA); softmax warps read them, exchange maxima, compute shares; wait for the
+last tile's sums; rescale the output; shares in BF16 to shared memory; MMA adds P V to both halves.
+Memory accesses of threads and tcgen05 are ordered by a fence on either side.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +52,7 @@ NUMBERS_AT_ONCE = AT_ONCE * tensor_memory.REPEAT_REGISTERS
 
 
 class Barriers(NamedTuple):
-    """Shared addresses of barriers beside those of tiles."""
+    """Shared addresses of the barriers other than those of tiles."""
 
     logits: Any  # two: they are there
     shares: Any
@@ -69,7 +75,7 @@ class Memory(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What the multiplying warp has: instructions, operands, where tensor memory begins."""
+    """Instructions, operands and tensor memory of the MMA warp."""
 
     of_logits: Any
     of_sums: Any
@@ -89,7 +95,7 @@ class Products(NamedTuple):
 def attention_kernel(
     addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Take a role by warpgroup: two weigh, one brings keys, a warp of the last one multiplies."""
+    """Take a role by warpgroup: 0 and 1 softmax, 2 brings keys, a warp of 3 multiplies."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory, registers = prepared(form), tensor_memory.REGISTERS[form.width]
@@ -122,7 +128,7 @@ def attention_kernel(
 
 
 def lane_of(thread: Any, group: Any) -> Lane:
-    """Return where a thread of a weighing warpgroup stands: as in a wgmma."""
+    """Return a softmax thread's position, the same as in a wgmma fragment."""
     within, quads = thread % facts.WARPGROUP, hopper.QUADS
     warp, lane = within // rows.LANES, thread % rows.LANES
     return Lane(group, warp * 16 + lane // quads, thread % quads, warp, lane)
@@ -132,7 +138,7 @@ def lane_of(thread: Any, group: Any) -> Lane:
 def leave(
     addresses: Addresses, place: Place, lane: Lane, held: tuple[Any, Any], form: cutlass.Constexpr
 ) -> None:
-    """Write what a split or all of them gave, as Hopper's warpgroups do."""
+    """Write the results of one split or of all of them, as Hopper's warpgroups do."""
     state, memory = held
     places = memory.places.tiles, memory.shares_at  # nobody reads either any more
     if cutlass.const_expr(form.together == 0):
@@ -151,7 +157,7 @@ def leave(
 
 @cute.jit
 def leave_together(form: cutlass.Constexpr) -> None:
-    """Take part in the cluster's barriers."""
+    """Take part in the cluster's barriers, which count every thread."""
     if cutlass.const_expr(form.together > 1):
         for _ in range(2):
             cute.arch.cluster_arrive()
@@ -162,7 +168,7 @@ def leave_together(form: cutlass.Constexpr) -> None:
 
 
 def prepared(form: AttentionForm) -> Memory:
-    """Divide shared memory, set barriers up, allocate tensor memory; then all threads go on."""
+    """Divide shared memory, initialise barriers and allocate tensor memory; synchronise."""
     allocator = cutlass.memory.SmemAllocator()
     layouts = (*layouts_of(form.width), layout_of_values(form.width))
     sizes = (facts.HEADS * form.width, facts.STAGES * facts.TILE * form.width)
@@ -192,7 +198,7 @@ def prepared(form: AttentionForm) -> Memory:
 
 @cute.jit
 def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Constexpr]) -> None:
-    """Set all barriers up and allocate tensor memory; nobody goes on before."""
+    """Initialise all barriers and allocate tensor memory, then synchronise the thread block."""
     thread, _, _ = cute.arch.thread_idx()
     address, how = held
     if thread == 0:
@@ -206,6 +212,7 @@ def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Co
         cute.arch.mbarrier_init_fence()
     if cute.arch.warp_idx() == 0:
         cute.arch.alloc_tmem(tensor_memory.columns_allocated(), address)
+        # One allocation per thread block; other blocks of the processor may allocate next.
         cute.arch.relinquish_tmem_alloc_permit()
     tcgen05.fence("before")
     cute.arch.sync_threads()
@@ -213,7 +220,7 @@ def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Co
 
 @cute.jit
 def give_back(address: Any) -> None:
-    """Let the first warp free tensor memory, once all that weigh have read theirs."""
+    """Free tensor memory from the first warp, once all softmax warps have read their sums."""
     tcgen05.fence("before")
     cute.arch.barrier(barrier_id=SUMS_READ, number_of_threads=hopper.CONSUMER_THREADS)
     if cute.arch.warp_idx() == 0:
@@ -221,13 +228,13 @@ def give_back(address: Any) -> None:
 
 
 def meet_multiplier() -> None:
-    """Let the warps that weigh and the one that multiplies meet: queries are there."""
+    """Synchronise the softmax warps with the MMA warp: queries are in shared memory."""
     count = hopper.CONSUMER_THREADS + rows.LANES
     cute.arch.barrier(barrier_id=QUERIES_THERE, number_of_threads=count)
 
 
 def mma_of(columns: int, major: Any) -> Any:
-    """Return the instruction of 64 rows and so many columns; `major` is that of B."""
+    """Return the instruction of 64 rows and `columns` columns; `major` is that of B."""
     shape = (facts.HEADS, columns, tensor_memory.INSTRUCTION_K)
     group, source = instructions.CtaGroup.ONE, instructions.OperandSource.SMEM
     return cute.make_tiled_mma(
@@ -238,7 +245,7 @@ def mma_of(columns: int, major: Any) -> Any:
 
 
 def layouts_of(width: int) -> tuple[Any, ...]:
-    """Return how queries, tiles of keys and shares lie: rows of 128 bytes, swizzled."""
+    """Return the layouts of queries, tiles of keys and shares: rows of 128 bytes, swizzled."""
     kind = instructions.SmemLayoutAtomKind.K_SW128
     atom = instructions.make_smem_layout_atom(kind, BFloat16)
     products, output = mma_of(facts.TILE, OperandMajorMode.K), mma_of_sums()
@@ -254,12 +261,12 @@ def layouts_of(width: int) -> tuple[Any, ...]:
 
 
 def mma_of_sums() -> Any:
-    """Return the instruction of shares and half of the columns of keys, taken as values."""
+    """Return the instruction of shares times half of the value columns."""
     return mma_of(facts.COLUMNS, OperandMajorMode.MN)
 
 
 def layout_of_values(width: int) -> Any:
-    """Return how a tile's first 512 columns lie, columns first: half by half, tile by tile."""
+    """Return the layout of a tile's first 512 columns as values: columns, halves, tiles."""
     kind = instructions.SmemLayoutAtomKind.MN_SW128
     atom = instructions.make_smem_layout_atom(kind, BFloat16)
     shape = mma_of_sums().partition_shape_B((facts.COLUMNS, facts.TILE))
@@ -274,7 +281,7 @@ def layout_of_values(width: int) -> Any:
 
 
 def products_of(memory: Memory) -> Products:
-    """Cut the operands for both instructions."""
+    """Partition the operands of both instructions."""
     logits, sums = mma_of(facts.TILE, OperandMajorMode.K), mma_of_sums()
     return Products(
         logits,
@@ -291,10 +298,11 @@ def products_of(memory: Memory) -> Products:
 
 @cute.jit
 def multiply_tiles(memory: Memory, steps: Any) -> None:
-    """Multiply tile after tile: the next one's logits are begun in front of this one's sums."""
+    """Multiply tile after tile: the next tile's logits are issued before this one's sums."""
     products, places, barriers = products_of(memory), memory.places, memory.barriers
     meet_multiplier()
     stage, phase, before = Uint32(0), Uint32(0), Uint32(0)
+    # Software pipeline: keys of tile `step`, then values of tile `step - 1`.
     for step in cutlass.range(Int32(0), steps + 1, unroll=1):
         if step < steps:
             multiply_keys(products, places, barriers, (stage, phase, Uint32(step)))
@@ -308,7 +316,7 @@ def multiply_tiles(memory: Memory, steps: Any) -> None:
 def multiply_keys(
     products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any, Any]
 ) -> None:
-    """Begin to multiply queries with a tile's keys; `at` is its stage, phase and number."""
+    """Issue queries times a tile's keys; `at` is its stage, phase and number."""
     stage, phase, number = at
     buffer = number % tensor_memory.LOGITS
     shared.await_phase(places.full + stage * 8, phase)
@@ -326,7 +334,7 @@ def multiply_keys(
 def multiply_values(
     products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any]
 ) -> None:
-    """Begin to add shares times a tile's values to both halves; `at` is its stage and number."""
+    """Issue shares times a tile's values for both halves; `at` is its stage and number."""
     stage, number = at
     shared.await_phase(barriers.shares, number % 2)
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -345,7 +353,7 @@ def multiply_values(
 
 
 def lanes_of(lane: Lane, half: Any) -> Any:
-    """Return what an address adds for a warp's 16 lanes: lower or upper ones."""
+    """Return the address offset of a warp's 16 lanes: lower or upper ones."""
     first = (
         Uint32(lane.warp) * tensor_memory.LANES_OF_WARP + Uint32(half) * tensor_memory.UPPER_LANES
     )
@@ -382,6 +390,7 @@ def weigh_tiles(
         hopper.hide(logits, present, beyond, lane)
         factors = weigh(memory, lane, logits, state, to_powers)
         if step > 0:
+            # The matrix unit still adds the last tile to the output that is rescaled here.
             shared.await_phase(memory.barriers.sums, (number - 1) % 2)
             tcgen05.fence("after")
             rescale(sums_at, factors)
@@ -392,7 +401,7 @@ def weigh_tiles(
 
 @cute.jit
 def weigh(memory: Any, lane: Lane, logits: Any, state: tuple[Any, Any], to_powers: Any) -> Any:
-    """Turn logits into powers beside the peak of both warpgroups' keys; return rows' factors."""
+    """Turn logits into shares relative to the peak of all 64 keys; return rows' factors."""
     peaks, totals = state
     tops = [own_top(logits, row) for row in range(2)]
     for row in cutlass.range_constexpr(2):
@@ -433,7 +442,7 @@ def own_top(logits: Any, row: int) -> Any:
 
 @cute.jit
 def rescale(sums_at: Any, factors: Any) -> None:
-    """Bring a warp's half of the output to new peaks, where any of its rows has one."""
+    """Rescale a warp's half of the output to new peaks, where any of its rows has one."""
     if cute.arch.vote_ballot_sync((factors[0] != 1.0) | (factors[1] != 1.0)) != 0:
         for i in cutlass.range_constexpr(facts.COLUMNS // COLUMNS_AT_ONCE):
             at = sums_at + i * COLUMNS_AT_ONCE
@@ -447,7 +456,7 @@ def rescale(sums_at: Any, factors: Any) -> None:
 
 @cute.jit
 def store_shares(memory: Memory, lane: Lane, shares: Any) -> None:
-    """Round shares to BF16, and leave them where tcgen05 reads them."""
+    """Round shares to BF16, and write them where tcgen05 reads them."""
     for row in cutlass.range_constexpr(2):
         for block in cutlass.range_constexpr(hopper.BLOCKS):
             at = block * 4 + 2 * row
@@ -458,7 +467,7 @@ def store_shares(memory: Memory, lane: Lane, shares: Any) -> None:
 
 
 def hand_over(memory: Memory, lane: Lane) -> None:
-    """Say that a warp's shares are there, and that its sums are at their peaks."""
+    """Arrive at `shares`: a warp's shares are written and its sums rescaled."""
     cute.arch.fence_proxy("async.shared", space="cta")
     tcgen05.fence("before")
     cute.arch.sync_warp()
@@ -490,7 +499,7 @@ def launch_attention(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now; the last one is the thread blocks."""
+    """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
     addresses = Addresses(*(Int64(each.toint()) for each in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(

@@ -1,12 +1,10 @@
-"""Sparse attention on Blackwell: one softmax over listed cache entries and, in V4, a sink.
+"""Sparse attention on Blackwell (sm_100a): one softmax over listed cache entries and V4's sink.
 
     out_THL, lse_TH = sparse_attention(Operands(...), AttentionProblem(...), settings)
 
-Owns the sm_100a form of sm90_sparse_attention, with its operands, problems, definitions, splits,
-refusals and merge: what is said there of slots, lengths, LSE and tokens without keys holds here.
-The wrapper checks and launches, and never waits for the GPU. Refuses what it would misread, by
-name. Compiled, never run: kept honest by suites/kernels/attention/test_sm100_sparse_attention.py as
-far as that reaches. T tokens, H heads, L 512, W, K list widths.
+Operands, problems, definitions (slots, lengths, LSE, tokens without keys), splits, checks and merge
+are those of sm90_sparse_attention. Never waits for the GPU. Compiled, never run. T tokens, H heads,
+L 512, W, K list widths.
 """
 
 from functools import cache
@@ -34,6 +32,6 @@ def sparse_attention(
     results: Results | None = None,
     workspace: Workspace | None = None,
 ) -> Results:
-    """Attend, on the GPU that holds the operands; memory that is not given is allocated."""
+    """Attend, on the GPU that holds the operands; allocate memory that is not given."""
     entry = compile_form, SM100A
     return hopper.attended(entry, operands, problem, settings, (results, workspace))

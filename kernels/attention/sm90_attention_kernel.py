@@ -1,17 +1,22 @@
-"""The kernel of sparse attention on Hopper: what its three or four warpgroups do.
+"""Sparse attention on Hopper (sm_90a): softmax(scale * Q K^T) V over listed cache entries.
 
-Owns a thread block's work: a token, 64 heads, a split of the keys. The last one or two bring tiles
-of 64 keys (sm90_attention_gather); two multiply by wgmma, each with half of the latent or of the
-keys for the logits, then all 64 shares with half of the output's columns: keys and values are the
-same numbers in shared memory, taken once along rows and once along columns. Operands are BF16, sums
-float32; shares are rounded to BF16 beside a peak that moves when it is passed by a factor of more
-than 2**8, their sum is of what was not rounded.
+A thread block has one token, 64 heads and one split of the keys. Tiles of 64 keys; Q [64, 512 or
+576] and K in BF16, sums in float32. V is the first 512 columns of K: the same shared memory, read
+along rows for the logits and along columns for the output. Shares (P) are rounded to BF16; their
+sum is taken before rounding. 384 threads, or 512 where cache entries hold codes (V4).
 
-Barriers: a stage is full when all threads that bring it, and their copies, have arrived, and empty
-when the eight warps that multiply have. Whoever sees a full stage fences, because wgmma reads by
-another proxy than threads write. Named barriers let both warpgroups see the other's logits, peaks,
-then shares. Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py.
+* Warpgroups 0, 1 (consumers): wgmma. Logits: each has half of the latent for all 64 keys, and the
+  partial sums are exchanged (V3.2: all 576 values for 32 keys). Output: all 64 keys, 256 columns.
+* Warpgroup 2, and 3 with codes (producers): paged cache to shared memory, decoded (sm90/gather.py).
+* `full[stage]`, 2 stages: every producer thread (when its copies land) plus every producer warp.
+* `empty[stage]`: 8 arrivals, one for each consumer warp. `given`: 1, in clusters of two.
+* Named barriers of the 256 consumers: 1 row maxima, 2 shares, 3 queries, 4 partial logits.
+
+One tile: wait full, proxy fence (threads wrote, wgmma reads), logits; exchange partial logits;
+mask; exchange row maxima; P to registers and shared memory; rescale the output where the peak
+moved; P V of the own 32 keys from registers; barrier 2; P V of the other 32 from shared memory;
+begin the next tile's logits; wait for P V; arrive at empty. Splits end in the workspace
+(together = 0), alone (1), by exchange.merge_two (2) or by cluster.write_rows (3 to 8).
 """
 
 from typing import Any, NamedTuple
@@ -39,12 +44,13 @@ STEPS_OF_KEYS = facts.KEYS // STEP
 BLOCKS = facts.KEYS // 8  # of eight columns in a warpgroup's products
 EXCHANGE, SHARES_READY, QUERIES_READY = 1, 2, 3  # barriers of the warpgroups that multiply
 CONSUMER_THREADS = facts.CONSUMER_THREADS
+# In powers of two. Rescaling at every new peak cost 5 % of prefill (attention_kernel.md).
 LEEWAY = 8.0  # a peak moves where it is passed by a factor of more than 2**8: seldom
 CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
 
 
 class Addresses(NamedTuple):
-    """Global memory, as 64-bit numbers."""
+    """Operands and results in global memory, as 64-bit addresses."""
 
     q: Any
     sink: Any
@@ -61,7 +67,7 @@ class Addresses(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which token, split and heads a thread block has; extents T, H and the splits."""
+    """The token, split and heads of a thread block; extents T, H and the splits."""
 
     token: Any
     split: Any
@@ -72,7 +78,7 @@ class Place(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Where a thread of a multiplying warpgroup stands."""
+    """The position of a thread in its multiplying warpgroup and in the wgmma fragment."""
 
     half: Any  # the warpgroup
     row: Any  # of the fragment, the first of two that are eight apart
@@ -103,7 +109,7 @@ class Memory(NamedTuple):
 def attention_kernel(
     addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Take a role by warpgroup: two multiply, those behind them bring keys."""
+    """Take a role by warpgroup: 0 and 1 multiply, the others bring keys."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = shared_memory(form)
@@ -118,6 +124,7 @@ def attention_kernel(
         producer = with_key if form.format.inside else gather
         producer.produce(lists, widths, walk, memory.places, how)
         if cutlass.const_expr(form.together > 1):
+            # Cluster barriers count every thread: as many as the consumers' ending has.
             for _ in range(1 if form.together == exchange.TOGETHER else 2):
                 cute.arch.cluster_arrive_relaxed()
                 cute.arch.cluster_wait()
@@ -159,7 +166,7 @@ def attention_kernel(
 
 @cute.jit
 def begin_barriers(memory: Memory, how: cutlass.Constexpr) -> None:
-    """Set up, by one thread, the barriers of stages and of what is given."""
+    """Initialise, in one thread, the barriers of the stages and of the cluster exchange."""
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
         for stage in range(facts.STAGES):
@@ -192,6 +199,7 @@ def shared_memory(form: AttentionForm) -> Memory:
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     queries_at, keys_at, shares_at = (Uint32(at.toint()) for at in pointers)
     codes, partner = (
+        # At least four words: a format without codes, or without an exchange, has size 0.
         allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
         for size in (facts.bringing(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
     )
@@ -200,6 +208,7 @@ def shared_memory(form: AttentionForm) -> Memory:
     queries, keys, shares = tensors
     given = places.full + 2 * facts.STAGES * 8
     at = (queries_at, shares_at, Uint32(counts.toint()), Uint32(partner.toint()), given)
+    # Keys and values are the same bytes; only the layout differs.
     values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
     return Memory(queries, keys, values, shares, *at, places)
 
@@ -213,7 +222,7 @@ def layout_of_values(width: int) -> Any:
 
 
 def place_of(extents: tuple[Any, ...]) -> Place:
-    """Return what this thread block has: splits count fastest, then groups of heads."""
+    """Return the work of this thread block: splits count fastest, then groups of heads."""
     block, _, _ = cute.arch.block_idx()
     tokens, heads, splits, *_ = extents
     groups = (heads + facts.HEADS - 1) // facts.HEADS
@@ -224,7 +233,7 @@ def place_of(extents: tuple[Any, ...]) -> Place:
 def lists_of(
     addresses: Addresses, extents: tuple[Any, ...], place: Place, form: AttentionForm
 ) -> tuple[Any, Any, Any]:
-    """Return the token's lists, the tiles that they have, and the walk of this split."""
+    """Return the token's lists, their widths in tiles, and the walk of this split."""
     *_, each, near_width, near_entries, near_stride, near_capacity = extents[:8]
     far_width, far_entries, far_stride, far_capacity = extents[8:]
     kept = near_width, far_width
@@ -253,6 +262,7 @@ def lists_of(
         far_capacity,
     )
     tiles = [(count + facts.TILE - 1) // facts.TILE for count in (near_width, far_width, *kept)]
+    # Splits follow the widths of the lists, not the lengths: the bits do not depend on the batch.
     widths = tiles[0], tiles[1]
     walk = facts.tiles_of_split(place.split, each, widths, (tiles[2], tiles[3]))
     return (near, far), widths, walk
@@ -272,7 +282,7 @@ def wgmma_of_output(columns: int, source: Any = warpgroup.OperandSource.SMEM) ->
 
 
 def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
-    """Bring 64 heads of the token to shared memory; rows without a head are zeros."""
+    """Copy 64 heads of the token to shared memory; rows without a head become zeros."""
     thread, _, _ = cute.arch.thread_idx()
     first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
     for turn in range(facts.HEADS * chunks // CONSUMER_THREADS):
@@ -318,6 +328,7 @@ def consume(
     columns = cute.local_tile(memory.values, of_half, (lane.half, 0, 0))
     values = output.make_fragment_B(output.get_slice(0).partition_B(columns))
     shares = output.make_fragment_A(output.get_slice(0).partition_A(memory.shares))
+    # Logits are taken to base 2: exp(scale * x) = exp2(scale * log2(e) * x).
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
     state = (sums, peaks, totals)
     of_registers = wgmma_of_output(at_once, warpgroup.OperandSource.RMEM)
@@ -347,7 +358,7 @@ def consume(
 
 @cute.jit
 def begin_products(memory: Memory, pair: tuple[Any, ...], at: tuple[Any, Any]) -> None:
-    """Wait for a tile and begin to multiply queries with a warpgroup's keys of it."""
+    """Wait for a tile and issue its logits: queries times this warpgroup's part of the keys."""
     products, logits, a, b = pair
     stage, phase = at
     shared.await_phase(memory.places.full + stage * 8, phase)
@@ -359,9 +370,9 @@ def begin_products(memory: Memory, pair: tuple[Any, ...], at: tuple[Any, Any]) -
 
 @cute.jit
 def begin_sums(lane: Lane, pair: tuple[Any, ...], stage: Any) -> None:
-    """Begin to add shares times values of a tile: first of the warpgroup's own keys.
+    """Issue shares times values of a tile, the warpgroup's own keys first.
 
-    Those come from registers, so that products are under way while the other's shares are awaited.
+    Own shares come from registers, so wgmma runs while the other warpgroup's shares are awaited.
     """
     (of_registers, own_shares), (output, shares), sums, values = pair
     add_products(of_registers, sums, own_shares, (values, stage), (0, lane.half * STEPS_OF_KEYS))
@@ -376,7 +387,10 @@ def begin_sums(lane: Lane, pair: tuple[Any, ...], stage: Any) -> None:
 def add_products(
     mma: Any, sums: Any, shares: Any, values: tuple[Any, Any], first: tuple[Any, Any]
 ) -> None:
-    """Add shares times values of a warpgroup's keys; `first` says where they begin in both."""
+    """Add shares times values of 32 keys.
+
+    `first` is the first step of 16 keys, in the shares' fragment and in the values'.
+    """
     mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in wgmma.multiply_stage
     mma.set(warpgroup.Field.ACCUMULATE, True)
     tensor, stage = values
@@ -387,13 +401,13 @@ def add_products(
 
 
 def give_back(memory: Memory, lane: Lane, stage: Any) -> None:
-    """Say that this warp reads a stage no more."""
+    """Arrive at the stage's empty barrier: this warp reads it no more."""
     cute.arch.sync_warp()
     shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
 
 
 def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
-    """Return which of the 32 keys of a warpgroup are present, and which beyond the cache."""
+    """Return two 32-bit masks of a warpgroup's keys: present, and beyond the cache."""
     at = masks + stage * (2 * facts.TILE // 8) + Uint32(lane.half) * (facts.KEYS // 8)
     (present,), (beyond,) = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
     return present, beyond
@@ -401,7 +415,7 @@ def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
 
 @cute.jit
 def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
-    """Make logits of absent keys -inf, and those of keys beyond the cache NaN."""
+    """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN."""
     if present != 0xFFFF_FFFF:
         for block in cutlass.range_constexpr(BLOCKS):
             for i in cutlass.range_constexpr(4):
@@ -422,9 +436,9 @@ def weigh(
     step: tuple[Any, Any],
     entry: cutlass.Constexpr,
 ) -> None:
-    """Turn logits into shares, in registers and for the other warpgroup in shared memory.
+    """Turn logits into shares: in registers, and in shared memory for the other warpgroup.
 
-    Both take powers beside the peak of both warpgroups' keys.
+    Both warpgroups subtract the same peak, the maximum over all 64 keys.
     """
     sums, peaks, totals = state
     logits, own_shares = registers
@@ -450,6 +464,7 @@ def weigh(
         other = ptx.number_at(counts_at(memory, lane, 1 - lane.half, row))
         top = ops.multiply_rn(ptx.larger(tops[row], other), to_powers)
         peak = ops.select(top > ops.add_rn(peaks[row], Float32(LEEWAY)), top, peaks[row])
+        # -inf while no key has come: -inf - -inf would be NaN.
         against = merging.finite(peak)
         factor = ptx.power_of_two(ops.subtract_rn(peaks[row], against))
         peaks[row] = peak
@@ -467,24 +482,25 @@ def weigh(
             words[block * 2 + row] = word
         totals[row] = ops.fma_rn(totals[row], factor, total)
         factors.append(factor)
+    # Decided by warp, so that no warp diverges.
     if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
         rescale(sums, factors)
 
 
 def rescale(sums: Any, factors: list[Any]) -> None:
-    """Bring what was added up to the new peak."""
+    """Multiply the output's sums by exp2(old peak - new peak) of their rows."""
     for i in range(cute.size(sums)):
         sums[i] = ops.multiply_rn(sums[i], factors[i // 2 % 2])
 
 
 def counts_at(memory: Memory, lane: Lane, half: Any, row: int) -> Any:
-    """Return where a warpgroup's number of a row lies."""
+    """Return the shared address of a warpgroup's per-row number (maximum or total)."""
     return memory.counts_at + (Uint32(half) * facts.HEADS + Uint32(lane.row) + 8 * row) * 4
 
 
 @cute.jit
 def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
-    """Add up the sums of shares, over lanes and over both warpgroups in one order."""
+    """Add up the sums of shares: over lanes, then over both warpgroups in a fixed order."""
     cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
     for row in cutlass.range_constexpr(2):
         total = totals[row]
@@ -502,7 +518,7 @@ def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
 def store_partial(
     addresses: Addresses, place: Place, lane: Lane, state: tuple[Any, Any, Any]
 ) -> None:
-    """Leave sums, peak and sum of shares of a split for the merging kernel."""
+    """Write sums, peak and sum of shares of a split to the workspace, for the merge kernel."""
     sums, peaks, totals = state
     for row in cutlass.range_constexpr(2):
         head = place.head + lane.row + 8 * row
@@ -526,7 +542,7 @@ def store_output(
     state: tuple[Any, Any, Any],
     more: tuple[Any, cutlass.Constexpr],
 ) -> None:
-    """Divide by the sum with the sink, round once, and write rows by way of shared memory."""
+    """Divide by the sum with the sink, round once, and write rows through shared memory."""
     sums, peaks, totals = state
     tiles_at, sinks = more
     inverses = []
@@ -571,7 +587,7 @@ def launch_attention(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now; the last one is the thread blocks."""
+    """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
     addresses = Addresses(*(Int64(each.toint()) for each in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(

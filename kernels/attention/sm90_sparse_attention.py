@@ -5,19 +5,16 @@
         AttentionProblem(T, H, KeyList(W, pages), KeyList(K, pages_of_entries), mode="decode"),
         settings)
 
-Slots are int32 numbers of cache entries: -1 is passed over, one beyond the cache makes the token's
-output NaN, seen, not hidden, and the same one may come again, and counts again. With lengths only
-so many slots of each list count. A token without keys has zeros, and -inf as LSE. LSE is the
-natural logarithm of the sum over keys, without the sink. Heads come out not turned back. What no
-slot names is never read. V3.2's queries and entries have 576 numbers, the latent and the turned
-key, of which 512 are the value; it has one list, and no sinks (None).
+Slots are int32 numbers of cache entries. -1 is skipped. A slot beyond the cache makes the token's
+output NaN, so that the error shows. A repeated slot counts each time. With lengths, only that many
+slots of each list count. A token without keys gets zeros, and -inf as LSE. LSE is the natural
+logarithm of the sum over keys, without the sink. The rotation is not undone in the output. Entries
+that no slot names are never read. V3.2's queries and entries have 576 numbers, the latent and the
+rotated key, of which 512 are the value; it has one list, and no sinks (None).
 
-Decoding goes in splits of 576 keys (V3.2: 1024), merged in order, in a cluster or, beyond eight, by
-a second kernel: a token's bits depend on its own keys and the widths of lists, never on the other
-tokens. The wrapper checks and launches, and never waits for the GPU. Refuses other dtypes, shapes,
-strides and alignments by name. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py and test_sm90_latent_attention.py. T tokens,
-H heads, L 512, W, K list widths.
+Decoding uses splits of 576 keys (V3.2: 1024), merged in order in a cluster or, beyond eight, by a
+second kernel. A token's bits depend on its own keys and the widths of lists, never on the other
+tokens. Never waits for the GPU. T tokens, H heads, L 512, W, K list widths.
 """
 
 from collections.abc import Callable
@@ -61,13 +58,14 @@ def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKern
 def compiled(jitted: Any, form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
     """Compile the launch of a target's kernel."""
     pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
+    # As many as _extents returns; the values do not matter to the compiler.
     extents = tuple(Int32(1) for _ in range(13))
     arguments = (pointers, extents, Float32(1.0), form, any_stream())
     return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
 
 
 class Keys(NamedTuple):
-    """One list of slots: int32 [T, width], pages of uint8, and, where asked for, int32 [T]."""
+    """One list of slots: int32 [T, width], pages of uint8, and optional lengths int32 [T]."""
 
     slots: Tensor
     cache: Tensor
@@ -75,7 +73,7 @@ class Keys(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Query heads (BF16, turned) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
+    """Query heads (BF16, rotated) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
 
     q: Tensor
     sink: Tensor | None
@@ -84,21 +82,21 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Heads [T, H, L] in BF16, not turned back yet, and float32 logarithms of sums [T, H]."""
+    """Heads [T, H, L] in BF16, still rotated, and float32 logarithms of sums [T, H]."""
 
     out: Tensor
     lse: Tensor
 
 
 class Workspace(NamedTuple):
-    """What splits leave: float32 sums [T, splits, H, L], peaks and sums of shares [..., 2]."""
+    """Results of splits: float32 sums [T, splits, H, L], peaks and sums of shares [..., 2]."""
 
     sums: Tensor
     stats: Tensor
 
 
 def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
-    """Allocate what a launch fills."""
+    """Allocate the results of a launch."""
     heads = (problem.tokens, problem.heads)
     return Results(
         torch.empty(*heads, rows.WIDTH, dtype=torch.bfloat16, device=device),
@@ -107,7 +105,7 @@ def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
 
 
 def empty_workspace(problem: AttentionProblem, device: torch.device) -> Workspace | None:
-    """Allocate what splits need that do not merge in a cluster; None without them."""
+    """Allocate the workspace of splits that do not merge in a cluster; None without them."""
     splits = facts.choose_splits(problem)
     if splits <= facts.MOST_TOGETHER:
         return None
@@ -124,7 +122,7 @@ def sparse_attention(
     results: Results | None = None,
     workspace: Workspace | None = None,
 ) -> Results:
-    """Attend, on the GPU that holds the operands; memory that is not given is allocated."""
+    """Attend, on the GPU that holds the operands; allocate memory that is not given."""
     entry = compile_form, SM90A
     return attended(entry, operands, problem, settings, (results, workspace))
 
@@ -136,7 +134,7 @@ def attended(
     settings: CompileSettings,
     memory: tuple[Results | None, Workspace | None],
 ) -> Results:
-    """Check, allocate what is missing and launch the forms of an entry's target."""
+    """Check operands, allocate missing memory and launch the forms of an entry's target."""
     (compile_, target), device = entry, operands.q.device
     results, workspace = memory
     if results is None:
@@ -168,6 +166,7 @@ def launch(
     """Launch on checked tensors."""
     device = operands.q.device.index or 0
     stream = current_stream(device)
+    # Without a second list its pointers repeat the first; width 0 keeps them unread.
     near, far = operands.window, operands.entries or operands.window
     sums, stats = workspace or (None, None)
     given = (
@@ -185,7 +184,7 @@ def launch(
 
 
 def _extents(problem: AttentionProblem) -> tuple[Int32, ...]:
-    """Return what a launch is told; a list that is not there has no width."""
+    """Return the extents of a launch; a list that is absent has width 0."""
     near, far = problem.window, problem.entries or replace(problem.window, width=0)
     of_lists = [
         number
@@ -203,7 +202,7 @@ def require_operands(
     results: Results,
     workspace: Workspace | None,
 ) -> None:
-    """Refuse tensors that the kernels would misread."""
+    """Raise on tensors that the kernels would misread."""
     tokens, heads = problem.tokens, problem.heads
     shape = (tokens, heads, rows.WIDTH)
     of_queries = (tokens, heads, problem.family.key)

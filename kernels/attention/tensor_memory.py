@@ -1,16 +1,11 @@
-"""What follows from sparse attention on sm_100a: tensor memory, roles, registers, barriers.
+"""Tensor memory, roles, registers and barriers of sparse attention on sm_100a. No GPU and no DSL.
 
-Owns the derived facts of the tcgen05 form. A thread block has 64 heads, and an instruction of 64
-rows takes half of the lanes: 16 of each 32 (PTX ISA 9.1, data path layout F). So the output's two
-halves of 256 columns lie in the same columns, one in the lower lanes, one in the upper; behind them
-lie logits of two tiles. A warp reads 16 lanes at once, eight columns a repeat, and a thread then
-has what wgmma would have given it. Built on sparse_attention_problem, which both architectures
-share. Pure host arithmetic: no GPU and no DSL.
+A thread block has 64 heads, and an instruction of 64 rows takes half of the lanes: 16 of each 32
+(PTX ISA 9.1, data path layout F). So the output's two halves of 256 columns lie in the same
+columns, one in the lower lanes, one in the upper; after them lie the logits of two tiles. A warp
+reads 16 lanes at once, eight columns a repeat; a thread then has what wgmma would have given it.
 
-Refuses nothing that sparse_attention_problem lets through. Kept honest by
-suites/kernels/attention/test_tensor_memory.py, and by the machine code of each form in
-suites/kernels/attention/test_sm100_sparse_attention.py. Nothing of it was run: no sm_100a device is
-here.
+Nothing of it was run: no sm_100a device was available.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ BARRIER_BYTES, ADDRESS_BYTES = 8, 16
 
 
 class Registers(NamedTuple):
-    """What a thread of each role has once the warpgroups have parted."""
+    """Registers of a thread of each role, after setmaxnreg."""
 
     weighing: int
     gathering: int
@@ -55,7 +50,7 @@ class Registers(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Registers of a thread block."""
+        """Return the registers of a thread block."""
         each = facts.CONSUMERS * self.weighing + self.gathering + self.multiplying
         return facts.WARPGROUP * each
 
@@ -67,38 +62,38 @@ REGISTERS: Mapping[int, Registers] = MappingProxyType(
 
 
 def first_columns() -> tuple[int, int]:
-    """Columns where the output and the logits begin."""
+    """Return the columns where the output and the logits begin."""
     return 0, facts.COLUMNS
 
 
 def columns_held() -> int:
-    """Columns that output and logits take."""
+    """Return the columns that output and logits take."""
     return facts.COLUMNS + LOGITS * facts.TILE
 
 
 def columns_allocated() -> int:
-    """Columns that are allocated: a power of two."""
+    """Return the columns to allocate: a power of two."""
     return max(LEAST_ALLOCATED, 1 << (columns_held() - 1).bit_length())
 
 
 def repeats(columns: int) -> int:
-    """Repeats of a read of so many columns."""
+    """Return the repeats of a read of so many columns."""
     return columns // REPEAT_COLUMNS
 
 
 def instructions(width: int) -> tuple[int, int]:
-    """Matrix instructions of a tile: for the logits of keys so wide, and for both halves' sums."""
+    """Return the MMA instructions of a tile: for the logits, and for both halves' sums."""
     steps_of_keys = facts.TILE // INSTRUCTION_K
     return width // INSTRUCTION_K, rows.WIDTH // facts.COLUMNS * steps_of_keys
 
 
 def bringing(entry: EntryFormat) -> facts.Bringing:
-    """Return how tiles are brought: one warpgroup does, and logits are exchanged by nobody."""
+    """Return how tiles are brought: by one warpgroup, and without an exchange of logits."""
     return facts.Bringing(entry, 1, facts.FAMILIES[entry.width].ahead)
 
 
 def places(entry: EntryFormat) -> dict[str, int]:
-    """Return where everything begins in shared memory, in the order in which it is divided."""
+    """Return the offset of everything in shared memory, in the order of allocation."""
     held = facts.shared_memory(entry)
     sizes = {
         "queries": held.queries,

@@ -1,1 +1,1 @@
-"""Device functions that kernels of several rooms share."""
+"""Device functions and derived facts that kernels of several packages share."""

@@ -1,1 +1,1 @@
-"""The parts of sparse attention on Hopper."""
+"""Device code of sparse attention for Hopper (sm_90a)."""

@@ -1,12 +1,11 @@
-"""Splits of one token's keys side by side in a cluster: they merge through shared memory.
+"""Merge the splits of one token through the shared memory of a cluster (3 to 8 thread blocks).
 
-Owns the end of sparse attention where a cluster has all splits: each thread block leaves its sums
-and its rows' peaks and totals in its own shared memory, where the tiles were; then each writes the
-outputs of its rows, every so-manieth, from what all of them left. Splits are added in their order
-by the arithmetic of simt_attention_merge: the bits are those of the merging kernel.
+Each thread block leaves its float32 sums [64, 512] where the tiles were, and the peaks and totals
+of its 64 rows. After a cluster barrier a block of rank r writes rows r, r + together, ..., each
+from what all blocks left. Splits are added in their order by the arithmetic of
+simt_attention_merge, so the bits are those of the merge kernel.
 
-Every thread of the cluster takes part in its barriers, those that brought keys as well. Refuses
-nothing: a kernel cannot. Kept honest by suites/kernels/attention/test_sm90_sparse_attention.py.
+Every thread of the cluster has to take part in its barriers, producers included.
 """
 
 from typing import Any
@@ -35,7 +34,7 @@ def address_of_sum(row: Any, segment: Any) -> Any:
 
 @cute.jit
 def leave(tiles_at: Any, stats_at: Any, lane: Any, state: tuple[Any, Any, Any]) -> None:
-    """Leave a warpgroup's sums, and peaks and totals of rows, for the cluster."""
+    """Write a warpgroup's sums, peaks and totals to shared memory for the cluster."""
     sums, peaks, totals = state
     for row in cutlass.range_constexpr(2):
         number = Uint32(lane.row) + 8 * row
@@ -59,6 +58,7 @@ def write_rows(
     warp, lane = position
     together = form.together
     turns = -(-facts.HEADS // (WARPS * together))
+    # A row of a split is 16 registers of a lane; MOST_AT_ONCE bounds them.
     at_once = max(1, MOST_AT_ONCE // together)
     for begin in cutlass.range_constexpr(0, turns, at_once):
         mine = [
@@ -83,7 +83,7 @@ def write_rows(
 
 
 def row_of_rank(tiles_at: Any, row: Any, lane: Any, rank: int) -> list[Any]:
-    """Begin to read a lane's sums of a row of one split."""
+    """Issue the reads of a lane's sums of a row of one split."""
     made = []
     for turn in range(TURNS):
         segment = lane // 2 + turn * (rows.LANES // 2)
@@ -99,9 +99,9 @@ def merge_row(
     which: tuple[Any, Any, Any],
     sinks: bool,
 ) -> None:
-    """Add up a row of all splits, divide, round once, write where the row is wanted.
+    """Add up a row of all splits, divide, round once, and write where the row is wanted.
 
-    Nothing branches here: what a branch alone needs would be asked for in it.
+    No branches: the compiler would sink the loads that only a branch uses into that branch.
     """
     stats, read = found
     head, lane, wanted = which
@@ -112,6 +112,7 @@ def merge_row(
     total = Float32(0.0)
     sums = [Float32(0.0)] * (TURNS * VALUES)
     for (peak, of_split), row in zip(stats, read, strict=True):
+        # A split without keys (total 0, peak -inf) contributes nothing.
         counts = of_split != 0.0
         factor = merging.factor_of(peak, largest)
         total = ops.select(counts, ops.fma_rn(of_split, factor, total), total)

@@ -1,13 +1,8 @@
-"""Codes of cache entries to BF16 pairs, by conversions and products of pairs, for Hopper.
+"""Decode E4M3 and E2M1 cache codes to pairs of BF16 by packed conversions and products (sm_90a).
 
-Owns how 16 bytes of E4M3 or E2M1 codes in registers become words of two BF16 numbers. A code is
-exact in BF16; its product with the scale is as well, but where it is below BF16's normal numbers or
-the scale is no power of two (V3.2), and is rounded there as kv_read rounds it. A code or a scale
-that is NaN stays one.
-
-Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py: on an H200 rows of every code, subnormals
-and NaN included, come out as kv_read has them.
+A code is exact in BF16. Its product with the scale is exact too, except below BF16's normal range
+or where the scale is no power of two (V3.2); there it is rounded as kv_read rounds it. A NaN code
+or scale stays NaN.
 """
 
 from typing import Any
@@ -18,7 +13,9 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives.kv_problem import EntryFormat
 
+# A BF16 NaN.
 NAN = 0x7FFF
+# 2**8 as a pair of BF16: undoes the 2**-8 of w4a16_instructions.decoded.
 POWER_8 = ((127 + 8) << 7) * 0x1_0001
 
 
@@ -32,14 +29,14 @@ def factors_of(scale: Any, entry: EntryFormat) -> list[Any]:
 
 
 def decoded(words: list[Any], factor: Any, entry: EntryFormat) -> list[Any]:
-    """Return the four words of eight values, of as many words of codes as hold them."""
+    """Return the four words of eight BF16 values (8 bytes of E4M3, or 4 of E2M1)."""
     if entry.code_bits == 8:
         return [pair for word in words for pair in e4m3_pairs(word, factor)]
     return e2m1_pairs(words[0], factor)
 
 
 def e4m3_pairs(word: Any, factor: Any) -> list[Any]:
-    """Return four E4M3 codes as BF16, times a factor."""
+    """Return four E4M3 codes as BF16, times a BF16 factor."""
     # Moving bits would be fewer instructions, but of a pipe that is half as wide.
     text = """{
     .reg .b16 p0, p1, h0, h1, h2, h3; .reg .b32 d0, d1; .reg .f32 f0, f1, f2, f3;

@@ -1,13 +1,14 @@
-"""What halves give each other: warpgroups of their logits, thread blocks of their sums.
+"""Exchange of partial results: logits between warpgroups, sums between two thread blocks.
 
-Owns `joined`: each warpgroup has sums over half of the latent for all keys of a tile, and gives the
-other one those of its keys. And `merge_two`, the end of sparse attention where a cluster has two
-splits: a thread has sums of two rows, keeps the one that its thread block writes, and gives the
-other to the same thread of the other thread block, by asynchronous stores whose bytes a barrier
-counts. Splits are added in their order: the bits are those of simt_attention_merge's kernel.
+`joined`: a warpgroup has logit sums over half of the latent for all 64 keys of a tile; it gives the
+other warpgroup the sums of that one's 32 keys and adds what it receives. `merge_two`: the end of
+attention where a cluster has two splits. A thread has sums of two rows, keeps the row that its
+thread block writes, and sends the other to the same thread of the other block by st.async; the
+receiver's `given` barrier expects GIVEN_BYTES (1 arrival). Splits are added in their order, so the
+bits are those of simt_attention_merge.
 
-Nobody gives sums before all threads of both have said that tiles are read no more. Refuses nothing:
-a kernel cannot. Kept honest by suites/kernels/attention/test_sm90_sparse_attention.py.
+The received sums overwrite the first tile. So a block sends only after a cluster barrier, at which
+both blocks have finished reading tiles.
 """
 
 from typing import Any
@@ -35,10 +36,10 @@ GIVEN_BYTES = ROUNDS * ROW_OF_ROUND + facts.HEADS // 2 * 8
 
 
 def places_of_given(memory: Any, lane: Any, half: Any, entry: EntryFormat) -> list[Any]:
-    """Return where a thread of a warpgroup leaves logits for the same thread of the other one.
+    """Return the shared addresses where a thread leaves logits for the other warpgroup.
 
-    Where room is short, half go where the other's shares of the tile before lie: this warp alone
-    has read these 16 rows. Lanes four apart have rows four apart: other banks.
+    Where room is short (E4M3), half of them overlay the other warpgroup's shares of the last tile:
+    only this warp has read these 16 rows. Lanes four apart have rows four apart: other banks.
     """
     thread, lane_of_warp = Uint32(lane.warp * rows.LANES + lane.lane), Uint32(lane.lane)
     over = facts.laid_over(entry)
@@ -55,7 +56,7 @@ def places_of_given(memory: Any, lane: Any, half: Any, entry: EntryFormat) -> li
 
 @cute.jit
 def joined(memory: Any, lane: Any, halves: Any, entry: cutlass.Constexpr) -> Any:
-    """Return a warpgroup's logits: its sums over half of the latent, and the other's."""
+    """Return a warpgroup's logits: its sums over half of the latent plus the other's."""
     count = facts.KEYS // 2
     mine = places_of_given(memory, lane, lane.half, entry)
     theirs = places_of_given(memory, lane, 1 - lane.half, entry)
@@ -78,7 +79,7 @@ def joined(memory: Any, lane: Any, halves: Any, entry: cutlass.Constexpr) -> Any
 def merge_two(
     addresses: Any, where: tuple[Any, Any], state: Any, memory: Any, sinks: cutlass.Constexpr
 ) -> None:
-    """Give, take, and write the rows that are this thread block's."""
+    """Send one row's sums to the other thread block, and merge and write the other row."""
     place, lane = where
     tiles_at, barrier = memory.places.tiles, memory.given
     thread = Uint32(lane.half * facts.WARPGROUP + lane.warp * rows.LANES + lane.lane)
@@ -94,11 +95,12 @@ def merge_two(
     shared.await_phase(barrier, Uint32(0))
     for row in cutlass.range_constexpr(2):
         if place.split == row:
+            # The received sums fill the first tile; results are staged in the second.
             take((addresses, place, lane), at, (*state, sink), (row, tiles_at + TILE_BYTES))
 
 
 def value_of(sums: Any, row: int, number: int) -> Any:
-    """Return one of a row's values that a thread has, by number."""
+    """Return value `number` of a row's sums in a thread."""
     return sums[number // 2 * 4 + 2 * row + number % 2]
 
 
@@ -106,7 +108,7 @@ def value_of(sums: Any, row: int, number: int) -> Any:
 def give(
     at: tuple[Any, Any, Any], lane: Any, state: tuple[Any, Any, Any], which: tuple[Any, Any]
 ) -> None:
-    """Give a row's sums, peak and total to the thread block of that rank."""
+    """Send a row's sums, peak and total to the thread block of that rank."""
     sums, peaks, totals = state
     row, rank = which
     for turn in cutlass.range_constexpr(ROUNDS):
@@ -123,7 +125,7 @@ def take(
     state: tuple[Any, Any, Any, Any],
     which: tuple[Any, Any],
 ) -> None:
-    """Add up both splits of a row, divide, round once, write by way of shared memory."""
+    """Add up both splits of a row, divide, round once, and write through shared memory."""
     addresses, place, lane = where
     sums, peaks, totals, sink = state
     row, staged_at = which
@@ -158,7 +160,7 @@ def take(
 
 
 def added(stats: list[Any], both: list[list[Any]]) -> tuple[list[Any], Any, Any]:
-    """Return the sums of two splits beside the larger peak, their total, and that peak."""
+    """Return the rescaled sums of two splits, their total, and the larger peak."""
     largest = ptx.larger(stats[0][0], stats[1][0])
     total = Float32(0.0)
     made = [Float32(0.0)] * len(both[0])

@@ -1,14 +1,16 @@
-"""The warps that bring keys: slots to addresses, entries to BF16 rows of a tile in shared memory.
+"""Producer warps of sparse attention: paged cache entries to tiles of 64 BF16 rows.
 
-Owns the way of a tile of 64 keys from the paged cache to shared memory as wgmma reads it (K along
-rows, 128-byte swizzle). A warp brings 16 rows, or 8 where there are codes: those keep eight warps
-busy. What is BF16 in the cache goes there by asynchronous copies; codes of the next tile wait in
-shared memory, where every thread has places of its own, or in registers, and are decoded on their
-way (sm90_attention_decoding). A slot that is -1, or behind the length of its list, brings zeros and
-a bit in a mask; one beyond the cache zeros and a bit in another, by which its logit becomes NaN.
+A tile lies in shared memory as wgmma reads it: K along rows, 128-byte swizzle, blocks of 64
+columns. A warp brings 16 rows, or 8 where entries hold codes (eight warps then). BF16 values go by
+cp.async. Codes of the next tile wait in shared memory, each thread reading back only its own, or in
+registers; they are decoded on the way (sm90/decoding.py).
 
-Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py.
+One tile: read its slots two tiles ahead; its addresses, codes and scales one tile ahead; wait for
+the stage to be empty; issue cp.async of BF16 values and attach an arrival of every thread; decode
+and store, requesting the next tile's codes meanwhile; write masks; one arrival of every warp.
+
+A slot of -1, or beyond its list's length, becomes zeros and a cleared bit of the mask `present`. A
+slot beyond the cache becomes zeros and a set bit of `beyond`, which makes its logit NaN.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +47,7 @@ class List(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a lane knows of the tile's row that is its own (lanes 0 to 15 of each warp)."""
+    """Addresses and masks of a warp's rows of a tile (lanes 0 to 15 own a row each)."""
 
     cache: Any  # address
     values: Any  # offset in pieces
@@ -56,12 +58,12 @@ class Rows(NamedTuple):
 
 
 def address_in_tile(row: Any, chunk: Any) -> Any:
-    """Return the byte of a row's 16 bytes `chunk` in a tile: 64 columns, then the next 64."""
+    """Return the byte of 16-byte chunk `chunk` of a row in a tile (128-byte swizzle)."""
     return chunk // 8 * (facts.TILE * 128) + row * 128 + (chunk % 8 ^ row % 8) * CHUNK
 
 
 def slot_address(index: Any, of: List, entry: EntryFormat) -> tuple[Any, Any]:
-    """Return the piece of the cache with which a slot's values begin, the unit of its scales."""
+    """Return where a slot's values begin, in 16-byte pieces, and its scales, in units of 8."""
     place = index // Uint32(of.entries), index % Uint32(of.entries)
     pieces = Uint32(of.stride) // CHUNK
     values = entries_of.value_piece(place, pieces, entry)
@@ -75,18 +77,18 @@ def counts(index: Any, capacity: Any) -> tuple[Any, Any]:
 
 
 def within(key: Any, width: Any) -> Any:
-    """Return whether a place of a list counts."""
+    """Return whether a position of a list counts."""
     return key < width
 
 
 def standpoint(how: Bringing) -> tuple[Any, Any]:
-    """Return the lane, and the warp among those that bring: they begin behind two warpgroups."""
+    """Return the lane, and the warp's number among the producers."""
     thread, _, _ = cute.arch.thread_idx()
     return Uint32(thread % rows.LANES), Uint32(thread % how.threads // rows.LANES)
 
 
 def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing) -> Any:
-    """Begin to read the slot of a lane's row of a tile; -1 where none counts."""
+    """Issue the read of the slot of a lane's row of a tile; -1 where none counts."""
     lane, warp = (Int32(each) for each in standpoint(how))
     far, of = list_of(lists, tile, widths)
     key = ops.select(far, tile - widths[0], tile) * facts.TILE + warp * how.rows_of_warp + lane
@@ -96,7 +98,7 @@ def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: B
 
 
 def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tuple[Any, List]:
-    """Return whether a tile is one of the entries, and its list."""
+    """Return whether a tile belongs to the second list, and its list."""
     far = tile >= widths[0]
     return far, List(*(ops.select(far, b, a) for a, b in zip(*lists, strict=True)))
 
@@ -104,11 +106,12 @@ def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tup
 def rows_of(
     slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing
 ) -> Rows:
-    """Return where the entries of a warp's rows of a tile are."""
+    """Return the addresses of a warp's rows of a tile, and issue reads of eight-byte scales."""
     _, of = list_of(lists, tile, widths)
     inside, outside = counts(slot, of.capacity)
     present = Uint32(cute.arch.vote_ballot_sync(inside))
     beyond = Uint32(cute.arch.vote_ballot_sync(outside))
+    # An absent row has the address of slot 0 and is never read (size 0 or predicate).
     values, scales = slot_address(Uint32(ops.select(inside, slot, Int32(0))), of, how.entry)
     codes: tuple[Any, ...] = ()
     if how.entry.scale_bytes == UNIT:
@@ -126,12 +129,12 @@ def bit(mask: Any, place: Any) -> Any:
 
 
 def of_row(words: Any, row: Any) -> Any:
-    """Return what the lane that owns a row knows of it."""
+    """Return the value that the lane owning a row has."""
     return Uint32(cute.arch.shuffle_sync(words, row))
 
 
 def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
-    """Copy what the cache has as BF16."""
+    """Issue cp.async of the values that the cache holds as BF16."""
     lane, warp = standpoint(how)
     first = how.entry.quantised // rows.HALF
     count = how.entry.width // rows.HALF - first
@@ -145,7 +148,7 @@ def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
 
 
 class Standing(NamedTuple):
-    """Which 16 bytes of codes of a row are a lane's, and how they go to a tile."""
+    """The 16 bytes of codes of a row that a lane takes, and their places in a tile."""
 
     active: Any
     chunk: Any
@@ -156,17 +159,18 @@ class Standing(NamedTuple):
 
 
 def parts_of(entry: EntryFormat) -> int:
-    """Return how many 16 bytes of BF16 become of 16 bytes of codes."""
+    """Return how many 16-byte chunks of BF16 come from 16 bytes of codes."""
     return 16 // entry.code_bits
 
 
 def standing_of(codes_at: Any, how: Bringing) -> Any:
-    """Return what a lane does in every turn; None where there are no codes."""
+    """Return the positions of a lane, the same in every turn; None where there are no codes."""
     if not how.entry.code_bytes:
         return None
     lane, warp = standpoint(how)
     chunks, parts = how.entry.code_bytes // CHUNK, parts_of(how.entry)
     chunk, upper = lane % chunks, lane // chunks
+    # Rotates the parts by lane, so that a quarter warp meets all banks once.
     order = (lane // (QUARTER // parts) + lane // QUARTER) % parts
     row = warp * how.rows_of_warp + upper
     targets = [address_in_tile(row, chunk * parts + (order ^ part)) for part in range(parts)]
@@ -177,14 +181,14 @@ def standing_of(codes_at: Any, how: Bringing) -> Any:
 
 
 class Waiting(NamedTuple):
-    """What a thread has of the next tile beside what waits in shared memory."""
+    """Registers with codes and scales of the next tile that do not wait in shared memory."""
 
     scales: Any  # of E2M1 codes
     words: Any  # of turns for which there is no space
 
 
 def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> None:
-    """Begin to read a lane's codes of one turn, and scales where they are many."""
+    """Issue the reads of a lane's codes of one turn, and of E2M1's scales."""
     row = stands.upper + turn * how.rows_at_once
     there = bit(found.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
     values = found.cache + Int64(of_row(found.values, row)) * CHUNK
@@ -203,7 +207,7 @@ def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: B
 
 
 def factors_of_rows(found: Rows, entry: EntryFormat) -> list[Any]:
-    """Return what a lane's codes of scales stand for."""
+    """Return the decoded scales of a lane's rows, as BF16 pairs."""
     return [decoding.factors_of(Uint32(code), entry)[0] for code in found.codes]
 
 
@@ -218,7 +222,7 @@ def factors_of_turn(
 
 
 def words_of_turn(turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> list[list[Any]]:
-    """Read what a lane has waiting of one turn, part by part in its own order."""
+    """Read a lane's waiting codes of one turn, part by part in the lane's own order."""
     parts = parts_of(how.entry)
     count = 4 // parts
     own = [stands.order ^ part for part in range(parts)]
@@ -253,7 +257,7 @@ def store_turns(made: list[tuple[Any, list[Any]]], tile_at: Any, stands: Standin
 
 
 def chosen_part(words: list[Any], part: Any, count: int) -> list[Any]:
-    """Return a part of words, the number of which is known to lanes alone."""
+    """Return part `part` of words; `part` is known at run time only, so by selects."""
     made = words[:count]
     for i in range(1, len(words) // count):
         other = words[i * count : (i + 1) * count]
@@ -262,14 +266,14 @@ def chosen_part(words: list[Any], part: Any, count: int) -> list[Any]:
 
 
 def scale_of_chunk(chunk: Any, entry: EntryFormat) -> Any:
-    """Return the first byte of the scales of 16 bytes of codes."""
+    """Return the first byte of the scales of a 16-byte chunk of codes."""
     values = CHUNK * 8 // entry.code_bits
     each = entry.block
     return chunk * (values // each) if values >= each else chunk // (each // values)
 
 
 class Places(NamedTuple):
-    """Shared addresses."""
+    """Shared addresses of tiles, barriers, masks and waiting codes."""
 
     tiles: Any
     full: Any  # barriers, one a stage; those that say empty lie behind them
@@ -284,9 +288,9 @@ def prepared_turns(
     lane: tuple[Standing, Waiting],
     how: Bringing,
 ) -> list[tuple[Any, list[Any]]]:
-    """Decode some turns of a tile, and ask for those of the next one.
+    """Decode some turns of a tile, and request those of the next one.
 
-    All are read before one is written: no compiler moves a read across a write.
+    All reads precede all writes: no compiler moves a read across a write.
     """
     some = range(begin, min(begin + facts.BATCH, how.turns))
     words = [words_of_turn(turn, *lane, how) for turn in some]
@@ -307,7 +311,7 @@ def produce(
     places: Places,
     how: cutlass.Constexpr,
 ) -> None:
-    """Bring every tile of a split, one after the other, as soon as there is space."""
+    """Bring every tile of a split, each as soon as its stage is empty."""
     entry, steps = how.entry, walk[2]
     lane, warp = standpoint(how)
     turns = how.turns
@@ -323,6 +327,7 @@ def produce(
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(turns):
         ask_ahead(found, turn, stands, waiting, how)
+    # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), steps, unroll=1):
         tile = tile_of_step(step + 1, walk, widths)
@@ -350,7 +355,7 @@ def produce(
 
 
 def leave_masks(found: Rows, masks: Any, at: tuple[Any, Any], how: Bringing) -> None:
-    """Leave a warp's bits of a stage: of all keys that are present, then of all beyond."""
+    """Write a warp's bits of a stage: `present` of all keys, then `beyond` of all keys."""
     stage, warp = at
     of_tile = facts.TILE // 8
     place = masks + stage * (2 * of_tile) + warp * (how.rows_of_warp // 8)
@@ -359,13 +364,13 @@ def leave_masks(found: Rows, masks: Any, at: tuple[Any, Any], how: Bringing) -> 
 
 
 def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:
-    """Return the number of a step's tile: the window's, then those of the entries."""
+    """Return the number of a step's tile: the window's come first, then the second list's."""
     first, near, _ = walk
     begin = ops.maximum(first, widths[0])
     return ops.select(step < near, first + step, begin + step - near)
 
 
 def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
-    """Return the next stage, and the parity of the phase that is waited for."""
+    """Return the next stage, and the parity to wait for."""
     wraps = stage + 1 == facts.STAGES
     return ops.select(wraps, Uint32(0), stage + 1), ops.select(wraps, phase ^ 1, phase)

@@ -1,13 +1,10 @@
-"""The warps that bring V3.2's keys: 656-byte entries to BF16 rows of 576 in shared memory.
+"""Producer warps for V3.2's keys: 656-byte entries to rows of 576 BF16 values in shared memory.
 
-Owns the order of work where 576-wide tiles leave no shared memory for codes: half of a tile's codes
-wait in registers, a row a warp and turn, and what has been decoded makes room for what is asked for
-half a tile later. Scales are float32, four of an entry; a warp's 64 lie in two registers of its
-lanes, that of row r and block b in register r // 8, lane 4 (r % 8) + b. The keys' 64 turned values
-are copied as they are. Slots, masks, barriers and addresses are those of sm90_attention_gather.
-
-Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/attention/sm90/test_sm90_latent_attention.py.
+An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
+shared memory for waiting codes, so half of a tile's codes (AHEAD turns, one row a warp and turn)
+wait in registers; each decoded turn makes room for the codes of AHEAD turns later. A warp's 64
+scales lie in two registers of its lanes: row r, block b in register r // 8, lane 4 (r % 8) + b.
+Slots, masks, barriers and addresses are those of sm90/gather.py.
 """
 
 from typing import Any
@@ -29,7 +26,7 @@ ROWS_OF_REGISTER = rows.LANES // BLOCKS
 
 
 def with_scales(found: gather.Rows, how: Bringing) -> gather.Rows:
-    """Begin to read the warp's scales: two a lane, zeros of rows that are absent."""
+    """Issue the reads of the warp's scales: two a lane, zeros for absent rows."""
     lane, _ = gather.standpoint(how)
     scales = []
     for first in (0, ROWS_OF_REGISTER):
@@ -48,12 +45,12 @@ def scale_of_turn(found: gather.Rows, turn: int, chunk: Any) -> Any:
 
 
 def block_of_chunk(chunk: Any) -> Any:
-    """Return which of an entry's scales 16 bytes of codes have."""
+    """Return the index of the scale of a 16-byte chunk of codes."""
     return chunk // (rows.LANES // BLOCKS)
 
 
 def ask(found: gather.Rows, turn: int, stands: gather.Standing, words: Any, place: int) -> None:
-    """Begin to read a lane's codes of one turn, or zeros of an absent row."""
+    """Issue the reads of a lane's codes of one turn; zeros for an absent row."""
     source = found.cache + Int64(gather.of_row(found.values, Uint32(turn))) * gather.CHUNK
     source = source + Int64(stands.chunk) * gather.CHUNK
     there = gather.bit(found.present, turn)
@@ -64,7 +61,7 @@ def ask(found: gather.Rows, turn: int, stands: gather.Standing, words: Any, plac
 def decode(
     found: gather.Rows, turn: int, stands: gather.Standing, words: Any, tile_at: Any
 ) -> None:
-    """Decode what a lane has waiting of one turn, and write it to the tile."""
+    """Decode a lane's waiting codes of one turn, and write them to the tile."""
     scale = scale_of_turn(found, turn, stands.chunk)
     waiting = [Uint32(words[turn % AHEAD * WORDS + i]) for i in range(WORDS)]
     count = WORDS // len(stands.targets)
@@ -82,7 +79,7 @@ def produce(
     places: gather.Places,
     how: cutlass.Constexpr,
 ) -> None:
-    """Bring every tile of a split, one after the other, as soon as there is space."""
+    """Bring every tile of a split, each as soon as its stage is empty."""
     entry = how.entry
     lane, warp = gather.standpoint(how)
     turns = how.turns
@@ -95,6 +92,7 @@ def produce(
     slot = gather.slot_of(lists, gather.tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(AHEAD):
         ask(found, turn, stands, words, turn)
+    # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), walk[2], unroll=1):
         tile = gather.tile_of_step(step + 1, walk, widths)
@@ -108,6 +106,7 @@ def produce(
         ptx.arrive_behind_copies(full)
         for turn in cutlass.range_constexpr(turns):
             decode(found, turn, stands, words, tile_at)
+            # The registers just decoded are free: refill them for AHEAD turns later.
             later = turn + AHEAD
             if cutlass.const_expr(later < turns):
                 ask(found, later, stands, words, later % AHEAD)

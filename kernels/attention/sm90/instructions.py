@@ -1,9 +1,7 @@
-"""The instructions by which sparse attention gathers, waits and exponentiates, each with operands.
+"""PTX that the DSL lacks, as used by sparse attention on Hopper.
 
-Owns what PTX does and the DSL has no word for here: copies of 16 bytes that bring zeros where a key
-is absent, loads that do nothing there, barriers, float32 numbers in shared memory, that of other
-thread blocks included, powers and logarithms of two. No kernel and no address lives here. Refuses
-nothing: a kernel cannot. Kept honest by suites/kernels/attention/test_sm90_sparse_attention.py.
+Zero-filling and predicated 16-byte copies, predicated loads, mbarrier arrivals, float32 access to
+shared memory of this and of other thread blocks of the cluster, approximate exp2 and log2.
 """
 
 from typing import Any
@@ -15,7 +13,7 @@ from degarble.kernels.gemm.w4a16_instructions import emit
 
 
 def copy_16(target: Any, source: Any, size: Any) -> None:
-    """Begin to copy 16 bytes from global to shared memory; of size 0, write zeros instead."""
+    """Issue a 16-byte copy from global to shared memory; size 0 writes zeros instead."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
     emit(text, [], target, source, size)
 
@@ -26,7 +24,8 @@ def end_of_copies() -> None:
 
 
 def arrive_behind_copies(barrier: Any) -> None:
-    """Let a barrier count this thread as soon as its copies so far are done."""
+    """Arrive at a barrier as soon as this thread's copies so far have landed."""
+    # noinc: the arrival is part of the barrier's initial count.
     emit("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", [], barrier)
 
 
@@ -90,17 +89,17 @@ def number_at(address: Any) -> Any:
 
 
 def power_of_two(exponent: Any) -> Any:
-    """Return 2**exponent; PTX ISA 9.1, ex2.approx: two steps of float32 at most, 0 of -inf."""
+    """Return 2**exponent; PTX ISA 9.1, ex2.approx: at most two float32 steps off, 0 of -inf."""
     return emit("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], exponent)
 
 
 def binary_logarithm(number: Any) -> Any:
-    """Return the logarithm; PTX ISA 9.1, lg2.approx, -inf of 0."""
+    """Return log2; PTX ISA 9.1, lg2.approx: -inf of 0."""
     return emit("lg2.approx.ftz.f32 {$w0}, {$r0};", [Float32], number)
 
 
 def larger(left: Any, right: Any) -> Any:
-    """Return the larger of two numbers; a NaN is left out."""
+    """Return the larger of two numbers; a NaN operand is ignored."""
     return emit("max.f32 {$w0}, {$r0}, {$r1};", [Float32], left, right)
 
 
@@ -151,7 +150,7 @@ def store_numbers(address: Any, first: Any, second: Any) -> None:
 
 
 def numbers_of_rank(address: Any, rank: int, count: int) -> list[Any]:
-    """Read float32 numbers of a thread block of the cluster."""
+    """Read float32 numbers from the shared memory of a thread block of the cluster."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
     text = (
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
@@ -161,7 +160,7 @@ def numbers_of_rank(address: Any, rank: int, count: int) -> list[Any]:
 
 
 def copy_16_if(target: Any, source: Any, size: Any, taken: Any) -> None:
-    """Begin to copy 16 bytes, or write zeros, where a lane takes part."""
+    """Issue a 16-byte copy, or write zeros, if `taken`."""
     text = (
         "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
         "@part cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; }"
@@ -170,7 +169,7 @@ def copy_16_if(target: Any, source: Any, size: Any, taken: Any) -> None:
 
 
 def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
-    """Write 16 bytes to shared memory where a lane takes part."""
+    """Write 16 bytes to shared memory if `taken`."""
     text = (
         "{ .reg .pred part; setp.ne.u32 part, {$r5}, 0; "
         "@part st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }"
@@ -179,7 +178,7 @@ def store_16_if(address: Any, words: list[Any], taken: Any) -> None:
 
 
 def store_8_if(address: Any, words: list[Any], taken: Any) -> None:
-    """Write 8 bytes to global memory where a lane takes part."""
+    """Write 8 bytes to global memory if `taken`."""
     text = (
         "{ .reg .pred part; setp.ne.u32 part, {$r3}, 0; "
         "@part st.global.v2.b32 [{$r0}], {{$r1}, {$r2}}; }"
@@ -188,7 +187,7 @@ def store_8_if(address: Any, words: list[Any], taken: Any) -> None:
 
 
 def store_single_if(address: Any, number: Any, taken: Any) -> None:
-    """Write a float32 number to global memory where a lane takes part."""
+    """Write a float32 number to global memory if `taken`."""
     text = "{ .reg .pred part; setp.ne.u32 part, {$r2}, 0; @part st.global.f32 [{$r0}], {$r1}; }"
     emit(text, [], address, number, ops.select(taken, Uint32(1), Uint32(0)))
 
@@ -201,7 +200,7 @@ def numbers_at(address: Any, count: int) -> list[Any]:
 
 
 def give_numbers(address: Any, numbers: list[Any], barrier: Any, rank: Any) -> None:
-    """Write two or four float32 to a thread block of the cluster; its barrier counts the bytes."""
+    """Write two or four float32 to another thread block; its barrier counts the bytes."""
     count = len(numbers)
     names = ", ".join(f"{{$r{i + 3}}}" for i in range(count))
     text = (
@@ -214,7 +213,7 @@ def give_numbers(address: Any, numbers: list[Any], barrier: Any, rank: Any) -> N
 
 
 def store_one_of(address: Any, one: list[Any], other: list[Any], first: Any) -> None:
-    """Write the first or the second four float32 to shared memory."""
+    """Write four float32 to shared memory: `one` if `first`, else `other`."""
     text = (
         "{ .reg .pred one; setp.ne.u32 one, {$r1}, 0; "
         "@one st.shared.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; "

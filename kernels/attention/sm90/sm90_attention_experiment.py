@@ -1,14 +1,13 @@
-"""Attention with queries and keys in NVFP4: an experiment by name, never what anything defaults to.
+"""Round query heads to NVFP4 for `experiment-nvfp4`, which nothing chooses by default.
 
-Owns the rounding of query heads in front of the kernel: to E2M1 with an E4M3 scale for 16 values,
-as cache entries of nvfp4-v41 are, by the kernels that write and read those. A key of such an entry
-is NVFP4 altogether, its turned values too. A product of two such numbers, scales included, is exact
-in float32, so the logits are those of NVFP4 products with float32 sums, whatever multiplies: here
-BF16 wgmma. docs/design-notes/attention_kernel.md says what it loses, and why it is no choice.
+Queries are rounded to E2M1 with an E4M3 scale for 16 values by the kernels that write and read
+cache entries of nvfp4-v41, in which the whole key is NVFP4. A product of two such numbers, scales
+included, is exact in float32. So BF16 wgmma gives the logits of NVFP4 products with float32 sums,
+but for the order of sums. docs/design-notes/attention_kernel.md says what it loses, and why it is
+no choice.
 
-Allocates what it rounds through, never waits for the GPU, and may be captured. Kept honest by
-suites/kernels/attention/sm90/test_sm90_attention_experiment.py. Shape letters: T tokens, H heads, L
-width (512).
+Allocates what it rounds through; never waits for the GPU; may be captured in a graph. Shape
+letters: T tokens, H heads, L width (512).
 """
 
 import torch
@@ -24,7 +23,7 @@ ENTRIES_OF_PAGE = 64
 
 
 def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
-    """Return BF16 query heads that are what NVFP4 codes and scales hold of them."""
+    """Return BF16 query heads rounded to what NVFP4 codes and scales represent."""
     rows = q_THL.flatten(0, 1)
     count = rows.shape[0]
     pages = Pages(EXPERIMENT_ENTRY, ENTRIES_OF_PAGE, -(-count // ENTRIES_OF_PAGE))
