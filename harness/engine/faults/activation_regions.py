@@ -1,10 +1,10 @@
-"""Where a candidate differs: rows, columns, boxes, beyond what rounding does.
+"""Find the regions of an output, rows by columns, in which candidate and twin differ.
 
-Owns the mask of what differs and the boxes around it, on which faults of one tile, one head or one
-run of rows rest. A difference counts here from STEPS spacings of BF16 on, or from FLOOR of a row's
-size; it proposes places and judges nothing. Kept honest by
-suites/engine/faults/test_activation_regions.py. Shape letters: N rows of all leading extents, F
-features of the last.
+Faults of one tile, one head or one run of rows are proposed from these regions. An element differs
+if its gap exceeds STEPS spacings of BF16 plus FLOOR times the root mean square of its row. The mask
+only proposes places; the budget decides.
+
+Shape letters: N rows of all leading extents, F features of the last, T tokens, K slots of a token.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _CANCELLED = 2.0**-16  # of the largest of a row: what summing leaves where term
 
 @dataclass(frozen=True)
 class Region:
-    """Rows and columns, half open, of an output seen as [N, F]."""
+    """Half-open ranges of rows and columns in an output viewed as [N, F]."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
     @property
     def index(self) -> tuple[slice, slice]:
-        """For [N, F]."""
+        """Return the slices that select the region from [N, F]."""
         return slice(*self.rows), slice(*self.columns)
 
     @property
     def where(self) -> dict[str, int]:
-        """Its corner, for reports."""
+        """Return the first row and column, for reports."""
         return {"row": self.rows[0], "column": self.columns[0]}
 
 
 def flat(x: Tensor) -> Tensor:
-    """All leading extents together [N, F]."""
+    """Flatten all leading extents: [N, F]."""
     return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
 
 
 def differing(sight: Sight, output: str = "out") -> Tensor | None:
-    """Mark what differs [N, F]; None where outputs cannot be compared or nothing differs."""
+    """Mark the elements that differ [N, F]; None if shapes differ or nothing does."""
     if output not in sight.outputs or output not in sight.expected:
         return None
     c, e = sight.outputs[output], sight.expected[output]
@@ -63,7 +63,7 @@ def differing(sight: Sight, output: str = "out") -> Tensor | None:
 
 
 def cancelled(c: Tensor, e: Tensor) -> Tensor:
-    """Where what is between two sums is nothing beside others of their row: no share of it."""
+    """Mark differences of two sums that are negligible relative to the largest of their row."""
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1 or c.ndim < 2 or not c.numel():
         return torch.zeros_like(c, dtype=torch.bool)
     c, e = c.double(), e.double()
@@ -72,7 +72,7 @@ def cancelled(c: Tensor, e: Tensor) -> Tensor:
 
 
 def length_of_difference(sight: Sight, output: str = "out") -> float:
-    """The difference in units of what was expected; infinite where it is no number."""
+    """Return the norm of the difference over that of the expected output; infinite if undefined."""
     c, e = sight.outputs.get(output), sight.expected.get(output)
     if c is None or e is None or c.shape != e.shape:
         return math.inf
@@ -81,9 +81,9 @@ def length_of_difference(sight: Sight, output: str = "out") -> float:
 
 
 def likeness(sight: Sight, output: str = "out") -> float:
-    """The cosine of what came out and what was expected; 0 where there is no telling.
+    """Return the cosine of actual and expected output; 0 where it cannot be computed.
 
-    What scales parts of a sum leaves it large, what takes other operands does not.
+    A gain on parts of a sum leaves the cosine large, other operands do not.
     """
     c, e = sight.outputs.get(output), sight.expected.get(output)
     if c is None or e is None or c.shape != e.shape:
@@ -94,7 +94,7 @@ def likeness(sight: Sight, output: str = "out") -> float:
 
 
 def wrong_slots(sight: Sight) -> Tensor | None:
-    """Mark slots [T, K] whose outputs are others than roundings make them; None of other calls."""
+    """Mark slots [T, K] that differ by more than rounding; None for calls without experts."""
     c, e, experts = sight.outputs.get("out"), sight.expected.get("out"), sight.inputs.get("experts")
     if c is None or e is None or experts is None or c.shape != e.shape:
         return None
@@ -105,7 +105,7 @@ def wrong_slots(sight: Sight) -> Tensor | None:
 
 
 def apart(candidate: Tensor, expected: Tensor) -> Tensor:
-    """Mark what differs by more than roundings do [N, F]."""
+    """Mark elements that differ by more than rounding explains [N, F]."""
     if not expected.dtype.is_floating_point or expected.dtype.itemsize == 1:
         return flat(candidate.contiguous().view(expected.dtype) != expected)
     c, e = flat(candidate).double(), flat(expected).double()
@@ -117,13 +117,13 @@ def apart(candidate: Tensor, expected: Tensor) -> Tensor:
 
 
 def box(mask_NF: Tensor) -> Region:
-    """The smallest region around what is marked."""
+    """Return the smallest region that contains every marked element."""
     rows, columns = mask_NF.any(1).nonzero(), mask_NF.any(0).nonzero()
     return Region((int(rows[0]), int(rows[-1]) + 1), (int(columns[0]), int(columns[-1]) + 1))
 
 
 def grown(region: Region, step: tuple[int, int], shape: tuple[int, int]) -> Region:
-    """The region rounded out to whole tiles."""
+    """Round a region outwards to whole tiles."""
     (r0, r1), (c0, c1) = region.rows, region.columns
     return Region(
         (r0 // step[0] * step[0], min(-(-r1 // step[0]) * step[0], shape[0])),
@@ -134,7 +134,7 @@ def grown(region: Region, step: tuple[int, int], shape: tuple[int, int]) -> Regi
 def replaced(
     outputs: Mapping[str, Tensor], output: str, region: Region, part: Tensor | float
 ) -> dict[str, Tensor]:
-    """Outputs with other values in a region of one of them."""
+    """Return the outputs with one region of one of them overwritten."""
     made = outputs[output].clone()
     rows = flat(made)
     index = region.index

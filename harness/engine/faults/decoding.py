@@ -1,10 +1,9 @@
-"""Values of quantised weights in float64, from tables: the same bits as dequantise, sooner.
+"""Decode quantised weights to float64 by lookup tables: the same bits as dequantise, but faster.
 
-Owns elements by lookup, values from elements with any block scales, a memory of decoded weights for
-the time of one diagnosis, and a view of a component's weights that decodes what a fault has
-changed, only the rows that are looked at. A diagnosis reads one weight a hundred times, each time
-with another damage. The memory is bounded. Kept honest by suites/engine/faults/test_decoding.py:
-every format beside dequantise, bit for bit.
+A diagnosis decodes one weight about a hundred times, each time with another damage. Within
+`remembering` each weight is decoded once, in bounded memory. `Decoding` decodes only what a fault
+has changed, and only the rows that are needed.
+
 Shape letters: N rows, K elements, R and C block scales along them.
 """
 
@@ -39,7 +38,7 @@ Made = TypeVar("Made")
 
 
 class _Memory:
-    """Decoded weights; the oldest are forgotten."""
+    """A bounded cache of decoded weights; the oldest are evicted."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[int, tuple[Weight, Tensor]] = OrderedDict()
@@ -47,7 +46,7 @@ class _Memory:
         self._results: OrderedDict[tuple[int, ...], tuple[Sequence[object], Any]] = OrderedDict()
 
     def once(self, given: Sequence[object], make: Callable[[], Made]) -> Made:
-        """Make it once. What it is made of is held, so that no id is given to another one."""
+        """Compute once. Trap: the sources are kept alive, or their ids could be reused."""
         key = tuple(map(id, given))
         known = self._results.pop(key, None) or (given, make())
         self._results[key] = known
@@ -57,7 +56,7 @@ class _Memory:
         return made
 
     def numbers(self, weight: Weight) -> Tensor:
-        """Decode once. The weight itself is held, so that its id is not given to another one."""
+        """Decode once. Trap: the weight is kept alive, or its id could be reused."""
         known = self._held.get(id(weight))
         if known is not None:
             self._held.move_to_end(id(weight))
@@ -76,7 +75,7 @@ _MEMORY: ContextVar[_Memory | None] = ContextVar("decoded", default=None)
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Decode each weight once in here; nobody may write into weights meanwhile."""
+    """Cache decoded weights within this context; nobody may write into weights meanwhile."""
     if _MEMORY.get() is not None:  # who asks several times about one trouble holds it around them
         yield
         return
@@ -88,14 +87,14 @@ def remembering() -> Iterator[None]:
 
 
 def once(given: Sequence[object], make: Callable[[], Made]) -> Made:
-    """While remembering, make once what follows from these very objects; not to be written into."""
+    """Cache a value derived from these objects while remembering; callers must not change it."""
     memory = _MEMORY.get()
     return make() if memory is None else memory.once(given, make)
 
 
 @cache
 def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
-    """What every byte stands for: one element, or two."""
+    """Return what each byte stands for: one element, or two if packed."""
     with torch.inference_mode(mode=False):
         octets = torch.arange(256)
         if order is None:
@@ -106,7 +105,7 @@ def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
 
 
 def elements(tensor: QuantisedTensor) -> Tensor:
-    """The elements [..., N, K] that codes stand for, without any scale."""
+    """Return the elements [..., N, K] that codes stand for, without any scale."""
     return _elements(tensor, tensor.codes)
 
 
@@ -117,7 +116,7 @@ def _elements(tensor: QuantisedTensor, codes: Tensor) -> Tensor:
 
 
 def scale_numbers(tensor: QuantisedTensor) -> Tensor:
-    """Block scales [..., R, C] as float32 numbers."""
+    """Return block scales [..., R, C] as float32."""
     stored = tensor.linear_scale_codes()
     if stored.dtype is torch.float32:
         return stored
@@ -131,7 +130,7 @@ def with_scales(
     *,
     tensor_scale: bool = True,
 ) -> Tensor:
-    """Values from elements, block scales [..., R, C], and the tensor scale."""
+    """Return elements times block scales [..., R, C] times the tensor scale."""
     values = elements(tensor) if element is None else element.double()
     high = tensor.format.block[0]
     spread = scales.double()
@@ -158,7 +157,7 @@ def _by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
 
 
 def numbers_of(weight: Weight) -> Tensor:
-    """The numbers of any weight; not to be written into. While remembering, decoded once."""
+    """Return the values of any weight, cached while remembering; callers must not change them."""
     if not weight.is_quantised:
         return weight.values(torch.float64)
     memory = _MEMORY.get()
@@ -176,9 +175,9 @@ def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
 
 
 class Decoding(Mapping[str, Weight]):
-    """Weights as numbers, changed ones decoded anew; `kept` are those that nobody changed.
+    """Weights as numbers: `kept` are unchanged, changed ones are decoded again.
 
-    `rows` are the only rows that are looked at, None for all of them.
+    `rows` are the only rows that are needed, None for all of them.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
-"""The vocabulary of faults in quantised tensors. Imports no sibling.
+"""The vocabulary of faults in quantised tensors: Fault, Case, Match. Imports no sibling.
 
-Owns what a fault of one tensor is (an id, words for people, the part it damages, `inject` and
-`signature`), and the reproduction on which every signature rests: apply the fault to the twin, and
-see how much of what differs in the suspect comes out. A cause is never inferred from a symptom.
-What keeps it honest: suites/engine/faults/ injects every fault and asks every signature about it.
+Every signature rests on reproduction: apply the fault to the twin, and measure how much of the
+suspect's difference that reproduces. A cause is never inferred from a symptom.
 
 Shape letters: N rows of all leading extents together, K elements, C block scales of a row.
 """
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Part(StrEnum):
-    """What of a quantised tensor is damaged. The parts are judged one by one."""
+    """The part of a quantised tensor that is damaged; each part is judged separately."""
 
     CODES = "codes"
     BLOCK_SCALE = "block scales"
@@ -36,9 +34,9 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One part that differs: the twin (what a correct producer writes), the suspect, where.
+    """One differing part: the twin (what a correct producer writes), the suspect, and the rows.
 
-    `rows` marks the rows in which the part differs; a signature looks at no others.
+    `rows` marks the rows in which the part differs; a signature considers no others.
     """
 
     twin: QuantisedTensor
@@ -50,8 +48,8 @@ class Case:
 class Match:
     """How well a fault explains a case.
 
-    `reproduced` is the share of the data in the differing rows that the twin with the fault gives;
-    `untouched` the share that the twin gives as it is.
+    `reproduced` is the share of the data in differing rows that the twin equals once the fault is
+    applied, `untouched` the share that it equals without the fault.
     """
 
     reproduced: float
@@ -63,8 +61,9 @@ class Match:
 class Fault:
     """One known way to damage a quantised tensor.
 
-    `inject` returns the damaged tensor, its labels telling what the reader believes; None where the
-    fault cannot be (nibbles of an unpacked format). `signature` returns None where it does not fit.
+    `inject` returns the damaged tensor, labelled with what the reader believes, or None if the
+    fault does not apply (nibbles of an unpacked format). `signature` returns None if it does not
+    fit.
     """
 
     id: str
@@ -77,17 +76,17 @@ class Fault:
 
     @property
     def family(self) -> str:
-        """The part of the id before the dot."""
+        """Return the part of the id before the dot."""
         return self.id.partition(".")[0]
 
 
 def element_codes(tensor: QuantisedTensor) -> Tensor:
-    """Return one code a byte [N, K], rows of all leading extents below each other."""
+    """Return the codes [N, K], one a byte; leading extents are flattened into rows."""
     return tensor.element_codes().reshape(-1, tensor.shape[-1])
 
 
 def read_scales(tensor: QuantisedTensor) -> Tensor:
-    """Return the block scales as they are read [N, C], one row of scales a row of elements."""
+    """Return the block scales as read [N, C], one row of scales per row of elements."""
     scales = tensor.linear_scale_codes()
     high = tensor.format.block[0]
     if high > 1:
@@ -96,14 +95,14 @@ def read_scales(tensor: QuantisedTensor) -> Tensor:
 
 
 def share_equal(left: Tensor, right: Tensor, rows_N: Tensor) -> float:
-    """Return the share of equal numbers in the marked rows; 1 where no row is marked."""
+    """Return the share of equal numbers in the marked rows; 1 if no row is marked."""
     if not bool(rows_N.any()):
         return 1.0
     return float((left[rows_N] == right[rows_N]).double().mean())
 
 
 def reproduction(case: Case, fault: QuantisedTensor | None, part: Part) -> tuple[float, float]:
-    """Return (reproduced, untouched) of a part of codes or block scales."""
+    """Return (reproduced, untouched) for codes or block scales."""
     read = element_codes if part is Part.CODES else read_scales
     suspect = read(case.suspect)
     untouched = share_equal(read(case.twin), suspect, case.rows)
@@ -113,7 +112,7 @@ def reproduction(case: Case, fault: QuantisedTensor | None, part: Part) -> tuple
 
 
 def same_values(left: QuantisedTensor, right: QuantisedTensor) -> bool:
-    """Whether two tensors decode alike, bit for bit: then a fault between them had no effect."""
+    """Return whether two tensors decode to the same bits, so that a fault has had no effect."""
     return torch.equal(
         dequantise(left, torch.float32).view(torch.int32),
         dequantise(right, torch.float32).view(torch.int32),

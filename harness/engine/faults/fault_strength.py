@@ -1,11 +1,8 @@
-"""Faults with a dial: the same fault as mild or as strong as one likes.
+"""Faults with an adjustable strength, such as a gain or an epsilon.
 
-Owns how a strength becomes a way: 0 is nothing, 0.01 is one percent of a gain, or of a factor
-of the logits, or what is added under a root. Whoever plants turns the dial until the effect is what
-is wanted in units of budget; a signature has to fit the number. Faults without a number in them
-have no dial.
-
-Refuses nothing. Kept honest by suites/engine/faults/test_fault_strength.py.
+Strength 0 changes nothing; 0.01 is one percent of a gain or of a factor of the logits, or the
+amount added under a root. The museum adjusts it until the effect has the wanted size in units of
+budget. Faults without a number have no entry in DIALS.
 """
 
 from __future__ import annotations

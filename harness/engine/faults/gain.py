@@ -1,4 +1,4 @@
-"""What M01 and M02 share: a fault of the tensor scale alone is recognised by an exact gain.
+"""Recognise faults of the tensor scale alone (M01, M02) by an exact gain.
 
 Two scales are the same if they differ by at most 2 ulp of float32: a reciprocal and a product are
 correctly rounded, so two producers of one scale are at most one rounding each apart.
@@ -22,14 +22,14 @@ SAME_WITHIN_ULP = 2
 
 
 def same_scales(left: Tensor, right: Tensor) -> Tensor:
-    """Mark which scales are equal within SAME_WITHIN_ULP; a NaN equals nothing but a NaN."""
+    """Mark scales that are equal within SAME_WITHIN_ULP; a NaN equals only a NaN."""
     both_nan = left.isnan() & right.isnan()
     distance = (left.view(torch.int32).long() - right.view(torch.int32).long()).abs()
     return both_nan | ((distance <= SAME_WITHIN_ULP) & ~left.isnan() & ~right.isnan())
 
 
 def gain_match(case: Case, fault: QuantisedTensor | None, formula: str) -> Match | None:
-    """Compare the stored scale with that of the twin after the fault; one number, or one each."""
+    """Compare the stored scale with the twin's after the fault; one number, or one per matrix."""
     scales = [t.tensor_scale for t in (fault, case.twin, case.suspect) if t is not None]
     expected, own, stored = scales if len(scales) == 3 else (None, None, None)
     if expected is None or own is None or stored is None:

@@ -1,9 +1,8 @@
-"""Gains: fitted by least squares, named where they are a known number, planted by one wrapper.
+"""Fit gains by least squares, match them with known constants, and plant them.
 
-Owns the fit and the wrappers that multiply, in front of the rounding of an output or behind it. A
-gain is a name if a known number lies within NEAR of the fit; otherwise it is said as what it is, a
-gain of so much. Whether it explains is left to reproduction. Kept honest by
-suites/engine/faults/test_gain_fit.py.
+A gain may apply before or after the rounding of an output (epilogue or separate pass). It is named
+after a known number if that lies within NEAR of the fit, else reported as a plain gain. Whether it
+explains the difference is decided by reproduction.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FEWEST = 4  # numbers that a fit needs, or it says nothing
 
 
 class Side(Enum):
-    """Where a gain sits: in front of an output's rounding, or behind it."""
+    """Whether a gain applies before or after an output's rounding."""
 
     FRONT = "in front"
     BEHIND = "behind"
@@ -44,14 +43,14 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Slope:
-    """A gain, and what of the difference it leaves: 0 where it explains everything."""
+    """A fitted gain, and the share of the difference that it leaves; 0 if it explains all."""
 
     gain: float
     left: float
 
 
 def slope(candidate: Tensor, expected: Tensor) -> Slope | None:
-    """Fit candidate = gain * expected; None where there is too little to fit, or not a number."""
+    """Fit candidate = gain * expected; None with too few numbers or non-finite ones."""
     c, e = candidate.double().flatten(), expected.double().flatten()
     energy = float(e @ e)
     if e.numel() < FEWEST or not energy or not math.isfinite(float(c.sum())):
@@ -62,7 +61,7 @@ def slope(candidate: Tensor, expected: Tensor) -> Slope | None:
 
 
 def fitted(candidate: Tensor, expected: Tensor) -> float | None:
-    """The gain, where there is one that explains the difference."""
+    """Return the gain if there is one that explains the difference."""
     found = slope(candidate, expected)
     if found is None or found.left > LEFT or found.gain == 1:
         return None
@@ -70,10 +69,11 @@ def fitted(candidate: Tensor, expected: Tensor) -> float | None:
 
 
 def faint(candidate: Tensor, expected: Tensor) -> float | None:
-    """A gain so near 1 that roundings drown it in single numbers, and all of them show it.
+    """Fit a gain so near 1 that single elements hide it in their rounding; None if not significant.
 
-    Of two fits the surer one: least squares, where noise is as large everywhere; and the mean of
-    all quotients, where it grows with a number as roundings do, and a few large ones own the first.
+    Return the fit with the smaller standard error: least squares suits noise of constant size; the
+    mean of quotients suits noise proportional to the value, as rounding is, where least squares
+    depends on a few large values.
     """
     c, e = candidate.double().flatten(), expected.double().flatten()
     e, c = e[e != 0], c[e != 0]
@@ -92,10 +92,10 @@ def faint(candidate: Tensor, expected: Tensor) -> float | None:
 def sharpened(
     scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None, side: Side = Side.FRONT
 ) -> float:
-    """A gain to more digits: the one that takes most sums to the roundings that were seen.
+    """Refine a gain: return the one with which most exact values round to the observed outputs.
 
-    Behind the rounding it takes stored numbers there. Of the two sides only one has such a gain:
-    the other's is off by up to half a step, which is more than a faint gain.
+    On the BEHIND side it multiplies stored values. Only one of the two sides has such a gain: on
+    the other it is off by up to half a step, which is more than a faint gain.
     """
     c, exact = sight.outputs["out"], sight.expected["out"]
     if side is Side.FRONT and has_facts(scene):
@@ -118,7 +118,7 @@ def sharpened(
 
 
 def shared(low: Tensor, high: Tensor) -> tuple[float, float]:
-    """The stretch of numbers that most of these intervals have in common."""
+    """Return the stretch that most of the intervals [low, high] have in common."""
     ends, order = torch.cat((low, high)).sort(stable=True)
     depth = torch.where(order < len(low), 1, -1).cumsum(0)
     best = int(depth.argmax())
@@ -126,12 +126,12 @@ def shared(low: Tensor, high: Tensor) -> tuple[float, float]:
 
 
 def is_named(gain: float, known: float) -> bool:
-    """Whether a fitted gain is a known number."""
+    """Return whether a fitted gain matches a known number."""
     return abs(gain - known) <= NEAR * abs(known)
 
 
 def times(out: Tensor, factor: float, where: Tensor | None = None) -> Tensor:
-    """Multiply, everywhere or where `where` broadcasts to True; the dtype stays."""
+    """Multiply everywhere, or where `where` broadcasts to True; keep the dtype."""
     made = (out.double() * factor).to(out.dtype)
     return made if where is None else torch.where(where, made, out)
 
@@ -143,7 +143,7 @@ def gain_way(
     output: str = "out",
     places: Mapping[str, Any] | None = None,
 ) -> Way:
-    """An output times a number, behind its rounding; `region` says where, given inputs and it."""
+    """Multiply an output after its rounding; `region` gets inputs and output and returns a mask."""
 
     def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         where = None if region is None else region(inputs, outputs[output])
@@ -159,7 +159,7 @@ def early_gain_way(
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
 ) -> Way:
-    """As gain_way on `out`, but in front of the rounding, as a kernel's epilogue has it."""
+    """Multiply `out` before its rounding, as a kernel's epilogue does."""
     rounded = with_facts(scene, lambda facts: facts)
     exact = with_facts(scene, unrounded_output)
 
@@ -187,7 +187,7 @@ def both_gains(
     places: Mapping[str, Any] | None = None,
     sides: Collection[Side] = tuple(Side),
 ) -> Iterator[Way]:
-    """A gain in front of the rounding, as an epilogue has it, then one behind it: to recognise."""
+    """Yield a gain before the rounding, then one after it: for recognition."""
     same = abs(math.frexp(factor)[0]) == 0.5
     if Side.FRONT in sides and has_facts(scene) and not same:
         yield early_gain_way(scene, words, factor, region, places)
@@ -204,12 +204,12 @@ def planted_gain(
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
 ) -> Way:
-    """The first of both_gains: to plant."""
+    """Return the first of both_gains: for planting."""
     return next(both_gains(scene, words, factor, region, places))
 
 
 def of_sight(sight: Sight, output: str = "out") -> float | None:
-    """The gain of one output of a sight."""
+    """Return the gain of one output."""
     if output not in sight.outputs or output not in sight.expected:
         return None
     c, e = sight.outputs[output], sight.expected[output]
@@ -219,7 +219,7 @@ def of_sight(sight: Sight, output: str = "out") -> float | None:
 
 
 def told(gain: float) -> str:
-    """A gain in words, with four digits; very near 1 what it is beside it, below 0 the sign."""
+    """Write a gain with four digits; near 1 as 1 plus or minus the rest, and name a turned sign."""
     if gain < 0:
         return f"a turned sign, a gain of {number(gain, 4)}"
     beside = gain - 1

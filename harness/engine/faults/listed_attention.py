@@ -1,10 +1,8 @@
-"""V4's attention by lists, as a kernel has it: which rows a token is given, and at which place.
+"""V4's sparse attention over index lists, as a kernel computes it, with faults of those lists.
 
-Owns the two lists of a token, its window's positions and its entries, as places beside the rows of
-its sequence, and the softmax over them with places left out, empty ones read, or parts merged. The
-rows themselves are those that the reference attends to. Kept honest by
-suites/engine/faults/test_listed_attention.py: with nothing changed it is the component's own
-output.
+Each token has two lists, its window's positions and its entries. The softmax runs over them with
+places left out, with empty places read, or with parts merged wrongly. The rows themselves are those
+that the reference attends to; with nothing changed the output is the component's own.
 
 Shape letters: T tokens of a sequence, H heads, L row width, R rows of a sequence.
 """
@@ -32,9 +30,10 @@ _AT_ONCE = 32  # tokens, whose logits are held together
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """One sequence's queries [T, H, L] and rows [R, L], and the places [T, R] of rows in lists.
+    """One sequence's queries [T, H, L] and rows [R, L], and each row's place [T, R] in the lists.
 
-    A place is -1 where a row is in neither list. `near` and `far` count the places of each.
+    A place is -1 if the row is in neither list, and FAR or more if it is in the list of entries.
+    `near` and `far` are the lengths of the lists.
     """
 
     q: Tensor
@@ -45,7 +44,7 @@ class Listed:
     first: tuple[Tensor, Tensor]  # rows [1, L] of slot 0: of the call's window, of its entries
 
     def absent(self, step: int) -> tuple[Tensor, Tensor]:
-        """How many places [T] of each list are empty, up to a multiple of `step`."""
+        """Return how many places [T] of each list are empty, with lengths rounded up to `step`."""
         far = self.place >= FAR
         taken = ((self.place >= 0) & ~far).sum(1), far.sum(1)
         held = (-(-count // step) * step for count in (self.near, self.far))
@@ -53,7 +52,7 @@ class Listed:
         return near, entries
 
     def behind(self, some: slice) -> Tensor:
-        """Places of some tokens, those of entries counted on behind the window's last tile."""
+        """Return the places of some tokens, entries numbered on after the window's last tile."""
         place, held = self.place[some], -(-self.near // _TILE) * _TILE
         return torch.where(place >= FAR, place - FAR + held, place)
 
@@ -61,14 +60,14 @@ class Listed:
 def by_lists(
     attend: Callable[[Any, Listed, Tensor], Tensor], facts: Any, inputs: Tensors, weights: Any
 ) -> Tensors:
-    """A component's output with another attention over each sequence's lists."""
+    """Run a component with another attention over each sequence's lists."""
     sink = single(weights).values(facts.numerics.work)
     out = [attend(facts, each, sink) for each in lists_of(facts, inputs)]
     return {"out": torch.cat(out).to(facts.numerics.store)}
 
 
 def lists_of(facts: Any, inputs: Tensors) -> Iterator[Listed]:
-    """The lists of every sequence of a call."""
+    """Yield the lists of every sequence of a call."""
     window, ratio = facts.config.sliding_window, facts.decoder_block.ratio
     spans, work = spans_of(inputs), facts.numerics.work
     near = joined(inputs, "window", [(min(s.start, window - 1), s.count) for s in spans])
@@ -93,7 +92,7 @@ def lists_of(facts: Any, inputs: Tensors) -> Iterator[Listed]:
 
 
 def joined(inputs: Tensors, name: str, counts: list[tuple[int, int]]) -> list[Tensor]:
-    """Rows of each sequence: those of earlier calls, then those of this one."""
+    """Return each sequence's rows: those of earlier calls, then those of this one."""
     kept, made = ([pair[i] for pair in counts] for i in (0, 1))
     new = inputs[name]
     old = inputs.get(f"state_{name}", new[:0])[: sum(kept)].to(new.dtype)
@@ -101,7 +100,7 @@ def joined(inputs: Tensors, name: str, counts: list[tuple[int, int]]) -> list[Te
 
 
 def _numbers(inputs: Tensors, span: Any, entries: int, visible: Tensor | None) -> Tensor:
-    """The place of every entry in a token's list, -1 for none."""
+    """Return the place of every entry in each token's list, -1 for none."""
     place = torch.full((span.count, entries + 1), -1)
     if "chosen" in inputs:
         chosen = inputs["chosen"][span.tokens].long()
@@ -117,17 +116,17 @@ def _numbers(inputs: Tensors, span: Any, entries: int, visible: Tensor | None) -
 
 
 def whole(facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
-    """Nothing changed."""
+    """Attend with nothing changed."""
     return _attended(facts, listed, sink_H, listed.place >= 0)
 
 
 def without(gone: Callable[[Listed], Tensor], facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
-    """Some places [T, R] left out."""
+    """Attend with some places [T, R] left out."""
     return _attended(facts, listed, sink_H, (listed.place >= 0) & ~gone(listed))
 
 
 def with_empty(step: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
-    """Empty places read as slot 0 of their cache, and masked by nothing."""
+    """Read empty places as slot 0 of their cache, without a mask."""
     times = [*listed.absent(step)]
     rows, counts = [listed.rows], [(listed.place >= 0).to(sink_H.dtype)]
     for first, absent in zip(listed.first, times, strict=True):
@@ -139,9 +138,9 @@ def with_empty(step: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
 
 
 def in_parts(part: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
-    """Sums of `part` places each, every one beside its own peak, added as if peaks were one.
+    """Sum parts of `part` places, each relative to its own maximum, without rescaling them.
 
-    Parts are cut out of both lists, one behind the other.
+    Parts are cut out of both lists, entries after the window.
     """
     return _attended(facts, listed, sink_H, listed.place >= 0, part)
 
@@ -149,7 +148,7 @@ def in_parts(part: int, facts: Any, listed: Listed, sink_H: Tensor) -> Tensor:
 def _attended(
     facts: Any, listed: Listed, sink_H: Tensor, times_TR: Tensor, part: int = 0
 ) -> Tensor:
-    """Softmax over rows that each count a number of times; a sink takes part in the sum only."""
+    """Attend to rows with multiplicities; the sink adds to the denominator only."""
     numerics, made = facts.numerics, []
     for begin in range(0, len(listed.q), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
@@ -167,7 +166,7 @@ def _attended(
 
 
 def _peaks(logit_THR: Tensor, part_TR: Tensor) -> Tensor:
-    """The largest logit of the part that a row is in."""
+    """Return the largest logit of the part that each row is in."""
     found = torch.zeros_like(logit_THR)
     for number in part_TR.unique().tolist():
         inside = (part_TR == number)[:, None]
@@ -177,5 +176,5 @@ def _peaks(logit_THR: Tensor, part_TR: Tensor) -> Tensor:
 
 
 def _finite(peak: Tensor) -> Tensor:
-    """Trap: a token that sees nothing has no peak, and -inf - -inf is NaN."""
+    """Replace -inf: a token that sees nothing has no maximum, and -inf - -inf is NaN."""
     return peak.clamp(min=torch.finfo(peak.dtype).min)

@@ -1,15 +1,13 @@
 """The vocabulary of faults in a running model: in one component, or on an edge between two.
 
-Owns what such a fault is. A `Way` is one exact way to go wrong: it wraps the healthy call of a
-component. `inject` plants it by wrapping the candidate's call; a signature recognises it by
-wrapping the twin's, on the inputs that the candidate saw, and the budget says whether the outputs
-are the candidate's. So both are the same code, and a cause is never inferred from a symptom.
+A `Way` is one exact way to go wrong; it wraps the healthy call of a component. `inject` plants it
+around the candidate's call. A signature recognises it by wrapping the twin's call on the inputs
+that the candidate received; the budget decides whether the outputs match the candidate's. Planting
+and recognition share this code, and a cause is never inferred from a symptom.
 
-An edge fault wraps the consumer and changes what arrives there: a candidate with it is captured
-behind the change. Its signature is asked with the inputs that the producers' outputs imply, and
-`passed_on` tells what the consumer would have received.
-
-Kept honest by suites/engine/faults/test_model_faults.py and by the museum.
+An edge fault wraps the consumer and changes its inputs, and the capture holds the changed ones. Its
+signature starts from the inputs that the producers' outputs imply, and `passed_on` returns what the
+consumer would have received.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Reach(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """One component of a bound model: a healthy candidate when planting, the twin when naming."""
+    """One component of a bound model: of the candidate when planting, of the twin when naming."""
 
     bound: Bound
     component: Component
@@ -53,26 +51,26 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """The component's full name."""
+        """Return the component's full name."""
         return self.component.name
 
     @property
     def role(self) -> str:
-        """Its name without the layer."""
+        """Return its name without the layer."""
         return self.component.role
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """What it reads, by names within its block."""
+        """Return its weights, by names within its block."""
         return self.bound.weights_of(self.name)
 
     @property
     def call(self) -> ComponentCall:
-        """The healthy call: it is asked what it is made of."""
+        """Return the healthy call, unwrapped, so that its function and facts can be read."""
         return plain_call(self.bound.calls[self.name])
 
     def sibling(self, name: str) -> Scene | None:
-        """The same role elsewhere, or another component of this model; None without it."""
+        """Return another component of this model; None if the model lacks it."""
         if name not in self.bound.calls:
             return None
         found = component_named(self.bound.config, name, self.recipe)
@@ -81,13 +79,13 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What the candidate did at a scene, in one call: what it was given and what came out.
+    """One recorded call of a component of the candidate: inputs, outputs, and the twin's outputs.
 
     `expected` is what the twin returns on these inputs. On an edge `implied` holds the inputs that
-    the producers' outputs imply; it is empty inside a component. `earlier` are the sights of the
-    same place in calls before this one, oldest first, as far as they are known: what is stale
-    comes from there. `rows` counts the rows of each call where several stand below each other.
-    `elsewhere` holds, by layer, what the same component of other layers was to get in this step.
+    the producers' outputs imply; it is empty inside a component. `earlier` are the calls of the
+    same component before this one, oldest first, as far as they are known: stale data comes from
+    there. `rows` counts the rows of each call if several are concatenated. `elsewhere` holds, by
+    layer, the inputs meant for the same component of other layers in this step.
     """
 
     inputs: Mapping[str, Tensor]
@@ -105,10 +103,10 @@ class Sight:
 class Way:
     """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
 
-    `beside` wraps other components, by name, that hand this one what it takes wrongly; they stay
-    healthy. Whoever plants a way plants these with it. `whole` ways depend on which rows and
-    experts a call holds: with some of them left out they are other ways. `unknown` marks elements
-    of an output that the way leaves open, such as those read from memory that races.
+    `beside` wraps other components, by name, that pass this one what it misreads; they stay
+    healthy, and are planted together with the way. `whole` ways depend on which rows and experts a
+    call holds, so they must not be tried on a subset. `unknown` marks output elements that the way
+    leaves open, such as those read from memory that races.
     """
 
     words: str
@@ -121,7 +119,7 @@ class Way:
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
     ) -> Mapping[str, Tensor]:
-        """What a consumer receives when this way is taken on its edge."""
+        """Return what a consumer receives when this way is planted on its edge."""
         return self.apply(lambda given, _weights: given)(inputs, weights)
 
 
@@ -129,10 +127,10 @@ class Way:
 class ModelFault:
     """One known way to go wrong in a running model.
 
-    `sits` says by role, recipe and config alone whether it can be at a scene. `ways` lists what can
-    be planted there, mild ones included. `signature` proposes what may explain a sight, fitted to
-    it where the fault has a parameter; whether it does is decided by reproduction. Where damage
-    is another one in every call (`per_call`), so is what a signature proposes.
+    `sits` decides by role, recipe and config alone whether it applies to a component. `ways` lists
+    what can be planted there, mild variants included. `signature` proposes what may explain a call,
+    fitted to it if the fault has a parameter; reproduction decides whether it does. If damage
+    varies from call to call (`per_call`), so do the proposals.
     """
 
     id: str
@@ -147,7 +145,7 @@ class ModelFault:
 
     @property
     def family(self) -> str:
-        """The part of the id before the dot."""
+        """Return the part of the id before the dot."""
         return self.id.partition(".")[0]
 
     def inject(self, scene: Scene, chance: random.Random) -> Way:
@@ -159,7 +157,7 @@ class ModelFault:
 def from_ways(
     ways: Callable[[Scene], Iterator[Way]],
 ) -> Callable[[Scene, Sight], Iterator[Way]]:
-    """A signature of faults without a parameter: every way that can be planted may explain."""
+    """Return the signature of a fault without a parameter: it proposes every plantable way."""
 
     def signature(scene: Scene, _sight: Sight) -> Iterator[Way]:
         return ways(scene)
@@ -168,7 +166,7 @@ def from_ways(
 
 
 def with_weights(change: Callable[[str, Weight], Weight]) -> Callable[..., ComponentCall]:
-    """Wrap a call so that its weights are other ones; `change` may return what it was given."""
+    """Wrap a call so that its weights are changed; `change` may return its argument."""
 
     def apply(call: ComponentCall) -> ComponentCall:
         def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
@@ -180,7 +178,7 @@ def with_weights(change: Callable[[str, Weight], Weight]) -> Callable[..., Compo
 
 
 def with_inputs(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Any:
-    """Wrap a call so that it is given other inputs."""
+    """Wrap a call so that its inputs are changed."""
 
     def apply(call: ComponentCall) -> ComponentCall:
         return lambda inputs, weights: call(change(inputs), weights)
@@ -191,7 +189,7 @@ def with_inputs(change: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) 
 def with_outputs(
     change: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Any:
-    """Wrap a call so that it returns other outputs; `change` sees inputs and outputs."""
+    """Wrap a call so that its outputs are changed; `change` gets inputs and outputs."""
 
     def apply(call: ComponentCall) -> ComponentCall:
         return lambda inputs, weights: change(inputs, call(inputs, weights))
@@ -200,7 +198,7 @@ def with_outputs(
 
 
 class ChangedWeights(Mapping[str, "Weight"]):
-    """Weights of a component behind a change that is made when one is read."""
+    """Weights of a component that are changed when they are read."""
 
     def __init__(
         self, weights: Mapping[str, Weight], change: Callable[[str, Weight], Weight]

@@ -1,10 +1,9 @@
-"""What looks like a fault and is none: legal orders of sums, equal rules, roundings within an ulp.
+"""Negative controls: legal differences that look like faults and must raise no alarm.
 
-Owns ways in the same form as faults have them, for runs that must raise no alarm: another order of
-a sum, softmax on either side of top-k where there is no bias, a shift of all positions in layers
-that see windows only, exponentials in base 2, an approximate reciprocal in front of a scale, larger
-residuals, scales of a module that nobody runs. A control is planted like a fault; whoever calls its
-run DIFFERS is wrong. Kept honest by suites/engine/faults/test_negative_controls.py.
+They have the same form as the ways of faults: another order of a sum, softmax before or after top-k
+where there is no bias, a shift of all positions in layers with a window only, exponentials in base
+2, an approximate reciprocal before a scale, larger residuals, scales of a module that is never run.
+A control is planted like a fault; a verdict DIFFERS on such a run is wrong.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _LINEARS = (
 
 @dataclass(frozen=True)
 class Control:
-    """One legal difference. `sits` and `ways` are as those of a ModelFault."""
+    """One legal difference; `sits` and `ways` are as in ModelFault."""
 
     id: str
     title: str
@@ -68,7 +67,7 @@ def _on_float32(facts: Any) -> Any:
 
 
 def _reordered(scene: Scene, order: str, parts: int) -> Any:
-    """Sums over K in another order, in float32, and one rounding at the end."""
+    """Sum over K in another order, in float32, with one rounding at the end."""
     fine = with_facts(scene, lambda facts: unrounded(_on_float32(facts)))
     numerics = scene.bound.bound_to(scene.name)[1].numerics
 
@@ -110,7 +109,7 @@ def _order_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _swapped_routing(scene: Scene) -> Iterator[Way]:
-    """Weights by a softmax over the chosen: the same as over all, renormalised, without a bias."""
+    """Take a softmax over the chosen experts; without a bias it equals the renormalised one."""
     del scene
     yield Way("shares computed by another order of the same operations", with_outputs(_reshared))
 
@@ -123,7 +122,7 @@ def _reshared(_inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _exponential_ways(scene: Scene) -> Iterator[Way]:
-    """Q times log2(e), and powers of two, are what a kernel does; here: their one rounding more."""
+    """Multiply Q by log2(e) and take powers of two, as kernels do: one more rounding."""
     del scene
 
     def change(inputs: Tensors) -> Tensors:
@@ -134,7 +133,7 @@ def _exponential_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _shift_ways(scene: Scene) -> Iterator[Way]:
-    """In a layer without entries the inverse rotation takes back what q and k were turned by."""
+    """Shift all positions; without entries the inverse rotation undoes the rotation of q and k."""
     del scene
     for shift in (1, 5):
         yield Way(f"positions {shift:+d} for all rotations", with_inputs(_plus(shift)))
@@ -160,7 +159,7 @@ def _reciprocal_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _growth_ways(scene: Scene) -> Iterator[Way]:
-    """Streams twice as long are legal; their norm does not show them."""
+    """Double the streams, which their norm hides."""
     del scene
 
     def change(inputs: Tensors) -> Tensors:
@@ -170,7 +169,7 @@ def _growth_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _unread_ways(scene: Scene) -> Iterator[Way]:
-    """A plain weight has no use for scales; whatever they hold."""
+    """Change the scales of a plain weight, which are never read."""
     del scene
 
     def change(_name: str, weight: Weight) -> Weight:
@@ -192,7 +191,7 @@ def _tie_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _sorted(_inputs: Tensors, outputs: Tensors) -> Tensors:
-    """-1 stays at the end."""
+    """Sort, with -1 at the end."""
     most = torch.iinfo(outputs["out"].dtype).max
     order = torch.where(outputs["out"] < 0, most, outputs["out"]).sort(dim=-1).values
     return {**outputs, "out": torch.where(order == most, -1, order)}
@@ -213,7 +212,7 @@ def _of_roles(*roles: str) -> Callable[[Scene], bool]:
 
 
 def _divides(scene: Scene) -> bool:
-    """Whether a scale is no power of two: the reciprocal of one is exact, wherever it is taken."""
+    """Return whether the scale need not be a power of two, whose reciprocal would be exact."""
     linear = scene.name.removesuffix(".act_quant")
     if linear == scene.name:
         return False
@@ -295,7 +294,7 @@ WHOLE_RUN_CONTROLS = (
 
 @dataclass(frozen=True)
 class WeightControl:
-    """Legal weights: a checkpoint that holds them is the candidate's and the twin's alike."""
+    """A legal change of weights, made in the checkpoint and so in candidate and twin alike."""
 
     id: str
     title: str
@@ -307,7 +306,7 @@ _OUT = (".attn.wo", ".attn.wo_b")
 
 
 def _longer(name: str, weight: Weight) -> Weight:
-    """What every block adds to its streams twice as long."""
+    """Double what every block adds to its streams."""
     if not name.endswith((*_OUT, ".w2")):
         return weight
     if weight.tensor_scale is not None:
@@ -316,7 +315,7 @@ def _longer(name: str, weight: Weight) -> Weight:
 
 
 def _by_powers(name: str, weight: Weight) -> Weight:
-    """Block scales at the nearest power of two: a few percent of noise everywhere."""
+    """Round block scales to the nearest power of two: a few percent of noise everywhere."""
     del name
     if not weight.is_quantised:
         return weight
@@ -327,7 +326,7 @@ def _by_powers(name: str, weight: Weight) -> Weight:
 
 
 def _own_scale(_name: str, weight: Weight, larger: float = 1.0) -> Weight:
-    """An NVFP4 weight quantised by itself, with its own tensor scale or a larger one."""
+    """Quantise an NVFP4 weight by itself, with its own tensor scale or a larger one."""
     if not weight.is_quantised or weight.tensor_scale is None or weight.tensor_scale.ndim:
         return weight
     form, values = weight.quantised().format, weight.values(torch.float32).contiguous()

@@ -1,11 +1,11 @@
-"""Faults on the activation side of a quantised product: how codes are made, and how they are read.
+"""Faults of activation quantisation: how codes are made, and how a linear reads them.
 
-Owns two lifts. `made` wraps the quantisation in front of a linear (`*.act_quant`) and changes what
-it puts out; `read` wraps the linear and changes how it reads codes and scales that are right.
-Ways are all columns, or the second half. `numbers` gives what is quantised, SwiGLU included.
-Kept honest by suites/engine/faults/test_operand_faults.py.
+`making_fault` wraps the quantisation before a linear (`*.act_quant`) and changes its outputs;
+`reading_fault` wraps the linear and changes how it reads correct codes and scales. Each has two
+ways: all columns, or the second half. `numbers` returns what is quantised, after SwiGLU if that is
+part of the component.
 
-Shape letters: T tokens (or tokens and slots), C block scales of a token.
+Shape letters: T tokens (or tokens and slots), C block scales of a token, b elements of a block.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _COLUMNS: tuple[tuple[bool, str, dict[str, str]], ...] = (
 
 
 def any_format(_form: BlockFormat) -> bool:
-    """Whatever is quantised."""
+    """Accept every quantised format."""
     return True
 
 
 def has_tensor_scale(form: BlockFormat) -> bool:
-    """NVFP4."""
+    """Accept formats with a tensor scale: NVFP4."""
     return form.tensor_scale
 
 
 def is_packed(form: BlockFormat) -> bool:
-    """Two codes a byte."""
+    """Accept formats with two codes a byte."""
     return form.packed
 
 
 def activation_format(scene: Scene) -> BlockFormat | None:
-    """The format of the codes that a component makes or reads; None where it does neither."""
+    """Return the format of the codes that a component makes or reads; None if it does neither."""
     component = scene.component
     is_maker = "codes" in component.outputs
     if not is_maker and not any(each.name == "codes" for each in component.inputs):
@@ -85,7 +85,7 @@ def activation_format(scene: Scene) -> BlockFormat | None:
 
 
 def numbers(scene: Scene, inputs: Parts) -> Tensor:
-    """What a maker quantises: its input, or what SwiGLU makes of it."""
+    """Return the values that a component quantises: its input, or SwiGLU of it."""
     if scene.role != _SWIGLU:
         return inputs["x"]
     bound, block = scene.bound, scene.component.block
@@ -97,7 +97,7 @@ def numbers(scene: Scene, inputs: Parts) -> Tensor:
 
 
 def blocks(scene: Scene, inputs: Parts, tensor_scale: Tensor) -> Tensor:
-    """What a maker of NVFP4 quantises, by blocks [..., b]; a token for each of its experts."""
+    """Return the values that become NVFP4, in blocks [..., b], once for each expert of a token."""
     form, x = activation_format(scene), numbers(scene, inputs).float()
     assert form is not None, "asked only where codes are made"
     if tensor_scale.ndim == x.ndim:
@@ -113,7 +113,7 @@ def requantised(
     scale: Tensor | None = None,
     dialect: Dialect = CANONICAL,
 ) -> dict[str, Tensor]:
-    """Codes made again, with another tensor scale or by other rules; the scale put out stays."""
+    """Quantise again with another tensor scale or other rules; the returned tensor scale stays."""
     form, x = activation_format(scene), numbers(scene, inputs).float().contiguous()
     assert form is not None, "asked only where codes are made"
     if not form.tensor_scale:
@@ -133,9 +133,9 @@ def requantised(
 def with_block_scales(
     scene: Scene, inputs: Parts, outputs: Parts, change: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """NVFP4 codes made again under other block scales, as codes of E4M3.
+    """Encode NVFP4 again with other block scales, given as E4M3 codes.
 
-    `change` gets blocks [..., b] in units of the tensor scale, and the right codes [...].
+    `change` gets blocks [..., b] in units of the tensor scale, and the correct codes [...].
     """
     form, stored = activation_format(scene), outputs["block_scale"]
     assert form is not None, "asked only where codes are made"
@@ -149,7 +149,7 @@ def with_block_scales(
 
 
 def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bool]) -> ModelFault:
-    """A maker of codes puts out something else; `change` sees its inputs and right outputs."""
+    """Return a fault that changes quantised outputs; `change` gets inputs and correct outputs."""
 
     def sits(scene: Scene) -> bool:
         form = activation_format(scene) if "codes" in scene.component.outputs else None
@@ -167,7 +167,7 @@ def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bo
 def reading_fault(
     words: Words, change: Reading, needs: Callable[[BlockFormat], bool]
 ) -> ModelFault:
-    """A linear reads right codes and scales wrongly."""
+    """Return a fault of a linear that misreads correct codes and scales."""
 
     def sits(scene: Scene) -> bool:
         is_reader = any(each.name == "codes" for each in scene.component.inputs)
@@ -205,7 +205,7 @@ def _read(scene: Scene, change: Reading, half: bool) -> Callable[[ComponentCall]
 
 
 def _columns(half: bool, right: Parts, wrong: Parts | None) -> Parts:
-    """Take what is wrong, all of it or the second half of its columns; scalars are left then."""
+    """Take the wrong tensors, all of them or the second half of their columns without scalars."""
     if wrong is None:
         return right
     joined = dict(right)

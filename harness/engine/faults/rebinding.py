@@ -1,11 +1,9 @@
-"""Ways that run a component's own code with other facts: another base, no clamp, other rounding.
+"""Run a reference component with other facts: another base, no clamp, other rounding.
 
-Owns the reading of what a bound call is made of, a function and its facts, and the wrappers that
-put others in their place. A call that is no reference (a user's kernel) has no facts; a way that
-needs them then starts from the scene's own call. Ways that change facts are applied first when
-several are combined, for what wraps a call hides its facts.
-
-Kept honest by suites/engine/faults/test_rebinding.py.
+A bound call of a reference consists of a function and its facts; these wrappers replace either. A
+call that is no reference (a user's kernel) has no facts; a way that needs them starts from the
+scene's own call. If several ways are combined, those that change facts have to be applied first,
+because a wrapped call hides its facts.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ _CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
 
 
 def is_v4(scene: Scene) -> bool:
-    """Whether the model is a V4."""
+    """Return whether the model is a V4."""
     return isinstance(scene.bound.config, V4Config)
 
 
 def facts_of(call: ComponentCall) -> Facts | None:
-    """The facts that a reference's call is bound to; None of any other call."""
+    """Return the facts that a reference's call is bound to; None for any other call."""
     if isinstance(call, partial) and call.args and isinstance(call.args[0], Facts):
         found: Facts = call.args[0]
         return found
@@ -51,12 +49,12 @@ def facts_of(call: ComponentCall) -> Facts | None:
 
 
 def has_facts(scene: Scene) -> bool:
-    """Whether the scene's call is a reference."""
+    """Return whether the scene's call is a reference."""
     return facts_of(scene.call) is not None
 
 
 def facts_at(scene: Scene) -> Any:
-    """The facts at a scene whose call is a reference."""
+    """Return the facts at a scene whose call is a reference."""
     found = facts_of(scene.call)
     assert found is not None, "asked only where has_facts"
     return found
@@ -84,49 +82,49 @@ def with_function(scene: Scene, function: Function) -> Callable[..., ComponentCa
 
 
 def function_at(scene: Scene) -> Function:
-    """The reference function behind a scene."""
+    """Return the reference function of a scene."""
     assert isinstance(scene.call, partial), "asked only where has_facts"
     found: Function = scene.call.func
     return found
 
 
 def with_config(facts: Any, **changes: Any) -> Any:
-    """The same facts under another config."""
+    """Return the same facts with another config."""
     return replace(facts, config=replace(facts.config, **changes))
 
 
 def with_epsilon(epsilon: float, facts: Any) -> Any:
-    """The same facts with another number under the root of every RMS norm."""
+    """Return the same facts with another epsilon in every RMSNorm."""
     if facts.numerics.switches.latent_norm_epsilon is not None:
         facts = with_switches(facts, latent_norm_epsilon=epsilon)
     return with_config(facts, rms_norm_eps=epsilon)
 
 
 def with_numerics(facts: Any, **changes: Any) -> Any:
-    """The same facts in another arithmetic; fields of Numerics."""
+    """Return the same facts with other fields of Numerics."""
     return replace(facts, numerics=replace(facts.numerics, **changes))
 
 
 def with_switches(facts: Any, **changes: Any) -> Any:
-    """The same facts on the other side of some disagreement."""
+    """Return the same facts with other switches, where correct implementations disagree."""
     return replace(facts, numerics=facts.numerics.with_switches(**changes))
 
 
 def unrounded(facts: Any) -> Any:
-    """The same facts without the rounding of what is stored."""
+    """Return the same facts without the rounding of stored values."""
     return with_numerics(facts, store=facts.numerics.products)
 
 
 def unrounded_output(facts: Any) -> Any:
-    """The same facts without the output's rounding; what attention stores on its way it rounds."""
+    """Return the same facts without output rounding; attention's intermediates are rounded."""
     within = facts.numerics.on_the_way.store
     return with_numerics(facts, store=facts.numerics.products, within=within)
 
 
 def with_x(scene: Scene, change: Callable[[Tensor], Tensor]) -> Callable[..., ComponentCall]:
-    """Give a product other numbers for its input [..., G, K], codes decoded; G groups, mostly 1.
+    """Run a product on another input [..., G, K], given as decoded values; G groups, mostly 1.
 
-    What is taken from an input is taken from the sum, at a fraction of what a weight would cost.
+    Zeroing part of the input removes it from the sum, far more cheaply than changing a weight.
     """
 
     def apply(call: ComponentCall) -> ComponentCall:
@@ -143,7 +141,7 @@ def with_x(scene: Scene, change: Callable[[Tensor], Tensor]) -> Callable[..., Co
 def decoded(
     facts: Any, inputs: Inputs, weights: Weights, change: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The inputs of a product with `x` in place of codes, changed."""
+    """Return the inputs of a product with a changed `x` in place of codes."""
     name = next(iter(weights))
     form = facts.activation(name) if facts is not None else None
     dtype = torch.float64 if facts is None else facts.numerics.products
@@ -155,7 +153,7 @@ def decoded(
 
 
 def block_function(facts: Any, role: str) -> Function:
-    """The reference function of a role in this family."""
+    """Return the reference function of a role in this family."""
     family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
     assert isinstance(facts, V4Facts | V32Facts), "there are two families"
     found: Function = family.BLOCK[role]

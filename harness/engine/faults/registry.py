@@ -1,7 +1,7 @@
 """All faults that this version can plant and name, by id. A new family is one file and one line.
 
-A family of tensors puts `FAULTS` into its module, a family of running models `MODEL_FAULTS`; a
-module may hold both. Ids are unique in each of the two.
+A family of tensor faults defines `FAULTS` in its module, a family of faults in running models
+`MODEL_FAULTS`; a module may define both. Ids are unique in each of the two.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
 
 
 def fault_named(name: str) -> Fault:
-    """Look a fault of a tensor up by its id."""
+    """Return a fault of a tensor by its id."""
     if name not in FAULTS:
         raise UnknownName.among("fault", name, FAULTS)
     return FAULTS[name]
 
 
 def model_fault_named(name: str) -> ModelFault:
-    """Look a fault of a running model up by its id."""
+    """Return a fault of a running model by its id."""
     if name not in MODEL_FAULTS:
         raise UnknownName.among("fault", name, MODEL_FAULTS)
     return MODEL_FAULTS[name]

@@ -1,11 +1,11 @@
-"""Rotations done in another way, at every place that rotates: one function for all of them.
+"""RoPE variants: replace the rotation of any component by one with other parameters.
 
-Owns the record of a rotation (frequencies, positions, pairing, end, direction) and the way to any
-component's values in front of its rotation, so that another one can be put in its place with the
-same roundings. Norms, Hadamard and rounding behind it remain the component's own code.
+A `Turn` records frequencies, positions, pairing, end and direction. `turned` recovers a component's
+values before their rotation, so that another one can be applied with the same roundings; norms,
+Hadamard transform and later roundings remain the component's own code. With the healthy turn the
+result equals the component's bit by bit.
 
-Kept honest by suites/engine/faults/test_rope_variants.py: the healthy rotation through here is the
-component's, bit by bit. Shape letters: N rows, H heads, F features, P pairs.
+Shape letters: N rows, H heads, F features, P pairs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROTATING = (
 
 @dataclass(frozen=True)
 class Turn:
-    """One way to rotate. `times` counts rotations: 0 is none, -1 the inverse."""
+    """One way to rotate. `times` counts rotations: 0 for none, -1 for the inverse."""
 
     rope: Rope
     times: int = 1
@@ -61,7 +61,7 @@ class Turn:
 
 
 def turn_of(facts: Any, role: str) -> Turn:
-    """How a component rotates."""
+    """Return how a component rotates."""
     if isinstance(facts, V4Facts):
         rope = facts.rope
     elif role in HIDDEN:
@@ -116,7 +116,7 @@ def _swapped(part: Tensor, turn: Turn) -> Tensor:
 def turned(
     facts: Any, role: str, inputs: Tensors, weights: Mapping[str, Any], change: Change
 ) -> Tensors:
-    """A component's outputs with `change(values, positions)` in the place of its rotation."""
+    """Run a component with `change(values, positions)` in place of its rotation."""
     if role in POOLS:
         return _pooled(facts, role, inputs, weights, change)
     numerics, positions = facts.numerics, inputs["positions"]
@@ -140,7 +140,7 @@ def turned(
 def _hidden(
     facts: Any, role: str, inputs: Tensors, weights: Mapping[str, Any], change: Change
 ) -> Tensor:
-    """The indexer's queries, or V3.2's keys behind their norm."""
+    """Rotate the indexer's queries, or V3.2's keys after their norm."""
     x, positions = inputs["x"], inputs["positions"]
     if role == _Q:
         heads = x.reshape(len(positions), -1, facts.config.index_head_dim)
@@ -153,7 +153,7 @@ def _hidden(
 
 
 def _behind(facts: Any, rotated: Tensor) -> Tensor:
-    """What the indexer does behind a rotation: its queries at position 0."""
+    """Apply what the indexer does after a rotation, by running its queries at position 0."""
     zeros = torch.zeros(len(rotated), dtype=torch.int64)
     given = {"x": rotated.to(facts.numerics.store).flatten(1), "positions": zeros}
     found: Tensor = block_function(facts, _Q)(_unscaled(facts, _Q), given, {})["out"]
@@ -161,12 +161,12 @@ def _behind(facts: Any, rotated: Tensor) -> Tensor:
 
 
 def _unscaled(facts: Any, role: str) -> Any:
-    """The same facts, such that position 0 leaves rows as they are: YaRN may scale them there."""
+    """Return facts for which position 0 is the identity; YaRN may scale rows even there."""
     return facts if turn_of(facts, role).rope.scale == 1.0 else with_config(facts, yarn=None)
 
 
 class _Still(float):
-    """A base of which every power is infinite, so that no pair turns."""
+    """A RoPE base with infinite powers, so that every frequency is 0 and no pair rotates."""
 
     def __pow__(self, exponent: Any, _modulus: Any = None) -> Any:
         return torch.full_like(exponent, torch.inf)
@@ -184,7 +184,7 @@ _STILL = _Still(1.0)
 def _pooled(
     facts: Any, role: str, inputs: Tensors, weights: Mapping[str, Any], change: Change
 ) -> Tensors:
-    """Entries, at the first position of their windows."""
+    """Rotate entries at the first position of their windows."""
     still = with_config(facts, rope_theta=_STILL, compress_rope_theta=_STILL, yarn=None)
     outputs = dict(block_function(facts, POOLS[0])(still, inputs, weights))
     entries, numerics = outputs["out"], facts.numerics
@@ -197,7 +197,7 @@ def _pooled(
 
 
 def entry_positions(facts: Any, inputs: Tensors) -> Tensor:
-    """The first position of every window that a call completes."""
+    """Return the first position of every window that a call completes."""
     ratio = facts.decoder_block.ratio
     return torch.cat(
         [torch.arange(span.start // ratio, span.stop // ratio) * ratio for span in spans_of(inputs)]
@@ -205,9 +205,9 @@ def entry_positions(facts: Any, inputs: Tensors) -> Tensor:
 
 
 def shift_between(candidate: Tensor, expected: Tensor, turn: Turn, most: int) -> int | None:
-    """The whole number of positions that turns one into the other best, up to `most` either way.
+    """Return the shift of positions, up to `most` either way, that best maps expected to candidate.
 
-    None unless it explains nearly all of the rotated features.
+    None unless it explains nearly all of the rotated features, or if it is 0.
     """
     frequency_P = elementary.frequencies(turn.rope, torch.float64, candidate.device)
     width = 2 * len(frequency_P)
@@ -231,5 +231,5 @@ def _complex(x: Tensor, width: int, turn: Turn) -> Tensor:
 
 
 def changed(turn: Turn, **changes: Any) -> Turn:
-    """The turn with some facts changed."""
+    """Return the turn with some fields changed."""
     return replace(turn, **changes)

@@ -1,13 +1,11 @@
-"""Faults in the weights of a component: from one function over a weight to a ModelFault.
+"""Build a ModelFault from a function that damages one weight.
 
-Owns the lift: a change of one weight becomes ways over the spots of any component (all weights, one
-part, one expert, half of the experts, a run of rows), the same change for planting and for naming.
-`of_tensor` lifts the faults of quantised tensors, `of_values` what is done to numbers. A change
-returns None where it cannot be; `needs` says by format alone where it can.
+A change of one weight is lifted to ways over the spots of a component (all weights, one part, one
+expert, half of the experts, a run of rows); planting and naming use the same change. `of_tensor`
+lifts faults of quantised tensors, `of_values` changes of numbers. A change returns None where it
+does not apply; `needs` decides by format alone where it can.
 
-Kept honest by suites/engine/faults/test_weight_faults.py and
-suites/engine/diagnose/test_diagnose.py. Shape letters: N rows, K elements of a row, R and C block
-scales along them.
+Shape letters: N rows, K elements of a row, R and C block scales along them.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Words(NamedTuple):
-    """What a person reads about a fault; `doing` begins a sentence that a spot ends."""
+    """The texts of a fault; `doing` begins a sentence that a spot completes."""
 
     id: str
     title: str
@@ -57,7 +55,7 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """How the recipe keeps one weight of a component; `form` is None for plain numbers."""
+    """How the recipe stores one weight of a component; `form` is None for plain numbers."""
 
     form: BlockFormat | None
     linear: bool
@@ -68,62 +66,62 @@ class Kept:
 
     @property
     def routed(self) -> bool:
-        """Whether it belongs to one of several experts."""
+        """Return whether it belongs to one of several experts."""
         return expert_of(self.name) >= 0
 
 
 def has_tensor_scale(kept: Kept) -> bool:
-    """NVFP4."""
+    """Accept formats with a tensor scale: NVFP4."""
     return kept.form is not None and kept.form.tensor_scale
 
 
 def is_packed(kept: Kept) -> bool:
-    """Two codes a byte."""
+    """Accept formats with two codes a byte."""
     return kept.form is not None and kept.form.packed
 
 
 def has_scale_bytes(kept: Kept) -> bool:
-    """Block scales of one byte each."""
+    """Accept block scales of one byte each."""
     return kept.form is not None and kept.form.scale.bits == 8
 
 
 def has_float_scales(kept: Kept) -> bool:
-    """Block scales in float32."""
+    """Accept block scales in float32."""
     return kept.form is not None and kept.form.scale.bits == 32
 
 
 def has_codes(kept: Kept) -> bool:
-    """Any quantised weight."""
+    """Accept any quantised weight."""
     return kept.form is not None
 
 
 def is_plain_matrix(kept: Kept) -> bool:
-    """A matrix that the recipe leaves alone."""
+    """Accept a matrix that the recipe does not quantise."""
     return kept.form is None and kept.linear
 
 
 def is_matrix(kept: Kept) -> bool:
-    """Any matrix that inputs are multiplied by."""
+    """Accept any matrix that multiplies inputs."""
     return kept.linear
 
 
 def is_number(kept: Kept) -> bool:
-    """Anything but a table of whole numbers."""
+    """Accept everything except a table of integers."""
     return kept.stored is not Dtype.I64
 
 
 def is_gate_or_up(kept: Kept) -> bool:
-    """One half of w13."""
+    """Accept one half of w13."""
     return kept.linear and kept.name.rpartition(".")[2] in {"w1", "w3"}
 
 
 def is_routed(kept: Kept) -> bool:
-    """A matrix of one of several experts."""
+    """Accept a matrix of one of several experts."""
     return kept.linear and kept.routed
 
 
 def kept(scene: Scene) -> Iterator[Kept]:
-    """Say of each weight how it is kept, without reading any."""
+    """Yield how each weight is stored, without reading any."""
     for name in matrices(scene):
         parameter = parameter_named(scene.bound.config, full_name(scene, name))
         form = BLOCK_FORMATS.get(scene.recipe.format_of(parameter).weight)
@@ -141,7 +139,7 @@ def weight_fault(
 ) -> ModelFault:
     """Make a fault of a change of one weight; `whole` ones concern every part of an expert.
 
-    What `moves` numbers about is no name for rows that are all off by one factor.
+    A fault that `moves` numbers is not proposed for rows that differ by a single factor.
     """
 
     def sits(scene: Scene) -> bool:
@@ -160,7 +158,7 @@ def weight_fault(
 
 
 def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spot]:
-    """Leave out spots that take parts of an expert alone, where a fault concerns all parts."""
+    """Skip spots with only some parts of an expert, if the fault concerns all parts."""
     together = len({name.rpartition(".")[2] for name in matrices(scene)})
     for spot in spots:
         parts = len({name.rpartition(".")[2] for name in spot.names})
@@ -169,7 +167,7 @@ def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spo
 
 
 def way_at(scene: Scene, spot: Spot, change: Change, doing: str, *, moves: bool = False) -> Way:
-    """One change at one spot."""
+    """Return one change at one spot."""
     names = frozenset(spot.names)
 
     def changed(name: str, weight: Weight) -> Weight:
@@ -188,7 +186,7 @@ def way_at(scene: Scene, spot: Spot, change: Change, doing: str, *, moves: bool 
 
 
 def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
-    """Take some rows of the changed weight, the others as they were."""
+    """Take some rows of the changed weight, the others from the original."""
     value = numbers_of(weight).clone()
     chosen = numbers_of(made)
     if chosen.shape == value.shape:
@@ -197,7 +195,7 @@ def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
 
 
 def _is_gain(was: Tensor, now: Tensor, rows: tuple[int, int]) -> bool:
-    """Whether rows are what they were but for one factor, as those of a single scale always are."""
+    """Return whether the rows changed by a single factor, as rows with a single scale always do."""
     a, b = (side[rows[0] : rows[1]].double() for side in (was, now))
     seen = a != 0
     ratio = b[seen] / a[seen]
@@ -223,7 +221,7 @@ def of_fault(fault: Fault, doing: str, needs: Needs) -> ModelFault:
 
 
 def of_values(change: Callable[[Tensor], Tensor]) -> Change:
-    """Lift what is done to the numbers of a weight, however it is stored."""
+    """Lift a change of a weight's numbers, however it is stored."""
 
     def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
         value = change(numbers_of(weight))
@@ -233,7 +231,7 @@ def of_values(change: Callable[[Tensor], Tensor]) -> Change:
 
 
 def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Change:
-    """Lift what is done to block scales [R, C], as numbers, when they are read."""
+    """Lift a change of block scales [R, C], as numbers, when they are read."""
 
     def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
@@ -248,7 +246,7 @@ def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Cha
 
 
 def with_tensor_scale(change: Callable[[Tensor], Tensor]) -> Change:
-    """Lift what is done to the number that decodes a whole tensor."""
+    """Lift a change of the tensor scale."""
 
     def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
         if weight.tensor_scale is None:

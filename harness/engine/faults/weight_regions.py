@@ -1,11 +1,10 @@
-"""Which weights of a component a fault is in: places to plant it, and places that a sight suggests.
+"""Choose which weights and rows of a component to damage, or to suspect.
 
-Owns the spot (names of weights, perhaps some rows of each) and two lists of spots: `plantable`,
-mild ones included, for whoever plants; `suggested`, from where outputs differ, for whoever names.
-A suggestion only saves trials: the budget decides over all rows, so a wrong one is never named.
+A Spot is a set of weight names, perhaps with a run of rows. `plantable` lists spots for planting,
+mild ones included; `suggested` lists spots by where outputs differ, for naming. A suggestion only
+saves trials: the budget decides over all rows, so a wrong one is never named.
 
-Refuses nothing; a component without weights has no spots. Kept honest by
-suites/engine/faults/test_weight_regions.py. Shape letters: T tokens or slots, N outputs.
+Shape letters: T tokens or slots, N outputs.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Spot:
 
     @property
     def where(self) -> dict[str, str | int | float]:
-        """For reports."""
+        """Return the place as data, for reports."""
         found: dict[str, str | int | float] = {"weights": self.words}
         if self.rows is not None:
             found["rows"] = f"{self.rows[0]} to {self.rows[1] - 1}"
@@ -62,7 +61,7 @@ class Spot:
 
 
 class Extent(NamedTuple):
-    """Which outputs one weight makes: output by name, first and last column of it."""
+    """The columns [begin, end) of an output that one weight produces."""
 
     name: str
     output: str
@@ -71,12 +70,12 @@ class Extent(NamedTuple):
 
 
 def matrices(scene: Scene) -> tuple[str, ...]:
-    """Local names of what the component reads, vectors included."""
+    """Return the local names of the component's weights, vectors included."""
     return tuple(scene.weights)
 
 
 def is_linear(scene: Scene, name: str) -> bool:
-    """Whether a parameter is a matrix that inputs are multiplied by."""
+    """Return whether a parameter is a matrix that multiplies inputs."""
     found = parameter_named(scene.bound.config, full_name(scene, name))
     return found.kind is Kind.LINEAR
 
@@ -90,7 +89,7 @@ def full_name(scene: Scene, name: str) -> str:
 
 
 def named_in(scene: Scene, names: Sequence[str]) -> str:
-    """Say which weights are meant, in few words."""
+    """Describe a set of weights in few words."""
     everything = matrices(scene)
     stem = scene.name.removesuffix(".act_quant")
     if len(names) == 1:
@@ -117,7 +116,7 @@ def expert_of(name: str) -> int:
 
 
 def plantable(scene: Scene) -> tuple[Spot, ...]:
-    """List places to plant: everything, one part, one expert, half of them, one run of rows."""
+    """List spots to plant: all weights, one part, one expert, half of them, one run of rows."""
     names = matrices(scene)
     if not names:
         return ()
@@ -145,7 +144,7 @@ _SUGGESTED: WeakKeyDictionary[Sight, tuple[Spot, ...]] = WeakKeyDictionary()
 
 
 def suggested(scene: Scene, sight: Sight) -> tuple[Spot, ...]:
-    """List places by where outputs differ: everything, the weights concerned, the rows of them."""
+    """List spots by where outputs differ: all weights, those concerned, their rows."""
     known = _SUGGESTED.get(sight)
     if known is None:
         known = _SUGGESTED[sight] = _suggest(scene, sight)
@@ -185,7 +184,7 @@ def _suggest(scene: Scene, sight: Sight) -> tuple[Spot, ...]:
 
 
 def _columns_that_differ(scene: Scene, sight: Sight) -> list[tuple[Extent, Tensor]]:
-    """Mark, weight by weight, which of its outputs differ beyond a neighbouring BF16 number."""
+    """Mark, for each weight, the outputs that differ by more than one BF16 spacing."""
     if "experts" in sight.inputs and scene.role.startswith("ffn.experts.w"):
         return _by_expert(scene, sight)
     pairs = []
@@ -201,13 +200,13 @@ def _columns_that_differ(scene: Scene, sight: Sight) -> list[tuple[Extent, Tenso
 def _judged(
     pairs: list[tuple[Extent, Tensor, Tensor]], units: Mapping[str, float]
 ) -> list[tuple[Extent, Tensor]]:
-    """Compare columns of each weight with the best of all weights."""
+    """Compare each weight's columns with the healthiest of all weights."""
     usual = min((_usual(c, e) for _, c, e in pairs), default=0.0)
     return [(x, differing_columns(c, e, units[x.output], usual)) for x, c, e in pairs]
 
 
 def extents(scene: Scene, sight: Sight) -> list[Extent]:
-    """Say which outputs each weight makes; empty where outputs are no rows of weights."""
+    """Return which outputs each weight produces; empty if outputs do not map to rows of weights."""
     linear = [name for name in matrices(scene) if is_linear(scene, name)]
     if len(linear) != len(matrices(scene)) or not linear or "experts" in sight.inputs:
         return []
@@ -231,7 +230,7 @@ def extents(scene: Scene, sight: Sight) -> list[Extent]:
 
 
 def _by_expert(scene: Scene, sight: Sight) -> list[tuple[Extent, Tensor]]:
-    """The same for routed experts: slots of each, and the halves of w13."""
+    """Mark outputs of routed experts: slots of each expert, and the halves of w13."""
     pairs = []
     slots = sight.inputs["experts"].flatten()
     c, e = (side["out"].double().flatten(0, 1) for side in (sight.outputs, sight.expected))
@@ -253,9 +252,9 @@ def _by_expert(scene: Scene, sight: Sight) -> list[tuple[Extent, Tensor]]:
 def differing_columns(
     c_TN: Tensor, e_TN: Tensor, unit: float = 1.0, usual: float | None = None
 ) -> Tensor:
-    """Mark columns [N] in which results differ by more than neighbours; `unit` is in BF16's.
+    """Mark columns [N] that differ by more than rounding; `unit` is in spacings of BF16.
 
-    `usual` is the share of unequal results in columns that look healthy, here or elsewhere.
+    `usual` is the share of unequal results in healthy columns, of this weight or of others.
     """
     d, size = (c_TN - e_TN).abs(), e_TN.abs()
     odd = ~(d.isfinite() & size.isfinite())
@@ -275,15 +274,15 @@ def differing_columns(
 
 
 def _usual(c_TN: Tensor, e_TN: Tensor) -> float:
-    """The share of unequal results in the better quarter of columns."""
+    """Return the share of unequal results in the better quarter of columns."""
     return float((c_TN != e_TN).double().mean(0).quantile(0.25))
 
 
 def _unit(output: Tensor) -> float:
-    """How much finer than BF16 an output is rounded; sums in float32 err by some units of it."""
+    """Return the rounding step relative to BF16; float32 sums err by several steps of their own."""
     return _FINE if output.dtype.itemsize > 2 else 1.0
 
 
 def _unlike(c: Tensor, e: Tensor) -> Tensor:
-    """Mark where at least one is not finite and they are not the same."""
+    """Mark elements that differ, with NaN equal to NaN."""
     return ~((c == e) | (c.isnan() & e.isnan()))

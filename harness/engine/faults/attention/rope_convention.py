@@ -1,8 +1,9 @@
-"""M28: rotations by another convention: pairing, base, direction, positions, end, count.
+"""M28: RoPE follows another convention: pairing, base, direction, positions, end or count.
 
-Nothing fails, for all shapes fit; position 0 is exact and the error grows with it. Entries may be
-rotated at their number instead of their first token, layers may share a base that they do not
-share, frequencies may be upside down (mlx-lm issue 1189, sglang issue 30342, Primus issue 930).
+All shapes fit, so nothing fails; position 0 is exact and the error grows with the position. Entries
+may be rotated at their own number instead of at their first token, layers may share a base that
+they should not share, frequencies may be inverted (mlx-lm issue 1189, sglang issue 30342, Primus
+issue 930).
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _PLACED = tuple(role for role in ROTATING if role not in POOLS)
 
 
 def sits(scene: Scene) -> bool:
-    """Where something is rotated."""
+    """Return whether the component rotates anything."""
     return scene.role in ROTATING
 
 
 def turning(scene: Scene, words: str, turn: Turn, since: int = 0, **where: Any) -> Way:
-    """Rotate in another way, from a position on."""
+    """Return the way that rotates otherwise, from a position on."""
     role = scene.role
 
     def function(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
@@ -151,7 +152,7 @@ _NUMBERED = _turns(
 
 
 def _base_ways(scene: Scene) -> Iterator[Way]:
-    """Every other base that a config knows or a release has, with YaRN and without."""
+    """Yield every other base that a config knows or a release uses, with YaRN and without."""
     config, healthy = scene.bound.config, turn_of(facts_at(scene), scene.role)
     own = [config.rope_theta]
     if isinstance(config, V4Config):
@@ -186,7 +187,7 @@ def _shift_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _onset(scene: Scene, sight: Sight) -> int:
-    """The position of the first row that differs."""
+    """Return the position of the first row that differs."""
     name = "q" if scene.role == "attn.rope" else "out"
     mask = differing(sight, name)
     positions = sight.inputs["positions"]

@@ -1,9 +1,11 @@
-"""M30: softmaxes over parts of the rows are merged with the wrong weights.
+"""M30: partial softmaxes of attention (split KV, window and entries) are merged with wrong weights.
 
 Attention in parts (window and entries, chunks of a long context) merges them by their log-sum-exp.
-It may be in base 2 and read in base e, carry a maximum without the scale, or be undefined for a
-part without rows (TensorRT-LLM issue 19112, sglang issue 22688). Tokens whose rows all lie in one
-part are exact. Shape letters: T tokens, H heads.
+That may be written in base 2 and read in base e, contain a maximum without the scale, or be
+undefined for a part without rows (TensorRT-LLM issue 19112, sglang issue 22688). Tokens whose rows
+all lie in one part are exact.
+
+Shape letters: T tokens, H heads, L row width.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _ENTRIES = ("compressed", "state_compressed", "chosen")
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Two softmaxes: outputs [T, H, L] and log-sums [T, H, 1]; the sink's logit [H, 1] in V4."""
+    """Two partial softmaxes: outputs [T, H, L], log-sum-exps [T, H, 1]; V4's sink logit [H, 1]."""
 
     first: Tensor
     second: Tensor
@@ -62,7 +64,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Merge:
-    """How a log-sum becomes a weight, and what a part without rows weighs."""
+    """How a log-sum-exp becomes a weight, and the weight of a part without rows."""
 
     weight: Callable[[Tensor], Tensor] = torch.exp
     empty: float = 0.0  # relative to the other part
@@ -75,7 +77,7 @@ def _fine(facts: Any) -> Any:
 
 
 def parts_of(facts: Any, inputs: Tensors, weights: Weights) -> Parts:
-    """V4: window and entries. V3.2: the older and the newer half of the context."""
+    """Split attention: V4 by window and entries, V3.2 by older and newer half of the context."""
     work = partial(_parts_v4 if _v4(facts) else _parts_v32, facts, inputs, weights)
     if inputs["q"].numel() > _MOST_KEPT:
         return work()
@@ -101,7 +103,7 @@ def _parts_v4(facts: Any, inputs: Tensors, weights: Weights) -> Parts:
 
 
 def _with_log_sum(facts: Any, inputs: Tensors, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Outputs without a sink, and the log-sum that a sink of 0 reveals."""
+    """Return outputs without a sink, and the log-sum-exp, recovered by means of a sink of 0."""
     (name,), (own,) = weights, weights.values()
     plain = torch.zeros_like(own.values(torch.float64))
     function = block_function(facts, _ROLE)
@@ -133,7 +135,7 @@ def _parts_v32(facts: Any, inputs: Tensors, weights: Weights) -> Parts:
 
 
 def merged(parts: Parts, how: Merge) -> Tensor:
-    """Two parts by their log-sums, around the larger one."""
+    """Merge two parts by their log-sum-exps, relative to the larger one."""
     top = torch.maximum(parts.log_first, parts.log_second).clamp(min=-1e30)
     weights = [
         torch.where(log.isneginf(), how.empty, how.weight(log - top))
@@ -219,13 +221,13 @@ def _own_window(gate_WSE: Tensor) -> Tensor:
 
 
 def _window_before(gate_WSE: Tensor) -> Tensor:
-    """Nothing where there is none."""
+    """Pool with the first half of the window alone; weights are 0 if all of it is masked."""
     seen = torch.arange(gate_WSE.shape[1]) < gate_WSE.shape[1] // 2
     return torch.softmax(gate_WSE.masked_fill(~seen[:, None], -torch.inf), dim=1).nan_to_num(0.0)
 
 
 def _pooling(role: str, weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensors:
-    """The component's own code with other pooled rows in front of its rotation."""
+    """Run the component's own code with other pooled rows before its rotation."""
 
     def change(_normed: Tensor, positions: Tensor) -> Tensor:
         pooled = _pooled(weigh, facts, inputs, weights)
@@ -235,7 +237,7 @@ def _pooling(role: str, weigh: Any, facts: Any, inputs: Tensors, weights: Weight
 
 
 def _pooled(weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensor:
-    """Rows behind their norm, with other weights of latents than the softmax of their gates."""
+    """Return normed rows, pooled with other weights than the softmax of their gates."""
     numerics, ratio = facts.numerics, facts.decoder_block.ratio
     part = {name.rpartition(".")[2]: weights[name].values(numerics.work) for name in weights}
     how, made = facts.pool(len(part["norm"])), []

@@ -1,8 +1,8 @@
-"""M29: attention's logits are scaled by another number.
+"""M29: attention logits are multiplied by a wrong softmax scale.
 
-YaRN's mscale squared is left out where it belongs (V3.2), or multiplied where it does not (V4), or
-a backend takes the width of another part of the head (onnx mobius issue 548, Primus issue 930).
-Attention becomes too flat or too sharp; with one row it is exact.
+YaRN's mscale squared is left out where it belongs (V3.2), or multiplied in where it does not (V4),
+or a backend takes the width of another part of the head (onnx mobius issue 548, Primus issue 930).
+Attention becomes too flat or too sharp; tokens with a single row are exact.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ROUNDS = 6
 
 
 def sits(scene: Scene) -> bool:
-    """Where there is a softmax."""
+    """Return whether the component has a softmax."""
     return scene.role == "attn.attend"
 
 
 def mscale_squared(config: Any) -> float:
-    """YaRN's factor of the logits, or what it would be where the model has none."""
+    """Return YaRN's factor of the logits, or what it would be in a model without one."""
     if config.yarn is None:
         return 1.0
     if has_mscale(config):
@@ -50,12 +50,12 @@ def mscale_squared(config: Any) -> float:
 
 
 def has_mscale(config: Any) -> bool:
-    """Tell whether the model's logits are scaled by YaRN: V4's never are."""
+    """Return whether YaRN scales the model's logits; it never does in V4."""
     return not isinstance(config, V4Config) and bool(config.yarn and config.yarn.mscale_all_dim)
 
 
 def scaled(scene: Scene, words: str, factor: float, head: int | None = None) -> Way:
-    """Logits times a factor, of all heads or of one."""
+    """Return the way that multiplies the logits of all heads, or of one, by a factor."""
     yarn = scene.bound.config.yarn
     where: dict[str, Any] = {"factor": factor} | ({} if head is None else {"head": head})
     if head is None and not is_v4(scene) and yarn is not None and yarn.factor > 1:
@@ -83,7 +83,7 @@ def _with_yarn(facts: Any, yarn: Any) -> Any:
 
 
 def _named(scene: Scene) -> Iterator[tuple[str, float]]:
-    """Factors with a name."""
+    """Yield the factors that have a name."""
     config = scene.bound.config
     square = mscale_squared(config)
     if square != 1:
@@ -121,7 +121,7 @@ def _odd_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _odd(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The factor that fits best: of all heads, or of the only head that differs."""
+    """Propose the best-fitting factor, of all heads or of the only head that differs."""
     if not has_facts(scene) or sight.outputs["out"].shape != sight.expected["out"].shape:
         return
     heads = scene.bound.config.num_attention_heads
@@ -148,7 +148,7 @@ def _by_head(out: Tensor, heads: int) -> Tensor:
 
 
 def _fitted(scene: Scene, sight: Sight, head: int | None) -> float:
-    """Least squares by Newton's steps on the factor's logarithm."""
+    """Fit the logarithm of the factor by least squares with Newton's method."""
     candidate, factor = sight.outputs["out"].double(), 1.0
     # Trap: logits that are stored round by steps in which a small change of the factor is lost.
     smooth = with_facts(scene, _smooth)(scene.call)

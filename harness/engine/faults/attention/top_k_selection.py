@@ -1,8 +1,8 @@
-"""M31: the indexer's selection drops members, breaks ties at random, or compares rounded scores.
+"""M31: the indexer's top-k loses members, breaks ties otherwise, or compares rounded scores.
 
-Members of the bin that holds the threshold are lost when it overflows, the threshold is that of
+Members of the bin that contains the threshold are lost when it overflows, the threshold is that of
 another token, a precise projection was fused into a coarse one (sglang issues 35257 and 13459,
-TensorRT-LLM issue 18339). Short contexts, of which all is chosen, are exact.
+TensorRT-LLM issue 18339). Contexts short enough that everything is chosen are exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COARSE = ("attn.indexer.weights_proj", "attn.indexer.scores")
 
 
 def _in_place(words: str, choose: Choose) -> Way:
-    """What is chosen, from scores and the right choice."""
+    """Return the way that replaces the right choice; `choose` gets scores and choice."""
 
     def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
         return {**outputs, "out": choose(inputs["scores"], outputs["out"])}
@@ -44,7 +44,7 @@ def _in_place(words: str, choose: Choose) -> Way:
 
 
 def _scored(words: str, change: Callable[[Tensor], Tensor]) -> Way:
-    """The right choice from other scores."""
+    """Return the way that selects correctly from changed scores."""
 
     def changed(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scores = inputs["scores"]
@@ -55,13 +55,13 @@ def _scored(words: str, change: Callable[[Tensor], Tensor]) -> Way:
 
 
 def _bin_of(scores: Tensor) -> Tensor:
-    """The high 8 bits of FP16: sign, exponent, two bits of the significand."""
+    """Keep the high 8 bits of FP16: sign, exponent, two bits of the significand."""
     codes = scores.half().contiguous().view(torch.int16)
     return (codes & -256).view(torch.float16).float()
 
 
 def _bin_lost(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Members of the threshold's bin are left out, apart from the first of them."""
+    """Drop all members of the threshold's bin except the first."""
     bins = _bin_of(scores)
     at = bins.gather(1, chosen.clamp(min=0))
     last = torch.where(chosen >= 0, at, torch.inf).amin(-1, keepdim=True)
@@ -71,7 +71,7 @@ def _bin_lost(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _stale_threshold(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The threshold of the token before: whoever is below it is not chosen."""
+    """Drop what is below the previous token's threshold."""
     at = scores.gather(1, chosen.clamp(min=0))
     least = torch.where(chosen >= 0, at, torch.inf).amin(-1)
     before = least.roll(1, 0)
@@ -94,21 +94,21 @@ def _best_out(_scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _smallest(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The smallest of those that can be seen."""
+    """Choose the smallest visible scores."""
     order = torch.where(scores.isneginf(), torch.inf, scores).sort(dim=-1, stable=True)
     found = order.indices[:, : chosen.shape[1]]
     return torch.where(order.values[:, : chosen.shape[1]].isinf(), -1, found)
 
 
 def _newest(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The last entries, whatever their score."""
+    """Choose the last entries, whatever their scores."""
     number = torch.arange(scores.shape[1]).expand(scores.shape)
     order = torch.where(scores.isneginf(), -1, number).sort(dim=-1, descending=True)
     return order.values[:, : chosen.shape[1]]
 
 
 def _ties_up(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Ties to the higher index."""
+    """Break ties towards the higher index."""
     order = scores.flip(1).sort(dim=-1, descending=True, stable=True)
     found = scores.shape[1] - 1 - order.indices[:, : chosen.shape[1]]
     return torch.where(order.values[:, : chosen.shape[1]].isneginf(), -1, found)
@@ -138,7 +138,10 @@ def _rounded_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _key_cut(bits: int, scores: Tensor) -> Tensor:
-    """Keys are whole numbers in the order of scores: a negative one's bits are turned over."""
+    """Cut the low bits of the radix-sort key, whose order is that of scores.
+
+    The key of a negative score has inverted bits, hence the two cases.
+    """
     low = (1 << bits) - 1
     code = scores.contiguous().view(torch.int32)
     return torch.where(code < 0, code | low, code & ~low).view(torch.float32)
@@ -172,7 +175,7 @@ def _weighing_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _not_rectified(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """relu(x) - relu(-x) is x: every head once more, the other way round."""
+    """Cancel the ReLU with a second, negated set of heads: relu(x) - relu(-x) = x."""
     q, weights = inputs["q"], inputs["weights"]
     both = {"q": torch.cat((q, -q), dim=1), "weights": torch.cat((weights, -weights), dim=1)}
     return {**inputs, **both}

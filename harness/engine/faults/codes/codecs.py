@@ -1,7 +1,7 @@
-"""M09: numbers are encoded or decoded by rules of their own.
+"""M09: a codec rounds, saturates or decodes by other rules than its format.
 
-E2M1 ties away from zero or truncation; E4M3 that saturates at 240 or 256 in place of 448, or that
-takes the codes of another E4M3 with another bias (sglang issue 40581, aiter issue 3992).
+E2M1 with ties away from zero, or truncated; E4M3 that saturates at 240 or 256 instead of 448, or
+that uses the codes of another E4M3 with another bias (sglang issue 40581, aiter issue 3992).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMEDY = "Round to nearest even and saturate at the largest number; prove it ov
 
 
 def _of_e4m3(change: Callable[[Tensor], Tensor]) -> Change:
-    """Change E4M3 numbers when they are decoded: elements, or the scales of smaller elements."""
+    """Change how E4M3 decodes, for elements or for the block scales of narrower elements."""
 
     def changed(scene: Scene, name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
@@ -59,7 +59,7 @@ def _has_e4m3(kept: Kept) -> bool:
 
 
 def _rounded(rounding: Rounding) -> Making:
-    """Quantise with another rounding of elements."""
+    """Requantise with another rounding of elements."""
     rules = tuple(replace(rule, element_rounding=rounding) for rule in CANONICAL.rules)
     dialect = replace(CANONICAL, rules=rules, name=f"canonical, {rounding}")
 

@@ -1,7 +1,7 @@
-"""O03: the table that decodes four-bit codes is wrong at its edges.
+"""O03: the lookup table that decodes 4-bit codes is wrong at its edges.
 
-A suspect of the first field report: the largest code is missing or saturates at 4, the subnormal
-code 0.5 is taken for zero, the table goes on in even steps.
+Suspected in the first field report: the largest code is missing or saturates at 4, the subnormal
+code 0.5 is read as zero, the table continues in even steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""O01: the sign of codes is lost or misread.
+"""O01: the sign of 4-bit codes is lost or misread.
 
-A suspect of the first field report: magnitudes without sign, negative numbers cut to zero, the sign
-of one nibble of two, nibbles taken for four-bit integers in two's complement.
+Suspected in the first field report: magnitudes without sign, negative numbers clipped to zero, the
+sign of one nibble in two lost, nibbles read as 4-bit integers in two's complement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def of_elements(change: Callable[[QuantisedTensor, Tensor], Tensor]) -> Change:
-    """Lift what is done to elements when codes are decoded; scales stay."""
+    """Lift a change of decoded elements; scales stay."""
 
     def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
@@ -51,7 +51,7 @@ def _one_nibble(_tensor: QuantisedTensor, element: Tensor) -> Tensor:
 
 
 def _twos_complement(tensor: QuantisedTensor, element: Tensor) -> Tensor:
-    """Code 8 + m stands for m - 8, in place of minus the m-th magnitude."""
+    """Read code 8 + m as m - 8 instead of minus the m-th magnitude."""
     codes = tensor.element_codes()
     below = 8 - (codes % 8).to(torch.uint8)
     magnitude = decode_array(below.clamp(max=7), tensor.format.element)

@@ -1,6 +1,6 @@
 """M10: the two nibbles of every packed byte are swapped.
 
-One producer puts the even K index into the high half, the reader expects it in the low half
+One producer stores the even K index in the high nibble, the reader expects it in the low nibble
 (sglang issue 23625). The values stay finite and in range, so nothing crashes: the text is garbled.
 """
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def inject(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Swap the halves of every byte and leave the label as it was."""
+    """Swap the nibbles of every byte; the label stays as it was."""
     if not tensor.format.packed:
         return None
     return replace(tensor, codes=(tensor.codes << 4) | (tensor.codes >> 4))
 
 
 def signature(case: Case) -> Match | None:
-    """Compare the codes with those of the twin, neighbours exchanged."""
+    """Compare the codes with the twin's after exchanging neighbours."""
     fault = inject(case.twin)
     if fault is None:
         return None
@@ -67,7 +67,7 @@ FAULTS = (
 
 
 def _words_turned(tensor: QuantisedTensor, count: int, swap: bool) -> QuantisedTensor | None:
-    """Reverse the bytes of every run of `count`, and the nibbles in them where asked."""
+    """Reverse the bytes of every run of `count`, and optionally the nibbles within them."""
     if not tensor.format.packed or tensor.codes.shape[-1] % count:
         return None
     runs = tensor.codes.unflatten(-1, (-1, count)).flip(-1)
@@ -82,7 +82,7 @@ def _read_swapped(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, T
 def _blocks_changed(
     scene: Scene, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor] | None:
-    """Codes and scales of block j where those of j ^ 1 belong."""
+    """Exchange codes and scales of blocks j and j ^ 1."""
     form = operands.activation_format(scene)
     if form is None or outputs["block_scale"].shape[-1] % 2:
         return None

@@ -1,6 +1,6 @@
-"""M05: the bytes of a number are read as another format.
+"""M05: the bytes of a number are read as another number format.
 
-Both sides of one wire follow different switches: E4M3 bytes as exponents, exponent bytes as
+Producer and consumer follow different switches: E4M3 bytes read as exponents, exponent bytes as
 numbers, float32 bits as four exponents, float32 as BF16 (mlx issue 3762, DeepGEMM issue 417,
 flashinfer issue 3497, atlas issue 341). The shapes fit, so nothing fails.
 """
@@ -53,7 +53,7 @@ def _as_numbers(tensor: QuantisedTensor, _scales: Tensor) -> Tensor | None:
 
 
 def _bits_as_exponents(tensor: QuantisedTensor, scales: Tensor) -> Tensor | None:
-    """The bytes of the first float32 words of a row, one an exponent."""
+    """Read the bytes of a row's first float32 words as exponents, one a byte."""
     if tensor.format.scale.bits != 32:
         return None
     octets = scales.contiguous().view(torch.uint8)[..., : scales.shape[-1]]
@@ -62,12 +62,12 @@ def _bits_as_exponents(tensor: QuantisedTensor, scales: Tensor) -> Tensor | None
 
 
 def _half_as_bf16(scale: Tensor) -> Tensor:
-    """The low half of a float32, which is where a BF16 reader begins."""
+    """Read the low half of a float32 as BF16; in little-endian order it comes first."""
     return scale.reshape(-1, 1).view(torch.bfloat16)[:, 0].float()
 
 
 def _pair_as_float(scale: Tensor) -> Tensor:
-    """Two BF16 of one value, read as one float32."""
+    """Read two copies of one BF16 value as one float32."""
     twice = scale.to(torch.bfloat16).reshape(-1, 1).expand(-1, 2).contiguous()
     return twice.view(torch.float32)[:, 0]
 

@@ -1,8 +1,8 @@
-"""M24: a fused operation takes another operand or epsilon, or rounds where separate ones do not.
+"""M24: a fused operation takes another operand or epsilon, or skips an intermediate rounding.
 
-A fusion matches a graph whose norm weight has another dtype or another meaning (vllm issue 48330),
-drops an operand (pytorch issue 174049), or keeps a value that was stored before (TensorRT-LLM issue
-17409).
+A fusion matches a graph whose norm weight has another dtype or meaning (vllm issue 48330), drops an
+operand (pytorch issue 174049), or keeps in registers a value that was stored, and so rounded,
+before (TensorRT-LLM issue 17409).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _STORING = (
 
 
 def _gamma(change: Callable[[Tensor], Tensor]) -> Any:
-    """Change the weight of a norm, or of what holds one."""
+    """Change the weight of a norm, or of a component that contains one."""
 
     def changed(_name: str, weight: Weight) -> Weight:
         return Weight(value=change(weight.values(torch.float32)))
@@ -69,19 +69,19 @@ def _gamma(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _as_bf16(value: Tensor) -> Tensor:
-    """Bytes of fp32 read as BF16: two numbers where one was."""
+    """Read fp32 bytes as BF16: two numbers where there was one."""
     return value.contiguous().view(torch.bfloat16)[: len(value)].float()
 
 
 def _as_fp32(value: Tensor) -> Tensor:
-    """Bytes of BF16 read as fp32: one number where two were, repeated to the length."""
+    """Read BF16 bytes as fp32: one number where there were two, repeated to the length."""
     whole = value[: len(value) // 2 * 2]
     pairs = whole.to(torch.bfloat16).contiguous().view(torch.float32)
     return pairs.repeat(2)[: len(value)] if len(pairs) * 2 >= len(value) else value
 
 
 def _reversed_runs(run: int, value: Tensor) -> Tensor:
-    """What a thread holds of the weight, from the last number to the first."""
+    """Reverse each run of the weight that one thread holds."""
     return value if len(value) % run else value.unflatten(0, (-1, run)).flip(1).flatten()
 
 
@@ -98,7 +98,7 @@ def _gamma_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _other_gammas(scene: Scene) -> Iterator[Way]:
-    """The weight of another norm of the same width: of this block, or of the next."""
+    """Yield other norm weights of the same width, of this block or the next."""
     block = scene.component.block
     if block is None:
         return
@@ -118,7 +118,7 @@ def _given(weight: Weight) -> Any:
 
 
 def _form_ways(scene: Scene) -> Iterator[Way]:
-    """Something else than an RMS norm on the same input."""
+    """Yield ways that compute something other than RMSNorm on the same input."""
     for words, form in (
         ("no norm: the input passes", lambda x, _w: x),
         ("no norm: the weight alone", lambda x, w: x * w),
@@ -162,12 +162,12 @@ def _epsilon_ways(scene: Scene) -> Iterator[Way]:
 
 
 def own_epsilon(scene: Scene) -> float:
-    """What stands under the root where nothing is wrong."""
+    """Return the epsilon of the healthy component."""
     return float(facts_at(scene).norm_epsilon(scene.role))
 
 
 def epsilon_way(scene: Scene, epsilon: float, *, fitted: bool = False) -> Way:
-    """Another number under the root."""
+    """Return the way with another epsilon under the root."""
     return Way(
         f"{epsilon:.3g} under the root",
         with_facts(scene, partial(with_epsilon, epsilon)),
@@ -176,7 +176,7 @@ def epsilon_way(scene: Scene, epsilon: float, *, fitted: bool = False) -> Way:
 
 
 def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The known ones, and the one that makes all outputs as small as they are."""
+    """Yield the known epsilons, and the one fitted to the size of the outputs."""
     yield from _epsilon_ways(scene)
     own = own_epsilon(scene)
     wanted = _beside(sight.outputs, sight.expected)
@@ -204,7 +204,7 @@ def _epsilons(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _narrowed(scene: Scene, sight: Sight, epsilon: float) -> tuple[float, float]:
-    """The stretch of epsilons, near to one, by which most outputs round to what they are."""
+    """Narrow an epsilon to the interval in which most outputs round to the observed ones."""
     stored = sight.outputs["out"]
     here, beside = (
         with_facts(scene, partial(_fine, each))(scene.call)(sight.inputs, scene.weights)["out"]
@@ -223,7 +223,7 @@ def _fine(epsilon: float, facts: Any) -> Any:
 
 
 def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """By how much outputs are larger, on average of their quotients less 1; NaN: no telling."""
+    """Return the mean relative excess over the expected outputs; NaN if undefined."""
     c, e = outputs.get("out"), expected.get("out")
     if c is None or e is None or c.shape != e.shape:
         return math.nan
@@ -233,7 +233,7 @@ def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 
 def _kept_ways(scene: Scene) -> Iterator[Way]:
-    """Inside, nothing is rounded to what is stored; the output is."""
+    """Yield ways without rounding of intermediates; the output is rounded."""
     yield Way("values that are not rounded between the fused steps", _kept(scene, torch.float32))
     yield Way("values rounded to FP16 between the fused steps", _kept(scene, torch.float16))
     yield Way("truncation between the fused steps", _kept(scene, torch.float32, _truncated))

@@ -1,4 +1,4 @@
-"""M14: gate and up of w13 stand in another order than the kernel believes.
+"""M14: gate and up rows of w13 are stored in another order than the kernel expects.
 
 Halves swapped, rows interleaved but split in halves, or the reverse; with their scales, or the
 scales alone (sglang issues 26884 and 32430). SwiGLU is not symmetric, so silu(up) * gate comes out.
@@ -37,7 +37,7 @@ _OTHER = {"w1": "w3", "w3": "w1"}
 
 
 def _halves(scene: Scene, name: str) -> tuple[Tensor, Tensor]:
-    """Gate and up, as numbers, of the expert that a weight belongs to."""
+    """Return gate and up, as numbers, of the expert that a weight belongs to."""
     stem = name.rpartition(".")[0]
     gate, up = (numbers_of(scene.weights[f"{stem}.{part}"]) for part in ("w1", "w3"))
     return gate, up
@@ -60,7 +60,7 @@ def _swapped(scene: Scene, name: str, weight: Weight) -> Weight | None:
 
 
 def _interleaved(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """Rows g0 u0 g1 u1 ..., of which the first half is taken for the gate."""
+    """Store rows g0 u0 g1 u1 ...; the reader takes the first half for the gate."""
     if _partner(scene, name) is None:
         return None
     gate, up = _halves(scene, name)
@@ -70,7 +70,7 @@ def _interleaved(scene: Scene, name: str, weight: Weight) -> Weight | None:
 
 
 def _pulled_apart(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """Rows of gate above those of up, of which every second one is taken for the gate."""
+    """Store gate rows above up rows; the reader takes every second row for the gate."""
     if _partner(scene, name) is None:
         return None
     rows = torch.cat(_halves(scene, name))

@@ -1,9 +1,9 @@
-"""M11: the block scales are all there, but in another order than the reader believes.
+"""M11: block scales are complete but in another order (swizzle, transpose) than the reader expects.
 
-Variants: a 128x4 swizzle that is read as linear (also vllm issue 55976), that is applied to bytes
-already swizzled (modular issue 6600), that was skipped, and scales stored transposed. Each value
-gets the scale of another block, so it is wrong by a factor that varies from block to block.
-A matrix whose scales are all alike, or of a single row and column tile, may not change at all.
+Variants: a 128x4 swizzle read as linear (also vllm issue 55976), applied to bytes already swizzled
+(modular issue 6600), or skipped; scales stored transposed. Each value gets the scale of another
+block, so it is wrong by a factor that varies from block to block. A matrix whose scales are all
+equal, or that has a single row and column tile, may not change at all.
 
 Shape letters: R and C block scales along rows and columns, S storage bytes.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def inject_read_unswizzled(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Keep swizzled bytes, call them linear; padding is cut off as a reader of R * C bytes does."""
+    """Label swizzled bytes as linear; padding is cut off, as a reader of R * C bytes does."""
     if tensor.format.scale.bits != 8:
         return None
     scales = tensor.linear_scale_codes()
@@ -50,7 +50,7 @@ def inject_read_unswizzled(tensor: QuantisedTensor) -> QuantisedTensor | None:
 
 
 def inject_swizzled_twice(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Swizzle bytes that are swizzled already."""
+    """Swizzle bytes that are already swizzled."""
     if tensor.format.scale.bits != 8:
         return None
     once_S = to_layout(tensor.linear_scale_codes(), SWIZZLE_128X4)
@@ -59,7 +59,7 @@ def inject_swizzled_twice(tensor: QuantisedTensor) -> QuantisedTensor | None:
 
 
 def inject_swizzle_skipped(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Keep linear bytes, call them swizzled; the missing padding is zero."""
+    """Label linear bytes as swizzled; the missing padding is zero."""
     if tensor.format.scale.bits != 8:
         return None
     scales = tensor.linear_scale_codes()
@@ -70,7 +70,7 @@ def inject_swizzle_skipped(tensor: QuantisedTensor) -> QuantisedTensor | None:
 
 
 def inject_transposed(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Store the scales column by column and read them row by row, in the declared layout."""
+    """Store the scales column by column; the reader expects rows, in the declared layout."""
     if tensor.format.scale.bits != 8:
         return None
     linear = tensor.with_layout(LINEAR)
@@ -90,7 +90,7 @@ def signature(
     layout: ScaleLayout | None,
     doing: str,
 ) -> Match | None:
-    """Compare the scales as they are read with those of the twin after `inject`."""
+    """Compare the scales as read with the twin's after `inject`."""
     if layout is not None and case.suspect.layout != layout:
         return None
     fault = inject(case.twin)
@@ -181,7 +181,7 @@ def _read_backwards(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str,
 
 
 def _read_changed(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Rows g and g + 8 of every 16, which one thread holds, in each other's place."""
+    """Exchange rows g and g + 8 of every 16, which one thread holds."""
     scales = inputs["block_scale"]
     rows = scales.flatten(0, -2)
     other = (torch.arange(len(rows)) ^ 8).clamp(max=len(rows) - 1)

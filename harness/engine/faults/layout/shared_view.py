@@ -1,9 +1,9 @@
-"""M12 as well: the view of one layer's cache is taken for all layers.
+"""M12: one layer's cache view is used for all layers.
 
-A view by an absolute offset forgets the layer, so that all of them read the rows of the first one,
-or a page table is off by one layer (ATOM issue 1466). Rows have the right shape and the right
-tokens, and every component replays clean. What arrives is recognised among what the same component
-of other layers was given in the same step.
+A view by absolute offset ignores the layer, so that all layers read the rows of the first one, or a
+page table is off by one layer (ATOM issue 1466). Rows have the right shape and the right tokens,
+and every component replays clean. The fault is recognised by comparing the received rows with those
+that the same component of other layers received in the same step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROLES = ("attn.attend", "attn.indexer.scores")
 
 
 def _lower(scene: Scene) -> list[int]:
-    """Layers of the same kind in front of this one, the nearest first."""
+    """Yield the layers of the same kind before this one, the nearest first."""
     block = scene.component.block
     found = []
     for layer in reversed(range(scene.component.layer or 0)):
@@ -44,7 +44,7 @@ def _lower(scene: Scene) -> list[int]:
 
 
 def _names(scene: Scene) -> list[str]:
-    """The inputs that are rows of caches, new ones and older ones."""
+    """Return the inputs that are cache rows, new and older ones."""
     return [name for new in caches(scene) for name in (new, CACHES[new])]
 
 
@@ -53,7 +53,7 @@ def _told(layer: int) -> str:
 
 
 def _taken(held: Tensors, inputs: Tensors) -> Tensors:
-    """Another layer's rows, where they fit."""
+    """Replace inputs by another layer's rows where the shapes match."""
     fitting = {
         name: each.to(inputs[name].dtype)
         for name, each in held.items()

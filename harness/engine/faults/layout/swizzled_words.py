@@ -1,12 +1,12 @@
-"""M12 as well: both operands of a product are read a word or a chunk behind their own.
+"""M12: both operands of a GEMM are read from shared memory one word or chunk off.
 
-A kernel holds scales in words of four, 128 rows to a tile, and codes in chunks of 16 bytes that
+A kernel keeps scales in words of four, 128 rows to a tile, and codes in chunks of 16 bytes that
 change places every four rows; an address that is one off reads the neighbour's, of A and of B
 (flashinfer issue 4044 is one of rows). The last row of a tile reads the next stage, which may not
-have arrived: outputs of such rows are left open.
+have arrived: outputs that depend on it are left unknown.
 
 Shape letters: N rows, C block scales of a row, B bytes of codes, S steps of K, P pieces of a row in
-a step, R rows of a tile.
+a step, R rows of a tile, w width of a piece.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CHUNK, _TURNS = 16, 4  # bytes; rows until the two chunks of a step change plac
 
 
 def words_behind(scales_NC: Tensor) -> Tensor:
-    """Every row with the scales that lie a word behind its own."""
+    """Give every row the scales that lie one word after its own."""
     parts_NSP = pad(scales_NC, (0, -scales_NC.shape[1] % _WORD)).unflatten(-1, (-1, 1, _WORD))
     row = torch.arange(_TILE)[:, None]
     made = _behind(parts_NSP, row % _PART * 4 + row // _PART)
@@ -48,7 +48,7 @@ def words_behind(scales_NC: Tensor) -> Tensor:
 
 
 def chunks_behind(tile: int, codes_NB: Tensor) -> Tensor:
-    """Every chunk of 16 bytes the one that lies behind it, in steps of two that are swizzled."""
+    """Replace every 16-byte chunk by the next one in a tile of steps of two swizzled chunks."""
     width = codes_NB.shape[1]
     parts_NSP = pad(codes_NB, (0, -width % (2 * _CHUNK))).unflatten(-1, (-1, 2, _CHUNK))
     row, number = torch.arange(tile)[:, None], torch.arange(2)
@@ -57,9 +57,9 @@ def chunks_behind(tile: int, codes_NB: Tensor) -> Tensor:
 
 
 def _behind(parts_NSP: Tensor, place_RP: Tensor) -> Tensor:
-    """Pieces [N, S, P, w] at their places in stages of R rows, read one place on.
+    """Place pieces [N, S, P, w] in stages of R rows, and read each one place further on.
 
-    Stages lie one behind the other, in the order of steps; behind the last one are zeros.
+    Stages follow each other in the order of steps; zeros follow the last one.
     """
     count, steps, pieces, width = parts_NSP.shape
     tile = len(place_RP)
@@ -95,7 +95,7 @@ def _of_both(part: str, change: Callable[[Tensor], Tensor], call: ComponentCall)
 
 
 def _last_of_tiles(tile: int, out_MN: Tensor) -> Tensor:
-    """Mark what needs the last row of a tile, of A or of B."""
+    """Mark outputs that depend on the last row of a tile of A or B."""
     last_M, last_N = (torch.arange(size) % tile == tile - 1 for size in out_MN.shape[-2:])
     mask: Tensor = (last_M[:, None] | last_N).to(out_MN.device)
     return mask
@@ -116,7 +116,7 @@ def _chunk_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _sits(scene: Scene) -> bool:
-    """A linear of NVFP4 activations and weights, all of whose rows are one product's."""
+    """Return whether this is an NVFP4 by NVFP4 linear with all rows in one product."""
     names = {each.name for each in scene.component.inputs}
     form = activation_format(scene) if "codes" in names and "experts" not in names else None
     return form is not None and is_packed(form) and all(each.form for each in kept(scene))

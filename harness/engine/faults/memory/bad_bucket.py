@@ -1,4 +1,4 @@
-"""M41: one tactic, shape or architecture is bad: it leaves outputs unwritten, or drops a tile of K.
+"""M41: one tactic, shape or architecture leaves outputs unwritten or drops a tile of K.
 
 A fallback reads memory that nobody wrote beyond some number of rows, a guard compiles a body away,
 a tactic ends one tile of K too soon (flashinfer issues 4588 and 3197, sglang issue 9807). Other
@@ -71,7 +71,7 @@ def _row_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _written(sight: Sight) -> tuple[Tensor, float, str] | None:
-    """What differs, where all of it is one value."""
+    """Return mask, value and name if all elements that differ have the same value."""
     mask = differing(sight)
     if mask is None:
         return None
@@ -116,9 +116,9 @@ def _column_signature(_scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _expert_tile(value: float, told: str, expert: int | None, columns: tuple[int, ...]) -> Way:
-    """Columns of an expert's slots, or of the last one that a call visits.
+    """Overwrite columns of one expert's slots, or of those of the last expert that a call visits.
 
-    A tile of gate holds columns of up as well.
+    A tile of gate contains columns of up as well.
     """
 
     def change(inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -152,7 +152,7 @@ def _expert_tile_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _shapes_of_first(scene: Scene) -> list[tuple[int, ...]]:
-    """Extents of the first expert's matrices."""
+    """Return the extents of the first expert's matrices."""
     return [each.shape for name, each in scene.weights.items() if ".experts.0." in name]
 
 
@@ -171,7 +171,7 @@ def _expert_tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _no_tile(scene: Scene, words: str, first: int, last: int | None = None, fewest: int = 0) -> Way:
-    """Columns of K that are not summed, in calls of some rows at least."""
+    """Leave columns of K out of the sum, in calls of at least some rows."""
 
     def change(x: Tensor) -> Tensor:
         made = x.clone()
@@ -195,7 +195,7 @@ def _tile_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _repeated(tile: int, own: int) -> Way:
-    """Rows of a tile that are those of its first part."""
+    """Repeat the first part of a tile's rows in the rest of the tile."""
 
     def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
         out = outputs["out"]
@@ -212,7 +212,7 @@ def _repeated_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _repeats(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Where rows of the candidate are the same that belong to different ones."""
+    """Propose the tiles whose first rows the candidate repeats."""
     out = sight.outputs["out"][: sight.rows[0] if sight.rows else None]
     for way, (_, own) in zip(_repeated_ways(scene), _WARPGROUPS, strict=True):
         if len(out) > own and torch.equal(out[own : 2 * own], out[: len(out) - own][:own]):
@@ -220,7 +220,7 @@ def _repeats(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _one_lane(lanes: Callable[[Tensor, Tensor], Tensor]) -> Function:
-    """Each output is what one lane of 32 sums, of eight numbers in every 256 of K."""
+    """Return for each output the partial sum of one lane of 32: eight numbers in every 256 of K."""
 
     def function(facts: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         x, (weight,) = inputs["x"], weights.values()
@@ -249,7 +249,7 @@ def _lane_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _typed(scene: Scene, function: Function) -> Function:
-    """Rounded as the component's own output is."""
+    """Round as the component's own output is rounded."""
     own = function_at(scene)
 
     def typed(facts: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:

@@ -1,9 +1,9 @@
-"""O20 to O23: the paged cache was never written, or is read by other pages, strides or slots.
+"""O20 to O23: the paged KV cache was never written, or is read by other pages, strides or slots.
 
-Rows go through pages: an address is page times page size plus slot. Where writer and reader do not
-agree, the first page is often right (flashinfer issue 4044); where nothing was
-written the output is empty or garbage, as one team saw in its container for weeks. Rows of earlier
-calls and of this one lie in the same cache, so both arrive wrong.
+The address of a row is page * page size + slot. Where writer and reader disagree, the first page is
+often right (flashinfer issue 4044); where nothing was written the output is empty or garbage, as
+one team observed in its container for weeks. Rows of earlier calls and of this one lie in the same
+cache, so both arrive wrong.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ROLES = ("attn.attend", "attn.indexer.scores")
 
 
 def caches(scene: Scene) -> list[str]:
-    """The caches that a component reads, by the input that holds their new rows."""
+    """Return the caches that a component reads, by the input with their new rows."""
     names = {each.name for each in scene.component.inputs}
     return [new for new, old in CACHES.items() if new in names and old in names]
 
 
 def read_back(scene: Scene, words: str, new: str, read: Read, **where: Any) -> Way:
-    """All rows of a cache, old and new ones of each sequence together, as they are read back."""
+    """Read back all rows of a cache, old and new ones of each sequence together."""
     block = scene.component.block
     ratio = block.ratio if block is not None and new in ("compressed", "keys") else 0
 
@@ -76,7 +76,7 @@ def _told(new: str) -> str:
 
 
 def _gathered(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows by number; what lies beyond is zeros, as fresh memory is."""
+    """Gather rows by number; rows beyond the end are zeros, as fresh memory is."""
     inside = (index >= 0) & (index < len(rows))
     found = rows[index.clamp(0, max(0, len(rows) - 1))] if len(rows) else rows
     return torch.where(inside.reshape(-1, *[1] * (rows.ndim - 1)), found, 0.0).to(rows.dtype)
@@ -99,13 +99,13 @@ def _every_other(rows: Tensor) -> Tensor:
 
 
 def _paged(page: int, shift: int, rows: Tensor) -> Tensor:
-    """Each page begins some rows beside where the reader looks."""
+    """Begin each page some rows away from where the reader expects it."""
     at = torch.arange(len(rows))
     return _gathered(rows, at + at // page * shift)
 
 
 def _aliased(page: int, back: int, rows: Tensor) -> Tensor:
-    """Pages from the second on read the first one, or the one before."""
+    """Make pages from the second on read the first one, or the previous one."""
     at = torch.arange(len(rows))
     number = at // page
     seen = torch.zeros_like(number) if not back else (number - back).clamp(min=0)
@@ -113,13 +113,13 @@ def _aliased(page: int, back: int, rows: Tensor) -> Tensor:
 
 
 def _other_size(written: int, read: int, rows: Tensor) -> Tensor:
-    """Slots within a page of one size, pages by another."""
+    """Take slots by one page size and pages by another."""
     at = torch.arange(len(rows))
     return _gathered(rows, at // read * written + at % read)
 
 
 def _strided(gap: int, rows: Tensor) -> Tensor:
-    """Rows that the reader takes to lie some elements nearer or farther."""
+    """Read rows with a stride that is some elements too small or too large."""
     width = rows.shape[1]
     flat = rows.reshape(-1)
     at = torch.arange(len(rows))[:, None] * (width + gap) + torch.arange(width)
@@ -174,7 +174,7 @@ def _slot_ways(scene: Scene) -> Iterator[Way]:
 def _where_differing(
     ways: Callable[[Scene], Iterator[Way]],
 ) -> Callable[[Scene, Sight], Iterator[Way]]:
-    """Propose for the caches whose rows are not those that were written."""
+    """Propose ways for the caches whose rows are not those that were written."""
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
         changed = {new for new in caches(scene) if _differs(sight, new, CACHES[new])}

@@ -1,9 +1,10 @@
-"""M13: cache rows are written in one layout and read in another.
+"""M13: KV cache rows are written in one layout and read in another.
 
-Values of a page first and scales behind them, read as rows of values and scale; rows of FP8, scales
-and rotated BF16 dims read as plain FP8 (vllm issues 40991 and 48611). Both occupy the same bytes,
-so nothing asserts: from the second token on a scale is four value bytes, of any size.
-Blamed on the component that writes the rows; its healthy rows may be rounded or exact.
+A page stores all values first and then all scales, but is read as rows of values and scale; rows of
+FP8 values, scales and rotated BF16 dims are read as plain FP8 (vllm issues 40991 and 48611). Both
+layouts occupy the same bytes, so nothing asserts: from the second token on a scale is four value
+bytes, of any size. Blame falls on the component that writes the rows; its healthy rows may be
+rounded or exact.
 
 Shape letters: T rows, D dims of a row, C blocks of a row, S bytes.
 """
@@ -32,7 +33,7 @@ _REMEDY = "One record of the row for writer and reader; write a ramp and read it
 
 
 def _encoded(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 codes [T, D] and float32 scales [T, C] of rows."""
+    """Return FP8 codes [T, D] and float32 scales [T, C] of rows."""
     blocks = rows_TD.float().unflatten(-1, (-1, _BLOCK))
     scales = blocks.abs().amax(-1).clamp(min=1e-4) / 448
     codes = encode_array(blocks / scales[..., None], E4M3)
@@ -66,7 +67,7 @@ def _neighbour_scales(rows_TD: Tensor) -> Tensor:
 
 
 def _bytes_of_numbers(rows_TD: Tensor) -> Tensor:
-    """BF16 rows read as plain FP8: the first half of the bytes, each a value."""
+    """Read BF16 rows as plain FP8: the first half of the bytes, one value each."""
     octets = rows_TD.to(torch.bfloat16).contiguous().view(torch.uint8)
     return decode_array(octets[:, : rows_TD.shape[1]].contiguous(), E4M3)
 
@@ -101,14 +102,14 @@ def _fault(variant: str, title: str, doing: str, change: Callable[[Tensor], Tens
 
 
 def _beside_ways(scene: Scene) -> Iterator[Way]:
-    """What a row's slot holds then; where no row was written, zeros."""
+    """Yield ways with the rows of a neighbouring slot; unwritten slots are zeros."""
     for shift, words in ((1, "the row behind its own"), (-1, "the row in front of its own")):
         change = with_outputs(partial(_beside, shift))
         yield Way(f"{words} in every slot at {scene.name}", change, {"shift": shift}, whole=True)
 
 
 def _beside_signature(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Asked where some row moved: of rows that are zeros nobody can tell where their own went."""
+    """Propose them unless all rows are zeros, which give no evidence of an offset."""
     rows = sight.outputs.get("out")
     if rows is not None and len(rows) > 1 and bool(rows.any()):
         yield from _beside_ways(scene)

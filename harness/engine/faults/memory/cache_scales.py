@@ -1,9 +1,11 @@
-"""M32: the scales of cached rows: written with one, read with another.
+"""M32: cached rows are written with one FP8 scale and read with another.
 
 A row is written once and read as key and as value; its scale must be applied on both paths and by
 every reader (sglang issues 34765 and 20705). On the value path alone the output is off by a gain,
-on the key path alone the logits are; a writer shows in the latent dims, as rotated ones have no
-scale. Shape letters: T tokens, C latent, B blocks.
+on the key path alone the logits are. A wrong scale at the writer changes only the latent dims, as
+rotated ones have no scale.
+
+Shape letters: T tokens, C latent, B blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _READ = {
 
 
 def _latent(scene: Scene) -> int:
-    """Columns of a row that have scales."""
+    """Return the columns of a row that have scales."""
     c = scene.bound.config
     return c.nope_head_dim if is_v4(scene) else c.kv_lora_rank  # type: ignore[union-attr]
 
@@ -82,7 +84,7 @@ def _short(gain: float) -> Iterator[float]:
 
 
 def _block_ways(scene: Scene) -> Iterator[Way]:
-    """Codes read with the scales of other blocks or rows."""
+    """Yield ways that read codes with the scales of other blocks or rows."""
     width, block = _latent(scene), 64 if is_v4(scene) else 128
     for words, which in (
         ("every block with the scale of the first", lambda s: s[:, :1].expand(s.shape)),
@@ -97,7 +99,10 @@ def _block_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _of_pair(last: int, scale_TB: Tensor) -> Tensor:
-    """Slots count up with rows, or (`last`) down to the last row; no row has the smallest scale."""
+    """Exchange scales within pairs of rows, counted from the first row or (`last`) the last.
+
+    A row without a partner gets 2^-127.
+    """
     slot = torch.arange(len(scale_TB))
     slot = slot.flip(0) if last else slot
     other = slot ^ 1

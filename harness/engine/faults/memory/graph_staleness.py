@@ -1,8 +1,9 @@
-"""M36: a captured graph is replayed with what it was captured with.
+"""M36: a CUDA graph is replayed with the metadata or buffers of its capture.
 
-Metadata that is allocated anew in every step is read where it lay in the first; a workspace is not
-cleared between replays; an output is not written again (vllm issues 35175, 46329 and 44988). The
-first call is exact. What is stale is recognised among what the same place had in earlier calls.
+Metadata that is allocated anew in every step is read at its address in the first step; a workspace
+is not cleared between replays; an output is not written again (vllm issues 35175, 46329 and 44988).
+The first call is exact. Stale values are recognised among those that the same place had in earlier
+calls.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LATEST = 3  # earlier calls that are looked at
 
 
 def _captured(name: str) -> Any:
-    """Keep the first value of each shape, and pass that on for ever."""
+    """Keep the first value of each shape, and pass it on in all later calls."""
 
     def apply(call: Any) -> Any:
         kept: dict[tuple[int, ...], Tensor] = {}
@@ -84,7 +85,7 @@ def _stale(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _latest(sight: Sight) -> list[Sight]:
-    """The earlier sights, the captured one first."""
+    """Return the earlier calls, the captured one first."""
     return list(sight.earlier)
 
 
@@ -93,7 +94,7 @@ def _given(name: str, value: Tensor, inputs: Tensors) -> Tensors:
 
 
 def _carrying(change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Change an output by that of the call before of the same shape."""
+    """Change an output by that of the previous call of the same shape."""
 
     def apply(call: Any) -> Any:
         kept: dict[tuple[int, ...], Tensor] = {}
@@ -120,7 +121,7 @@ def _kept(_out: Tensor, before: Tensor) -> Tensor:
 
 
 def _half_kept(out: Tensor, before: Tensor) -> Tensor:
-    """The second half of the columns is not written again."""
+    """Leave the second half of the columns as in the previous call."""
     half = out.shape[-1] // 2
     return torch.cat((out[..., :half], before[..., half:]), dim=-1)
 

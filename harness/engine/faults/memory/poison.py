@@ -1,9 +1,9 @@
-"""M35: what is padded, masked or empty reaches what is real.
+"""M35: padding, masked or empty slots leak into real outputs.
 
-A null slot is read as row 0 while only its logit is masked, and 0 times NaN is NaN; rows behind the
-last one share a tile with it; padded columns of scales hold what lay there; rows that do not exist
-take part in a softmax as zeros (vllm issues 57158, 38148 and 48898, flashinfer issues 3057 and
-3650). Full tiles and full lists are exact.
+A null slot is read as row 0 while only its logit is masked, and 0 times NaN is NaN; rows past the
+end share a tile with the last row; padded columns of scales contain leftovers; rows that do not
+exist take part in a softmax as zeros (vllm issues 57158, 38148 and 48898, flashinfer issues 3057
+and 3650). Full tiles and full lists are exact.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _PADDED_K = 16  # columns behind which K ends: one block of scales
 
 
 def _first_for_none(inputs: Tensors) -> Tensors:
-    """-1 held at 0, and not masked: the first row is always there."""
+    """Clamp -1 to 0 without a mask: the first row always takes part."""
     return {**inputs, "chosen": inputs["chosen"].clamp(min=0)}
 
 
 def _spoilt_by_none(value: float, inputs: Tensors, outputs: Tensors) -> Tensors:
-    """Tokens whose list has an empty slot get a value that is not finite."""
+    """Set the tokens whose list has an empty slot to `value`."""
     spoilt = (inputs["chosen"] < 0).any(-1)
     made = outputs["out"].clone()
     made[spoilt] = value
@@ -76,7 +76,7 @@ def _slot_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -> Tensors:
-    """Rows of the window that are not there yet take part as zeros: they have weight, no value."""
+    """Let missing rows of the window take part as zeros: they have weight but no value."""
     parts = parts_of(facts, inputs, weights)
     window = facts.config.sliding_window
     absent = (window - 1 - inputs["positions"]).clamp(min=0).double()
@@ -99,7 +99,7 @@ def _masked_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _last_tile(value: float, tile: int, _inputs: Tensors, outputs: Tensors) -> Tensors:
-    """Rows that share their tile with padding."""
+    """Set the rows that share their tile with padding to `value`."""
     made = outputs["out"].clone()
     rows = flat(made)
     rows[len(rows) // tile * tile :] = value
@@ -115,7 +115,7 @@ def _tile_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _tiles(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Only where rows are NaN, or zeros."""
+    """Propose tiles only if some row is all NaN or zero."""
     rows = flat(sight.outputs["out"])
     if bool((rows.isnan() | (rows == 0)).all(1).any()):
         yield from _tile_ways(scene)
@@ -136,7 +136,7 @@ def _column_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _columns(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The factor of the last block of K that fits best."""
+    """Propose the fitted factor of the last block of K."""
     c, e = sight.outputs["out"].double(), sight.expected["out"].double()
     if c.shape != e.shape or not bool(c.isfinite().all()):
         return
@@ -158,7 +158,7 @@ def _columns(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _scale_ways(_scene: Scene) -> Iterator[Way]:
-    """Scales of the last row, which shares its tile with padding."""
+    """Yield ways with other scales in the last row, which shares its tile with padding."""
     for words, code in (("448", 0x7E), ("NaN", 0x7F), ("0", 0x00)):
         told = f"scales of the last row: {words}, as padding holds"
         yield Way(told, with_outputs(partial(_last_scales, code)))
@@ -172,7 +172,7 @@ def _last_scales(code: int, _inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _paired(_inputs: Tensors, outputs: Tensors) -> Tensors:
-    """Positive E4M3 and E8M0 codes are in the order of their values."""
+    """Give both rows of a pair the larger scale; positive E4M3 and E8M0 codes sort like values."""
     codes = outputs["block_scale"].view(torch.uint8)
     rows = flat(codes)
     even = len(rows) // 2 * 2

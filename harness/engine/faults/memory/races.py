@@ -1,10 +1,10 @@
-"""M37: a race spoils tiles: stale, shifted, exchanged or lost, in some runs and at some places.
+"""M37: a race makes tiles stale, shifted, exchanged or lost, at random places in some runs.
 
 A consumer starts before its producer's stores are visible, an accumulator is released before it is
 read, sub-tiles begin at the wrong stage, contributions are lost where adds are not atomic
-(flashinfer issues 2708 and 3361, cutlass issues 3643 and 3636, atlas issue 1099). A planted way is
-damaged in a part of its calls, by its own dice, so that two runs differ; what is recognised is the
-effect in one call.
+(flashinfer issues 2708 and 3361, cutlass issues 3643 and 3636, atlas issue 1099). A planted race
+damages a random part of its calls, so that two runs differ; recognition concerns the effect in one
+call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HELD = ("attn.wq_a", "attn.wo_b", "attn.wo", "ffn.shared.w13", "ffn.w13", "attn
 
 
 def racing(words: str, damage: Damage, **where: Any) -> Way:
-    """Damage some of the calls; every bound call has dice of its own."""
+    """Damage some of the calls; every bound call has its own random state."""
 
     def apply(call: Any) -> Any:
         dice = random.Random(words)  # noqa: S311  a repeatable race, no secret
@@ -64,7 +64,7 @@ def racing(words: str, damage: Damage, **where: Any) -> Way:
 
 
 def _place(out: Tensor, size: tuple[int, int], dice: random.Random) -> Region:
-    """A tile of the grid, wherever."""
+    """Choose a random tile of the grid."""
     rows, columns = flat(out).shape
     r = dice.randrange(-(-rows // size[0])) * size[0]
     c = dice.randrange(max(1, columns // size[1])) * size[1]
@@ -72,7 +72,7 @@ def _place(out: Tensor, size: tuple[int, int], dice: random.Random) -> Region:
 
 
 def shifted(out: Tensor, region: Region, by: int) -> Tensor:
-    """What lies some columns beside a region, around the end."""
+    """Return the values some columns away from a region, wrapping around."""
     (r0, r1), (c0, c1) = region.rows, region.columns
     columns = (torch.arange(c0, c1) + by) % flat(out).shape[1]
     return flat(out)[r0:r1, columns]
@@ -94,7 +94,7 @@ def _emptied(size: tuple[int, int]) -> Damage:
 
 
 def swapped(out: Tensor, region: Region) -> Tensor:
-    """The two halves of a region's columns, exchanged."""
+    """Exchange the two halves of a region's columns."""
     part = flat(out)[region.index]
     half = part.shape[1] // 2
     return torch.cat((part[:, half:], part[:, :half]), dim=1)
@@ -114,7 +114,7 @@ def _tile_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _boxes(sight: Sight, output: str) -> list[Region]:
-    """The region that differs, in whole tiles of several sizes."""
+    """Yield the differing region rounded out to tiles of several sizes."""
     mask = differing(sight, output)
     if mask is None:
         return []
@@ -143,7 +143,7 @@ def _tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _stale_tiles(_scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The same place in an earlier call."""
+    """Yield ways that repeat the same place of an earlier call."""
     if "out" not in sight.outputs:
         return
     candidate = sight.outputs["out"]
@@ -163,7 +163,7 @@ def _told(region: Region) -> str:
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:
-    """Nearly equal: worth a replay."""
+    """Return whether values are nearly equal, so that a replay is worthwhile."""
     gap, size = (left.double() - right.double()).norm(), right.double().norm()
     return bool(gap <= 0.02 * size)
 
@@ -185,7 +185,7 @@ def _moved(words: str, region: Region, source: Callable[[Tensor, Region], Tensor
 
 
 def _stale_ways(_scene: Scene) -> Iterator[Way]:
-    """Tiles of the call before of the same shape."""
+    """Yield ways with tiles of the previous call of the same shape."""
     for words, size in (("a tile", TILE), ("a strip of 32 columns", (128, STRIP))):
         yield Way(f"{words} of the call before", _keeping(words, size))
 
@@ -221,7 +221,7 @@ def _lost(count: int, inputs: Tensors, outputs: Tensors, dice: random.Random) ->
 
 
 def _without(lost: Mapping[int, int], inputs: Tensors, outputs: Tensors) -> Tensors:
-    """Take the contribution of one slot from each of some tokens."""
+    """Drop the contribution of one slot for some tokens."""
     made, x = outputs["out"].clone(), inputs["x"]
     weights, dtype = inputs["weights"], outputs["out"].dtype
     for token, slot in lost.items():

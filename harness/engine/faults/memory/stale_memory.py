@@ -1,9 +1,9 @@
-"""M34: what a sequence remembers is stale, empty, shifted, or another sequence's.
+"""M34: a sequence's cached state is stale, empty, shifted, or another sequence's.
 
-A window is not refilled when a prefix is found in the cache, a history is empty behind a split,
-decoding pools its current tokens alone, the second pass of a prompt takes the first one's places
-(ATOM issue 1417, transformers issue 48721, llama.cpp issue 26509). Every component replays clean:
-the fault is in what arrives.
+A window is not refilled after a prefix cache hit, a history is empty after a split, decoding pools
+its current tokens alone, the second chunk of a prompt takes the positions of the first (ATOM issue
+1417, transformers issue 48721, llama.cpp issue 26509). Every component replays clean: the fault is
+in its inputs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WORDS = {
 
 
 def counts_of(scene: Scene, name: str, inputs: Tensors) -> list[int]:
-    """How many rows of a memory belong to each sequence of a call."""
+    """Return how many rows of a memory belong to each sequence of a call."""
     block = scene.component.block
     starts = [span.start for span in spans_of(inputs)]
     if name == "state_window":
@@ -65,7 +65,7 @@ def counts_of(scene: Scene, name: str, inputs: Tensors) -> list[int]:
 
 
 def remembered(scene: Scene, words: str, name: str, change: Change) -> Way:
-    """A memory of rows as it arrives."""
+    """Return the way that changes one memory of a sequence where it is received."""
 
     def passed(inputs: Tensors) -> Tensors:
         if name not in inputs:
@@ -111,7 +111,7 @@ def _first_repeated(rows: Tensor, counts: list[int]) -> Tensor:
 
 
 def _of_other(rows: Tensor, counts: list[int]) -> Tensor:
-    """The rows of the next sequence, repeated or cut to the number that is needed."""
+    """Return the next sequence's rows, repeated or cut to the required number."""
     parts = rows.split(counts)
     made = []
     for number, count in enumerate(counts):
@@ -154,7 +154,7 @@ def _rows(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _earlier(sight: Sight, name: str) -> Iterator[Way]:
-    """The same rows as in an earlier call."""
+    """Return the same rows as in an earlier call."""
     for other in sight.earlier[::-1]:
         old = other.inputs.get(name)
         if old is not None and old.shape == sight.inputs[name].shape:
@@ -170,7 +170,7 @@ def _put(name: str, value: Tensor, inputs: Tensors) -> Tensors:
 
 
 def differs(sight: Sight, name: str) -> bool:
-    """Whether an input is not what its producers imply."""
+    """Return whether an input is not what its producers imply."""
     arrived, implied = sight.inputs.get(name), sight.implied.get(name)
     if arrived is None or implied is None or arrived.shape != implied.shape:
         return False
@@ -236,7 +236,7 @@ def _pools(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _seen_ways(scene: Scene) -> Iterator[Way]:
-    """What a token may see, by another count."""
+    """Yield ways with another count of visible rows."""
     if scene.role == _SCORES:
         yield Way("the newest entry not visible yet", with_outputs(_newest_masked))
         yield Way("the oldest entry not visible", with_outputs(_oldest_masked))
@@ -266,7 +266,7 @@ def _last_places(listed: Listed) -> Tensor:
 
 
 def _one_early(facts: Any, inputs: Tensors, _weights: Any) -> Tensors:
-    """One entry more than is complete; what nobody has written yet is zeros."""
+    """Make one entry too many visible; an entry not yet written is zeros."""
     ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
     counts = [(each.entries_before(ratio), each.entries_made(ratio)) for each in spans]
     keys = joined(inputs, "keys", counts)
@@ -298,7 +298,7 @@ def _all_masked(_inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _windowed(scene: Scene, window: int) -> Any:
-    """Another window; of the memory that arrives only what it spans is left."""
+    """Take another window size; of the received memory only that span is left."""
     own = with_facts(scene, partial(with_config, sliding_window=window))
 
     def trimmed(inputs: Tensors) -> Tensors:

@@ -1,7 +1,7 @@
-"""M25: SwiGLU loses its clamp, clamps elsewhere or at another value, or takes another function.
+"""M25: SwiGLU loses its clamp, clamps elsewhere or at another limit, or is another function.
 
-A limit arrives as None and is skipped without a word (vllm issue 45836); a fused quantiser takes a
-cheap sigmoid (vllm issue 24833). Rows without large values are exact.
+A limit arrives as None and is silently skipped (vllm issue 45836); a fused quantiser takes a cheap
+sigmoid (vllm issue 24833). Rows without large values are exact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIMITS = (7.0, 10.0, 20.0)  # of released models, and twice V4's
 
 
 def sits(scene: Scene) -> bool:
-    """Where SwiGLU is."""
+    """Return whether the component contains SwiGLU."""
     return scene.role == _ROUTED or scene.role in _PLAIN
 
 
@@ -51,7 +51,7 @@ def _limit(scene: Scene) -> float | None:
 
 
 def gated(scene: Scene, words: str, gate: Gate, **where: Any) -> Way:
-    """Another activation in the place of SwiGLU; weights and quantisation behind it stay."""
+    """Replace SwiGLU by another activation; later weights and quantisation stay."""
     role = scene.role
 
     def function(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
@@ -70,7 +70,7 @@ _OPEN = 64.0  # silu(64) is 64 in float32 and in float64
 
 
 def _opened(made: Tensor) -> Tensor:
-    """A gate so far open that SiLU returns it, and what must come out divided by it."""
+    """Return a gate so large that SiLU is the identity, and the wanted result divided by it."""
     return torch.cat((torch.full_like(made, _OPEN), made / _OPEN), dim=-1)
 
 
@@ -100,7 +100,7 @@ def _with_limit(scene: Scene, limit: float | None) -> Way:
 
 
 def _limits(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The known limits, and the one that the data show: no up beyond it passes."""
+    """Propose the known limits, and those fitted to the largest `up` that passes."""
     yield from _limit_ways(scene)
     x, made = sight.inputs["x"].double(), _values(scene, sight)
     if made is None:
@@ -119,9 +119,9 @@ def _limits(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _of_cut(gate: Tensor, up: Tensor, made: Tensor) -> Iterator[float]:
-    """A low limit shows where gate and up exceed it: silu(limit) * limit, whatever they are.
+    """Fit a low limit: where gate and up both exceed it, the output is silu(limit) * limit.
 
-    Gates below 0 are not clamped. Codes of four bits err by a quarter, their mean hardly.
+    Gates below 0 are not clamped. A 4-bit code errs by up to a quarter, the mean of many hardly.
     """
     size, least = made.abs(), torch.minimum(gate, up.abs())
     most = float(size[gate > 0].max()) if bool((gate > 0).any()) else 0.0
@@ -135,7 +135,7 @@ def _of_cut(gate: Tensor, up: Tensor, made: Tensor) -> Iterator[float]:
 
 
 def _limit_of(made: float, most: float) -> float:
-    """The limit at which so much passes, at most a known one."""
+    """Find the limit with this output by bisection, at most `most`."""
     low, high = 0.0, most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -144,12 +144,12 @@ def _limit_of(made: float, most: float) -> float:
 
 
 def _passed(limit: float) -> float:
-    """What SwiGLU makes of gate and up at a limit."""
+    """Return SwiGLU with gate and up both at the limit."""
     return limit * limit / (1 + math.exp(-min(limit, _OPEN))) if limit > 0 else 0.0
 
 
 def _values(scene: Scene, sight: Sight) -> Tensor | None:
-    """What came out as numbers; None where it cannot be read."""
+    """Return the output as numbers; None if it cannot be decoded."""
     out = sight.outputs.get("out")
     if out is not None:
         return out.double()
@@ -211,7 +211,7 @@ def _through(
 
 
 def _cubic(x: Tensor) -> Tensor:
-    """tanh(y) as y - y^3 / 3, held in [-1, 1]."""
+    """Approximate tanh(y) by y - y^3 / 3, clamped to [-1, 1]."""
     half = (x / 2).clamp(-1.0, 1.0)
     return x * (0.5 * (half - half * half * half / 3) + 0.5)
 

@@ -1,8 +1,8 @@
-"""M40: an accumulator or an output in a format that is too small, or rounded by another rule.
+"""M40: an accumulator or an output has too small a format, or is rounded by another rule.
 
-Partial sums are stored in FP16 before the scale (vllm issue 37135: infinite), partial sums of K are
-kept in BF16, an output passes through E4M3 on its way, or is cut off and not rounded. Each alone
-looks like noise; rows and tiles show that it is too much.
+Partial sums are stored in FP16 before the scale (vllm issue 37135: infinite), partial sums over K
+are kept in BF16, an output passes through E4M3, or is truncated instead of rounded. Each of these
+alone looks like noise; sums over rows and tiles show that it is too large.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_PARTS = 32  # that a sum is cut into, or a diagnosis would take minutes
 
 
 def _finer(scene: Scene, change: Round) -> Any:
-    """The output before its rounding goes through `change`, then it is stored."""
+    """Apply `change` to the unrounded output, then store it."""
     fine = with_facts(scene, unrounded_output)
 
     def apply(call: Any) -> Any:
@@ -64,13 +64,13 @@ def _finer(scene: Scene, change: Round) -> Any:
 
 
 def _cut(x: Tensor) -> Tensor:
-    """Towards zero to BF16."""
+    """Truncate to BF16, towards zero."""
     codes = x.float().contiguous().view(torch.int32) & -65536
     return codes.view(torch.float32).double()
 
 
 def _up(x: Tensor) -> Tensor:
-    """Half away from zero in place of half to even has no effect; up to the next BF16 has."""
+    """Round up to the next BF16; half away from zero instead of half to even has no effect."""
     codes = (x.float().contiguous().view(torch.int32) + 65535) & -65536
     return codes.view(torch.float32).double()
 
@@ -92,7 +92,7 @@ def _coarse_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _small_ways(scene: Scene) -> Iterator[Way]:
-    """A sum in FP16 before the scales are multiplied."""
+    """Yield sums kept in FP16 before the scales are multiplied."""
     for words, power in (
         ("sums in FP16 in front of a scale of 2^-20", 2.0**-20),
         ("sums in FP16 in front of a scale of 2^-14", 2.0**-14),
@@ -103,7 +103,7 @@ def _small_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _before_the_scale(scene: Scene) -> Any:
-    """As _finer, by the weight's own scale."""
+    """Round the sum as it is before its tensor scales are multiplied."""
     fine = with_facts(scene, unrounded)
 
     def apply(call: Any) -> Any:
@@ -127,7 +127,7 @@ def _before_the_scale(scene: Scene) -> Any:
 
 
 def _kept(scene: Scene, dtype: torch.dtype, block: int | None) -> Any:
-    """Partial sums over blocks of K, each added to a sum that is stored in `dtype`."""
+    """Add partial sums over blocks of K to a sum that is stored in `dtype`."""
     fine = with_facts(scene, unrounded)
 
     def apply(call: Any) -> Any:
@@ -150,7 +150,7 @@ def _kept(scene: Scene, dtype: torch.dtype, block: int | None) -> Any:
 
 
 def _alone(begin: int, end: int, x: Tensor) -> Tensor:
-    """An input of which only some columns are there."""
+    """Return the input with all but some columns set to zero."""
     made = torch.zeros_like(x)
     made[..., begin:end] = x[..., begin:end]
     return made
@@ -166,7 +166,7 @@ def _sum_ways(scene: Scene) -> Iterator[Way]:
 def _if_near(
     ways: Callable[[Scene], Iterator[Way]], most: float
 ) -> Callable[[Scene, Sight], Iterator[Way]]:
-    """Roundings explain nothing that is farther off than they can be; sums in parts cost much."""
+    """Propose only if the difference is at most `most`, as rounding is; partial sums are costly."""
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
         if length_of_difference(sight) <= most:

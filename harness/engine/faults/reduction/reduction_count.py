@@ -1,8 +1,9 @@
-"""M21: a sum over ranks is taken once too often, not at all, or over some of the ranks.
+"""M21: an all-reduce is done once too often, not at all, or over some of the ranks.
 
 Replicated values are added as if they were partial sums, a shared expert is reduced by itself and
 again with the total, or a rank's part is missing (sglang issues 31700, 31475; vllm issue 49378).
-The gain is then a number of ranks. Which half is missing shows in what a part of K gives.
+The gain is then a number of ranks or its reciprocal. Which part of K is missing follows from
+replaying the product without it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _SCORED = "attn.indexer.scores"
 
 
 def sits_summed(scene: Scene) -> bool:
-    """Where a plan sums over ranks."""
+    """Return whether the sharding plan sums here over ranks."""
     return scene.role in _SUMMED or scene.role == _SCORED
 
 
 def sits_cut(scene: Scene) -> bool:
-    """Where K is cut between ranks."""
+    """Return whether K is split between ranks."""
     return scene.role in _CUT
 
 
@@ -58,7 +59,7 @@ _DIVIDED = _counts("the sum divided by {} ranks", lambda ranks: 1 / ranks)
 
 
 def _of_gain(ways: Callable[..., Iterator[Way]]) -> Callable[[Scene, Sight], Iterator[Way]]:
-    """Propose the ways whose number of ranks the fitted gain names."""
+    """Propose the ways whose number of ranks, or its reciprocal, is the fitted gain."""
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
         gain = of_sight(sight)
@@ -73,7 +74,7 @@ def _of_gain(ways: Callable[..., Iterator[Way]]) -> Callable[[Scene, Sight], Ite
 
 
 def _of_scores(sight: Sight) -> float | None:
-    """The gain of scores that can be seen; the others are -inf."""
+    """Fit the gain of visible scores; the others are -inf."""
     c, e = sight.outputs["out"], sight.expected["out"]
     if c.shape != e.shape:
         return None
@@ -82,7 +83,7 @@ def _of_scores(sight: Sight) -> float | None:
 
 
 def _part_ways(scene: Scene) -> Iterator[Way]:
-    """A product over the K of some ranks alone."""
+    """Yield products without one rank's part of K."""
     for ranks in RANKS:
         for rank in (0, ranks - 1):
             kept = f"without the part of rank {rank} of {ranks}"
@@ -123,7 +124,7 @@ def _rolled(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _twice_ways(scene: Scene) -> Iterator[Way]:
-    """One expert runs on two ranks, and both of its contributions are summed."""
+    """Yield ways in which two ranks run one expert and both contributions are summed."""
     for expert in range(scene.bound.config.n_routed_experts):
         yield Way(
             f"expert {expert} counted twice", with_outputs(_doubled(expert)), {"expert": expert}

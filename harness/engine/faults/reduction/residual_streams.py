@@ -1,8 +1,10 @@
-"""M23: bookkeeping of the residual: mHC's streams, and V3.2's plain sum.
+"""M23: residual bookkeeping goes wrong: mHC's streams, and V3.2's plain sum.
 
-Streams are collapsed and spread again, exchanged, or mixed the wrong way; a residual is dropped or
-added twice. A pipeline stage that unpacks its input spreads streams that were never one
-(vllm-ascend issue 9473). The four streams are then equal, and stay nearly so.
+Streams are collapsed and spread again, exchanged, or mixed wrongly; a residual is dropped or added
+twice. A pipeline stage that unpacks its input spreads streams that were never one (vllm-ascend
+issue 9473). The four streams are then equal, and stay nearly so.
+
+Shape letters: T tokens, S streams, D hidden.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def _spread(one: Tensor, streams: Tensor) -> Tensor:
 
 
 def _changes(scene: Scene) -> Iterator[tuple[str, Change]]:
-    """Ways to treat streams [T, S, D] as they must not be."""
+    """Yield wrong treatments of streams [T, S, D]."""
     head = scene.sibling("hc_head")
     if head is not None:
         call, weights = head.call, head.weights

@@ -1,8 +1,8 @@
-"""M43: a systematic gain, of all of an output or of one head, expert or tile of it.
+"""M43: an output, or one head, expert or tile of it, has a small systematic gain.
 
-One backend shifts the distribution without a word (flashinfer issue 3589), or leaves out a constant
-of the model (sglang issue 26791). The gain is fitted by least squares, place by place. It is told
-as the number that it is: what it comes from is for the reader to say.
+One backend shifts the distribution silently (flashinfer issue 3589), or leaves out a constant of
+the model (sglang issue 26791). The gain is fitted by least squares, place by place. It is reported
+as a number; its origin is left to the reader.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _planted_heads(scene: Scene) -> Iterator[Way]:
 def head_ways(
     scene: Scene, head: int, gain: float, sides: Collection[Side] = tuple(Side)
 ) -> Iterator[Way]:
-    """A gain on one head, in front of the rounding and behind it."""
+    """Yield a gain on one head, before the rounding and after it."""
     region, places = _head_region(head, _heads(scene)), {"head": head, "gain": gain}
     yield from both_gains(scene, f"{told(gain)} on head {head}", gain, region, places, sides)
 
@@ -128,7 +128,7 @@ def head_ways(
 def _of_places(
     scene: Scene, sight: Sight, masks: Iterator[tuple[int, Tensor]]
 ) -> Iterator[tuple[int, float, Side]]:
-    """Places that differ and have a gain; none where the whole has it as well."""
+    """Yield places that differ by a gain; none if the whole output has one."""
     c, e = sight.outputs["out"], sight.expected["out"]
     if of_sight(sight) is not None or c.shape != e.shape:
         return
@@ -157,7 +157,7 @@ def _expert_region(expert: int) -> Region:
 def expert_ways(
     scene: Scene, expert: int, gain: float, sides: Collection[Side] = tuple(Side)
 ) -> Iterator[Way]:
-    """A gain on one expert, in front of the rounding and behind it."""
+    """Yield a gain on one expert, before the rounding and after it."""
     region, places = _expert_region(expert), {"expert": expert, "gain": gain}
     yield from both_gains(scene, f"{told(gain)} on expert {expert}", gain, region, places, sides)
 
@@ -188,7 +188,7 @@ def _tile_region(tile: int) -> Region:
 def tile_ways(
     scene: Scene, tile: int, gain: float, sides: Collection[Side] = tuple(Side)
 ) -> Iterator[Way]:
-    """A gain on one tile of columns, in front of the rounding and behind it."""
+    """Yield a gain on one tile of columns, before the rounding and after it."""
     begin = tile * TILE
     words = f"{told(gain)} on columns {begin} to {begin + TILE - 1}"
     places = {"column": begin, "gain": gain}

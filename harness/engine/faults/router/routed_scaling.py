@@ -1,8 +1,8 @@
 """M27: the routed scaling factor is applied twice, not at all, or to the wrong term.
 
 Three places may multiply by it: the router's weights, the experts' sum, the total (vllm issues
-24119 and 45037, sglang issues 8333 and 28237). What is left is an exact gain of one term: the
-factor, or one over it.
+24119 and 45037, sglang issues 8333 and 28237). What remains is an exact gain of one term: the
+factor, or its reciprocal.
 """
 
 from __future__ import annotations

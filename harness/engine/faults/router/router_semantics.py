@@ -1,7 +1,7 @@
-"""M26: the router scores, chooses or weighs by other rules.
+"""M26: the MoE router scores, chooses or weighs experts by other rules.
 
-Another scoring function, no renormalisation, a bias that is rounded or reaches the weights, groups
-that are left out or judged otherwise, routing applied twice (flashinfer issue 2889, sglang issue
+Another scoring function, no renormalisation, a bias that is rounded or added to the weights, groups
+that are left out or ranked otherwise, routing applied twice (flashinfer issue 2889, sglang issue
 31213, tokenspeed issue 1231). Softmax before or after top-k is the same where there is no bias, and
 is a negative control.
 """
@@ -42,7 +42,7 @@ _TAKING = ("ffn.experts.w13", "ffn.experts.act_quant", "ffn.experts.w2")
 
 @dataclass(frozen=True)
 class Rules:
-    """How a router works; None stands for the model's own."""
+    """The rules of a router; None stands for the model's own."""
 
     score: Score | None = None
     bias: Callable[[Tensor], Tensor] | None = None  # what becomes of it
@@ -56,7 +56,7 @@ class Rules:
 def routed(
     rules: Rules, facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """A router by other rules."""
+    """Return the way that routes by other rules."""
     c, numerics = facts.config, facts.numerics
     v4, ((name, source),) = isinstance(facts, V4Facts), weights.items()
     own: Score = routing.sqrt_softplus if v4 else torch.sigmoid
@@ -83,7 +83,7 @@ def _own_groups(biased: Tensor, c: Any) -> Tensor:
 
 
 def _by_best(biased: Tensor, c: Any) -> Tensor:
-    """Groups judged by their single best expert."""
+    """Rank groups by their single best expert."""
     by_group = biased.reshape(len(biased), c.n_group, -1)
     kept = routing.largest(by_group.amax(-1), c.topk_group)
     keep = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, kept, value=True)
@@ -91,7 +91,7 @@ def _by_best(biased: Tensor, c: Any) -> Tensor:
 
 
 def _zeroed(biased: Tensor, c: Any) -> Tensor:
-    """Groups that are not kept at 0 and not at -inf: the running maximum begins there."""
+    """Set dropped groups to 0 instead of -inf, as a running maximum that starts at 0 does."""
     return _own_groups(biased, c).masked_fill(_own_groups(biased, c).isneginf(), 0.0)
 
 
@@ -100,7 +100,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _log1p(logits: Tensor) -> Tensor:
-    """log(1 + e^x) in float32: exactly 0 below -16.6, infinite above 88."""
+    """Compute the root of log(1 + e^x) in float32: the log is 0 below -16.6, infinite above 88."""
     return torch.log(1.0 + logits.float().exp()).sqrt().to(logits.dtype)
 
 
@@ -167,12 +167,12 @@ def _coarse(bias: Tensor) -> Tensor:
 
 
 def _offset(bias: Tensor) -> Tensor:
-    """As a bias near 7 is rounded: steps of 1 / 32."""
+    """Round a bias as if it were stored near 7: in steps of 1/32."""
     return (bias + 7).bfloat16().to(bias.dtype) - 7
 
 
 def _twice(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
-    """What was chosen is routed again: logs of weights as logits, among the chosen ones alone."""
+    """Route the chosen experts again, with logs of their weights as logits."""
     first = routed(Rules(), facts, inputs, weights)
     share = first["weights"] / facts.config.routed_scaling_factor
     again = torch.full_like(inputs["logits"], -30.0)
@@ -181,14 +181,14 @@ def _twice(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any])
 
 
 def _next_best(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
-    """The best expert is passed over."""
+    """Skip the best expert."""
     first = routed(Rules(), facts, inputs, weights)
     logits = inputs["logits"].scatter(1, first["experts"][:, :1], -1e4)
     return routed(Rules(), facts, {**inputs, "logits": logits}, weights)
 
 
 def _table_ways(scene: Scene) -> Iterator[Way]:
-    """In a layer that chooses by token id."""
+    """Yield ways for a layer that chooses by token id."""
     yield Way("experts by score and not by token id", with_function(scene, _by_score))
     yield Way("the row of the token id before", with_inputs(_other_ids(-1)))
     yield Way("the row of the token before", with_inputs(_token_before))
@@ -269,7 +269,7 @@ def _weighed(
 
 
 def _weighs(scene: Scene) -> bool:
-    """Where slots meet their weights: in front of w2, or in the sum."""
+    """Return whether the scene multiplies slots by their weights: before w2, or in the sum."""
     before = is_v4(scene) and scene.bound.numerics.switches.routing_weight_before_w2
     return scene.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
 

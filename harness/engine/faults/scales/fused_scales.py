@@ -1,9 +1,9 @@
-"""M03: parts that are fused into one matrix share one tensor scale, though each has its own.
+"""M03: matrices fused into one share one tensor scale, though each part has its own.
 
 A loader that keeps the first, the largest or the smallest of several scales leaves the block scales
 of the other parts as they are (vllm issues 47515 and 54974, TensorRT-LLM issues 14199 and 12240).
-The other parts are wrong by the ratio of two scales: own over kept, which names the cause.
-Without effect where all parts have one scale, as gate and up in ModelOpt's exports.
+The other parts are wrong by the ratio of two scales, own over kept, which identifies the cause.
+Without effect if all parts have one scale, as gate and up in ModelOpt's exports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARTNERS["attn.wkv_a"] = ("attn.wq_a",)
 
 
 def _fused_with(scene: Scene, name: str) -> Iterator[Weight]:
-    """What stands in one matrix with a weight, itself included, in the order of rows."""
+    """Return the weights that share one matrix with a weight, itself included, in order of rows."""
     if name in _PARTNERS:
         prefix = scene.name.removesuffix(scene.role)
         found = [scene.sibling(prefix + other) for other in _PARTNERS[name]]

@@ -1,8 +1,8 @@
-"""O10: the input scale gets into the weights.
+"""O10: the activation's input scale is multiplied into the weights.
 
 Found in the first field report: `input_scale` was multiplied into the weight, which became about
-5000 times too small. Also in place of the tensor scale, or divided by. Sits where the checkpoint
-holds an input scale.
+5000 times too small. Variants replace the tensor scale by it, or divide by it. Applies where the
+checkpoint has an input scale.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """O09: scales are all ones.
 
-Found in the first field report: a block scale that was filled with ones in place of the FP8 scale.
-Blocks alone, block and tensor scale, or the byte 1, which is no 1 in any format of scales.
+Found in the first field report: a block scale filled with ones instead of the FP8 scale. Variants:
+block scales alone, block and tensor scale, or the byte 1, which encodes 1.0 in no scale format.
 """
 
 from __future__ import annotations

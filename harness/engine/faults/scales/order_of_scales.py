@@ -1,7 +1,7 @@
-"""O02: block and tensor scale are multiplied with each other first, and rounded on the way.
+"""O02: block and tensor scale are multiplied with each other first, and that product is rounded.
 
-A suspect of the first field report: the product of both scales, stored as FP16, BF16 or E4M3, in
-place of code * block scale * tensor scale. In FP16 small products are subnormal, in E4M3 most of
+Suspected in the first field report: the product of both scales, stored as FP16, BF16 or E4M3,
+replaces code * block scale * tensor scale. In FP16 small products are subnormal, in E4M3 most of
 them vanish; in BF16 the effect stays below one part in 256.
 """
 

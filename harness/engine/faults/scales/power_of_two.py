@@ -1,8 +1,8 @@
-"""M06: a scale becomes a power of two while the codes stay those of the exact scale.
+"""M06: a scale is rounded to a power of two while the codes stay those of the exact scale.
 
-Rounding up inflates each block by a factor in [1, 2), truncation by one in (0.5, 1]; a wrong
-exponent rule by 2 or 1/2 (transformers issue 47030, sglang issues 28418 and 39193, ATOM issue
-1601). Without effect on scales that are powers of two already.
+Rounding up inflates each block by a factor in [1, 2), truncation shrinks it by one in (0.5, 1]; a
+wrong exponent rule is off by 2 or 1/2 (transformers issue 47030, sglang issues 28418 and 39193,
+ATOM issue 1601). Without effect on scales that are powers of two already.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _REMEDY = "Round the scale first and quantise with the rounded one, or keep it a
 
 
 def rounded_up(scales: Tensor) -> Tensor:
-    """The power of two at or above."""
+    """Round up to a power of two."""
     mantissa, exponent = torch.frexp(scales)
     return torch.where(mantissa == 0.5, scales, torch.ldexp(torch.ones_like(scales), exponent))
 
 
 def truncated(scales: Tensor) -> Tensor:
-    """The power of two at or below: the exponent alone."""
+    """Round down to a power of two, by keeping the exponent alone."""
     _, exponent = torch.frexp(scales)
     return torch.where(scales == 0, scales, torch.ldexp(torch.ones_like(scales), exponent - 1))
 
 
 def nearest(scales: Tensor) -> Tensor:
-    """The power of two that is nearest in the logarithm."""
+    """Round to the power of two that is nearest in the logarithm."""
     return torch.where(scales == 0, scales, torch.exp2(torch.log2(scales).round()))
 
 
@@ -60,7 +60,7 @@ def _is_not_exponents(form: BlockFormat) -> bool:
 
 
 def _rounded_after(change: Callable[[Tensor], Tensor]) -> Making:
-    """The producer rounds the scale behind its codes."""
+    """Let the producer round the scale after the codes are made."""
 
     def making(
         scene: Scene, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
@@ -78,7 +78,7 @@ def _rounded_after(change: Callable[[Tensor], Tensor]) -> Making:
 def _exponents_down(
     scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Exponents by truncation, where the format's rule rounds up: codes saturate."""
+    """Truncate exponents where the format's rule rounds up, so that codes saturate."""
     rules = tuple(replace(rule, scale_rounding=Rounding.DOWN) for rule in CANONICAL.rules)
     return operands.requantised(scene, inputs, outputs, dialect=replace(CANONICAL, rules=rules))
 

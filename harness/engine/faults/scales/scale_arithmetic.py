@@ -1,8 +1,8 @@
-"""M12: the place of scales or codes is worked out wrongly: offsets, strides, shared views.
+"""M12: the address of scales or codes is computed wrongly: offsets, strides, shared views.
 
 An expert's offset without rounding up to 128 rows, a view of the first layer for all layers, a
 strided row read as dense, a scale column off by one (flashinfer issue 4044, vllm issues 42984 and
-56248, ATOM issue 1466). The first expert, layer, row or column is exact; what follows is not.
+56248, ATOM issue 1466). The first expert, layer, row or column is exact; later ones are not.
 
 Shape letters: E experts, R and C block scales along rows and columns.
 """
@@ -65,7 +65,7 @@ def _of_expert(scene: Scene, name: str, number: int) -> Weight | None:
 
 
 def _unrounded_offset(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """Scales from row e * R on, where every expert begins at a multiple of 128."""
+    """Read scales from row e * R on, though every expert begins at a multiple of 128."""
     number = expert_of(name)
     if number < 0 or not weight.is_quantised:
         return None
@@ -93,7 +93,7 @@ def _previous_expert(scene: Scene, name: str, weight: Weight) -> Weight | None:
 
 
 def _first_layer(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """The scales of the first layer that has such a weight."""
+    """Return the scales of the first layer that has such a weight."""
     for layer in range(scene.component.layer or 0):
         other = scene.sibling(f"layers.{layer}.{scene.role}")
         if other is not None and name in other.weights:
@@ -103,7 +103,7 @@ def _first_layer(scene: Scene, name: str, weight: Weight) -> Weight | None:
 
 
 def _dense_rows(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
-    """Rows that lie one block apart, read as if they followed each other."""
+    """Read rows that are one block apart as if they were contiguous."""
     if weight.codes is None or weight.storage is None or weight.codes.ndim != 2:
         return None
     codes = weight.codes
@@ -113,7 +113,7 @@ def _dense_rows(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
 
 
 def _visited_before(call: ComponentCall) -> ComponentCall:
-    """Codes of an expert, scales of the one before it among those that a call visits."""
+    """Combine an expert's codes with the scales of the previous expert that the call visits."""
 
     def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Mapping[str, Tensor]:
         visited = [number for number in inputs["experts"].unique().tolist() if number >= 0]
@@ -137,7 +137,7 @@ def _visited_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _visited_signature(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Where outputs are alike, and most of the first expert's slots are right."""
+    """Propose if outputs resemble the expected ones and the first expert is mostly right."""
     wrong, experts = wrong_slots(sight), sight.inputs["experts"]
     if wrong is None or not bool(wrong.any()) or likeness(sight) < _ALIKE:
         return
@@ -146,7 +146,7 @@ def _visited_signature(scene: Scene, sight: Sight) -> Iterator[Way]:
 
 
 def _up_offset(part: int) -> Change:
-    """Scales of up looked for behind those of `part` rows of gate, where tiles of 128 lie."""
+    """Look up's scales up `part` rows after gate's, though tiles of 128 rows alternate."""
 
     def change(scene: Scene, name: str, weight: Weight) -> Weight | None:
         stem, _, which = name.rpartition(".")
@@ -190,7 +190,7 @@ def _of_up() -> ModelFault:
 
 
 def _step_before(call: ComponentCall) -> ComponentCall:
-    """Both operands' scales from the step of K before; the first one has its own."""
+    """Use both operands' scales of the previous step of K; the first step has its own."""
 
     def delayed(scales: Tensor) -> Tensor:
         return torch.cat((scales[..., :1], scales[..., :-1]), dim=-1)

@@ -1,7 +1,7 @@
 """M02: the tensor scale is left out, or applied twice.
 
-Two places each think that the other one multiplies, or does not (vllm issue 52405). As in M01 the
-proportions stay, and a cosine sees nothing.
+Two places each assume that the other one multiplies, or that it does not (vllm issue 52405). As in
+M01 the proportions stay, so a cosine does not detect it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _SPREAD = 1.3  # between what they show: each is rounded by up to a sixteenth
 
 
 def inject_missing(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Put 1 in the place of the scale."""
+    """Replace the scale by 1."""
     if tensor.tensor_scale is None:
         return None
     return replace(tensor, tensor_scale=tensor.tensor_scale.new_ones(tensor.tensor_scale.shape))
 
 
 def inject_applied_twice(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Put the square in the place of the scale."""
+    """Replace the scale by its square."""
     if tensor.tensor_scale is None:
         return None
     return replace(tensor, tensor_scale=tensor.tensor_scale * tensor.tensor_scale)
@@ -118,7 +118,7 @@ def _read_twice(_scene: Scene, inputs: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def _of_product(words: str, change: Callable[[Tensor], Tensor]) -> Callable[[Scene], Iterator[Way]]:
-    """Both tensor scales changed, so that their product is what a factor of the sum becomes."""
+    """Change both tensor scales, so that their product is what a factor of the sum becomes."""
 
     def of_weight(_name: str, weight: Weight) -> Weight:
         if weight.tensor_scale is None:
@@ -155,7 +155,7 @@ def _other_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _others(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """The one scale that block scales show, where all of them show it."""
+    """Propose the tensor scale that the block scales imply, if all of them imply the same one."""
     stored, right = sight.outputs["block_scale"], sight.expected["block_scale"]
     if stored.dtype != right.dtype or stored.shape != right.shape:
         return
@@ -195,7 +195,7 @@ def _product_fault(name: str, title: str, remedy: str, ways: Any) -> ModelFault:
 
 
 def _is_scaled(sight: Sight) -> bool:
-    """Whether outputs are of another size, and in proportion: parts may have gains of their own."""
+    """Return whether the output as a whole has another size, or that is unknown."""
     c, e = sight.outputs.get("out"), sight.expected.get("out")
     if c is None or e is None or c.shape != e.shape:
         return True  # several outputs: nothing is known of them

@@ -1,8 +1,8 @@
 """M01: the tensor scale is used in the wrong direction, 1/s instead of s.
 
-One producer stores the scale that decodes, another the scale that encodes; who reads one as the
-other is off by its square (modular issue 6600, vllm issue 55643). The proportions stay, so a cosine
-stays perfect while the magnitude is wrong by up to ten orders.
+One producer stores the scale that decodes, another the scale that encodes; reading one as the other
+is off by its square (modular issue 6600, vllm issue 55643). The proportions stay, so a cosine stays
+perfect while the magnitude is wrong by up to ten orders.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def inject(tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Store the reciprocal and leave the label as it was."""
+    """Store the reciprocal; the label stays as it was."""
     if tensor.tensor_scale is None:
         return None
     return replace(tensor, tensor_scale=tensor.tensor_scale.reciprocal())

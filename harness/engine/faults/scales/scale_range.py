@@ -1,9 +1,9 @@
-"""M08: block scales leave the range that their format, or its reader, can hold.
+"""M08: block scales leave the range that their format, or its reader, can represent.
 
-E4M3 has subnormal numbers below 2^-6 and nothing below 2^-9. A reader decodes them by the formula
-of normal numbers, flushes them, or encodes all of them again with five bits of exponent; a producer
-chooses a tensor scale that makes them small (flashinfer issue 3932, vllm issue 34577).
-Without effect where no block scale is that small.
+E4M3 is subnormal below 2^-6 and zero below 2^-9. A reader decodes subnormals by the formula of
+normal numbers, flushes them, or encodes all of them again with five bits of exponent; a producer
+chooses a tensor scale that makes them small (flashinfer issue 3932, vllm issue 34577). Without
+effect if no block scale is that small.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ASSUMED = 2.0  # an encoder that drops the top bit of the exponent takes it for
 
 
 def _as_normal(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
-    """Subnormal m / 8 * 2^-6 read as (1 + m / 8) * 2^-7."""
+    """Read subnormal m / 8 * 2^-6 as (1 + m / 8) * 2^-7."""
     wrong = (1 + scales / _NORMAL) * (_NORMAL / 2)
     return torch.where((scales < _NORMAL) & (scales > 0), wrong, scales)
 
@@ -52,7 +52,7 @@ def _flushed(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
 
 
 def _shifted(change: Callable[[QuantisedTensor, Tensor], Tensor] | None = None) -> Scaling:
-    """Block scales made small by the tensor scale, then perhaps misread; the factor is undone."""
+    """Make block scales small by the tensor scale, optionally misread them, and undo the factor."""
 
     def shifted(tensor: QuantisedTensor, scales: Tensor) -> Tensor:
         small = decode_array(encode_array(scales * _SHIFT, E4M3), E4M3)
@@ -62,7 +62,7 @@ def _shifted(change: Callable[[QuantisedTensor, Tensor], Tensor] | None = None) 
 
 
 def _five_bits(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
-    """Five bits of exponent of which the top one is assumed: what is below 2 underflows."""
+    """Flush scales below 2, as five bits of exponent with the top one assumed do."""
     return torch.where(scales < _ASSUMED, 0.0, scales)
 
 
@@ -76,14 +76,14 @@ def _unit(
 def _next_code(
     scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Rounded up, or a code too far."""
+    """Increase each scale code by one: rounded up, or one code too far."""
     return operands.with_block_scales(
         scene, inputs, outputs, lambda _, codes: (codes.int() + 1).clamp(max=E4M3.largest_code)
     )
 
 
 def _of_half(part: slice) -> Making:
-    """The largest magnitude of some numbers of a block stands for that of all."""
+    """Take the largest magnitude of a part of each block for that of the whole."""
 
     def change(
         scene: Scene, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]

@@ -1,7 +1,7 @@
 """O06: block scales have another rank or dtype than the kernel reads.
 
 Found in the first field report: a scale with one dimension where a formatted block scale belongs,
-and E4M3 scales where float32 or exponents do. Broadcasting makes it fit.
+and E4M3 scales where float32 or exponents belong. Broadcasting makes it fit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""M04: the slot of a scale was never loaded, or holds zero, infinity, NaN or a tiny number.
+"""M04: a scale was never loaded, or is zero, infinity, NaN or a tiny number.
 
 A parameter with one slot a part is filled in some slots only; experts that calibration never
 visited have 0 or NaN; then comes the usual max() or reciprocal (vllm issues 45212 and 34914, sglang
-issue 29151). Where a format has a tensor scale that is meant, else the block scales.
+issue 29151). Concerns the tensor scale if the format has one, else the block scales.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""M20: what has to be done once after loading was left out, done twice, or done to packed bytes.
+"""M20: a step after weight loading is skipped, repeated, or applied to packed bytes.
 
-Rows shuffled a second time at a reload, alphas of the weights before, block scales worked out from
+Rows shuffled a second time at a reload, alphas of the previous weights, block scales computed from
 nibble pairs (sglang issue 28963, vllm issue 54125, Model-Optimizer issue 2038). A swizzle that was
-done twice or not at all is M11's.
+done twice or not at all is M11.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RUN = 8  # rows that a kernel's shuffle moves together
 
 
 def _shuffled(value: Tensor) -> Tensor:
-    """Runs of eight rows, every second one first: the shuffle that was done already."""
+    """Shuffle runs of eight rows a second time: every second run first."""
     if value.ndim != 2 or len(value) % (2 * _RUN):
         return value
     runs = value.unflatten(0, (-1, _RUN))
@@ -44,7 +44,7 @@ def _shuffled(value: Tensor) -> Tensor:
 
 
 def _scale_before(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """The tensor scale of the same weight in the layer before: an alpha that was not renewed."""
+    """Return the tensor scale of the same weight in the previous layer: an alpha not renewed."""
     if weight.tensor_scale is None or not scene.component.layer:
         return None
     other = scene.sibling(f"layers.{scene.component.layer - 1}.{scene.role}")
@@ -57,7 +57,7 @@ def _scale_before(scene: Scene, name: str, weight: Weight) -> Weight | None:
 
 
 def _of_bytes(tensor: QuantisedTensor, scales: Tensor) -> Tensor | None:
-    """Block scales from the largest byte of 16, and half as many of them as there should be."""
+    """Compute block scales from the largest byte of 16; half as many as there should be."""
     if tensor.format.scale not in {E4M3, UE8M0} or tensor.codes.shape[-1] % 16:
         return None
     largest = tensor.codes.unflatten(-1, (-1, 16)).amax(-1).float() / tensor.format.element.largest

@@ -1,8 +1,8 @@
-"""O07: a parameter is read under the prefix of another module.
+"""O07: a parameter is loaded under the prefix of another module.
 
-Found in the first field report: the indexer's compressor read from the main compressor, whose rows
-are four times as many, so that the first of them fit. Also the same module of the next layer, and
-the parts of one module taken for each other.
+Found in the first field report: the indexer's compressor was read from the main compressor, which
+has four times as many rows, so that the first of them fit. Variants: the same module of the next
+layer, and parts of one module exchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _taken(weight: Weight, other: Weight | None) -> Weight | None:
-    """The rows and columns of another parameter that fit, where enough of them are there."""
+    """Return the rows and columns of another parameter that fit, if it has enough of them."""
     if other is None or len(other.shape) != len(weight.shape):
         return None
     if any(there < here for there, here in zip(other.shape, weight.shape, strict=True)):
@@ -50,7 +50,7 @@ def _from_layer(step: int) -> Change:
 
 
 def _from_partner(scene: Scene, name: str, weight: Weight) -> Weight | None:
-    """The next part of the same module: gate for latent, up for gate."""
+    """Take the next part of the same module: gate for latent, up for gate."""
     stem = name.rpartition(".")[0]
     parts = [each for each in matrices(scene) if each.rpartition(".")[0] == stem]
     other = parts[(parts.index(name) + 1) % len(parts)]

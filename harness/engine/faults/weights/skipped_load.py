@@ -1,8 +1,8 @@
-"""O08: a rule that skips fused parameters skips others too, whose memory nobody writes.
+"""O08: a rule that skips fused parameters at loading also skips others, which stay uninitialised.
 
 Found in the first field report: a skip rule for fused parameters also left out the scales of q_b,
-o_a and o_b. What such memory holds cannot be known; known are its usual contents: one repeated
-byte, the bytes of the tensor that lay there before, zeros (which are M04 and M17).
+o_a and o_b. The contents of such memory are unknown; the usual ones are covered: one repeated byte,
+the bytes of the tensor that was there before, zeros (M04 and M17).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _scales_filled(byte: int) -> Change:
 
 
 def _codes_as_scales(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
-    """The scales hold the first bytes of the codes, which lay there before."""
+    """Fill the scales with the first bytes of the codes, as reused memory would."""
     scale, codes = weight.block_scale, weight.codes
     if scale is None or codes is None or scale.dtype is not torch.uint8:
         return None

@@ -1,4 +1,4 @@
-"""M17: a tensor is silently absent, so that what stood in memory, or a default, is used.
+"""M17: a tensor is silently missing, so that leftover memory or a default is used.
 
 A bias, a norm, a correction bias, a shard, the lower half of a fused matrix (vllm issue 34859,
 llama.cpp issue 27178, atlas issue 186). Without effect where the default is what was stored.

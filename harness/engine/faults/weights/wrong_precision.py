@@ -1,8 +1,8 @@
-"""M19: one module has another precision than the checkpoint says.
+"""M19: a module has another precision than the checkpoint states.
 
-A rule that quantises whatever has two dimensions catches the router, fusion drags the indexer's key
-projection along, a fallback decodes and quantises again (TensorRT-LLM issue 11989, atlas issue 186,
-vllm issue 47318). All of it is noise of a known kind, so only the very same codes prove it.
+A rule that quantises every 2D tensor includes the router, fusion includes the indexer's key
+projection, a fallback decodes and quantises again (TensorRT-LLM issue 11989, atlas issue 186, vllm
+issue 47318). All of it is noise of a known kind, so only identical codes prove it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _through(form: BlockFormat) -> Change:
 
 
 def per_tensor_fp8(values: Tensor) -> Tensor:
-    """Through E4M3 with one scale for all of it, as loaders make FP8 of what is not."""
+    """Round through E4M3 with one scale for the whole tensor, as loaders convert to FP8."""
     scale = (values.abs().amax() / 448).float().clamp(min=1e-12)
     codes = encode_array(values.float() / scale, E4M3)
     return decode_array(codes, E4M3).double() * scale

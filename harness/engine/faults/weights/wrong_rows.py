@@ -1,8 +1,8 @@
-"""M16: the shape is right, the rows are others.
+"""M16: a weight has the right shape but the wrong rows.
 
-A fused matrix [a; b] cut by rank where each rank expects its own [a; b], groups that are cut by
-heads, redundant expert slots that hold another expert (sglang issue 24321, exo issue 1996, vllm
-issue 37322).
+A fused matrix [a; b] is split by rank where each rank expects its own [a; b], groups are split by
+heads, a redundant expert slot holds another expert (sglang issue 24321, exo issue 1996, vllm issue
+37322).
 
 Shape letters: G groups, N rows of one, K columns.
 """
@@ -39,13 +39,13 @@ _REMEDY = "Say which rows of which parameter a slot holds, and check a digest of
 
 
 def _fused(scene: Scene, name: str) -> list[str]:
-    """The parts of the fused matrix that a weight stands in."""
+    """Return the parts of the fused matrix that contains a weight."""
     number = expert_of(name)
     return [each for each in matrices(scene) if expert_of(each) == number]
 
 
 def _cut_by_rank(ranks: int) -> Change:
-    """Rank r takes the r-th run of rows of [a; b], and reads it as its share of a above b."""
+    """Give rank r the r-th run of rows of [a; b], read as its share of a above b."""
 
     def change(scene: Scene, name: str, weight: Weight) -> Weight | None:
         parts = _fused(scene, name)
@@ -63,7 +63,7 @@ def _cut_by_rank(ranks: int) -> Change:
 
 
 def _by_heads(value: Tensor) -> Tensor:
-    """Rows [G, N] taken as [N, G]: groups mix."""
+    """Take rows [G, N] as [N, G], so that groups mix."""
     groups = 2 if len(value) % 4 else 4
     if len(value) % groups:
         return value
@@ -72,7 +72,7 @@ def _by_heads(value: Tensor) -> Tensor:
 
 
 def _ranks_turned(value: Tensor) -> Tensor:
-    """The first half of the rows where the second one belongs."""
+    """Exchange the first and the second half of the rows."""
     return value.roll(len(value) // 2, 0)
 
 
@@ -93,7 +93,7 @@ def _next_expert(step: int) -> Change:
 
 
 def _met(words: str, other: Callable[[Tensor], Tensor]) -> Way:
-    """Slots go through the matrices of another expert; `other` says whose, -1 for none."""
+    """Route slots through another expert's matrices; `other` returns which, -1 for none."""
 
     def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         experts = inputs["experts"]
@@ -112,7 +112,7 @@ def _met(words: str, other: Callable[[Tensor], Tensor]) -> Way:
 
 
 def _places(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts that a call visits, in order, and the place among them of each slot's."""
+    """Return the experts that a call visits, in order, and each slot's index among them."""
     visited = experts[experts >= 0].unique()
     return visited, torch.searchsorted(visited, experts.clamp(min=0))
 
@@ -127,7 +127,7 @@ def _beside(step: int) -> Callable[[Tensor], Tensor]:
 
 
 def _as_places(experts: Tensor) -> Tensor:
-    """Numbers of experts taken for places among those that are held: there may be none."""
+    """Take expert numbers for indices among the visited experts; -1 if out of range."""
     visited, _ = _places(experts)
     there = (experts >= 0) & (experts < len(visited))
     return torch.where(there, visited[experts.clamp(0, len(visited) - 1)], -1)
@@ -143,7 +143,7 @@ def _met_ways(_scene: Scene) -> Iterator[Way]:
 
 
 def _meets(scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Ways by which most slots that go where they should are right in a call, others wrong."""
+    """Propose ways under which, in some call, moved slots are mostly wrong and others are not."""
     wrong, experts = wrong_slots(sight), sight.inputs["experts"]
     if wrong is None or not bool(wrong.any()):
         return
@@ -159,7 +159,7 @@ def _meets(scene: Scene, sight: Sight) -> Iterator[Way]:
 def _is_met(
     other: Callable[[Tensor], Tensor], wrong: Tensor, telling: Tensor, experts: Tensor
 ) -> bool:
-    """Slots that are zeros on both sides, as those of no expert are, say nothing."""
+    """Compare moved and unmoved slots; slots that are zero on both sides carry no evidence."""
     if not bool((experts >= 0).any()):
         return False  # a call of a rank that holds none of its experts
     same = other(experts) == experts
