@@ -1,1 +1,1 @@
-"""Paged caches: reading, writing, pooling, slots."""
+"""Paged cache kernels: write, read, pool into compressed entries, list slots."""

@@ -1,16 +1,13 @@
-"""What pooling windows of tokens into compressed entries is asked for, and its arithmetic.
+"""Problem, forms, ring layout and arithmetic of pooling windows into compressed entries.
 
-Owns the problem (T tokens of B sequences, W windows that may close), two forms (a window of 4
-with the one before it: 8 rows a channel; a window of 128 by itself), who pools what, and the order
-of the sums, written once for tensors and kernels. Sums over rows: parts of eight rows in turn, by
-fma, then parts folded; a softmax's sums are divided at the end.
+T tokens of B sequences; W windows may close. Two forms: a window of 4 pooled with the one before it
+(8 rows a channel), or a window of 128 by itself. The order of the sums is written once, for tensors
+and kernels: within a part eight rows in turn, by fma, then parts folded; the softmax divides at the
+end.
 
 Carried rows lie in a ring: the token of position p in row p % R, R = 8 or 128, whatever sequence or
-chunk it came in. So nothing is moved when a window closes, and the ring of a prefix, copied, goes
-on. `as_references_have_it` gives the ring in the order of references.compressor.
+chunk it came in. So nothing is moved when a window closes, and a copied ring continues its prefix.
 
-Pure host arithmetic, no GPU, no DSL. Refuses ratios and extents that do not fit. Kept honest by
-suites/kernels/cache/test_compressor_problem.py, against references.compressor.
 Shape letters: T tokens, B sequences, W windows, E width of an entry, F columns (E, 2 E with
 overlap), R rows of a ring, S rings.
 """
@@ -148,13 +145,13 @@ def rows_of_ring(ratio: int) -> int:
 
 
 def choose_form(problem: PoolProblem, target: str) -> PoolForm:
-    """Return the form that answers a problem: one token a sequence, or more, and how many."""
+    """Return the form for a problem: by tokens a sequence, and by few or many sequences."""
     few = problem.alone and problem.sequences <= FEW_SEQUENCES
     return PoolForm(problem.ratio, problem.width, problem.alone, target, few)
 
 
 def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens that close windows [W], numbered over all sequences, and whose they are.
+    """Return the tokens that close windows [W], numbered over all sequences, and their sequences.
 
     Sequence b has `counts[b]` new tokens from position `starts[b]` on.
     """
@@ -171,9 +168,9 @@ def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tupl
 
 
 def as_references_have_it(ring_RF: Tensor, length: int, ratio: int) -> Tensor:
-    """Return a ring behind `length` tokens in the order of references.compressor, gaps as zeros.
+    """Return a ring after `length` tokens in the order of references.compressor, gaps as zeros.
 
-    With overlap rows 0 to 3 are the last whole window and 4 to 7 the tokens behind it.
+    With overlap rows 0 to 3 are the last whole window and 4 to 7 the tokens after it.
     """
     made = torch.zeros_like(ring_RF)
     whole = length // ratio * ratio
@@ -188,7 +185,7 @@ def as_references_have_it(ring_RF: Tensor, length: int, ratio: int) -> Tensor:
 
 
 def peak_of(gates: Sequence[Any]) -> Any:
-    """Return the largest gate; a NaN is left out, and makes its own power NaN."""
+    """Return the largest gate; a NaN is ignored here, and makes its own power NaN."""
     peak = gates[0]
     for gate in gates[1:]:
         peak = ops.maximum(peak, gate)

@@ -1,8 +1,6 @@
-"""Rows of projections and of rings in a thread's registers: eight of a window, or one to be kept.
+"""Load and store the compressor's rows in registers: new rows of this call, carried rows of a ring.
 
-Owns where the compressor's rows lie and how they are read and kept: new ones of this call, carried
-ones of a ring, and the choice between them. Runs inside a kernel that is being traced, and nowhere
-else. Refuses nothing: a kernel cannot. Kept honest by suites/kernels/cache/test_simt_compressor.py.
+Only for use inside a kernel that is being traced.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, PoolFor
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write; float32 in pairs."""
+    """The kernels' tensors; float32 in pairs."""
 
     projected: Any
     ape: Any
@@ -34,7 +32,7 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence's rows lie: first new position and its token, tokens, ring; all Int32."""
+    """The rows of a sequence: first new position and its token, token count, ring; all Int32."""
 
     start: Any
     begin: Any
@@ -43,7 +41,7 @@ class Place(NamedTuple):
 
 
 def place_of(tensors: Tensors, sequence: Any) -> Place:
-    """Read where a sequence's rows lie."""
+    """Read the extents of a sequence's rows."""
     begin = Int32(tensors.offsets[sequence])
     count = Int32(tensors.offsets[sequence + 1]) - begin
     start, ring = Int32(tensors.starts[sequence]), Int32(tensors.ring_of[sequence])
@@ -67,7 +65,7 @@ def read_new_rows(
 ) -> None:
     """Read eight rows as if all came in this call; `told` is first token, part, chunk of E.
 
-    So they are on their way before it is known where the sequence begins.
+    So the loads are issued before the sequence's start is known; choose_rows corrects them.
     """
     first, part, chunk = told
     rLatent, rGate = registers
@@ -156,9 +154,9 @@ def choose_rows(
     place: Place,
     told: tuple[Any, Any, Any],
 ) -> None:
-    """Put carried rows where a window began before this call; `told`: first, part, carries.
+    """Replace rows from before this call by carried rows; `told`: first, part, carries.
 
-    Which rows are old is chosen, not branched on: behind a branch each load would be waited for.
+    By selects, not branches: behind a branch each load would be waited for separately.
     """
     first, part, carries = told
     rLatent, rGate = registers
@@ -168,6 +166,7 @@ def choose_rows(
         is_new, is_there = position >= place.start, position >= 0
         is_old = is_there & carries
         lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
+        # A gate of -inf: rows before the sequence's start have no weight.
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
         for channel in cutlass.range_constexpr(CHANNELS):
             latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
@@ -217,7 +216,7 @@ def write_kept(
     told: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Put what read_kept read into the token's ring."""
+    """Write what read_kept read into the token's ring."""
     token, column = told
     of_row, of_gate = 2 * form.columns // CHANNELS, form.columns // CHANNELS
     position = place.start + (token - place.begin)

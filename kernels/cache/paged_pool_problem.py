@@ -1,13 +1,10 @@
-"""What pooling windows out of paged states is asked for: vLLM's cache of states, and what follows.
+"""Problem and forms of pooling windows from paged states, vLLM's cache of states.
 
-Owns the pages (rows of float32, latents, then gates with their bias; the page of position p of a
-sequence is entry p // rows of its table), the problem of T tokens of B sequences, and the forms. A
-token's row is written to its slot first; then each token that closes a window pools the rows of
-that window out of the pages, whatever call they came in. So a prefix goes on by its pages, and
-chunks, company and preemption change nothing. The arithmetic is compressor_problem's.
-
-Pure host arithmetic, no GPU, no DSL. Refuses pages and extents that do not fit. Kept honest by
-suites/kernels/cache/test_paged_pool_problem.py. Shape letters as in compressor_problem; N pages.
+A state row is float32: latents, then gates with their bias. Position p of a sequence lies in the
+page of entry p // rows of its table. A token's row is written to its slot first; then each token
+that closes a window pools that window's rows from the pages, whatever call wrote them. So a cached
+prefix is continued through its pages, and chunked prefill, batching and preemption change no bit.
+The arithmetic is compressor_problem's. Shape letters as in compressor_problem; N pages.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ class PagedPoolProblem:
 
 @dataclass(frozen=True)
 class PagedForm:
-    """What the kernels are compiled for; the extents come with the launch."""
+    """The compile-time parameters of the kernels; extents come with the launch."""
 
     pool: PoolForm
     rows: int  # of a page of states
@@ -101,12 +98,12 @@ class PagedForm:
 
     @property
     def keeping_threads(self) -> int:
-        """Threads that put a token's row into its page, four columns each at a time."""
+        """Return the threads that store a token's row, four columns each at a time."""
         return min(MOST_THREADS, self.pool.columns * 4 // VECTOR)
 
 
 def choose_form(problem: PagedPoolProblem, target: str) -> PagedForm:
-    """Return the form that answers a problem: few, some, and many tokens differ."""
+    """Return the form for a problem: few, some, and many tokens differ."""
     few = problem.tokens <= FEW_TOKENS
     span = 1 if problem.tokens <= ALONE else SPANS[problem.ratio]
     pool = PoolForm(problem.ratio, problem.width, alone=False, target=target, few=few)

@@ -1,19 +1,20 @@
-"""Pool windows of tokens into compressed entries: softmax over rows of each channel, in float32.
+"""Pool windows of tokens into compressed entries: a float32 softmax over the rows of each channel.
 
-Owns one kernel source for sm_90a and sm_100a. Rows of this call come from the projections (gates
-get their bias `ape` here), earlier ones from the ring that the sequence carries. A thread has two
-channels and eight rows in flight; 128 rows are parted among sixteen threads. `pool` leaves BF16
-entries [W, E], the position that each is turned by and its cache slot, -1 where a window does not
-close; then every ring gets its newest rows. One token a sequence: one launch does both.
+out[w, c] = sum_r softmax_r(gate[r, c] + ape[r, c]) * latent[r, c], over 8 or 128 rows r. One source
+for sm_90a and sm_100a. Rows of this call come from the projections (their gates get the bias `ape`
+here), earlier rows from the ring that the sequence carries.
 
-`compressor` adds kv_write: norm, RoPE at the window's first position, quantise, store by slot. The
-indexer's keys are the same with E = 128 and "bf16" entries: Hadamard and rounding are the
-indexer's. Nothing waits for the GPU and nothing is allocated where outputs are given, so a launch
-may be captured; what changes between replays lies in tensors.
+* `pool_kernel`: a window per `groups` thread blocks. A thread has two channels and eight rows; 128
+  rows are divided among sixteen threads, whose peaks and sums meet in shared memory. Writes BF16
+  entries [W, E], the position for RoPE (the window's first), and the cache slot, -1 where the
+  window does not close.
+* `keep_kernel`: then writes the newest rows into every ring, after all windows have read them (PDL
+  wait). With one token a sequence `pool_kernel` does both.
 
-Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/cache/test_simt_compressor.py. Shape letters as in compressor_problem; N pages of a
-table.
+`compressor` adds kv_write: norm, RoPE, quantise, store by slot. The indexer's keys use the same
+with E = 128 and "bf16" entries. Never waits for the GPU and allocates nothing where outputs are
+given, so a launch may be captured in a graph; what changes between replays lies in tensors. Shape
+letters as in compressor_problem; N pages of a table.
 """
 
 from collections.abc import Sequence
@@ -65,11 +66,11 @@ KEEPING_THREADS = 128
 
 
 class Windows(NamedTuple):
-    """Which windows may close, of which tokens and sequences, and where entries go.
+    """Windows that may close, their tokens and sequences, and where their entries go.
 
     `closing` names tokens, numbered over all sequences; one that closes nothing, or -1, is skipped.
-    With one token a sequence and W = B the two are not read: window b is that of sequence b.
-    Entry e of a sequence has slot `table[b, e // entries] * entries + e % entries`.
+    With one token a sequence and W = B, `closing` and `owners` are not read: window b is that of
+    sequence b. Entry e of a sequence has slot `table[b, e // entries] * entries + e % entries`.
     """
 
     closing: Tensor  # int32 [W]
@@ -81,7 +82,7 @@ class Windows(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What is pooled: projections of this call, the gates' bias, and the rings."""
+    """The pooled operands: projections of this call, the gates' bias, and the rings."""
 
     projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
     ape: Tensor  # float32 [ratio, F]
@@ -89,7 +90,7 @@ class Carried(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """What `pool` leaves."""
+    """The results of `pool`."""
 
     values: Tensor  # BF16 [W, E], pooled
     positions: Tensor  # int64 [W], of the window's first token
@@ -146,7 +147,7 @@ def means_of(
 
 
 def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
-    """Leave a part's numbers of its channels."""
+    """Write a part's numbers of its channels to shared memory."""
     for channel, number in enumerate(numbers):
         shared[within * CHANNELS + channel, part] = number
 
@@ -161,7 +162,7 @@ def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
 
 @cute.jit
 def tell_slot(tensors: Tensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Leave position and slot; `told`: window, sequence, last position, closes, page, columns."""
+    """Write position and slot; `told`: window, sequence, last position, closes, page, columns."""
     window, sequence, last, closes, entries, columns = told
     slot, first = Int64(facts.NOTHING), Int64(0)
     if closes:
@@ -177,7 +178,7 @@ def tell_slot(tensors: Tensors, told: tuple[Any, ...], form: cutlass.Constexpr) 
 
 
 def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
-    """Make room for peaks and both sums of all parts, where there are several."""
+    """Allocate peaks and both sums of all parts, where there are several."""
     if form.parts == 1:
         return None, None, None
     memory = cutlass.memory.SmemAllocator()
@@ -224,8 +225,7 @@ def pool_alone(
 ) -> None:
     """Pool the window of a sequence's only token, if it closes, and keep that token.
 
-    Everything is asked for before anything is waited for: what a sequence's start tells needs the
-    ring, the page and the bias at once.
+    All loads are issued before any is used; ring, page and bias need only the start.
     """
     window, group, thread = told
     _, _, rings, entries, columns = extents
@@ -258,7 +258,7 @@ def pool_alone(
 def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Pool a window's channels, if it closes; one token a sequence: keep that token as well.
 
-    Thread blocks of one window lie side by side: together they read whole rows.
+    The thread blocks of one window are adjacent: together they read whole rows.
     """
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -274,7 +274,7 @@ def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
 
 @cute.kernel
 def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
-    """Put a sequence's last token of a ring's row there, a few columns a thread."""
+    """Write a sequence's last token of a ring's row into it, a few columns a thread."""
     thread, _, _ = cute.arch.thread_idx()
     row, sequence, group = cute.arch.block_idx()
     row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
@@ -299,7 +299,7 @@ def launch_pool(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: tokens, sequences, rings, entries of a page, columns of the table, windows."""
+    """Launch; extents are tokens, sequences, rings, entries of a page, columns, windows."""
     sizes = (*[CHANNELS] * 3, *[0] * 6, CHANNELS // 2, 0, 0)
     views = zip(pointers, sizes, strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
@@ -325,7 +325,7 @@ def launch_pool(
 
 @dataclass(frozen=True)
 class CompressorProblem:
-    """Pooling, and what the entries go through on their way into pages of the cache."""
+    """Pooling, and how its entries are written into pages of the cache."""
 
     pool: PoolProblem
     pages: Pages
@@ -335,7 +335,7 @@ class CompressorProblem:
 
     @property
     def write(self) -> WriteProblem:
-        """Return what kv_write is asked for."""
+        """Return the problem of kv_write."""
         return WriteProblem(
             self.pool.windows, self.pages, self.positions, self.epsilon, self.weight
         )
@@ -366,7 +366,7 @@ def pool(
     page_entries: int = 1,
     out: Entries | None = None,
 ) -> Entries:
-    """Pool on the GPU and carry the rings on; slots count pages of `page_entries` entries."""
+    """Pool on the GPU and update the rings; slots count pages of `page_entries` entries."""
     out = empty_entries(problem, carried.projected.device) if out is None else out
     require_operands(problem, carried, windows, out)
     tensors = (*carried, *windows, *out)
@@ -385,9 +385,9 @@ def compressor(
     problem: CompressorProblem,
     settings: CompileSettings,
 ) -> Entries:
-    """Pool, norm, turn, quantise and store; `norm` is the weight [E] and the turns [P, 64].
+    """Pool, norm, rotate, quantise and store; `norm` is the weight [E] and RoPE table [P, 64].
 
-    Returns what `pool` left. To capture without allocating, call `pool` with `out`, then kv_write.
+    Returns `pool`'s entries. To capture without allocating, call `pool` with `out`, then kv_write.
     """
     made = pool(carried, windows, problem.pool, settings, page_entries=problem.pages.entries)
     weight, turns = norm
@@ -410,7 +410,7 @@ def launch(
 
 
 def empty_entries(problem: PoolProblem, device: torch.device) -> Entries:
-    """Allocate what `pool` leaves."""
+    """Allocate the results of `pool`."""
     values = torch.empty(problem.windows, problem.width, dtype=torch.bfloat16, device=device)
     positions, slots = (
         torch.empty(problem.windows, dtype=torch.int64, device=device) for _ in range(2)
@@ -427,7 +427,7 @@ def empty_rings(problem: PoolProblem, device: torch.device) -> Tensor:
 def require_operands(
     problem: PoolProblem, carried: Carried, windows: Windows, out: Entries
 ) -> None:
-    """Refuse tensors that the kernels would misread."""
+    """Raise on tensors that the kernels would misread."""
     of_row, sequences, count = 2 * problem.columns, problem.sequences, problem.windows
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
         (torch.float32, (problem.tokens, of_row), 16),

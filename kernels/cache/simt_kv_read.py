@@ -1,16 +1,12 @@
-"""Gather entries of the paged latent cache by slot and decode them to BF16 rows.
+"""Gather entries of the paged latent cache by slot and decode them to BF16 rows [R, L].
 
-Owns the reading forms of kv_problem, one an entry format. A warp has an entry; its lanes read codes
-and BF16 values in the order in which they lie, and write 16 bytes each. Decoding is exact before
-its one rounding to BF16, which changes nothing but fp8 values below BF16's normal ones, and values
-beside scales that are no powers of two (V3.2's).
+A warp has an entry, four warps a thread block; lanes read codes and BF16 values in storage order
+and write 16 bytes each. Decoding is exact before its one rounding to BF16. That rounding only
+affects fp8 values below BF16's normal range, and values whose scales are no powers of two (V3.2).
 
-An index below 0 gives a row of zeros; one beyond the cache gives NaN: seen, not hidden. The same
-index may come any number of times. The wrapper checks and launches, and never waits for the GPU, so
-it may be captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/cache/test_simt_kv_read.py: compiled for every target, and on an H200 equal to a
-decoder of plain torch bit for bit. Shape letters: R rows, L width (512, 128, 576), N pages, B bytes
-of a page.
+An index below 0 gives a row of zeros; one beyond the cache gives NaN, so that the error shows. An
+index may be repeated. Never waits for the GPU, so it may be captured in a graph. Shape letters: R
+rows, L width (512, 128, 576), N pages, B bytes of a page.
 """
 
 from collections.abc import Sequence
@@ -58,7 +54,7 @@ NAN_PAIR = 0x7FC0_7FC0
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+    """The kernel's tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     indices: Any
     out: Any
@@ -87,7 +83,7 @@ def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadFor
 
 @cute.kernel
 def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Give each index a warp: read an entry, decode, store a row."""
+    """Process an index per warp: read an entry, decode, store a row."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     count, capacity, entries, pieces, multiplier, shift = extents
@@ -133,7 +129,7 @@ def launch_read(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: rows, slots, four numbers of a page, thread blocks."""
+    """Launch; extents are rows, slots, four of a page, thread blocks."""
     *told, blocks = extents
     shapes = (0, WORDS, 4, 2, 0, 0)
     views = zip(pointers, shapes, strict=True)
@@ -191,7 +187,7 @@ def require_operands(
 
 
 def _extents(problem: ReadProblem | None) -> tuple[Any, ...]:
-    """Return what a launch is told; without a problem numbers to compile with."""
+    """Return the extents of a launch; without a problem, ones to compile with."""
     kinds = (Int32, Int32, Int32, Int32, Uint32, Uint32, Int32)
     if problem is None:
         return tuple(kind(1) for kind in kinds)

@@ -1,20 +1,17 @@
-"""Norm, turn, quantise latent rows and put them into the paged cache by slot, in one pass.
+"""Norm, rotate and quantise latent rows, and store them in the paged cache by slot, in one pass.
 
-Owns the writing forms of kv_problem: latents (RMSNorm rounded to BF16, then RoPE rounded to BF16,
-as the reference has it) or rows that are both already; fp8, nvfp4, nvfp4-v41 and bf16 entries, and
-an indexer's fp8-key. A warp has a token; its row stays in registers from the load to the store. Of
-V3.2's rows the latent is normed, the key beside it turned; entries are fp8-v32, fp8-v32-ue8m0 and
-bf16.
+Rows are latents (RMSNorm rounded to BF16, then RoPE rounded to BF16, as the reference does), or
+finished rows. Entries: fp8, nvfp4, nvfp4-v41 and bf16, and an indexer's fp8-key; of V3.2's rows,
+whose latent is normed and whose key is rotated, fp8-v32, fp8-v32-ue8m0 and bf16. A warp has a
+token, four warps a thread block; the row stays in registers from load to store. One token's life:
+slot and row, RoPE and weight, sum of squares, then half by half norm, rotate, quantise, store.
 
-A slot below 0 or beyond the cache is skipped; whatever no token names is left as it was. A position
-outside of the table of turns makes the turned values NaN: seen, not hidden. Two tokens of a launch
-with one slot: with `duplicates="last"` the last token's entry stays, by a first kernel that claims
-slots and a second that keeps and clears the claims; with "absent" the caller promises that there
-are none. The wrapper checks and launches, and never waits for the GPU, so it may be captured.
-
-Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/cache/test_simt_kv_write.py: compiled for every target, and on an H200 byte for byte.
-Shape letters: T tokens, L row width (512, 128 or 576), P positions, N pages, B bytes of a page, S
+A slot below 0 or beyond the cache is skipped; unnamed slots keep their bytes. A position outside
+the RoPE table makes the rotated values NaN, so that the error shows. Two tokens with one slot: with
+`duplicates="last"` the last token's entry stays: claim_kernel takes an atomic maximum of token
+numbers by slot, write_kernel stores the winner and clears the claim. With "absent" the caller
+promises that there are none. Never waits for the GPU, so it may be captured in a graph. Shape
+letters: T tokens, L row width (512, 128 or 576), P positions, N pages, B bytes of a page, S
 slots.
 """
 
@@ -78,7 +75,7 @@ ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
 
 
 class Operands(NamedTuple):
-    """What a launch reads: rows [T, L], weight [L], turns [P, 64], positions [T], slots [T]."""
+    """Rows [T, L], weight [L], RoPE table [P, 64], positions [T], slots [T]."""
 
     values: Tensor
     weight: Tensor | None
@@ -92,7 +89,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+    """The kernels' tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     values: Any
     weight: Any
@@ -107,7 +104,7 @@ class Tensors(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a warp holds of its row: three sets of registers, factor, position, is it inside."""
+    """A warp's row: words, weights, turns (registers), norm factor, position and its validity."""
 
     words: Any
     weight: Any
@@ -123,7 +120,7 @@ def weight_registers(tensors: Tensors, row: rows.Geometry) -> Any:
 
 
 def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> Tensors:
-    """View the pointers; extents are checked by token and slot, not by these layouts."""
+    """View the pointers; bounds are checked by token and slot, not by these layouts."""
     of_weight = rows.HALF if form.weight == "fp32" else WORDS
     shapes = (WORDS, of_weight, 4, 0, 0, 0, 4, 2, 0, 0)
     views = zip(pointers, shapes, strict=True)
@@ -154,7 +151,7 @@ def coded(words: list[Any], form: WriteForm) -> tuple[Any, list[Any]]:
 
 @cute.kernel
 def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> None:
-    """Let the last token with a slot claim it."""
+    """Claim each slot for its last token."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -178,7 +175,7 @@ def load_weight(
 def norm_half(
     tensors: Tensors, row: Row, half: cutlass.Constexpr, lane: Any, form: cutlass.Constexpr
 ) -> None:
-    """Norm a half of the latent, and turn its tail or the key, in registers."""
+    """Norm a half of the latent, and rotate its tail or the key, in registers."""
     held = rows.cached_geometry(form.width)
     last = half == held.slots - 1
     if cutlass.const_expr(half < facts.normed_slots(form)):
@@ -243,7 +240,7 @@ def write_kernel(
     epsilon: Float32,
     form: cutlass.Constexpr,
 ) -> None:
-    """Give each token a warp: read, norm, turn, quantise, store."""
+    """Process a token per warp: read, norm, rotate, quantise, store."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -263,6 +260,7 @@ def write_kernel(
             # Trap: as one unsigned comparison each, here and below, forms of float32 weights spill.
             inside = (position >= 0) & (position < Int64(positions))
             rTurn, rWeight = registers_of(rows.PAIRS_OF_LANE, 2), weight_registers(tensors, held)
+            # Stays NaN where the position is not in the table.
             rTurn.fill(NAN)
             group = lane - held.first_turned_lane
             if inside & (group >= 0) & (lane < held.lanes_of(held.slots - 1)):
@@ -306,7 +304,7 @@ def launch_write(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: tokens, positions, slots, four numbers of a page, two of thread blocks."""
+    """Launch; extents are tokens, positions, slots, four of a page, two of thread blocks."""
     tensors = tensors_of(pointers, form)
     tokens, positions, capacity, entries, pieces, multiplier, shift, blocks, claiming = extents
     if cutlass.const_expr(form.duplicates == "last"):
@@ -338,7 +336,7 @@ def compile_form(form: WriteForm, settings: CompileSettings) -> CompiledKernel:
 def kv_write(
     operands: Operands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
 ) -> Tensor:
-    """Write rows into the cache as the problem says, on their GPU; return the cache."""
+    """Write rows into the cache on their GPU; return the cache."""
     require_operands(problem, operands, cache_NB)
     tensors = (*operands, cache_NB)
     device = require_device(tensors)
@@ -357,13 +355,13 @@ def launch(
 
 
 def empty_cache(problem: WriteProblem, device: torch.device) -> Tensor:
-    """Allocate pages; nothing but entries is ever written into them."""
+    """Allocate zeroed pages; only entries are ever written into them."""
     pages = problem.pages
     return torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=device)
 
 
 def empty_claims(problem: WriteProblem, device: torch.device) -> Tensor:
-    """Allocate what decides between tokens of one slot; may be kept for any number of launches."""
+    """Allocate claims of slots; reusable for any number of launches."""
     return torch.full((problem.pages.slots,), NO_CLAIM, dtype=torch.int32, device=device)
 
 
@@ -392,7 +390,7 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
 
 
 def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:
-    """Return what a launch is told; without a problem numbers to compile with."""
+    """Return the extents of a launch; without a problem, ones to compile with."""
     kinds = (Int32, Int32, Int32, Int32, Int32, Uint32, Uint32, Int32, Int32)
     if problem is None:
         return tuple(kind(1) for kind in kinds)

@@ -1,17 +1,16 @@
-"""Keep tokens' states in the pages of a sequence, and pool the windows that they close.
+"""Store tokens' pooling states in the pages of a sequence, and pool the windows that they close.
 
-Owns one kernel source for sm_90a and sm_100a, in two launches. `keep` writes a token's latents, and
-its gates with their bias `ape`, into its slot of the states. Then each token that closes a window
-reads that window's rows back from the pages of its sequence, and leaves a pooled BF16 entry
-[T, E], the position that it is turned by, and its slot in the cache of entries; of other tokens the
-slot alone, which is -1. Sums are simt_compressor's, in its order: equal rows give equal bits.
+One source for sm_90a and sm_100a, two launches. `keep_kernel`, a thread block a token: writes a
+token's latents, and its gates plus their bias `ape`, into its slot of the states. `pool_kernel`:
+each token that closes a window reads that window's rows back from the pages of its sequence and
+writes a pooled BF16 entry [T, E], the position for its RoPE, and its slot in the cache of entries;
+for other tokens only a slot of -1. The sums are simt_compressor's, in its order: equal rows give
+equal bits.
 
-Tokens without a slot (below 0, or beyond the pages) are skipped. A page that there is not makes its
-window NaN: seen, not hidden. Nothing waits for the GPU and nothing is allocated where outputs are
-given, so a launch may be captured; grids follow from extents alone.
-
-Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/cache/test_simt_paged_pool.py. Shape letters as in paged_pool_problem.
+Tokens without a slot (below 0, or beyond the pages) are skipped. A missing page makes its window
+NaN, so that the error shows. Never waits for the GPU and allocates nothing where outputs are given,
+so a launch may be captured; grids follow from extents alone. Shape letters as in
+paged_pool_problem.
 """
 
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ FOUR = facts.VECTOR // 4  # columns of a load where rows are kept
 
 
 class Operands(NamedTuple):
-    """What a launch reads: tokens' projections, whose they are, and where things lie."""
+    """The tensors that a launch reads: projections, sequences, positions, slots and tables."""
 
     projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
     ape: Tensor  # float32 [ratio, F]
@@ -61,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write; floats of states in pairs, or in fours."""
+    """The kernels' tensors; floats of states in pairs, or in fours."""
 
     projected: Any
     ape: Any
@@ -77,14 +76,14 @@ class Tensors(NamedTuple):
 
 
 def tensors_of(pointers: tuple[Any, ...], floats: int) -> Tensors:
-    """View the pointers; extents are checked by token, slot and page, not by these layouts."""
+    """View the pointers; bounds are checked by token, slot and page, not by these layouts."""
     shapes = (floats, floats, 0, 0, 0, 0, 0, floats, CHANNELS // 2, 0, 0)
     return Tensors(*(vectors(at, words) for at, words in zip(pointers, shapes, strict=True)))
 
 
 @cute.kernel
 def keep_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Put a token's row into its slot, its gates with their bias."""
+    """Store a token's row in its slot, the gates with their bias."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
     token, _, _ = cute.arch.block_idx()
@@ -117,7 +116,7 @@ def read_rows(
 ) -> None:
     """Read a part's rows of a window; `told`: first position, part, chunk of E, sequence.
 
-    Rows before the sequence's first have no weight; those of a page that there is not are NaN.
+    Rows before the sequence's start have no weight; those of a missing page are NaN.
     """
     first, part, chunk, sequence = told
     pages, columns, of_page = extents
@@ -182,7 +181,7 @@ def pool_token(
 
 @cute.kernel
 def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Give each token, or each few, thread blocks that share its channels, side by side."""
+    """Process a token, or `span` of them, by adjacent thread blocks that share its channels."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -203,7 +202,7 @@ def launch_pool(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: tokens, sequences, slots, pages, columns of the table, a page's vectors."""
+    """Launch; extents are tokens, sequences, slots, pages, columns, vectors of a page."""
     tokens, sequences, capacity, pages, columns, of_page = extents
     keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
         grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
@@ -237,7 +236,7 @@ def paged_pool(
     *,
     out: Entries | None = None,
 ) -> Entries:
-    """Keep and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
+    """Store and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
     out = empty_entries(problem, operands.projected.device) if out is None else out
     require_operands(problem, operands, states_NB, out)
     tensors = (*operands, states_NB, *out)
@@ -259,7 +258,7 @@ def launch(kernel: CompiledKernel, problem: PagedPoolProblem, tensors: tuple[Ten
 
 
 def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
-    """Allocate what `paged_pool` leaves."""
+    """Allocate the results of `paged_pool`."""
     values = torch.empty(problem.tokens, problem.width, dtype=torch.bfloat16, device=device)
     firsts, told = (torch.empty(problem.tokens, dtype=torch.int64, device=device) for _ in range(2))
     return Entries(values, firsts, told)

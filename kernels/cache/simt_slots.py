@@ -1,14 +1,11 @@
-"""Lists of cache slots of decoding tokens, from positions, owners and a table: one thread a slot.
+"""List the cache slots of decoding tokens from positions, owners and a table: one thread a slot.
 
-Entry point: `slots(tensors, problem, settings) -> Slots(listed, own)`. Owns one source for sm_90a
-and sm_100a in the three kinds of slots_problem, so that a step of decoding needs no arithmetic of
-the host between its kernels, and a graph of it follows positions that change.
+Entry point: `slots(tensors, problem, settings) -> Slots(listed, own)`. One source for sm_90a and
+sm_100a. The three kinds of lists are defined in slots_problem. On the GPU, a decoding step needs no
+host arithmetic between its kernels, and a captured graph follows changing positions.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/cache/test_simt_slots.py: compiled for every target, and on an H200
-equal to the same rule on integers. Shape letters: T tokens, W width of a list, B sequences, C
-columns.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph. Shape
+letters: T tokens, W width of a list, B sequences, C columns.
 """
 
 from functools import cache
@@ -37,7 +34,7 @@ FLAT = 1 << 40
 
 
 class Told(NamedTuple):
-    """What a launch reads."""
+    """The tensors that a launch reads."""
 
     positions: Tensor  # int64 [T]
     owners: Tensor  # int32 [T], rows of the table; below 0: none
@@ -46,14 +43,14 @@ class Told(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What a launch writes: int32 lists [T, W]; of a window int64 slots [T] of the tokens too."""
+    """The result: int32 lists [T, W]; for a window also the tokens' own int64 slots [T]."""
 
     listed: Tensor
     own: Tensor | None
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, flat."""
+    """The kernel's tensors, flat."""
 
     positions: Any
     owners: Any

@@ -1,16 +1,15 @@
-"""Which slots of a paged cache a decoding token reads and writes: what is asked, and the rule.
+"""Rules for the cache slots that a decoding token reads and writes.
 
-Token t has position p and an owner, the row of a table of slots. Three kinds of list:
+Token t has position p and an owner, a row of a table of slots. Three kinds of list:
 
-* window: the last W positions, p - W + 1 to p; position n has column n % columns. The slot that the
-  token's own row goes to is written as well;
-* entries: every entry that the token sees, of which there are (p + 1) // ratio;
+* window: the last W positions, p - W + 1 to p; position n has column n % columns. The slot of the
+  token's own row is returned as well;
+* entries: every entry that the token sees: (p + 1) // ratio of them;
 * chosen: the entries that a row of numbers names, -1 being none.
 
-A slot is -1 before position 0, beyond what is seen or beyond the table, and all of a token's slots
-are where its owner is below 0: so a row of a batch may rest, and is neither read nor written.
-Pure host arithmetic, no GPU and no DSL; `columns_of` is the kernel's arithmetic as well. Refuses
-kinds and extents that do not fit. Kept honest by suites/kernels/cache/test_slots_problem.py.
+A slot is -1 before position 0, beyond the visible entries and beyond the table. All slots of a
+token with an owner below 0 are -1, so a row of a batch can be idle. `column_of` is also traced in
+the kernel.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ class SlotsForm:
 
 
 def number_of(kind: str, place: Any, position: Any, width: Any) -> Any:
-    """Return which position (window) or entry stands at a place of a list; chosen ones are read."""
+    """Return the position (window) or entry at a place of a list; chosen ones are read instead."""
     return position - (width - 1) + place if kind == WINDOW else place
 
 
 def column_of(kind: str, number: Any, columns: Any) -> Any:
-    """Return the column of a number that is not negative."""
+    """Return the column of a non-negative number."""
     return number % columns if kind == WINDOW else number
 
 

@@ -1,1 +1,1 @@
-"""The lightning indexer: operands, scores, choice."""
+"""Lightning indexer kernels: operands, scores, top-k."""

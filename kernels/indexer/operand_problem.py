@@ -1,14 +1,13 @@
-"""What preparing the indexer's queries and keys is asked for, and the arithmetic of a row.
+"""Problem, form and row arithmetic of preparing the indexer's queries and keys.
 
-A row has 128 values: optional LayerNorm, stored; optional turn of 64 of them, stored; optional
+A row has 128 values: optional LayerNorm, stored; optional rotation of 64 of them, stored; optional
 Hadamard transform, stored; then rounding as the sources have it: none, FP8 with one scale a row, or
-MXFP4 with one scale for 32 values. Scales are powers of two, rounded up from amax. Owns the
-problem, the form, the grid, and MXFP4's scale and rounding, which run on tensors as well.
+MXFP4 with one scale for 32 values. Scales are powers of two, rounded up from amax. Stored means
+rounded to BF16, nearest even. MXFP4's scale and rounding run on tensors as well as in kernels.
 
-Eight lanes have a row, each 16 values side by side. The order of every sum is stated: LayerNorm's
-in a lane from the first value on, then lanes folded by distance 4, 2, 1; Hadamard's by distance 1,
-2, 4 up to 64. Stored means rounded to BF16, nearest even.
-Refuses what no form serves. Kept honest by suites/kernels/indexer/test_operand_problem.py.
+Eight lanes have a row, 16 adjacent values each. The order of every sum is fixed: LayerNorm's in a
+lane from the first value on, then lanes folded by distance 4, 2, 1; Hadamard's by distance 1, 2, 4
+up to 64.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SUMMAND: Final = 2.0**22
 
 @dataclass(frozen=True)
 class OperandProblem:
-    """T tokens of N rows each; positions are rows of the table of turns, 0 where none turns."""
+    """T tokens of N rows each; positions are rows of the RoPE table, 0 without rotation."""
 
     tokens: int
     heads: int
@@ -129,9 +128,9 @@ def mxfp4_scale_code(amax_bits: Any) -> Any:
 
 
 def mxfp4_number(number: Any, how: Primitives = OPERATORS) -> Any:
-    """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most; the sign stays.
+    """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most, sign kept.
 
-    2**22 times the number's power of two, 1 at least, leaves steps of half that power in a sum.
+    Adding 2**22 times the number's power of two (at least 1) leaves steps of half that power.
     """
     bounded = how.limited(number)
     sign_and_power = ops.number_of(ops.bits_of(bounded) & how.constant(SIGN_AND_EXPONENT))

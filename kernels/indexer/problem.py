@@ -1,15 +1,11 @@
-"""What scoring index keys is asked for, which form answers, and what follows from both.
+"""Problem, form, stages and grid of the lightning indexer's scores. Importable without the DSL.
 
-score[t, w] = sum over heads h of weight[t, h] * relu(q[t, h] . k[w]), -inf from `visible` on: a
-token at position p sees floor((p + 1) / ratio) entries of its sequence. Owns the pages of keys, the
-problem, the form (columns of a tile are the heads of one or four tokens, rows are 128 keys), bytes
-that barriers expect, stages, shared memory, registers, and the cut of keys into chunks. Pure host
-arithmetic, no GPU and no DSL; `visible_entries` and `chunk_of` are a kernel's arithmetic as well.
+score[t, w] = sum over heads h of weight[t, h] * relu(q[t, h] . k[w]), and -inf from `visible` on: a
+token at position p sees floor((p + 1) / ratio) entries of its sequence. The columns of a tile are
+the heads of one or four tokens, its rows 128 keys. `visible_entries` is also traced in kernels.
 
 Two arithmetics: `float32`, one sum; `stored`, where the dot product, its product with the weight
 and the sum are rounded to BF16, as DeepSeek-V4's official code does.
-Refuses heads, pages and extents that no form serves. Kept honest by
-suites/kernels/indexer/test_problem.py and by the machine code of the kernel's suite.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ WAVES = 2
 
 @dataclass(frozen=True)
 class KeyOperands:
-    """What queries and keys are made of: bytes of a number, scales behind a page's rows."""
+    """The number format of queries and keys, and whether a page has scales after its rows."""
 
     name: str
     bytes: int
@@ -72,10 +68,10 @@ ARITHMETICS = ("float32", "stored")
 
 @dataclass(frozen=True)
 class KeyPages:
-    """A cache of keys: so many pages of so many entries.
+    """A paged cache of keys.
 
-    A page holds rows of 128 numbers, then, for fp8, a float32 scale for each; `stride` is the bytes
-    from page to page, 0 where they lie close together.
+    A page holds `entries` rows of 128 numbers, then, for fp8, a float32 scale for each. `stride` is
+    the bytes from page to page; `stride_bytes` is 0 where pages are contiguous.
     """
 
     operands: str
@@ -169,7 +165,7 @@ class ScoresProblem:
 
 @dataclass(frozen=True)
 class ScoresForm:
-    """What a kernel is compiled for; extents, tables and pages come with the launch."""
+    """The compile-time parameters of a kernel; extents, tables and pages come with the launch."""
 
     target: str
     operands: str
@@ -185,7 +181,7 @@ class ScoresForm:
 
 
 def choose_form(problem: ScoresProblem, target: str) -> ScoresForm:
-    """Return the form that answers a problem: several tokens at once where they share keys."""
+    """Return the form for a problem: several tokens a tile where they share keys."""
     if target not in LEAST_COLUMNS:
         raise UnknownName.among("target of the indexer's scores", target, LEAST_COLUMNS)
     # Trap: cute lays out 8, 16, 32, ... rows in swizzled memory; 24 of them abort the process.
@@ -207,7 +203,7 @@ def threads(form: ScoresForm) -> int:
 
 
 def stage_bytes(form: ScoresForm) -> int:
-    """Bytes that the barrier of a stage expects: all boxes of 128 keys, filled or not."""
+    """Return the bytes that a stage's barrier expects: 128 keys, whether they exist or not."""
     return KEYS * WIDTH * OPERANDS[form.operands].bytes
 
 
@@ -222,7 +218,7 @@ def boxes_of_stage(form: ScoresForm) -> int:
 
 
 def stages(form: ScoresForm) -> int:
-    """Return how many stages of keys fit beside the queries."""
+    """Return how many stages of keys fit in shared memory with the queries."""
     beside = query_bytes(form) + 2 * ALIGNMENT
     left = TARGETS[form.target].shared_memory_bytes - beside
     found = min(MOST_STAGES, left // stage_bytes(form))
@@ -251,5 +247,5 @@ def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int
 
 
 def visible_entries(position: Any, ratio: Any) -> Any:
-    """Return how many entries are complete once the token at a position has been seen."""
+    """Return how many entries are complete once the token at a position has been processed."""
     return (position + 1) // ratio

@@ -1,19 +1,15 @@
-"""Rows of the indexer as its scores multiply them: LayerNorm, turn, Hadamard, rounding to blocks.
+"""Prepare rows of the lightning indexer: LayerNorm, RoPE, Hadamard transform, block rounding.
 
 Entry point: `indexer_operand(rows, problem, settings, turning=None, norm=None, out=None)
--> Operand(values, scales)`. Queries of V4 turn their last 64 values in pairs side by side, queries
-and keys of V3.2 the first 64 by halves; V3.2's keys are normed first; V4's keys come turned from
-the compressor. Values leave as BF16, or as FP8 codes with a float32 scale a row.
+-> Operand(values, scales)`. One source for sm_90a and sm_100a; eight lanes have a row of 128, 16
+adjacent values each; 8 warps, 32 rows a thread block. V4's queries rotate their last 64 values in
+interleaved pairs; V3.2's queries and keys the first 64 by halves. V3.2's keys are normed first;
+V4's keys arrive rotated from the compressor. Output: BF16, or FP8 codes with a float32 scale a row.
 
-Owns one source for sm_90a and sm_100a: eight lanes have a row of 128. A position outside of the
-table of turns makes the turned values NaN, and a NaN or an infinity makes its whole block NaN where
-blocks are coded: seen, not hidden. The result may be written where the rows were read, unless it is
-coded.
-
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/indexer/test_simt_indexer_operand.py. Shape letters: T tokens, N heads, I width,
-P rows of the table
+A position outside the RoPE table makes the rotated values NaN, and a NaN or an infinity makes its
+whole block NaN where blocks are coded, so that errors show. Unless coded, the result may overwrite
+the input. Allocates only what it returns and never waits for the GPU. Shape letters: T tokens, N
+heads, I width, P rows of the table.
 """
 
 from collections.abc import Sequence
@@ -63,7 +59,7 @@ VECTOR = 4  # words of 16 bytes
 
 
 class Turning(NamedTuple):
-    """What rows turn by: float32 [P, 64], cosines then sines, and int64 positions [T]."""
+    """RoPE operands: float32 table [P, 64], cosines then sines, and int64 positions [T]."""
 
     turns: Tensor
     positions: Tensor
@@ -77,7 +73,7 @@ class Norm(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What a launch writes: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
+    """The result: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
 
     values: Tensor
     scales: Tensor | None
@@ -87,7 +83,7 @@ class Operand(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes: words in pairs, numbers in fours, or alone."""
+    """The kernel's tensors: words in pairs, numbers in fours, or singly."""
 
     rows: Any
     turns: Any
@@ -99,7 +95,7 @@ class Tensors(NamedTuple):
 
 
 def loaded(tensor: Any, at: Any, words: int) -> list[Any]:
-    """Read words that lie side by side, from a vector on."""
+    """Read adjacent words, from a vector on."""
     registers = cute.make_rmem_tensor(cute.make_layout((VECTOR, words // VECTOR)), Uint32)
     for vector in range(words // VECTOR):
         cute.autovec_copy(tensor[None, at + vector], registers[None, vector])
@@ -107,7 +103,7 @@ def loaded(tensor: Any, at: Any, words: int) -> list[Any]:
 
 
 def put(tensor: Any, at: Any, words: list[Any]) -> None:
-    """Write words side by side, from a vector on."""
+    """Write adjacent words, from a vector on."""
     for vector in range(len(words) // VECTOR):
         store(tensor, at + vector, words[vector * VECTOR : (vector + 1) * VECTOR])
 
@@ -120,7 +116,7 @@ def numbers_at(tensor: Any, lane: Any) -> list[Any]:
 
 
 def row_folded(number: Any) -> Any:
-    """Fold a number over the lanes of a row; each of them has the result."""
+    """Sum a number over the eight lanes of a row; each lane has the result."""
     distance = facts.LANES // 2
     while distance:
         number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
@@ -129,7 +125,7 @@ def row_folded(number: Any) -> Any:
 
 
 def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) -> list[Any]:
-    """Return a lane's numbers of a row behind its LayerNorm, not rounded."""
+    """Return a lane's numbers of a row after its LayerNorm, not rounded."""
 
     def mean(terms: list[Any]) -> Any:
         total = terms[0]
@@ -137,6 +133,7 @@ def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) 
             total = ops.add_rn(total, term)
         return ops.multiply_rn(row_folded(total), 1.0 / facts.WIDTH)
 
+    # Two passes: mean, then the variance of centred numbers.
     middle = mean(numbers)
     centred = [ops.subtract_rn(number, middle) for number in numbers]
     variance = mean([ops.multiply_rn(number, number) for number in centred])
@@ -152,7 +149,7 @@ def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) 
 def load_turn(
     tensors: Tensors, place: tuple[Any, Any], positions: Any, form: cutlass.Constexpr
 ) -> tuple[Any, Any]:
-    """Return cosines and sines of (token, lane) as words, and whether the lane turns at all."""
+    """Return cosines and sines of (token, lane) as words, and whether the lane rotates at all."""
     token, lane = place
     turning = facts.LANES // 2  # lanes that turn
     of_lane = pairs_of_lane(form)
@@ -171,12 +168,12 @@ def load_turn(
 
 
 def pairs_of_lane(form: OperandForm) -> int:
-    """Pairs of which a lane has a value: both of each, or one where pairs are of two halves."""
+    """Return the pairs of which a lane has a value: one of each (halves) or both."""
     return facts.OF_LANE if form.pairing == "halves" else facts.OF_LANE // 2
 
 
 def turned(numbers: list[Any], rTurn: Any, turns: Any, lane: Any, form: OperandForm) -> list[Any]:
-    """Return a lane's numbers, turned where it has some that turn; not rounded."""
+    """Return a lane's numbers, rotated where it has rotated ones; not rounded."""
     angles = [ops.number_of(word) for word in words_of(rTurn)]
     cos, sin = angles[: pairs_of_lane(form)], angles[pairs_of_lane(form) :]
     made: list[Any] = []
@@ -231,7 +228,7 @@ def codes_of(words: list[Any], factor: Any) -> list[Any]:
 
 
 def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
-    """Return the BF16 words of what a lane's values are coded as."""
+    """Return the BF16 words that a lane's codes represent."""
     scale, factor = codecs.ue8m0_decode(code), fp8_factor(code)
     if form.format == "fp8":
         numbers = fp8_numbers(codes_of(words, factor))
@@ -245,7 +242,7 @@ def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
 def operand_kernel(
     tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Give each row eight lanes; lanes too many repeat the last row, and write nothing."""
+    """Process a row with eight lanes; surplus lanes repeat the last row and write nothing."""
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     rows, heads, positions = extents
@@ -255,6 +252,7 @@ def operand_kernel(
     at = Int64(row) * (facts.WIDTH // 2 // VECTOR) + Int64(lane * (WORDS // VECTOR))
     words = loaded(tensors.rows, at, WORDS)
     if cutlass.const_expr(form.normed):
+        # Every step is rounded to BF16, as the references store it.
         words = rounded_words(layer_normed(numbers_of(words), tensors, lane, epsilon))
     if cutlass.const_expr(form.pairing != "none"):
         rTurn, turns = load_turn(tensors, (row // heads, lane), positions, form)
@@ -285,7 +283,7 @@ def launch_operand(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on extents that are known now: rows, heads, positions, thread blocks."""
+    """Launch; extents are rows, heads, positions, thread blocks."""
     rows, heads, positions, blocks = extents
     widths = (VECTOR, VECTOR, 0, VECTOR, VECTOR, VECTOR, 0)
     views = zip(pointers, widths, strict=True)
@@ -340,7 +338,7 @@ def launch(
 
 
 def empty_operand(problem: OperandProblem, device: torch.device) -> Operand:
-    """Allocate what a launch writes; every number of it is written."""
+    """Allocate the result; a launch writes every number of it."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     if not problem.coded:
         return Operand(torch.empty(shape, dtype=torch.bfloat16, device=device), None)
@@ -351,7 +349,7 @@ def empty_operand(problem: OperandProblem, device: torch.device) -> Operand:
 def require_operands(
     problem: OperandProblem, x_TNI: Tensor, turning: Turning | None, norm: Norm | None
 ) -> None:
-    """Refuse inputs that the kernel would misread."""
+    """Raise on inputs that the kernel would misread."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     require_tensor("rows", x_TNI, torch.bfloat16, shape, 16)
     for name, given, wanted in (
@@ -375,7 +373,7 @@ def require_operands(
 
 
 def require_output(problem: OperandProblem, out: Operand) -> None:
-    """Refuse outputs that do not hold what is written."""
+    """Raise on outputs that do not hold the result."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     dtype = torch.float8_e4m3fn if problem.coded else torch.bfloat16
     require_tensor("values", out.values, dtype, shape, 16)

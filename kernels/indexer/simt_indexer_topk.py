@@ -1,16 +1,20 @@
-"""The k largest scores of each row, exactly: a radix search in shared memory, in one kernel.
+"""Exact top-k of each row of scores: a radix search in shared memory, in one kernel.
 
 Entry point: `indexer_topk(scores, problem, settings, positions=None, out=None) -> int32 [T, K]`.
-Owns one source for sm_90a and sm_100a. A row is read once: its keys stay in the shared memory of
-one thread block, or of the up to eight of a cluster. Three histograms of 11, 11 and 10 bits find
-the key of the last one chosen; then marks are counted from the first entry on, so that entries
-leave in ascending order and ties go to the lower one. The rule is stated in topk_problem.
+One source for sm_90a and sm_100a. The rule of the selection is in topk_problem. A row belongs to
+one thread block, or to a cluster of up to eight, each with a segment.
 
-With positions and a ratio, what a token does not see is not read: poison there changes nothing.
-The wrapper checks and launches, allocates no more than the result, and never waits for the GPU, so
-it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/indexer/test_simt_indexer_topk.py. Shape letters: T rows, W entries, K
-chosen
+1. Read the segment once; map each score to an ordered 32-bit key in shared memory; count the keys'
+   top 11 bits in a histogram.
+2. Find the bin of the k-th largest key, over the histograms of the cluster; count the next 11 bits
+   of keys with that prefix; then the last 10. That gives the threshold and how many equals to take.
+3. Mark keys above and equal to the threshold by ballots; prefix sums over lanes, warps and blocks
+   give each mark its place, so entries leave in ascending order and ties go to the lower entry.
+4. Fill the rest with -1.
+
+With positions and a ratio, invisible entries are not read: NaN there changes nothing. Allocates
+only the result and never waits for the GPU, so it may be captured in a graph. Shape letters: T
+rows, W entries, K chosen.
 """
 
 from collections.abc import Sequence
@@ -53,7 +57,7 @@ AT_ONCE = 4  # vectors that a thread asks for before it uses the first
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes: scores in vectors of four or alone, flat."""
+    """The kernel's tensors: scores in vectors of four or singly, flat."""
 
     scores: Any
     positions: Any
@@ -61,7 +65,7 @@ class Tensors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a thread block holds."""
+    """The shared memory of a thread block."""
 
     keys: Any  # of its segment
     bins: Any  # (bins, levels)
@@ -72,7 +76,7 @@ class Shared(NamedTuple):
 
 
 def key_of(score: Any) -> Any:
-    """Return an integer in the order of float32: NaN on top, -0 as +0; router_problem.key_of."""
+    """Return an integer that sorts as float32: NaN on top, -0 as +0; see router_problem.key_of."""
     text = """{
         .reg .f32 x; .reg .b32 b, m; .reg .pred p;
         add.rn.f32 x, {$r0}, 0f00000000;
@@ -106,7 +110,7 @@ def bin_of(key: Any, level: int) -> Any:
 
 
 def counted(shared: Shared, key: Any, level: int) -> None:
-    """Count a key."""
+    """Count a key in its bin."""
     cute.arch.atomic_add(shared.bins.iterator + bin_of(key, level) + level * facts.BINS, Int32(1))
 
 
@@ -120,7 +124,7 @@ def in_fours(tensor: Any) -> Any:
 def load_keys(
     shared: Shared, scores: Any, place: tuple[Any, Any], searched: Any, form: cutlass.Constexpr
 ) -> None:
-    """Read a segment of (start in memory, length), keep its keys, count them where searched."""
+    """Read a segment of (start in memory, length), keep its keys, count them if searched."""
     thread, _, _ = cute.arch.thread_idx()
     start, length = place
     width = 4 if form.by_four else 1
@@ -149,7 +153,7 @@ def load_keys(
 
 
 def put_keys(shared: Shared, vector: Any, keys: list[Any]) -> None:
-    """Keep keys that lie side by side."""
+    """Store adjacent keys."""
     width = len(keys)
     rKeys = cute.make_rmem_tensor(width, Uint32)
     for j, key in enumerate(keys):
@@ -162,9 +166,9 @@ def put_keys(shared: Shared, vector: Any, keys: list[Any]) -> None:
 def count_level(
     shared: Shared, prefix: Any, length: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
 ) -> None:
-    """Count the keys whose bits above a level are a prefix; the zeros behind a segment have none.
+    """Count the keys whose bits above a level equal a prefix.
 
-    No prefix is zero: the key of -inf begins with other bits.
+    The zero padding after a segment never matches: the prefix of -inf's key is not zero.
     """
     thread, _, _ = cute.arch.thread_idx()
     above = facts.LEVELS[level - 1][0]
@@ -209,7 +213,7 @@ def of_block(tensor: Any, at: Any, count: int, rank: Any, form: TopkForm) -> lis
 
 @cute.jit
 def together(form: cutlass.Constexpr) -> None:
-    """Wait until the thread block, or the cluster, has written what another one reads."""
+    """Synchronise the thread block or cluster, so that others' shared memory may be read."""
     cute.arch.sync_threads()
     if cutlass.const_expr(form.cluster > 1):
         thread, _, _ = cute.arch.thread_idx()
@@ -320,7 +324,7 @@ def before_block(shared: Shared, block: Any, form: cutlass.Constexpr) -> tuple[A
 
 
 def first_of(marks: Any) -> Any:
-    """Return the mark of the lowest entry alone."""
+    """Return only the lowest set bit."""
     return marks & (Uint32(0) - marks)
 
 
@@ -349,7 +353,7 @@ def put_marked(
 def row_of(
     shared: Shared, tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr
 ) -> tuple[Any, ...]:
-    """Read a segment; return row, first entry, length, last key chosen, how many of its equals."""
+    """Read a segment; return row, first entry, length, threshold key, and equals to take."""
     entries, count, ratio = extents
     index, _, _ = cute.arch.block_idx()
     row, block = index // form.cluster, index % form.cluster
@@ -362,6 +366,7 @@ def row_of(
     first = block * own
     length = cutlass.max(cutlass.min(own, visible - first), 0)
     start = Int64(row) * Int64(entries) + Int64(first)
+    # At most `count` entries: all are chosen, no search.
     searched = visible > count
     load_keys(shared, tensors.scores, (start, length), searched, form)
     threshold, wanted = Uint32(facts.NEVER), Int32(0)
@@ -369,6 +374,7 @@ def row_of(
         threshold, wanted = threshold_of(shared, length, count, form)
     else:
         cute.arch.sync_threads()
+    # The k-th largest is -inf, which is never chosen: take all above it, none equal.
     if threshold <= facts.NEVER:
         threshold, wanted = Uint32(facts.NEVER), Int32(0)
     return row, first, length, threshold, wanted
@@ -419,6 +425,7 @@ def topk_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Cons
     entry = first + warp * span + lane * facts.WARP
     put_marked(tensors.out, marks, counts, (of_row, entry, wanted))
     chosen = all_above + cutlass.min(all_equal, wanted)
+    # The cluster's blocks share the padding of the row.
     lacking = chosen + block * form.threads + thread
     for at in cutlass.range(lacking, extents[1], form.threads * form.cluster, unroll=1):
         tensors.out[of_row + Int64(at)] = Int32(facts.NONE)
@@ -438,7 +445,7 @@ def launch_topk(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: entries, count, ratio, thread blocks."""
+    """Launch a form; extents are entries, count, ratio, thread blocks."""
     entries, count, ratio, blocks = extents
     scores, positions, out = pointers
     width = 4 if form.by_four else 1
@@ -476,9 +483,9 @@ def indexer_topk(
     positions_T: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return int32 entries [T, K], ascending, -1 behind them, on the GPU of the scores.
+    """Return int32 entries [T, K], ascending, padded with -1, on the GPU of the scores.
 
-    `positions_T` are int64 positions exactly where the problem has a ratio; scores are float32.
+    `positions_T` are int64, given exactly where the problem has a ratio; scores are float32.
     """
     if out is None:
         shape = (problem.rows, problem.count)

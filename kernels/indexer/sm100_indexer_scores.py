@@ -1,15 +1,20 @@
-"""The lightning indexer's scores on Blackwell: sum over heads of weight * relu(q . k), -inf unseen.
+"""Lightning indexer scores on Blackwell: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`, with the
-arguments, pages, walk and refusals of sm90_indexer_scores. Owns the sm_100a form: one warp loads by
-TMA, one multiplies 128 keys with the heads of one or four tokens by tcgen05 into tensor memory, two
-warpgroups weigh, a stage of keys each by turns. A thread has all heads of its key: it adds them in
-the order in which four threads add them on Hopper, so that the order of a sum is stated once.
+Compiled, never run. Entry point: `indexer_scores(Scored(...), problem, settings, out=None)
+-> float32 [T, W]`; arguments, pages, walk over keys and checks are those of sm90_indexer_scores.
+384 threads:
 
-The wrapper allocates no more than the scores and never waits for the GPU. Refuses what it would
-misread, by name. Compiled, never run: kept honest by
-suites/kernels/indexer/test_sm100_indexer_scores.py as far as that reaches. Shape letters: T tokens,
-N heads, I width (128), W entries, S sequences, P pages of a sequence
+* Warp 0 (producer): TMA of queries once, of 128 keys a stage.
+* Warp 1 (MMA): tcgen05 of 128 keys with all columns into one of two sums in tensor memory.
+* Warpgroups 1, 2 (epilogue): weigh and write every other stage each, one thread a key.
+* Key ring, up to 6 stages: TMA fills, the MMA that read a stage releases it.
+* Sums ring, 2 stages: the MMA fills, the 128 threads of one warpgroup release.
+* Named barrier 2: the 256 epilogue threads, before tensor memory is freed.
+
+A thread has all heads of its key and adds them in the order in which four threads add them on
+Hopper (CHAINS), so the order of a sum over heads is stated once. Allocates only the scores and never waits for
+the GPU. Shape letters: T tokens, N heads, I width (128), W entries, S sequences, P pages of a
+sequence.
 """
 
 from functools import cache
@@ -43,7 +48,7 @@ CHAINS = 4  # sums of a key side by side: the threads of a quad on Hopper
 
 
 class Rings(NamedTuple):
-    """What TMA fills, and what the matrix unit fills."""
+    """The rings that TMA fills, and the ring that the matrix unit fills."""
 
     queries: Any
     keys: Any
@@ -51,7 +56,7 @@ class Rings(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a thread block has before its warps part."""
+    """What all warps share: instruction, shared memory, rings and tensor memory."""
 
     mma: Any
     queries: tuple[Any, Any]  # as TMA writes them, as the instruction reads them
@@ -70,7 +75,7 @@ class Prepared(NamedTuple):
 def scores_kernel(
     feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
 ) -> None:
-    """Take a role by warp: one loads, one multiplies, two warpgroups weigh."""
+    """Take a role by warp: 0 loads, 1 multiplies, two warpgroups weigh."""
     tile, chunk, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
     tile = tiles - 1 - tile  # the last tokens see most: they begin first
@@ -89,7 +94,7 @@ def scores_kernel(
 
 
 def prepared(tensors: Tensors, tile: Any, e: Extents, form: ScoresForm) -> Prepared:
-    """Lay out shared memory, make the rings, allocate tensor memory; then all threads go on."""
+    """Lay out shared memory, make the rings, allocate tensor memory; then synchronise."""
     memory = cutlass.memory.SmemAllocator()
     mma = mma_of(form)
     queries, keys = shared_memory(memory, mma, form)
@@ -170,7 +175,7 @@ def rings_of(memory: Any, form: ScoresForm) -> Rings:
 def leave_weights(
     words: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr
 ) -> None:
-    """Leave the weights of all columns in shared memory, a word or half a word each."""
+    """Write the weights of all columns to shared memory, a word or half a word each."""
     thread, _, _ = cute.arch.thread_idx()
     if thread < tensor_memory.words_of_weights(form):
         each = form.columns // tensor_memory.words_of_weights(form)
@@ -185,7 +190,7 @@ def leave_weights(
 
 @cute.jit
 def allocate(address: Any, form: cutlass.Constexpr) -> None:
-    """Let one warp allocate tensor memory; all may read the address after a barrier."""
+    """Allocate tensor memory in one warp; all may read the address after a barrier."""
     if cute.arch.warp_idx() == tensor_memory.ALLOCATING_WARP:
         cute.arch.alloc_tmem(tensor_memory.columns_allocated(form), address)
         cute.arch.relinquish_tmem_alloc_permit()
@@ -193,7 +198,7 @@ def allocate(address: Any, form: cutlass.Constexpr) -> None:
 
 @cute.jit
 def give_back(base: Any, form: cutlass.Constexpr) -> None:
-    """Let that warp free tensor memory, once all that weigh have read theirs."""
+    """Free tensor memory in the allocating warp, once all epilogue threads have read theirs."""
     cute.arch.barrier(
         barrier_id=BARRIER_OF_WEIGHING, number_of_threads=tensor_memory.threads_that_weigh()
     )
@@ -276,7 +281,7 @@ def reading_of(sums: Any, thread: Any, form: ScoresForm) -> tcgen05.Reading:
 def weighed(
     reading: tcgen05.Reading, number: Any, weights_at: Any, scale: Any, form: ScoresForm
 ) -> list[Any]:
-    """Return a key's scores of every token; a read is under way while the one before is added."""
+    """Return a key's scores of every token; the next read overlaps the additions."""
     totals = [[Float32(0.0)] * CHAINS for _ in range(form.at_once)]
     reads = tensor_memory.reads(form)
     pending = read_piece(reading, 0, number)
@@ -294,7 +299,7 @@ def weighed(
 
 
 def read_piece(reading: tcgen05.Reading, piece: int, number: Any) -> Any:
-    """Begin to read a piece of the sums."""
+    """Issue the read of a piece of the sums."""
     registers = cute.make_rmem_tensor(reading.shape, Float32)
     cute.copy(reading.copy, reading.source[None, None, None, 0, piece, number], registers)
     return registers
@@ -342,7 +347,7 @@ def launch_scores(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now; behind them tiles and chunks."""
+    """Launch a form; the last two numbers are tiles and chunks."""
     *extents, tiles, chunks = numbers
     e = Extents(*extents)
     queries, pages, *others = pointers
@@ -376,9 +381,9 @@ def indexer_scores(
     form: ScoresForm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return float32 scores [T, W], -inf where a token sees nothing, on the operands' GPU.
+    """Return float32 scores [T, W] on the operands' GPU, -inf where a token sees nothing.
 
-    `form` names another one than the table's; `out` takes the result where it is given.
+    `form` overrides the chosen form; `out` receives the result if given.
     """
     if out is None:
         shape = (problem.tokens, problem.entries)

@@ -1,16 +1,23 @@
-"""The lightning indexer's scores on Hopper: sum over heads of weight * relu(q . k), -inf unseen.
+"""Lightning indexer scores on Hopper: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`.
-Owns the sm_90a form. A producer warp brings the queries of a tile once and pages of keys through a
-ring by TMA; each of two warpgroups multiplies 64 keys with the heads of one or four tokens by
-wgmma, while the other one weighs and adds. A thread adds its heads in their order, then the four
-threads of a quad are folded: the bits of a score depend on its query, key and weights alone.
-Tokens of one tile may belong to several sequences: keys are walked once for each of these.
+Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`; -inf from
+the token's first invisible entry on. No key is read from there on. A thread block has a tile of one
+or four tokens (all their heads are the columns) and a chunk of keys; a stage has 128 keys. 384
+threads:
 
-A page outside of the cache counts as keys of zero; a token of an unknown sequence sees nothing. No
-key is read from `visible` on. The wrapper allocates no more than the scores and never waits for the
-GPU. Refuses what it would misread, by name. Kept honest by suites/kernels.
-Shape letters: T tokens, N heads, I width (128), W entries, S sequences, P pages of a sequence
+* Warpgroup 0, its first warp (producer): TMA of the tile's queries once, of pages of keys by stage.
+* Warpgroups 1, 2 (consumers): wgmma of 64 keys each with all columns; then weigh, add and write.
+* Query ring, 1 stage; key ring, up to 6 stages: `full` expects the bytes of all boxes (1 arrival),
+  `empty` has 8 arrivals, one for each consumer warp.
+
+One stage: look up pages, TMA (box by box, zeros past the end); wgmma; release the stage; relu,
+weights, key scales; store. Tokens of a tile may belong to several sequences: the keys are walked
+once for each. A thread adds its heads in order, then the four threads of a quad are folded, so a
+score's bits depend on its query, key and weights alone.
+
+A page outside the cache counts as keys of zero; a token of an unknown sequence sees nothing.
+Allocates only the scores and never waits for the GPU. Shape letters: T tokens, N heads, I width
+(128), W entries, S sequences, P pages of a sequence.
 """
 
 from functools import cache
@@ -48,11 +55,12 @@ from degarble.kernels.runtime.targets import SM90A, TARGETS
 ELEMENTS = {"bf16": BFloat16, "fp8": Float8E4M3FN}
 TORCH = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 WEIGHTS = {"float32": (Float32, torch.float32, 4), "stored": (BFloat16, torch.bfloat16, 2)}
+# Extent of flat views; the kernel checks its own indices.
 FLAT = 1 << 40
 
 
 class Scored(NamedTuple):
-    """What a launch reads; all on one GPU, contiguous."""
+    """The tensors that a launch reads; all on one GPU, contiguous."""
 
     queries: Tensor  # [T, N, 128], bf16 or float8_e4m3fn
     weights: Tensor  # [T, N], float32; bf16 where the arithmetic is stored
@@ -67,7 +75,7 @@ class Scored(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a thread block scores: its tile's tokens, and keys from one on up to another."""
+    """The work of a thread block: its tile's tokens and a range of keys."""
 
     tokens: Any  # (sequence and visible entries, token) in shared memory
     tile: Any
@@ -76,7 +84,7 @@ class Walk(NamedTuple):
 
 
 def ring_of(memory: Any, stages: int, expected: int) -> Any:
-    """Make a ring that TMA fills; every warp that multiplies releases its stages."""
+    """Make a ring that TMA fills; every consumer warp releases its stages."""
     group = pipeline.CooperativeGroup
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=memory.allocate_array(Int64, 2 * stages),
@@ -91,7 +99,7 @@ def ring_of(memory: Any, stages: int, expected: int) -> Any:
 
 @cute.jit
 def look_up(sTokens: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr) -> None:
-    """Note sequence (-1: no token) and visible entries of the tile's tokens."""
+    """Write sequence (-1: no token) and visible entries of the tile's tokens to shared memory."""
     thread, _, _ = cute.arch.thread_idx()
     if thread < form.at_once:
         token = tile * form.at_once + thread
@@ -116,7 +124,8 @@ def visible_of(position: Any, ratio: Any) -> Any:
 def run_of(sTokens: Any, lead: Any, form: ScoresForm) -> tuple[Any, Any, list[Any]]:
     """Return the sequence that a token leads, its entries to score, and those of each token.
 
-    A token of another sequence has -1; so have all where an earlier token led this sequence.
+    The first token of a sequence in the tile leads it. A token of another sequence has -1; so have
+    all if an earlier token led this sequence.
     """
     sequence = Int32(sTokens[0, lead])
     others = [Int32(sTokens[0, j]) for j in range(form.at_once)]
@@ -135,7 +144,7 @@ def run_of(sTokens: Any, lead: Any, form: ScoresForm) -> tuple[Any, Any, list[An
 def scores_kernel(
     feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
 ) -> None:
-    """Take a role by warpgroup: the first loads, the others multiply and weigh."""
+    """Take a role by warpgroup: 0 loads, 1 and 2 multiply and weigh."""
     thread, _, _ = cute.arch.thread_idx()
     tile, chunk, _ = cute.arch.block_idx()
     tiles, _, _ = cute.arch.grid_dim()
@@ -174,7 +183,7 @@ def load_walk(
     given: tuple[Walk, Tensors, Extents],
     form: cutlass.Constexpr,
 ) -> None:
-    """Bring the keys of every sequence that the tile's tokens belong to."""
+    """Load the keys of every sequence that the tile's tokens belong to."""
     walk, tensors, e = given
     boxes = boxes_of(feed, sK, (form.box, inner_of(form)))
     state = wgmma.producer_state(facts.stages(form))
@@ -213,6 +222,7 @@ def score_walk(
             row = key + weighing.row_of_thread(mine)
             rings[1].consumer_wait(state)
             multiply(mma, sums, (a, b), state.index, form)
+            # Loaded while wgmma runs.
             scales = weighing.key_scales_of(tensors, (sequence, row, last), e, form)
             warpgroup.wait_group(0)
             rings[1].consumer_release(state)
@@ -226,7 +236,7 @@ def score_walk(
 
 
 def inner_of(form: ScoresForm) -> int:
-    """Numbers of a row of 128 bytes."""
+    """Return the numbers of a 128-byte row."""
     return facts.WIDTH // facts.OPERANDS[form.operands].halves
 
 
@@ -258,7 +268,7 @@ def boxes_of(feed: producer.Feed, shared: Any, box: tuple[int, int]) -> tuple[An
 def load_queries(
     ring: Any, feed: producer.Feed, sQ: Any, tile: Any, form: cutlass.Constexpr
 ) -> None:
-    """Bring the heads of the tile's tokens; beyond heads and tokens there are zeros."""
+    """Load the heads of the tile's tokens; zeros beyond heads and tokens."""
     destination, source = boxes_of(feed, sQ, (form.padded, inner_of(form)))
     state = wgmma.producer_state(1)
     ring.producer_acquire(state)
@@ -279,7 +289,7 @@ def load_keys(
     place: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> Any:
-    """Bring 128 keys of (sequence, first key, end); boxes from the end on bring zeros."""
+    """Load 128 keys of (sequence, first key, end); boxes from the end on are zeros."""
     destination, source = boxes
     atom, table, e = given
     sequence, key, last = place
@@ -350,7 +360,7 @@ def launch_scores(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now; behind them tiles and chunks."""
+    """Launch a form; the last two numbers are tiles and chunks."""
     *extents, tiles, chunks = numbers
     e = Extents(*extents)
     queries, pages, *others = pointers
@@ -384,9 +394,9 @@ def indexer_scores(
     form: ScoresForm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return float32 scores [T, W], -inf where a token sees nothing, on the operands' GPU.
+    """Return float32 scores [T, W] on the operands' GPU, -inf where a token sees nothing.
 
-    `form` names another one than the table's; `out` takes the result where it is given.
+    `form` overrides the chosen form; `out` receives the result if given.
     """
     if out is None:
         shape = (problem.tokens, problem.entries)
@@ -400,7 +410,7 @@ def indexer_scores(
 
 
 def require_operands(problem: ScoresProblem, given: Scored, out: Tensor) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     pages, tokens = problem.pages, problem.tokens
     by_head = (tokens, problem.heads)
     codes = TORCH[pages.operands]
@@ -442,7 +452,7 @@ def launch(
 
 
 def pointers_of(form: ScoresForm, given: Scored | None, out: Tensor | None) -> tuple[Any, ...]:
-    """Return what the entry takes: queries, pages, then what Tensors names."""
+    """Return the kernel's pointers: queries, pages, then the fields of Tensors."""
     element, (of_weights, _, size) = ELEMENTS[form.operands], WEIGHTS[form.arithmetic]
     q, weights, positions, sequences, table, pages, scales = given or (None,) * 7
     places = (

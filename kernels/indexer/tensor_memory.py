@@ -1,14 +1,8 @@
-"""What follows from a form of the indexer's scores on sm_100a: tensor memory, roles, shared memory.
+"""Tensor memory, roles and shared memory of the indexer's scores on sm_100a. No GPU and no DSL.
 
-Owns the derived facts of the tcgen05 form: 128 keys are the rows of tensor memory, the heads of one
-or four tokens its columns; two sums take turns, each with a warpgroup that weighs it; weights lie
-in shared memory, because a thread weighs all heads of its key. Built on indexer_problem, which both
-architectures share. Pure host arithmetic: no GPU and no DSL.
-
-Refuses nothing that indexer_problem lets through. Kept honest by
-suites/kernels/indexer/test_tensor_memory.py, and by the machine code of each form in
-suites/kernels/indexer/test_sm100_indexer_scores.py. Nothing of it was run: no sm_100a device is
-here.
+128 keys are the rows of tensor memory, the heads of one or four tokens its columns. Two sums
+alternate, each with a warpgroup that weighs it. Weights lie in shared memory, because a thread
+weighs all heads of its key. Nothing of it was run: no sm_100a device was available.
 """
 
 from __future__ import annotations

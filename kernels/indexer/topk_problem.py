@@ -1,16 +1,9 @@
-"""What choosing the largest k of each row is asked for, which form answers, what follows from both.
+"""Problem, form and search levels of the indexer's top-k. Importable without the DSL.
 
-Owns the problem (rows of W float32 scores, of which the first `visible` count), the form (threads,
-thread blocks a row, keys that a block holds in shared memory), the levels of the search and the cut
-of a row into segments. Pure host arithmetic, no GPU and no DSL.
-
-The rule: the k largest scores; among equal ones the lower entry; -0 equals +0; a NaN lies above
-every number; -inf is never chosen. Written are the chosen entries in ascending order, then -1 for
-every entry that is lacking. So the result is one, whatever the form.
-
-Refuses counts and rows that no form serves. Kept honest by
-suites/kernels/indexer/test_topk_problem.py and on a GPU by
-suites/kernels/indexer/test_simt_indexer_topk.py.
+Rows of W float32 scores, of which the first `visible` count. The rule: the k largest scores; among
+equal ones the lower entry; -0 equals +0; a NaN lies above every number; -inf is never chosen. The
+result is the chosen entries in ascending order, padded with -1. So it is unique, whatever the
+form.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class TopkProblem:
-    """R rows of W scores; k are chosen among what a token sees of them, 0: among all."""
+    """R rows of W scores; choose k among what a token sees of them, ratio 0: among all."""
 
     rows: int
     entries: int
@@ -106,6 +99,6 @@ def grid(problem: TopkProblem, form: TopkForm) -> int:
 
 
 def shared_bytes(form: TopkForm) -> int:
-    """Return the shared memory of a thread block: keys, bins, and notes of warps."""
+    """Return the shared memory of a thread block: keys, bins, and counts of warps."""
     notes = len(LEVELS) * (form.warps + 2) + 2 * form.warps + 2
     return 4 * (form.capacity + sum(bins for _, bins in LEVELS) + notes)

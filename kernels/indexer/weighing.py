@@ -1,10 +1,8 @@
-"""What threads do with the indexer's products: weigh heads, add them, and write the scores.
+"""Weigh, add and write the indexer's products: the consumers' work after wgmma.
 
-Owns the registers of a warpgroup behind its wgmma: which heads a thread has, its weights, the order
-of the sum (a thread's heads in their order, then the four threads of a quad), scales of FP8 keys,
-and the way out, -inf where a token sees nothing. Runs inside a kernel that is being traced, and
-nowhere else. Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/indexer/test_sm90_indexer_scores.py.
+A thread adds its heads in their order, then the four threads of a quad are folded. FP8 keys are
+scaled after the sum. Scores are -inf where a token sees nothing. Only for use inside a kernel that
+is being traced; sm_100a adds in the same order.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ HIGH_HALF = 0xFFFF_0000
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes by its own threads, flat."""
+    """Tensors that the kernel's threads access directly, flat."""
 
     weights: Any
     scales: Any
@@ -33,7 +31,7 @@ class Tensors(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """What is known at the launch."""
+    """The run-time extents of a launch."""
 
     tokens: Any
     heads: Any
@@ -54,16 +52,16 @@ def lane_of() -> Any:
 
 
 def row_of_thread(mine: Any) -> Any:
-    """Return the first of a stage's two keys whose products a thread holds; 8 on is the other."""
+    """Return the first of a stage's two keys of a thread; the other is eight further on."""
     thread, _, _ = cute.arch.thread_idx()
     return mine * facts.PIECE + thread % facts.WARPGROUP // 32 * 16 + thread % 32 // 4
 
 
 @cute.jit
 def weights_of(tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr) -> Any:
-    """Return the weights of a thread's columns, two a group of eight; none beyond heads, tokens.
+    """Return the weights of a thread's columns, two per eight; 0 beyond heads and tokens.
 
-    In float32 each has a register; stored in BF16 both share one.
+    In float32 each has a register; in `stored` arithmetic both share one, as BF16.
     """
     groups = form.columns // facts.HEADS_STEP
     stored = form.arithmetic == "stored"
@@ -81,7 +79,7 @@ def weights_of(tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr)
 
 @cute.jit
 def weight_of(tensors: Tensors, token: Any, head: Any, e: Extents, form: cutlass.Constexpr) -> Any:
-    """Return the weight of a token's head, scale and all; none beyond heads and tokens."""
+    """Return the weight of a token's head, times the query's scale; 0 beyond heads and tokens."""
     weight = Float32(0.0)
     if (head < e.heads) & (token < e.tokens):
         at = Int64(token) * Int64(e.heads) + Int64(head)
@@ -102,17 +100,17 @@ def head_of_thread(eight: int, place: int) -> Any:
 
 
 def rectified(number: Any) -> Any:
-    """Return a product or zero; NaN stays."""
+    """Return relu of a product; NaN stays."""
     return emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(0.0))
 
 
 def rectified_pair(low: Any, high: Any) -> Any:
-    """Return two products or zeros, rounded to BF16, in one word; NaN stays."""
+    """Return relu of two products, rounded to BF16, in one word; NaN stays."""
     return emit("cvt.rn.relu.bf16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, low, high)
 
 
 def weighed(sums: Any, rWeights: Any, scales: list[Any], form: ScoresForm) -> list[list[Any]]:
-    """Return both keys' scores of every token: in all threads of a quad the same."""
+    """Return both keys' scores of every token, the same in all threads of a quad."""
     eights = form.padded // facts.HEADS_STEP
     made = []
     for j in range(form.at_once):
@@ -130,7 +128,7 @@ def weighed(sums: Any, rWeights: Any, scales: list[Any], form: ScoresForm) -> li
 
 
 def finished(total: Any, scale: Any, form: ScoresForm) -> Any:
-    """Return a score of the sum over heads."""
+    """Return a score from the sum over heads: key scale, and BF16 rounding if `stored`."""
     if form.operands == "fp8":
         total = ops.multiply_rn(total, scale)
     if form.arithmetic == "stored":
@@ -216,9 +214,10 @@ def put_nothing(
     entries: Any,
     form: cutlass.Constexpr,
 ) -> None:
-    """Write -inf to what no key was multiplied for."""
+    """Write -inf to entries whose keys were not multiplied."""
     tile, first, end = place
     thread, _, _ = cute.arch.thread_idx()
+    # Consumers come after the producer warpgroup.
     own = thread - facts.WARPGROUP
     for j in cutlass.range_constexpr(form.at_once):
         if limits[j] >= 0:
