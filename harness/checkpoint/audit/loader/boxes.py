@@ -1,12 +1,11 @@
-"""Arithmetic on boxes: what a set of them leaves out, what lies in two of them, and in which bytes.
+"""Compute which elements of a tensor a set of boxes leaves out or covers twice.
 
-Owns the exact cover of a tensor by boxes, worked out by intervals: one dimension is cut where boxes
-begin and end, and the slabs between are covered by what is left of their boxes. Slabs that have the
-same boxes, and tensors that are cut alike, are worked out once, so a stack of 384 experts costs as
-much as two, and 61 layers as much as one. Nothing walks elements.
+One dimension is cut wherever a box begins or ends, and each slab is covered recursively by the rest
+of its boxes. Results are cached by shape and boxes: a stack of 384 experts costs as much as two,
+and 61 layers as much as one. No loop visits elements.
 
-Refuses elements that do not begin and end at a whole byte.
-Kept honest by suites/checkpoint/audit/loader/test_boxes.py, which paints arrays element by element.
+`byte_runs` maps a box to byte ranges of its file, and raises if sub-byte elements do not begin and
+end at a whole byte.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Cover(NamedTuple):
-    """What boxes leave out of a tensor, and what at least two of them contain; each disjoint."""
+    """Disjoint boxes of a tensor: those that no box covers, and those that at least two cover."""
 
     missing: tuple[Box, ...]
     twice: tuple[Box, ...]
@@ -38,7 +37,7 @@ class Cover(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Cover:
-    """Compare boxes, all inside `shape`, with all of `shape`."""
+    """Return which elements of `shape` the boxes, all inside it, leave out or cover twice."""
     for box in boxes:
         inside = len(box.ranges) == len(shape) and all(
             0 <= first <= last <= extent
@@ -73,7 +72,7 @@ def _sweep(
 def _slabs(
     extent: int, held: tuple[Ranges, ...]
 ) -> Iterator[tuple[tuple[int, int], tuple[Ranges, ...]]]:
-    """Cut the first dimension where boxes begin or end; neighbours with the same rest are one."""
+    """Cut the first dimension where boxes begin or end; merge neighbours with equal rests."""
     events: dict[int, list[tuple[int, Ranges]]] = {0: [], extent: []}
     for number, ((first, last), *rest) in enumerate(held):
         inner = tuple(rest)
@@ -89,6 +88,7 @@ def _slabs(
             else:
                 active[number] = inner
         inside = tuple(sorted(active.values()))
+        # Emit a slab only where the active boxes change, so equal neighbours merge.
         if inside != before:
             if before is not None:
                 yield (begin, here), before
@@ -98,15 +98,15 @@ def _slabs(
 
 
 def joined(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Box, ...]:
-    """Return the union of boxes as few disjoint ones: what is missing from what is missing."""
+    """Return the union of boxes as few disjoint boxes: the complement of the complement."""
     return cover(shape, cover(shape, boxes).missing).missing
 
 
 @dataclass(frozen=True)
 class ByteRuns:
-    """Runs of bytes of equal length in a file: `first`, repeated by (count, step) outermost first.
+    """Byte runs of equal length in a file: `first`, repeated by (count, step), outermost first.
 
-    Iterate for (begin, end) of each.
+    Iterate for (begin, end) of each run.
     """
 
     first: int
@@ -115,12 +115,12 @@ class ByteRuns:
 
     @property
     def count(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return prod(count for count, _ in self.repeats)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
+        """Total bytes of all runs."""
         return self.count * self.length
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -130,7 +130,7 @@ class ByteRuns:
 
 
 def byte_runs(entry: TensorEntry, box: Box) -> ByteRuns:
-    """Return the bytes of a file in which a box of one of its tensors lies."""
+    """Return the bytes of the file that hold a box of a stored tensor."""
     assert len(box.ranges) == len(entry.shape), f"{box} in {entry.shape}"
     if not box.count:
         return ByteRuns(entry.begin, 0, ((0, 1),))

@@ -1,9 +1,7 @@
-"""One tensor into one slot: which box of it a rank copies, and whether it may.
+"""Check one write of a loader: the box that a rank copies, its extents, dtype and identity.
 
-Owns the geometry and the judgement of a single write: the cut that a split rule makes, the extents
-of slot and piece, the two dtypes, and whether what arrives is what belongs there. It returns the
-box, or the rule that forbids the write with the words for it; loader/proof.py gathers both.
-Kept honest by suites/checkpoint/audit/loader/test_coverage.py.
+`piece` cuts the box by a split rule. `judge_write` returns the broken rule with its message, or
+None; loader/proof.py collects the results.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _INTEGERS = frozenset({"I64", "I32", "I16"})
 
 
 class Wrong(NamedTuple):
-    """A rule that a write breaks. `written`: the bytes arrive all the same."""
+    """A rule that a write breaks. `written`: the bytes are copied nevertheless."""
 
     rule: Rule
     told: str
@@ -57,9 +55,10 @@ def piece(shape: tuple[int, ...], split: Split | None, ranks: int, rank: int) ->
 
 
 def fits(taken: Box, slot: Box) -> bool:
-    """Tell whether a piece has the extents of a slot; a slot may have leading ones before them."""
+    """Return whether a piece has the extents of a slot, which may have leading ones more."""
     extents, wanted = taken.shape, slot.shape
     lead = len(wanted) - len(extents)
+    # A scalar may be stored with more dimensions than its slot has: [1] into [].
     if lead < 0:
         return prod(wanted) == 1 == prod(extents)
     return wanted[lead:] == extents and prod(wanted[:lead]) == 1
@@ -68,7 +67,7 @@ def fits(taken: Box, slot: Box) -> bool:
 def judge_write(
     source: Source, taken: Box, dtype: str, member: Member, truth: Truth | None
 ) -> Wrong | None:
-    """Judge one write: the wrong tensor is told before its type, and that before its extents."""
+    """Return the first rule that a write breaks: identity, then dtype, then extents."""
     if member is NO_SLOT:
         return Wrong(
             rules.SHAPE,
@@ -89,7 +88,7 @@ def judge_write(
 
 
 def judge_shape(source: Source, taken: Box, member: Member) -> Wrong | None:
-    """Judge the extents of a piece against those of its slot."""
+    """Compare the extents of a piece with those of its slot."""
     if fits(taken, member.box):
         return None
     rule = rules.SHAPE
@@ -105,7 +104,7 @@ def judge_shape(source: Source, taken: Box, member: Member) -> Wrong | None:
 
 
 def judge_dtype(source: Source, dtype: str, truth: Truth | None) -> Wrong | None:
-    """Judge the dtypes of a tensor and of the parameter that it is written to."""
+    """Compare the dtypes of a tensor and of the parameter that it is written to."""
     if source.dtype == dtype or frozenset({source.dtype, dtype}) in _VIEWS:
         return None
     if {source.dtype, dtype} <= _INTEGERS:
@@ -127,7 +126,7 @@ def judge_dtype(source: Source, dtype: str, truth: Truth | None) -> Wrong | None
 
 
 def judge_identity(source: Source, taken: Box, truth: Truth | None) -> Wrong | None:
-    """Judge whether what arrives is what belongs there."""
+    """Compare part, parameter and box of a write with those that belong in the slot."""
     if truth is None or source.parameter is None:
         return None
     if source.parameter.name != truth.parameter.name:

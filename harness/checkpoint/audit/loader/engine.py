@@ -1,17 +1,16 @@
-"""Loader maps of engines that anatomy knows, made from its tables: vLLM 0.33 for V4 and V3.2.
+"""Derive the loader map of a known engine from the model tables: vLLM 0.33 for V4 and V3.2.
 
-Owns `engine_map`, which turns two layouts (the checkpoint's and the engine's) into the rules that
-an engine's own loader has: renames of prefixes, paths and suffixes, stacks for its fusions, splits
-for its sharding style. Every rule is derived from one member of each kind of parameter, and the
-finished map is tried on all of these: a map that anatomy contradicts never leaves this module.
+`engine_map` turns two layouts, the checkpoint's and the engine's, into renames of prefixes, paths
+and suffixes, stacks for fusions, and splits for the sharding style. Each rule is derived from one
+parameter of each kind, and the finished map is applied to all of these kinds as a check.
 
-Which formats vLLM builds: for V4 FP8 linears whatever the file holds, with NVFP4 or MXFP4 experts,
-the drafter's like the others; for V3.2 what the quantisation config says of each module, with the
-indexer's wk dequantised. Its own mappers know DeepSeek's names of V4 and transformers' of V3.2;
-for other spellings the map says in a caveat that it is ours. Names are those of vLLM's models,
-without the module `routed_experts` that 0.33 puts around the parameters of experts.
+Formats that vLLM builds: for V4, FP8 linears whatever the file holds, with NVFP4 or MXFP4 experts,
+the drafter's like the others; for V3.2, what the quantisation config says of each module, with the
+indexer's wk dequantised. vLLM's mappers know DeepSeek's names of V4 and transformers' of V3.2; for
+other spellings the map carries a caveat that its renames are ours. Names are those of vLLM's
+models, without the module `routed_experts` that 0.33 puts around the parameters of experts.
+
 Source: vLLM 0.33 models/deepseek_v4, models/deepseek_v32.
-Kept honest by suites/checkpoint/audit/loader/test_engine.py.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _READS = {V4Config.family: Spelling.DEEPSEEK, V32Config.family: Spelling.HUGGING
 
 
 class Ranks(NamedTuple):
-    """How an engine is spread."""
+    """Numbers of tensor-parallel, expert-parallel and pipeline ranks."""
 
     tp: int = 1
     ep: int = 1
@@ -72,9 +71,9 @@ ONE_RANK = Ranks()
 def engine_map(
     inventory: Inventory, engine: str, ranks: Ranks = ONE_RANK, built: Recipe | None = None
 ) -> LoaderMap:
-    """Make the map by which an engine loads a checkpoint of this inventory.
+    """Return the map by which an engine loads a checkpoint of this inventory.
 
-    `built`: the formats that it builds, where they are not its own choice.
+    `built`: the formats that it builds, where the engine does not choose them itself.
     """
     config = inventory.config
     if engine not in ENGINES:
@@ -87,7 +86,7 @@ def engine_map(
 
 
 def layout_for(inventory: Inventory, name: str) -> Layout:
-    """Return an engine's layout for a checkpoint: its way of scales, no drafter where none is."""
+    """Return an engine's layout with the checkpoint's scale convention, and drafter if present."""
     layout = layout_named(name, inventory.config)
     if inventory.layout.suffixes == _DIVISORS:  # another method, with parameters of its own
         layout = replace(layout, suffixes=_DIVISORS)
@@ -98,7 +97,7 @@ def layout_for(inventory: Inventory, name: str) -> Layout:
 
 
 def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[Convert, ...]]:
-    """Return the formats that vLLM builds, and what it converts on the way."""
+    """Return the formats that vLLM builds, and the conversions that it makes on loading."""
     config, stored = inventory.config, source.recipe_for(inventory.config)
     if inventory.fused:
         return stored, ()  # somebody wrote it for this engine: as what it is built
@@ -125,7 +124,7 @@ def _is_routed(parameter: Parameter) -> bool:
 
 
 class _Path(NamedTuple):
-    """One kind of parameter, with its path before and after, fused or not."""
+    """A kind of parameter with its path in the checkpoint and in the engine, and its fusion."""
 
     parameter: Parameter
     before: str
@@ -134,7 +133,7 @@ class _Path(NamedTuple):
 
 
 class _Maker:
-    """Derives the rules of one map."""
+    """Builder of one map from two layouts."""
 
     def __init__(self, config: Config, source: Layout, engine: Layout, ranks: Ranks) -> None:
         self._config = config
@@ -189,7 +188,7 @@ class _Maker:
         return any(each.omits(parameter, self._config) for each in layouts)
 
     def _elsewhere(self) -> Iterator[Elsewhere]:
-        """Yield what the checkpoint has and this engine's model leaves to another."""
+        """Yield a rule for each prefix that another model's loader reads, with the reason."""
         seen = set()
         for parameter in _one_of_each_kind(self._config):
             reason = self._engine.omits(parameter, self._config)
@@ -202,7 +201,7 @@ class _Maker:
                 yield Elsewhere(f"^{re.escape(prefix)}", reason)
 
     def _path_renames(self) -> Iterator[Rename]:
-        """Yield rules for paths that differ by more than their beginning, then for beginnings."""
+        """Yield renames of whole paths first, then of the prefixes of blocks."""
         beginnings: dict[str, Counter[str]] = defaultdict(Counter)
         for each in self._paths:
             before, after = _prefix(each.before), _prefix(each.after)
@@ -235,7 +234,7 @@ class _Maker:
         yield from (Rename(*rule) for rule in (*ordered, *general.items()))
 
     def _suffix_renames(self) -> Iterator[Rename]:
-        """Yield rules for suffixes; where one suffix becomes several, the rare ones come first."""
+        """Yield renames of suffixes; where one suffix becomes several, rare ones come first."""
         pairs: dict[str, dict[str, list[_Path]]] = defaultdict(lambda: defaultdict(list))
         for each in self._paths:
             ours, theirs = (self._format(side, each) for side in (self._source, self._engine))
@@ -260,7 +259,7 @@ class _Maker:
         return layout.recipe_for(self._config).format_of(path.parameter)
 
     def _stacks(self) -> Iterator[Stack]:
-        """Yield one rule a member of each fused parameter."""
+        """Yield one rule for each member of a fused parameter."""
         rules = {}
         for parameter, _, after, fusion in self._paths:
             if fusion is None:
@@ -274,7 +273,7 @@ class _Maker:
         yield from rules.values()
 
     def _splits(self) -> Iterator[Split]:
-        """Yield one rule a stored part of each parameter that the engine cuts."""
+        """Yield one rule for each stored part of a parameter that the engine shards."""
         style = STYLES[self._config.family, "vllm"]
         for each in self._paths:
             parameter = each.parameter
@@ -305,7 +304,7 @@ class _Maker:
         ]
 
     def _try(self, made: LoaderMap) -> None:
-        """Follow one of each kind; where both layouts have a part, names must meet."""
+        """Assert that the map leads one parameter of each kind to the engine's own name."""
         wanted = {slot.key: slot for slot in slots(self._config, self._engine, self._kinds)}
         rules = NameRules(made, {slot.tensor for slot in wanted.values()})
         for slot in slots(self._config, self._source, self._kinds):
@@ -320,7 +319,7 @@ class _Maker:
 
 
 def _one_of_each_kind(config: Config) -> list[Parameter]:
-    """Return each row once a kind of block and a drafter block, and two experts of it."""
+    """Return each row once for each kind of block and each drafter block, with two experts."""
     found: dict[tuple[object, ...], Parameter] = {}
     for parameter in parameters(config):
         block = parameter.block
@@ -335,7 +334,7 @@ def _one_of_each_kind(config: Config) -> list[Parameter]:
 
 
 def _prefix(path: str) -> str:
-    """Return the beginning of a path up to the number of its block; nothing outside of blocks."""
+    """Return a path up to and including its block's number; empty outside blocks."""
     match = re.match(r"(?:model\.)?(?:layers|mtp)\.\d+\.(?:mtp_block\.)?", path)
     return match[0] if match else ""
 
@@ -343,9 +342,9 @@ def _prefix(path: str) -> str:
 def _numbered(
     parameter: Parameter, before: str, after: str, *, groups: bool = True, name: str = ""
 ) -> tuple[str, str]:
-    """Return a pattern for a path with any layer and expert in it, and its replacement.
+    """Return a pattern for a path with any layer and expert number, and its replacement.
 
-    `groups` False: numbers are matched and not kept. A drafter's number stays as it is.
+    `groups` False: numbers are matched without being captured. A drafter's number stays as it is.
     """
     pattern = re.escape(before)
     block = parameter.block

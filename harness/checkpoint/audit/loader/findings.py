@@ -1,8 +1,6 @@
-"""Words for what a loader proof finds, with ranks told together.
+"""Word the findings of a loader proof; the same finding on several ranks is one.
 
-Owns the gathering of wrong writes and of uncovered elements by parameter: the same on eight ranks
-is one finding. The rules are in rules/loader.py.
-Kept honest by suites/checkpoint/audit/loader/test_loader_faults.py.
+Wrong writes and uncovered elements are grouped by parameter. The rules are in rules/loader.py.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _MOST_BOXES = 4  # shown in a message
 
 
 class LoaderFindings:
-    """Gathers the findings of one proof."""
+    """Collector of the findings of one proof."""
 
     def __init__(self, inventory: Inventory | None) -> None:
         self._inventory = inventory
@@ -50,15 +48,15 @@ class LoaderFindings:
         self._boxes: dict[tuple[Rule, str, tuple[Box, ...], str], set[int]] = defaultdict(set)
 
     def wrong(self, source: Source, target: str, wrong: Wrong, rank: int) -> None:
-        """Take in one write that breaks a rule."""
+        """Add a write that breaks a rule."""
         self._wrong.setdefault((source.name, target, wrong), (source, set()))[1].add(rank)
 
     def boxes(self, rule: Rule, target: str, boxes: tuple[Box, ...], why: str, rank: int) -> None:
-        """Take in elements of a parameter that are not written, or written twice."""
+        """Add elements of a parameter that are unwritten, or written twice."""
         self._boxes[rule, target, boxes, why].add(rank)
 
     def unread(self, source: Source, boxes: tuple[Box, ...]) -> None:
-        """Take in elements of a tensor that has a place and reach nothing."""
+        """Add elements of a placed tensor that no rank reads."""
         self._findings.add(
             rules.UNREAD,
             Place(source.name, None, self._layer(source.parameter, source.name)),
@@ -68,7 +66,7 @@ class LoaderFindings:
         )
 
     def lost(self, source: Source, resolved: Resolved, leaves: Iterable[str] = ()) -> None:
-        """Take in a tensor of the model that is skipped or dropped, and what that leaves empty."""
+        """Add a tensor of the model that is skipped or dropped, and what it leaves unwritten."""
         assert source.parameter is not None, "a tensor of the model"
         skipped = resolved.outcome is Outcome.SKIPPED
         rule = rules.SKIPPED if skipped else rules.DROPPED
@@ -88,7 +86,7 @@ class LoaderFindings:
         )
 
     def none_of_ours(self, source: Source, resolved: Resolved) -> None:
-        """Take in a tensor that is none of the model's, and goes nowhere."""
+        """Add a tensor that the model does not have and that goes nowhere."""
         self._findings.add(
             rules.EXTRA_DROPPED,
             Place(source.name),
@@ -97,7 +95,7 @@ class LoaderFindings:
         )
 
     def elsewhere(self, pattern: str, reason: str) -> None:
-        """Take in a tensor that another loader reads."""
+        """Add a tensor that another loader reads."""
         self._findings.add(
             rules.ELSEWHERE,
             Place(None, pattern),
@@ -106,7 +104,7 @@ class LoaderFindings:
         )
 
     def format(self, found: Found, built: str) -> None:
-        """Take in a weight that the engine builds in another format than it is stored in."""
+        """Add a weight that the engine builds in another format than the stored one."""
         block, expert = found.parameter.block, found.parameter.expert
         drafts = block is not None and block.is_drafter and expert is not None
         layer = self._layer(found.parameter, found.module)
@@ -120,7 +118,7 @@ class LoaderFindings:
         )
 
     def conversion(self, conversion: Conversion) -> None:
-        """Judge what a conversion reads, and what it says of its blocks."""
+        """Check what a conversion reads, and which block size it states."""
         found, rule = conversion.found, conversion.rule
         place = Place(None, found.module, self._layer(found.parameter, found.module))
         unread = sorted(conversion.has - {Part.INPUT_SCALE} - conversion.reads)
@@ -150,12 +148,12 @@ class LoaderFindings:
             )
 
     def constant(self, target: str, value: float, scale: bool, rank: int) -> None:
-        """Take in elements that hold a constant in place of what the checkpoint has."""
+        """Add elements that hold a constant instead of the checkpoint's values."""
         rule = rules.CONSTANT_SCALE if scale else rules.UNWRITTEN
         self._boxes[rule, target, (), f"holds the constant {value:g}"].add(rank)
 
     def partners_differ(self, error: LayoutMismatch) -> None:
-        """Take in partners that the engine cannot keep in one tensor."""
+        """Add partners that the engine cannot keep in one tensor."""
         self._findings.add(
             rules.PARTNERS_DIFFER,
             NOWHERE,
@@ -165,7 +163,7 @@ class LoaderFindings:
         )
 
     def caveat(self, caveat: str) -> None:
-        """Take in a respect in which the map is not the engine's own."""
+        """Add a respect in which the map differs from the engine's own."""
         self._findings.add(
             rules.CAVEAT,
             NOWHERE,
@@ -174,7 +172,7 @@ class LoaderFindings:
         )
 
     def dead(self, dead: Iterable[tuple[str, str]]) -> None:
-        """Take in rules that matched nothing."""
+        """Add rules that matched nothing."""
         for kind, pattern in dead:
             self._findings.add(
                 rules.DEAD_RULE,

@@ -1,15 +1,12 @@
-"""Loader maps: what an engine does with the names of a checkpoint, as data.
+"""Describe how an engine loads a checkpoint: its parameters, and rename, stack and split rules.
 
-Owns the records that a proof is made from: parameters of the engine (anatomy's knowledge of an
-engine, or anybody's list), and the rules in the order in which a loader applies them to each
-stored tensor: convert, skip, elsewhere, rename, stack, split. Patterns are Python regular
-expressions that are searched for, not matched from the start; a stack takes the number of an expert
-from a group called `expert`. docs/loader-maps.md tells each field with an example.
+A loader applies its rules to each stored tensor in this order: convert, skip, elsewhere, rename,
+stack, split. Patterns are Python regular expressions, found by search rather than matched from the
+start; a stack takes an expert's number from the group `expert`. docs/loader-maps.md explains each
+field with an example.
 
-Refuses patterns that do not compile or could take for ever, replacements that name unknown groups,
-and numbers of ranks below one. Reading from YAML is loader/text.py, vLLM's own maps are made by
-loader/engine.py.
-Kept honest by suites/checkpoint/audit/loader/test_maps.py.
+Patterns from files are untrusted: those that could take for ever to search are rejected, as are
+patterns that do not compile and replacements that name unknown groups.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 def unknown_parameters(name: str) -> InvalidArgument:
-    """Refuse what is derived from a config that is not there, unreadable, or of another family."""
+    """Return the error for a map that needs a config which is absent, unreadable or unknown."""
     return InvalidArgument(
         name,
         "parameters that cannot be derived",
@@ -57,7 +54,7 @@ def unknown_parameters(name: str) -> InvalidArgument:
 
 
 def compiled(what: str, pattern: str, replacement: str | None = None) -> re.Pattern[str]:
-    """Compile a pattern of a map, and try its replacement; refuse what Python refuses."""
+    """Compile a pattern and try its replacement; raise for what Python rejects."""
     _require_quick(what, pattern, replacement or "")
     try:
         with warnings.catch_warnings():
@@ -75,7 +72,7 @@ def compiled(what: str, pattern: str, replacement: str | None = None) -> re.Patt
 
 
 def _require_quick(what: str, pattern: str, replacement: str) -> None:
-    """Refuse what could make a search, or a name, grow without bound."""
+    """Reject patterns that could make a search, or a name, grow without bound."""
     plain = _LITERAL.sub("x", pattern)
     if max(len(pattern), len(replacement)) > _LONGEST_PATTERN:
         expectation = f"at most {_LONGEST_PATTERN} signs"
@@ -90,7 +87,7 @@ def _require_quick(what: str, pattern: str, replacement: str) -> None:
 
 @dataclass(frozen=True)
 class Rename:
-    """Replace every occurrence of a pattern in the name."""
+    """A rule that replaces every occurrence of a pattern in a name."""
 
     match: str
     to: str
@@ -101,7 +98,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Stack:
-    """Write to one slot of a fused parameter, if the new name is one."""
+    """A rule that sends a tensor to one slot of a fused parameter, if the new name is one."""
 
     match: str
     into: str
@@ -114,10 +111,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Split:
-    """Cut along a dimension of the stored tensor into one piece a rank, in multiples.
+    """A rule that cuts a dimension of a stored tensor into one piece a rank, in multiples.
 
-    Applies to parameters whose name the pattern finds; of several, the first. Tensors without that
-    dimension (scalars) are repeated.
+    It applies to parameters whose name contains the pattern; the first matching rule counts.
+    Tensors without that dimension (scalars) are repeated.
     """
 
     match: str
@@ -132,7 +129,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Fill:
-    """Parameters that hold a constant before anything is loaded."""
+    """A rule for parameters that hold a constant before anything is loaded."""
 
     match: str
     value: float
@@ -143,7 +140,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Tensors that another loader reads, with the reason."""
+    """A rule for tensors that another loader reads, with the reason."""
 
     match: str
     reason: str
@@ -154,7 +151,7 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Convert:
-    """Compute a weight anew before its name is looked at; `match` is searched in module names.
+    """A rule that recomputes a weight before renaming; `match` is searched in module names.
 
     `reads`: parts that go into it; None: codes and all weight scales. `block`: rows and columns of
     one new scale, ONE_SCALE, or None where the map does not say. `scale`: dtype of the new scale.
@@ -178,9 +175,9 @@ class Convert:
 
 @dataclass(frozen=True)
 class Listed:
-    """One parameter of an engine, as its own list of parameters has it on every rank.
+    """A parameter from an engine's own list, the same on every rank.
 
-    `slots`: extents of the slots of a fused one, along its first dimension behind the experts'.
+    `slots`: extents of the slots of a fused one, along its first dimension after the experts'.
     `experts`: its first dimension counts the experts of a rank.
     """
 
@@ -211,7 +208,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Engine:
-    """Parameters as anatomy knows them: an engine's layout, holding a recipe, cut in its style.
+    """Parameters derived from an engine's layout, a recipe of formats and a sharding style.
 
     Layout and recipe by name, or as records; AS_STORED: whatever formats the checkpoint has.
     """
@@ -222,15 +219,15 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The name of the layout."""
+        """Name of the layout."""
         return self.layout if isinstance(self.layout, str) else self.layout.name
 
 
 @dataclass(frozen=True)
 class LoaderMap:
-    """How an engine loads. `rank`: prove one rank alone; None: all of them.
+    """All rules by which an engine loads. `rank`: prove one rank alone; None: all ranks.
 
-    `caveats`: in which respects the map is not the engine's own; a proof repeats them.
+    `caveats`: in which respects the map differs from the engine's own; a proof repeats them.
     """
 
     name: str

@@ -1,11 +1,8 @@
-"""The names of a loader map at work: what becomes of one stored tensor's name.
+"""Apply the name rules of a loader map (skip, elsewhere, rename, stack) to stored tensor names.
 
-Owns the order of the rules (skip, elsewhere, rename, stack, then the name itself) and the account
-of which rules ever matched. A pattern is searched for only in names that contain the literal text
-which every match of it must have; that is a shortcut, the outcome is the same. Names beyond
-LONGEST_NAME are dropped unread: no parameter has one, and a hostile one could be searched for ever.
-Kept honest by suites/checkpoint/audit/loader/test_names.py, which compares with rules applied one
-by one.
+A pattern is searched for only in names that contain the literal text which each of its matches must
+contain: a shortcut that does not change the outcome. Names longer than LONGEST_NAME are dropped
+without a search: no parameter has one, and searching a hostile one could take for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(StrEnum):
-    """What becomes of a stored tensor."""
+    """Result of the rules for one stored tensor."""
 
     PLACED = "placed"
     CONVERTED = "converted"  # into other tensors, which are placed
@@ -33,7 +30,7 @@ class Outcome(StrEnum):
 
 
 class Resolved(NamedTuple):
-    """Where a name leads. `slot` None: the whole parameter. `by`: the pattern that decided."""
+    """Destination of a name. `slot` None: the whole parameter. `by`: the deciding pattern."""
 
     outcome: Outcome
     target: str = ""
@@ -50,7 +47,7 @@ _ESCAPED = frozenset(".-_+*?()[]{}^$|\\/")
 
 
 def needed_literal(pattern: str) -> str:
-    """Return the longest text that every match of a pattern contains; empty where none is sure."""
+    """Return the longest text that every match of a pattern contains, or an empty one."""
     runs, run, depth, index = [""], "", 0, 0
     if "(?" in pattern.replace("(?P<", "").replace("(?=", "").replace("(?:", ""):
         return ""  # flags and lookbehinds: not judged
@@ -92,7 +89,7 @@ def _class_length(pattern: str, index: int) -> int:
 
 
 class _Pattern:
-    """A compiled pattern, with the text without which it cannot match."""
+    """A compiled pattern, with a text that each of its matches contains."""
 
     def __init__(self, what: str, text: str) -> None:
         self.text = text
@@ -109,7 +106,7 @@ class _Pattern:
 
 
 class NameRules:
-    """Applies the rules of one map to names. `known`: the parameters of the engine."""
+    """The name rules of one map. `known`: names of the engine's parameters."""
 
     def __init__(self, loader_map: LoaderMap, known: Container[str]) -> None:
         self._known = known
@@ -119,7 +116,7 @@ class NameRules:
         self._stack = [(_Pattern("stack", each.match), each) for each in loader_map.stack]
 
     def resolve(self, name: str) -> Resolved:
-        """Follow one stored tensor's name."""
+        """Return the destination of one stored tensor's name."""
         if len(name) > LONGEST_NAME:
             return Resolved(Outcome.DROPPED, name)
         for pattern in self._skip:
@@ -166,7 +163,7 @@ class NameRules:
 
 
 class Splits:
-    """Finds the split of a parameter: the first rule whose pattern its name has."""
+    """The split rules of a map, looked up by parameter: the first matching rule counts."""
 
     def __init__(self, splits: tuple[Split, ...]) -> None:
         self._splits = [(_Pattern("split", each.match), each) for each in splits]

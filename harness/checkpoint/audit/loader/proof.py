@@ -1,15 +1,13 @@
-"""The loader proof: element by element, which bytes of a checkpoint reach which parameter.
+"""Prove which bytes of a checkpoint reach which parameter of an engine, without copying data.
 
-Owns `prove`: it applies the rules of a loader map to every stored tensor, works out which box of it
-each rank copies into which box of which parameter, and compares the covers on both sides with the
-whole. Where the engine's layout is known to anatomy, it also compares what is written with what
-belongs there: part, parameter, rows. Nothing is copied, no element is walked.
+`prove` applies a loader map to every stored tensor, computes which box of it each rank copies into
+which box of which parameter, and checks that the boxes on both sides cover the whole. Where the
+engine's layout is known, it also compares each write with the part, parameter and rows that belong
+there. No loop visits elements.
 
-Its rules are in rules/loader.py; loader/findings.py words what is found. A tensor that fits no slot
-is written nowhere, as in an engine that asserts. Refuses a checkpoint that is fused unlike the
-engine, and an engine's layout without a known config.
-Kept honest by suites/checkpoint/audit/loader/test_proof.py, which moves numbered elements by the
-moves of the proof, and test_loader_faults.py, the faults of the first field report.
+A tensor that does not fit its slot counts as not written, as in an engine that asserts. A
+checkpoint that is fused unlike the engine is rejected, and so is an engine's layout without a known
+config.
 """
 
 from __future__ import annotations
@@ -62,12 +60,12 @@ _MOST_FATES = 8  # tensors that one finding tells the fate of
 
 @dataclass(frozen=True)
 class LoaderProof:
-    """What a loader map does with a checkpoint. Made by `prove`.
+    """The result of `prove`: findings and coverage of one loader map on one checkpoint.
 
-    `unread`: boxes of stored tensors that have a place and reach nothing. `unwritten`: boxes of
-    parameters, by rank and name. `outcomes`: by stored tensor. Single transfers are worked out
-    again when they are asked for: there can be millions. `stopped`: partners that the engine fuses
-    do not fit into one tensor, so that its parameters cannot be laid out, and nothing is proven.
+    `unread`: boxes of placed tensors that reach nothing. `unwritten`: boxes of parameters, by rank
+    and name. `outcomes`: by stored tensor. Single transfers are recomputed on request, because
+    there can be millions. `stopped`: partners that the engine fuses do not fit into one tensor, so
+    its parameters cannot be laid out and nothing is proven.
     """
 
     map: LoaderMap
@@ -83,15 +81,15 @@ class LoaderProof:
 
     @property
     def ranks(self) -> range:
-        """The ranks that were proven."""
+        """Ranks that were proven."""
         return range(0) if self.stopped else ranks_of(self.map)
 
     def held(self) -> Iterator[RankTargets]:
-        """Yield what each rank holds, one after the other."""
+        """Yield the parameters of each rank, one rank after the other."""
         return self._held(self.ranks)
 
     def fills(self, parameter: str, rank: int) -> tuple[Transfer, ...]:
-        """Return what is written to a parameter of a rank."""
+        """Return the transfers into a parameter of a rank."""
         if rank not in self.ranks:
             raise InvalidArgument("rank", rank, f"one of {list(self.ranks)}", "Choose another.")
         (held,) = self._held(range(rank, rank + 1))
@@ -100,7 +98,7 @@ class LoaderProof:
         return self._writer.transfers(held, held.targets[parameter])
 
     def reaches(self, tensor: str) -> Iterator[tuple[int, str, Transfer]]:
-        """Yield (rank, parameter, transfer) for all that a stored tensor goes into."""
+        """Yield (rank, parameter, transfer) for every destination of a stored tensor."""
         if tensor not in self.entries:
             raise unknown_name("stored tensor", tensor, self.entries)
         names = self._writer.routes.leading_to(tensor)
@@ -111,14 +109,14 @@ class LoaderProof:
                         yield held.rank, name, transfer
 
     def bytes_of(self, transfer: Transfer) -> tuple[ByteRuns, ...]:
-        """Return the bytes that a transfer reads; a conversion reads its tensors as wholes."""
+        """Return the bytes that a transfer reads; a conversion reads whole tensors."""
         if transfer.made_from:
             entries = (self.entries[name] for name in transfer.made_from)
             return tuple(byte_runs(each, Box.whole(each.shape)) for each in entries)
         return (byte_runs(self.entries[transfer.source], transfer.source_box),)
 
     def summary(self) -> dict[str, int]:
-        """Return counts and bytes, for a report."""
+        """Return counts and bytes for a report."""
         found: dict[str, int] = defaultdict(int, self.counts)
         for name, outcome in self.outcomes.items():
             found[f"tensors {outcome}"] += 1
@@ -130,12 +128,12 @@ class LoaderProof:
 
 
 def prove(checkpoint: Checkpoint, loader_map: LoaderMap) -> LoaderProof:
-    """Work out what the loader of `loader_map` does with every byte of a checkpoint."""
+    """Return what a loader with this map does with every byte of a checkpoint."""
     return _Prover(checkpoint, loader_map).prove()
 
 
 class _Prover:
-    """Works one proof out."""
+    """State of one proof while it is computed."""
 
     def __init__(self, checkpoint: Checkpoint, loader_map: LoaderMap) -> None:
         names = checkpoint.names
@@ -236,7 +234,7 @@ class _Prover:
         return listed_targets(self._map, ranks) if self._engine is None else self._engine(ranks)
 
     def _judge_formats(self) -> None:
-        """Report weights that the engine builds in another format, one finding a weight."""
+        """Report each weight that the engine builds in another format than the stored one."""
         if self._layout is None or self._inventory is None:
             return
         recipe = self._layout.recipe_for(self._inventory.config)
@@ -250,7 +248,7 @@ class _Prover:
                 self._findings.format(found, built)
 
     def _judge(self, held: RankTargets, target: Target) -> tuple[Box, ...]:
-        """Judge all writes to one parameter; return what is never written of it."""
+        """Check all writes to one parameter; return its boxes that are never written."""
         alike = self._writer.whole(held, target)
         if alike:
             for each in alike:
@@ -263,6 +261,7 @@ class _Prover:
             source = write.source
             if write.wrong is not None:
                 self._report_wrong(source, target, write.wrong, held.rank)
+                # A warning alone must not suppress the finding on an unwritten slot.
                 if write.wrong.rule.level is Level.ERROR:
                     self._told.wrong(source, held.truth(write.member))
             if not write.arrives:
@@ -286,13 +285,14 @@ class _Prover:
         done: list[Written],
         refused: tuple[Box, ...],
     ) -> tuple[Box, ...]:
-        """Report what is written twice or never; return what is never written."""
+        """Report boxes that are written twice or never; return those never written."""
         boxes = tuple(each.member.box for each in done)
         covered = cover(target.shape, boxes)
         if covered.twice and not any(each.wrong for each in done):
             names = sorted({each.source.name for each in done})[:4]
             why = f"by {', '.join(map(shown, names))}"
             self._findings.boxes(rules.WRITTEN_TWICE, target.name, covered.twice, why, held.rank)
+        # A refused write has its own finding, so its slot needs none for being unwritten.
         untold = cover(target.shape, boxes + refused).missing if covered.missing else ()
         if untold:
             empty = {
@@ -304,7 +304,7 @@ class _Prover:
         return covered.missing
 
     def _report_missing(self) -> None:
-        """Report what is never written, unless the tensor that belongs there has its finding."""
+        """Report unwritten boxes, unless the tensor that belongs there has a finding already."""
         lost = {key for key, (_, resolved) in self._routes.lost.items() if is_told(resolved)}
         explained = lost | self._told.sources
         for target, boxes, empty, rank in self._missing:
@@ -326,7 +326,7 @@ class _Prover:
             self._findings.boxes(rule, target.name, boxes, why, rank)
 
     def _judge_sources(self) -> dict[str, tuple[Box, ...]]:
-        """Report tensors that go nowhere, and what of the placed ones reaches no rank."""
+        """Report tensors that go nowhere, and boxes of placed tensors that no rank reads."""
         for key, (source, resolved) in self._routes.lost.items():
             told = key[0] in self._other_format or key in self._told.taken
             if is_told(resolved) and not told:
@@ -345,7 +345,7 @@ class _Prover:
 
 
 class _Known:
-    """The names of the engine's parameters, worked out when a name is first asked for."""
+    """The names of the engine's parameters, computed at the first lookup."""
 
     def __init__(self, names: Callable[[], set[str]]) -> None:
         self._make = names

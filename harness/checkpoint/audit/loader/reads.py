@@ -1,8 +1,7 @@
-"""Which boxes of stored tensors reach any rank: the other side of a loader proof's account.
+"""Collect which boxes of stored tensors any rank reads: the source side of a loader proof.
 
-Owns the union over ranks. Experts of a stack that are read alike are kept as one range of numbers;
-they are told apart only when somebody asks for one of them.
-Kept honest by suites/checkpoint/audit/loader/test_proof.py.
+Experts of a stack that are read alike are kept as one range of numbers, and expanded only when one
+of them is looked up.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Slot = tuple[str, int | None]  # a parameter by name, and the slot that a rule n
 
 
 class Reads:
-    """Gathers what ranks read."""
+    """The boxes that ranks read, merged over ranks."""
 
     def __init__(self) -> None:
         self._alone: dict[tuple[str, Box | None], tuple[Box, ...]] = {}
@@ -28,21 +27,21 @@ class Reads:
         self._by_expert: dict[Slot, dict[int | None, tuple[Box, ...]]] = {}
 
     def add(self, source: Source, box: Box) -> None:
-        """Take in one box of one tensor."""
+        """Add one box of one tensor."""
         key = source.name, source.inside
         known = self._alone.get(key, ())
         if box not in known:
             self._alone[key] = (*known, box)
 
     def add_alike(self, slot: Slot, experts: range | None, box: Box) -> None:
-        """Take in the same box of the tensors of some experts, or of the one that has none."""
+        """Add the same box of the tensors of a range of experts; None: of the one tensor."""
         by_range = self._alike.setdefault(slot, {})
         known = by_range.get(experts, ())
         if box not in known:
             by_range[experts] = (*known, box)
 
     def missing(self, target: str, expert: int | None, placed: Placed) -> tuple[Box, ...]:
-        """Return what nobody reads of a tensor that is placed there."""
+        """Return the boxes of a placed tensor that no rank reads."""
         source = placed.source
         alike = self._alike_of((target, placed.slot)).get(expert, ())
         alone = self._alone.get((source.name, source.inside), ())

@@ -1,8 +1,7 @@
-"""What of a proof is told already: one cause is one finding, its consequences are in the words.
+"""Deduplicate findings of a loader proof that share a cause.
 
-Owns the account of which stored tensors and which places have an error of their own. A tensor that
-is skipped leaves its place unwritten; a tensor that lies in another one's place leaves that one
-without: neither is told twice. Kept honest by suites/checkpoint/audit/loader/test_loader_faults.py.
+A skipped tensor leaves its place unwritten, and a tensor in another one's place displaces that one.
+Each such pair is one finding: the consequence appears in the text of its cause.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Missing(NamedTuple):
-    """Boxes of a parameter that nothing was sent to, and what belongs in the slots around them."""
+    """Unwritten boxes of a parameter, with what belongs in the slots that they overlap."""
 
     target: Target
     boxes: tuple[Box, ...]
@@ -32,19 +31,20 @@ class Missing(NamedTuple):
 
 
 def key_of(truth: Truth) -> Identity:
-    """Return the identity of what belongs in a place."""
+    """Return the identity, parameter name and part, of what belongs in a slot."""
     return truth.parameter.name, truth.part
 
 
 def is_told(resolved: Resolved) -> bool:
-    """Tell whether a tensor without a place has a finding: not where another loader reads it."""
+    """Return whether an unplaced tensor gets a finding; one that another loader reads does not."""
     return resolved.outcome is not Outcome.ELSEWHERE
 
 
 class Told:
-    """Gathers what has a finding. `sources`: tensors; `taken`: those whose place has one.
+    """Tensors and slots that have a finding already.
 
-    `left`: parameters that a tensor leaves unwritten.
+    `sources`: tensors with a finding; `taken`: tensors whose slot has one. `left`: parameters that
+    a tensor leaves unwritten.
     """
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Told:
         self.left: dict[Identity, dict[str, None]] = defaultdict(dict)
 
     def wrong(self, source: Source, truth: Truth | None) -> None:
-        """Take in a wrong write."""
+        """Record a wrong write: its tensor and its slot."""
         if source.parameter is not None:
             self.sources.add((source.parameter.name, source.part))
         if truth is not None:
             self.places([truth])
 
     def places(self, truths: Iterable[Truth]) -> None:
-        """Take in places that have a finding."""
+        """Record slots that have a finding."""
         self.taken.update(map(key_of, truths))
 
     def leaves(self, truths: Iterable[Truth], target: str) -> None:
-        """Take in that a parameter stays unwritten because of tensors that have a finding."""
+        """Record a parameter that stays unwritten because of tensors that have a finding."""
         for truth in truths:
             self.left[key_of(truth)][target] = None

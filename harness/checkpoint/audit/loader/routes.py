@@ -1,9 +1,8 @@
-"""Where every stored tensor goes under a loader map, by name alone: the routes of a proof.
+"""Route every stored tensor to a parameter under a loader map, by name alone.
 
-Owns the walk over all tensors of a checkpoint: identity, conversion, then the name rules. What has
-a place is kept by parameter and expert; what has none is kept by identity, so that an unwritten
-parameter can say which tensor should have come and what became of it.
-Kept honest by suites/checkpoint/audit/loader/test_proof.py.
+Each tensor is identified, converted if a rule says so, and resolved by the name rules. Placed
+tensors are kept by parameter and expert. Unplaced ones are kept by identity, so that the finding on
+an unwritten parameter can name the tensor that should have filled it, and its outcome.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Identity = tuple[str, "Part | None"]  # of a parameter by name
 
 
 class Placed(NamedTuple):
-    """A source on its way to a parameter. `slot` None: to the whole of it."""
+    """A source with its destination slot. `slot` None: the whole parameter."""
 
     source: Source
     slot: int | None
 
 
 class Routes:
-    """What becomes of every stored tensor. `known`: the names of the engine's parameters."""
+    """Destinations of all stored tensors. `known`: names of the engine's parameters."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Routes:
         self._converts = bool(loader_map.convert)
 
     def follow(self) -> None:
-        """Follow every stored tensor, and the tensors that conversions make."""
+        """Route every stored tensor, and the tensors that conversions make."""
         for source in identified(self._table, self._inventory):
             conversion = self._conversion_of(source)
             if conversion is not None and source.part in conversion.reads:
@@ -79,7 +78,7 @@ class Routes:
         return self._rules.dead() + self._conversions.dead()
 
     def leading_to(self, tensor: str) -> set[str]:
-        """Return the parameters that a stored tensor is sent to."""
+        """Return the parameters to which a stored tensor is sent."""
         return {
             target
             for target, by_expert in self.placed.items()
@@ -89,14 +88,14 @@ class Routes:
         }
 
     def all_placed(self) -> Iterator[tuple[str, int | None, Placed]]:
-        """Yield every source that has a place, with the parameter and the expert it goes to."""
+        """Yield (parameter, expert, source with slot) for every source that is placed."""
         for target, by_expert in self.placed.items():
             for expert, group in by_expert.items():
                 for placed in group:
                     yield target, expert, placed
 
     def fate(self, truth: Truth) -> str:
-        """Say what became of the tensor that belongs in a member of a parameter."""
+        """Describe the outcome of the tensor that belongs in a slot."""
         key = (truth.parameter.name, truth.part)
         if key in self.lost:
             source, resolved = self.lost[key]
@@ -105,7 +104,7 @@ class Routes:
 
     @cached_property
     def _places(self) -> Mapping[Identity, str]:
-        """Say of every tensor that is placed where that is."""
+        """Describe, for every placed tensor by identity, where it goes."""
         return {
             (source.parameter.name, source.part): f"{shown(source.name)} belongs there and goes to"
             f" {shown(target)}"
@@ -126,7 +125,7 @@ class Routes:
         return self.converted[name]
 
     def _place(self, source: Source, *, needed: bool) -> Outcome:
-        """Send a source where its name leads; not `needed`: a conversion left it aside."""
+        """Route one source; `needed` False: a conversion does not read it."""
         resolved = self._rules.resolve(source.name)
         if resolved.outcome is Outcome.PLACED:
             expert, slot = resolved.expert, resolved.slot

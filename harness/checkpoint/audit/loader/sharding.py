@@ -1,10 +1,7 @@
-"""The sharding plan of a loader map: what each rank holds, in bytes.
+"""Compute the sharding plan of a loader map: the bytes of parameters that each rank holds.
 
-Owns `rank_shares`, counted from the same targets that a proof judges, and the table that tells
-ranks which hold the same in one row. Bytes are those of the parameters as the engine builds them,
-before it rearranges anything; caches and activations are not counted.
-Kept honest by suites/checkpoint/audit/loader/test_sharding.py, against anatomy's own list of a
-rank.
+Bytes are those of the parameters as the engine builds them, before any rearrangement. Caches and
+activations are not counted. The counts come from the same targets that a proof checks.
 """
 
 from __future__ import annotations
@@ -31,9 +28,10 @@ SHARE_HEADER = ("ranks", "experts", "parameters", *(f"{kind}, GB" for kind in KI
 
 
 class RankShare(NamedTuple):
-    """What one rank holds. `experts`: ids of the routed ones, half-open; equal where it has none.
+    """The parameters of one rank, counted in bytes.
 
-    `by_kind`: bytes of KINDS; of a list of parameters only experts and the rest are told apart.
+    `experts`: ids of its routed experts, half-open; equal where it has none. `by_kind`: bytes of
+    each of KINDS; for an engine's own list of parameters only experts and the rest are separated.
     """
 
     rank: int
@@ -58,7 +56,7 @@ class RankShare(NamedTuple):
 
 
 def rank_shares(proof: LoaderProof) -> tuple[RankShare, ...]:
-    """Count what each rank of a proof holds."""
+    """Return the share of each rank of a proof."""
     return tuple(map(_share, proof.held()))
 
 
@@ -84,7 +82,7 @@ def _kind(held: RankTargets, target: Target) -> str:
 
 
 def share_rows(shares: Sequence[RankShare]) -> tuple[tuple[str, ...], ...]:
-    """Return the rows of a table under SHARE_HEADER; ranks alike but for their experts are one."""
+    """Return table rows under SHARE_HEADER; ranks that differ only in expert ids share one."""
     alike: dict[tuple[object, ...], list[RankShare]] = defaultdict(list)
     for share in shares:
         first, stop = share.experts

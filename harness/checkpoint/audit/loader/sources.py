@@ -1,10 +1,8 @@
-"""What a loader is given: the stored tensors of a checkpoint, some of them converted first.
+"""Identify the stored tensors that a loader reads, and apply the conversions of its map.
 
-Owns the identity of each tensor (which part of which parameter it is) and the conversions of a map:
-a converted module goes on as new tensors, computed from the parts that the map reads. A tensor that
-is fused already counts as its slots, each a source of its own: engines cut such a tensor slot by
-slot, not as a whole.
-Kept honest by suites/checkpoint/audit/loader/test_proof.py.
+Identity is the parameter and its part. A converted module continues as new tensors, computed from
+the parts that the map reads. A tensor that is stored fused counts as one source for each slot,
+because engines cut such a tensor slot by slot.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ _WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR
 
 
 class Source(NamedTuple):
-    """One tensor that a loader looks at. `parameter` None: no tensor of the model.
+    """A tensor that a loader reads. `parameter` None: the model has no such tensor.
 
-    `made_from`: the stored tensors that a converted one was computed from. `inside`: the box of the
-    stored tensor that this source is, where several share it, and `order` its slot there.
+    `made_from`: the stored tensors that a converted one was computed from. `inside`: for a slot of
+    a fused tensor, its box in the stored tensor; `order`: its slot number there.
     """
 
     name: str
@@ -51,7 +49,7 @@ class Source(NamedTuple):
     order: int = 0
 
     def stored(self, box: Box) -> Box:
-        """Translate a box of this source into one of the stored tensor."""
+        """Translate a box of this source into a box of the stored tensor."""
         if self.inside is None:
             return box
         lead = len(self.inside.ranges) - len(box.ranges)
@@ -61,7 +59,7 @@ class Source(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """One module that a rule of the map converts, with the parts that it has and that are read."""
+    """A module that a conversion rule matches, with the parts it has and those that are read."""
 
     rule: Convert
     found: Found
@@ -70,7 +68,7 @@ class Conversion(NamedTuple):
 
 
 def require_unfused(inventory: Inventory, engine: str = "") -> None:
-    """Refuse a checkpoint in which parameters share tensors, unless as this engine's do."""
+    """Raise if parameters share tensors in the checkpoint, unless as in this engine's layout."""
     if inventory.fused and inventory.layout.name != engine:
         raise LayoutMismatch(
             "layout of the checkpoint",
@@ -81,7 +79,7 @@ def require_unfused(inventory: Inventory, engine: str = "") -> None:
 
 
 def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Source]:
-    """Yield every stored tensor with its identity."""
+    """Yield every stored tensor with its identity; a fused one slot by slot."""
     by_module = {} if inventory is None else {each.module: each for each in inventory.found}
     fused = {} if inventory is None else _fused(inventory)
     for module in table.suffixes:
@@ -102,7 +100,7 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
 
 
 def _fused(inventory: Inventory) -> dict[str, list[tuple[Slot, int]]]:
-    """Return the slots of every fused tensor, each with its place among the partners."""
+    """Return the slots of every fused tensor, each with its number among the partners."""
     layout = inventory.layout.with_recipe(stored_recipe(inventory))
     orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
     members = [each for group in inventory.fused.values() for each in group]
@@ -132,7 +130,7 @@ def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Sourc
 
 
 class Conversions:
-    """Applies the conversions of a map."""
+    """The conversion rules of a map."""
 
     def __init__(self, loader_map: LoaderMap, table: ModuleTable) -> None:
         self._rules = [(compiled("convert", each.match), each) for each in loader_map.convert]
@@ -140,7 +138,7 @@ class Conversions:
         self.used: set[str] = set()
 
     def of(self, found: Found) -> Conversion | None:
-        """Return the first conversion that applies to a module, unless it is that already."""
+        """Return the first conversion that matches a module which is not in its target format."""
         for pattern, rule in self._rules:
             if found.weight in (None, rule.to) or not pattern.search(found.module):
                 continue

@@ -1,14 +1,12 @@
-"""What the ranks of an engine hold before anything is loaded, and what belongs where.
+"""List the parameters that each engine rank holds, and what belongs in each of their slots.
 
-Owns the parameters of each rank: name, shape, dtype, and the members of each (slots of a fused
-parameter, experts of a stack). Made from anatomy's layout and sharding plan, a member also knows
-its truth: which part of which logical parameter belongs there, and which box of it. Made from a
-list of somebody's engine, members have no truth, and only coverage, shapes and names are judged.
+A parameter has members: the slots of a fused one, the experts of a stack. If it comes from the
+model's layout and sharding plan, each member has a truth: the part of a logical parameter that
+belongs there, and its box. Members of an engine's own list have none, so only names, shapes and
+coverage are checked.
 
-Ranks that hold the same shapes share one set of targets; what differs between them (which experts,
-which rows) RankTargets says by position. Refuses what anatomy refuses: numbers of ranks that
-do not divide a model, unknown layouts, partners that an engine cannot keep in one tensor.
-Kept honest by suites/checkpoint/audit/loader/test_targets.py.
+Ranks that hold equal shapes share one set of targets; RankTargets resolves the experts and rows of
+each rank by position.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Key = tuple[int | None, int]  # an expert's number on its rank, and a slot
 
 
 class Truth(NamedTuple):
-    """What belongs in a member: this box of that part, as the checkpoint stores it whole."""
+    """What belongs in a member: a box of one part, in coordinates of the unsharded stored part."""
 
     parameter: Parameter
     part: Part
@@ -47,7 +45,7 @@ class Truth(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One slot of a parameter. `position` and `part`: what belongs there, if that is known."""
+    """One slot of a parameter. `position`, `part`: the expected parameter and part, if known."""
 
     box: Box
     position: int | None = None
@@ -56,7 +54,7 @@ class Member(NamedTuple):
 
 @dataclass
 class Target:
-    """One parameter, the same on every rank that holds these shapes."""
+    """A parameter, shared by every rank that holds these shapes."""
 
     name: str
     dtype: str
@@ -66,7 +64,7 @@ class Target:
     cover_of_all: Cover = field(default_factory=lambda: Cover((), ()))
 
     def settle(self) -> None:
-        """Work out extents and cover, once all members are there."""
+        """Compute shape and cover once all members are present."""
         boxes = tuple(member.box for member in self.members.values())
         extents = zip(*(box.ranges for box in boxes), strict=True)
         self.shape = tuple(max(stop for _, stop in ranges) for ranges in extents)
@@ -75,10 +73,10 @@ class Target:
 
 @dataclass(frozen=True)
 class RankTargets:
-    """All parameters of one rank. `first_expert`: the number of its first one in the model.
+    """All parameters of one rank. `first_expert`: model-wide number of its first expert.
 
-    `targets` and `held` are the same objects for ranks that are alike in them; `held` lists logical
-    parameters by the position that members name, `cutter` says which box of each is here.
+    `targets` and `held` are the same objects for ranks that are alike in them. `held` lists logical
+    parameters by the position that members name; `cutter` returns the box of each on this rank.
     """
 
     rank: int
@@ -89,7 +87,7 @@ class RankTargets:
     cutter: Cutter | None = None
 
     def truth(self, member: Member) -> Truth | None:
-        """Say what belongs in a member; None for parameters that somebody listed."""
+        """Return what belongs in a member; None for parameters of an engine's own list."""
         if member.position is None or member.part is None:
             return None
         assert self.cutter is not None, "a position comes from anatomy"
@@ -100,16 +98,16 @@ class RankTargets:
 
 
 def ranks_of(loader_map: LoaderMap) -> range:
-    """Return the ranks that a map speaks of."""
+    """Return the ranks that a map covers."""
     if loader_map.rank is not None:
         return range(loader_map.rank, loader_map.rank + 1)
     return range(loader_map.pp * max(loader_map.tp, loader_map.ep))
 
 
 class EngineTargets:
-    """What each rank holds, in the names and shapes of an engine's layout.
+    """The parameters of each rank, in the names and shapes of an engine's layout.
 
-    What was made last is kept, because one rank after the other asks for the same.
+    The latest result is cached, because ranks are requested one after the other.
     """
 
     def __init__(self, config: Config, layout: Layout, plan: Plan) -> None:
@@ -125,7 +123,7 @@ class EngineTargets:
         self._last: RankTargets | None = None
 
     def __call__(self, ranks: Iterable[int]) -> Iterator[RankTargets]:
-        """Yield what each of these ranks holds."""
+        """Yield the parameters of each of these ranks."""
         for rank in ranks:
             if self._last is None or self._last.rank != rank:
                 self._last = self._of(rank)
@@ -134,6 +132,8 @@ class EngineTargets:
     def _of(self, rank: int) -> RankTargets:
         experts = self._plan.experts_of(rank)
         cutter = Cutter(self._layout.recipe_for(self._config).format_of, self._plan, rank)
+        # One expert stands for all of a rank: they are cut alike, and so the shapes of this list
+        # identify the targets.
         kinds = [*self._by_expert[None], *self._by_expert[experts.start]]
         shapes = tuple(found and found[0].shape for found in map(cutter.cut, kinds))
         here = (experts, tuple(shape is None for shape in shapes))
@@ -168,7 +168,7 @@ class EngineTargets:
 
 
 def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str, Target]:
-    """Place the parameters of one rank; a member knows its parameter by position."""
+    """Lay out the parameters of one rank; a member names its parameter by position."""
     orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
     stacked = {row for each in layout.fusions if each.stacked for row in each.members}
     positions = {parameter.name: position for position, parameter in enumerate(local)}
@@ -187,7 +187,7 @@ def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str
 
 
 class Cutter:
-    """Cuts parameters for one rank; experts of one block are cut alike."""
+    """Cuts parameters for one rank; experts of one block are cut alike and share one result."""
 
     def __init__(self, format_of: Callable[[Parameter], Formats], plan: Plan, rank: int) -> None:
         self._format_of = format_of
@@ -196,7 +196,7 @@ class Cutter:
         self._known: dict[tuple[str, Block | None], tuple[Box, dict[Part, Box]] | None] = {}
 
     def cut(self, parameter: Parameter) -> tuple[Box, dict[Part, Box]] | None:
-        """Return the box of a parameter and those of its parts; None where it is not held."""
+        """Return the box of a parameter and the boxes of its parts; None where it is not held."""
         key = (parameter.row.name, parameter.block)
         if key not in self._known:
             self._known[key] = self._cut(parameter)
@@ -211,11 +211,12 @@ class Cutter:
 
 
 def listed_targets(loader_map: LoaderMap, ranks: Iterable[int]) -> Iterator[RankTargets]:
-    """Yield what a list says that every rank holds; stacks tell how many experts a rank has."""
+    """Yield each rank's parameters from a list; stacks give the number of experts a rank."""
     assert not isinstance(loader_map.parameters, Engine), "a list of parameters"
     targets = {each.name: _listed(each) for each in loader_map.parameters}
     experts = max((each.shape[0] for each in loader_map.parameters if each.experts), default=0)
     for rank in ranks:
+        # A list has no plan: rank r holds the r-th share of experts, modulo ep.
         first = rank % loader_map.ep * experts if loader_map.ep > 1 else 0
         yield RankTargets(rank, rank % loader_map.tp, first, targets)
 

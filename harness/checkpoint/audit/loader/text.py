@@ -1,11 +1,8 @@
-"""Loader maps as text: YAML or JSON in, records out. docs/loader-maps.md is its manual.
+"""Read loader maps from YAML or JSON: `--loader MAP` takes an engine by name with ranks, or a file.
 
-Owns `read_loader_map` (what `--loader MAP` takes: an engine by name, with its ranks, or a file) and
-the strict reading of files: every key known and given once, every value of its type. A file may
-start from an engine's own map (`base`); its rules then come before those of the base.
-
-Refuses everything else by the place in the file. Kept honest by
-suites/checkpoint/audit/loader/test_text.py and test_loader_page.py.
+Reading is strict: every key known and given once, every value of its type; errors name the place in
+the file. A file may start from an engine's own map (`base`); its rules then precede those of the
+base. docs/loader-maps.md is the manual.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ def read_loader_map(argument: str, checkpoint: Checkpoint) -> LoaderMap:
 
 
 def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
-    """Read a map in YAML or JSON; `inventory`: of the checkpoint that it will load."""
+    """Parse a map in YAML or JSON; `inventory`: of the checkpoint that it will load."""
     raw = _mapping("map", _parsed(text), _KEYS)
     made = _base(raw, inventory)
     changes: dict[str, Any] = {}
@@ -115,7 +112,7 @@ def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
 
 
 def _base(raw: dict[str, Any], inventory: Inventory | None) -> LoaderMap:
-    """Return what the file's rules are added to: an engine's map, or an empty one."""
+    """Return the map that the file's rules extend: an engine's, or an empty one."""
     if "base" in raw:
         engine = _text("base", raw["base"])
         numbers = {key: raw[key] for key in _NUMBERS if key in raw and key != "rank"}
@@ -221,7 +218,7 @@ def _rule(place: str, key: str, value: object) -> object:
 
 
 def _conversion(place: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """Turn the values of a conversion into ours."""
+    """Convert the values of a conversion rule to our types."""
     made = dict(raw)
     if "reads" in raw:
         parts = {str(part): part for part in Part}
@@ -248,7 +245,7 @@ def _is_required(each: Any) -> bool:
 
 
 def _mapping(place: str, value: object, known: Iterable[str] | None) -> dict[str, Any]:
-    """Refuse what is no mapping of texts, or has a key that means nothing."""
+    """Raise unless the value is a mapping with text keys, all of them known."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise _refused(place, value, "a mapping with names as its keys")
     for key in value:
@@ -287,19 +284,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses repeated keys: YAML would let the last one win in silence.
+    """A SafeLoader that rejects repeated keys: YAML would silently keep the last one.
 
-    Aliases are refused as well: with them a small text is a tree without end.
+    It rejects aliases as well: with them a small text can expand into an unbounded tree.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node that is written out."""
+        """Compose one node; raise for an alias."""
         if self.check_event(yaml.AliasEvent):
             raise _refused("alias", "an alias", "text without aliases")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping whose keys differ."""
+        """Build a mapping; raise for a repeated key."""
         seen = set()
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)

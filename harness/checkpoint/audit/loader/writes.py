@@ -1,10 +1,8 @@
-"""What is written to a parameter: every tensor that a loader sends there, cut for one rank.
+"""List the writes that a loader makes to each parameter of a rank, both right and wrong ones.
 
-Owns the single writes of a proof, right and wrong ones, worked out for one parameter at a time.
-What is alike for the experts of a stack is judged once: same slot, same extents, same type, and the
-parameter that belongs there. Where all of a parameter is alike and right, `whole` says so in one
-go; a full-size model has two million such writes, and every one of them can still be asked for.
-Kept honest by suites/checkpoint/audit/loader/test_proof.py, which compares the two ways.
+Experts of a stack with the same slot, extents and dtype are checked once. `whole` accepts a
+parameter in one step where all of its writes are alike and right: a full-size model has two million
+writes. `writes` lists them one by one, and both ways must agree.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 class Transfer(NamedTuple):
     """A box of a stored tensor that is written to a box of a parameter.
 
-    `made_from`: the stored tensors behind a converted one, which has no bytes of its own.
+    `made_from`: the stored tensors of a converted source, which has no bytes of its own.
     """
 
     source: str
@@ -39,7 +37,7 @@ class Transfer(NamedTuple):
 
 
 class Written(NamedTuple):
-    """One write that was tried. `taken`: the box of the source; `wrong`: the rule it breaks."""
+    """An attempted write. `taken`: the box of the source; `wrong`: the rule that it breaks."""
 
     source: Source
     key: Key | None
@@ -54,7 +52,7 @@ class Written(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Right writes of one slot: the box of the source is the same for all experts of a rank."""
+    """Right writes of one slot with the same source box for all experts of a rank."""
 
     slot: int | None  # as the rules name it
     experts: range | None
@@ -62,7 +60,7 @@ class Alike(NamedTuple):
 
 
 class Writer:
-    """Works out what is written to one parameter of one rank."""
+    """Computes the writes to one parameter of one rank."""
 
     def __init__(self, loader_map: LoaderMap, routes: Routes) -> None:
         self.routes = routes
@@ -72,7 +70,7 @@ class Writer:
         self._belongs: dict[str, tuple[object, range | None, bool]] = {}
 
     def whole(self, held: RankTargets, target: Target) -> tuple[Alike, ...]:
-        """Return the writes that fill a parameter once and rightly; nothing where it is unsure."""
+        """Return the writes that fill a parameter exactly once; empty if that is not certain."""
         group, experts = self._uniform_of(target), None
         if target.stacked:
             experts = range(held.first_expert, held.first_expert + target.shape[0])
@@ -93,7 +91,7 @@ class Writer:
         return tuple(alike)
 
     def _uniform_of(self, target: Target) -> tuple[Placed, ...]:
-        """Return what one expert gets if all get the like of it, every slot once."""
+        """Return one expert's sources if all experts have alike ones, each slot once."""
         if target.name not in self._uniform:
             groups = list(self.routes.placed.get(target.name, {}).items())
             kinds = {tuple(map(_kind, group)) for _, group in groups}
@@ -108,7 +106,7 @@ class Writer:
         return self._uniform[target.name]
 
     def _belong(self, held: RankTargets, target: Target, experts: range | None) -> bool:
-        """Tell whether each source is of the parameter that belongs there; of ranks alike, once."""
+        """Return whether every source belongs in its slot; cached for ranks that are alike."""
         known = self._belongs.get(target.name)
         if known is None or known[0] is not held.held or known[1] != experts:
             known = held.held, experts, self._compare(held, target, experts)
@@ -130,7 +128,7 @@ class Writer:
         return True
 
     def transfers(self, held: RankTargets, target: Target) -> tuple[Transfer, ...]:
-        """Return what reaches a parameter."""
+        """Return the transfers that reach a parameter."""
         return tuple(
             Transfer(
                 each.source.name,
@@ -143,7 +141,7 @@ class Writer:
         )
 
     def writes(self, held: RankTargets, target: Target) -> Iterator[Written]:
-        """Yield every write that is tried."""
+        """Yield every attempted write."""
         experts = target.shape[0] if target.stacked else 0
         # What is alike for all experts of a stack is judged once.
         alike: dict[tuple[object, ...], tuple[Box, Wrong | None]] = {}
@@ -179,7 +177,7 @@ def _kind(placed: Placed) -> tuple[object, ...]:
 
 
 def _member(target: Target, local: int | None, slot: int | None) -> tuple[Key | None, Member]:
-    """Find the slot that a tensor is written to; without a number, it is the whole parameter."""
+    """Return the slot that a tensor is written to; without a number, the whole parameter."""
     if slot is not None:
         key = (local, slot)
         return key, target.members.get(key, NO_SLOT)

@@ -1,9 +1,7 @@
-"""Checks of one weight by itself: its scales, its codes, its values, its rows.
+"""Check each weight alone: its scales, codes, values and rows.
 
-Owns the thresholds of every rule that needs no sibling. Each check picks the rows of the table that
-break it by columns, so that healthy ones cost nothing. Kept honest by
-suites/checkpoint/audit/numbers/test_numbers.py: each check is shown its fault and a healthy
-neighbour.
+The thresholds of every rule that needs no sibling are here. Each check selects the rows of the
+table that break its rule by column operations, so healthy weights cost nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ FEWEST_ROWS = 16
 
 
 def check_scales(judging: Judging) -> None:
-    """Check tensor scales, input scales and block scales, each by itself."""
+    """Check tensor scales, input scales and block scales, each alone."""
     _check_scalars(judging, "tensor_scale", "scale_bits", Part.TENSOR_SCALE)
     _check_scalars(judging, "input_scale", "input_bits", Part.INPUT_SCALE)
     _check_block_scales(judging)
@@ -128,7 +126,7 @@ def _check_block_scales(judging: Judging) -> None:
 
 
 def _check_range(judging: Judging) -> None:
-    """Check what of its range a matrix uses: zero, subnormal, cut off, unused."""
+    """Check how block scales use their range: zero, subnormal, clipped, unused."""
     table = judging.table
     blocks = table["blocks"]
     with_codes = np.maximum(blocks - table["zero_blocks"], 1)
@@ -177,7 +175,7 @@ def _check_range(judging: Judging) -> None:
 
 
 def check_codes(judging: Judging) -> None:
-    """Check packed codes: noise, one filled byte, blocks that never reach their maximum."""
+    """Check packed codes: noise, one constant code, blocks whose largest code is low."""
     table = judging.table
     packed = table.of_format(*E2M1_FORMATS)
     noise = packed & (table["byte_entropy"] > NOISE_BITS) & (table["elements"] >= 2 * NOISE_SAMPLE)
@@ -210,7 +208,7 @@ def check_codes(judging: Judging) -> None:
 
 
 def check_values(judging: Judging) -> None:
-    """Check values: finite, together in size, ids in range; tensors and rows of zeros."""
+    """Check values: not finite, scattered, ids out of range, rows and columns of zeros."""
     table = judging.table
     for index in indices(table["not_finite"] > 0):
         count = int(table["not_finite"][index])
@@ -252,7 +250,7 @@ def _check_ids(judging: Judging) -> None:
 
 
 def _check_zero_rows(judging: Judging) -> None:
-    """Check rows of zeros in linears that hold something; whole zeros are judged by siblings."""
+    """Report zero rows in linears that are not all zero; siblings.py judges zero tensors."""
     table = judging.table
     height, run = table["height"], table["run_rows"]
     some = (table["zero_rows"] > 0) & (table["zeros"] < table["elements"]) & judging.linear
@@ -280,7 +278,7 @@ def _check_zero_rows(judging: Judging) -> None:
 
 
 def _check_zero_columns(judging: Judging) -> None:
-    """Check runs of zero columns; sampled rows show them, and the count of all zeros has room."""
+    """Report runs of columns that are zero in sampled rows, if the zeros of all rows suffice."""
     table = judging.table
     height, run = table["height"], table["run_columns"]
     width = table["elements"] // np.maximum(height, 1)
@@ -300,7 +298,7 @@ def _check_zero_columns(judging: Judging) -> None:
 
 
 def check_norms(judging: Judging) -> None:
-    """Check that no norm is zero."""
+    """Report norms that are zero throughout."""
     table = judging.table
     norms = np.array([unit.kind is Kind.NORM for unit in table.units], np.bool_)
     for index in indices(norms & (table["zeros"] == table["elements"]) & (table["elements"] > 0)):

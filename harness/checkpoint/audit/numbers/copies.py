@@ -1,8 +1,7 @@
-"""Checks for matrices that are there twice: as they are, or with their rows in another order.
+"""Report matrices that are stored twice: identical, or with their rows in another order.
 
-Owns the comparison of digests. Constant tensors, small ones and vectors agree honestly and are left
-out; embedding, head and their copies in a drafter are told as notes.
-Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+Digests of rows are compared. Constant tensors, small ones and vectors may agree by right and are
+left out. Equal embeddings, heads and their copies in a drafter may be tied and give a note.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ def _groups(judging: Judging, judged: NDArray[np.bool_]) -> list[list[int]]:
 
 def _report(judging: Judging, index: int, first: str, *, is_same: bool, is_tied: bool) -> None:
     remedy = "See who copied it; restore the real one from the source."
+    # `row_digest` groups matrices with the same rows in any order; `digest` compares the order.
     if is_same:
         rule = rules.IDENTICAL_TIED if is_tied else rules.IDENTICAL
         message = f"holds the same codes as {shown(first)}, in every row."

@@ -1,10 +1,9 @@
-"""Check of many matrices at once: their tensor scales have the input scale as a factor.
+"""Detect tensor scales that contain the input scale in many matrices at once.
 
-Owns the judgement that needs no sibling without the fault: the linears of a checkpoint, or all of
-its experts, are too small for matrices of their width, and each by about its own input scale. A
-single one is told by structure/scalars.py from the scales alone. Trained matrices are within a
-factor of 8 of one over the root of their width, in the median; a checkpoint whose other linears are
-as small is one of small weights. Kept honest by suites/checkpoint/audit/numbers/test_factors.py.
+No healthy sibling is needed: either all experts or all other linears are too small for matrices of
+their width, each by about its own input scale. Trained matrices are, in the median, within a factor
+of 8 of one over the root of their width. If the other linears are as small, the checkpoint merely
+has small weights. For a single matrix, structure/scalars.py decides from the scales alone.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ FEWEST_OTHERS = 3
 
 
 def report_inside(judging: Judging, off: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Report modules whose magnitude, `off` by its log2, lacks their input scale; return them."""
+    """Report modules too small by about their input scale (`off`: log2); return a mask."""
     table = judging.table
     scale = table["input_scale"]
     log = np.log2(np.where(np.isfinite(scale) & (scale > 0), scale, 1.0))
     seen = judging.linear & np.isfinite(off)
     known = seen & (log < 0) & (table["scale_bits"] >= 0) & table.of_format("NVFP4")
     others = seen & (table["input_bits"] < 0)
+    # Linears without an input scale cannot have the fault: they show the checkpoint's own level.
     usual = float(np.median(off[others])) if others.sum() >= FEWEST_OTHERS else 0.0
     is_expert = np.array([unit.expert is not None for unit in table.units], np.bool_)
     found = np.zeros(len(table), np.bool_)

@@ -1,12 +1,12 @@
-"""Checks of input scales beside each other: direction, outliers, experts no token reached.
+"""Compare input scales with those of their siblings: direction, outliers, uncalibrated experts.
 
-Owns what an input scale is expected to be like: a largest activation between 2^-7 and 2^14, and
-within a factor of 64 of its role's median in the layer. ModelOpt gives an expert that no
-calibration token reached the largest scale of all reached experts of its projection; so where
-several experts hold that very number, all but one of them were never calibrated: those that hold
-it in most of their projections, since nothing makes one token the largest in all. Layers in which
-all experts agree were synchronised, which says nothing about any of them.
-Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+A healthy input scale stands for a largest activation between 2^-7 and 2^14, within a factor of 64
+of its role's median in the layer.
+
+ModelOpt gives an expert that no calibration token reached the largest scale among the reached
+experts of its projection. Where several experts hold that very number, all but one of them were
+never calibrated: those that hold it in most of their projections, since hardly any token is the
+largest in all of them. Layers in which all experts agree were synchronised and prove nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Expert = tuple[str, int | None]  # place and number
 
 
 def check_inputs(judging: Judging) -> None:
-    """Check input scales beside those of their siblings."""
+    """Check input scales against those of their siblings."""
     table, units = judging.table, judging.table.units
     scale = table["input_scale"]
     known = np.isfinite(scale) & (scale > 0)
@@ -74,6 +74,7 @@ def check_inputs(judging: Judging) -> None:
             off_log2=round(off, 2),
         )
     _check_ones(judging, known)
+    # A scale of 1 is no fallback of ModelOpt's: _check_ones reports it.
     _check_fallbacks(judging, known & (scale != 1))
     if judging.checkpoint.names is None:
         _check_absent(judging)
@@ -82,7 +83,7 @@ def check_inputs(judging: Judging) -> None:
 def _swapped(
     log: NDArray[np.float64], median: NDArray[np.float64], known: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Tell which scales fit in the other direction only: alone, or their whole role."""
+    """Return a mask of scales that fit only as reciprocals, alone or with their whole role."""
     full = np.log2(FULL_SCALE)
     low, high = PLAUSIBLE_AMAX
     fits = (full - log >= low) & (full - log <= high)
@@ -124,6 +125,7 @@ def _check_fallbacks(judging: Judging, known: NDArray[np.bool_]) -> None:
             by_layer[units[index].role, units[index].place].append(index)
     by_role: dict[str, list[int]] = defaultdict(list)
     for (role, _), members in by_layer.items():
+        # All experts agree: the layer was synchronised, which proves nothing.
         if len(set(table["input_bits"][members].tolist())) > 1:
             by_role[role] += members
     at_largest: dict[Expert, set[str]] = defaultdict(set)
@@ -137,7 +139,7 @@ def _check_fallbacks(judging: Judging, known: NDArray[np.bool_]) -> None:
 
 
 def _unreached(at_largest: Mapping[Expert, set[str]]) -> list[Expert]:
-    """Return who has the largest scale in most roles: who set it seldom did so in all of them."""
+    """Return the experts with the largest scale in most roles; the one that set it has fewer."""
     most = max(map(len, at_largest.values()), default=0)
     return [expert for expert, roles in at_largest.items() if len(roles) == most]
 
@@ -160,7 +162,7 @@ def _report_fallback(judging: Judging, expert: Expert, roles: list[str]) -> None
 
 
 def _check_absent(judging: Judging) -> None:
-    """Report modules without an input scale whose siblings have one; by role, without a config."""
+    """Report modules without an input scale whose role has one; used without a config."""
     table, units = judging.table, judging.table.units
     present, quantised = table["input_bits"] >= 0, table.of_format("NVFP4")
     roles = {units[index].role for index in indices(present & quantised)}

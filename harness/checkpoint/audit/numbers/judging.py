@@ -1,7 +1,6 @@
-"""What the checks of numbers share: the table, where findings go, and how a place is told.
+"""Provide what all checks of numbers share: the table, the findings and the formatting of numbers.
 
-Owns `Judging`: it names the tensor that a finding is about, so that a user can open it, and shows
-numbers the same way everywhere. Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+`Judging.report` names the stored tensor of a finding, so that a user can open it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SENTINELS = {
 
 @dataclass
 class Judging:
-    """A table that is judged, and what was found."""
+    """A table under judgement, with its findings."""
 
     checkpoint: Checkpoint
     table: NumberTable
@@ -46,7 +45,7 @@ class Judging:
 
     @cached_property
     def linear(self) -> NDArray[np.bool_]:
-        """Which rows are matrices that multiply activations."""
+        """Mask of the rows that are linears."""
         return np.array([unit.is_linear for unit in self.table.units], np.bool_)
 
     def report(
@@ -58,7 +57,7 @@ class Judging:
         part: Part | None = None,
         **evidence: Any,
     ) -> None:
-        """Report one row; `part` says which of its tensors, `message` follows the name."""
+        """Report one row; `part` selects one of its tensors, `message` follows the name."""
         unit = self.table.units[index]
         tensor = None
         if part is not None and not unit.is_bare:
@@ -70,30 +69,30 @@ class Judging:
 
 
 def indices(mask: NDArray[np.bool_]) -> list[int]:
-    """Return where a mask is true."""
+    """Return the indices at which a mask is true."""
     return [int(index) for index in np.flatnonzero(mask)]
 
 
 def sentinel(bits: int) -> str:
-    """Name the pattern of a float32 that nobody computed, or return nothing."""
+    """Describe a float32 bit pattern that marks unwritten memory; empty for others."""
     told = _SENTINELS.get(bits, "")
     return f" ({told})" if told else ""
 
 
 def as_hex(bits: int) -> str:
-    """Show the bits of a float32."""
+    """Format the bits of a float32."""
     return f"0x{bits:08x}"
 
 
 def percent(share: float) -> str:
-    """Show a share, never rounded to nothing or to everything."""
+    """Format a share, never rounded to 0 % or 100 %."""
     if 0 < share < 1e-4:
         return f"{share:.1e}"
     return "nearly all" if 0.9995 <= share < 1 else f"{share:.2%}"
 
 
 def power(log2: float) -> str:
-    """Show a factor by its binary logarithm, in words that say up or down."""
+    """Format a factor given by its log2, as too large or too small."""
     if not math.isfinite(log2):
         return "beyond all bounds"
     return f"2^{abs(log2):.1f} too {'large' if log2 > 0 else 'small'}"

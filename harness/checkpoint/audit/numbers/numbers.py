@@ -1,13 +1,9 @@
-"""The audit of numbers: what every stored number says, and what is wrong with it.
+"""Audit a checkpoint's numbers: measure every weight in one pass, then judge the table.
 
-Owns the walk over a checkpoint (`measure_numbers`: one pass over the bytes, in the order of the
-files, by threads of this process) and `audit_numbers`, which judges the table that the walk makes.
-The two are apart, so that tables of several machines can be joined and judged as one. Memory is
-bounded: buffers of a few MiB a worker, profiles of the blocks in work, 500 bytes a weight.
-
-Nothing is refused but what cannot be opened; numbers that cannot be read are a finding.
-Kept honest by suites/checkpoint/audit/numbers/test_numbers.py: every planted fault is named, and
-healthy checkpoints of every dialect raise no alarm.
+`measure_numbers` reads the bytes once, in the order of the files, with threads of this process.
+`judge_numbers` is separate, so that tables of several machines can be joined and judged as one.
+Memory is bounded: buffers of a few MiB a worker, profiles of the blocks in progress, and 500 bytes
+a weight. A tensor that cannot be read is a finding.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ _AHEAD = 64 << 20  # bytes that the system is asked to fetch before they are nee
 
 @dataclass(frozen=True)
 class NumbersAudit:
-    """What an audit of numbers found: findings, the worst first, and the table behind them."""
+    """Result of a numbers audit: findings, the worst first, and their table."""
 
     findings: list[Finding]
     table: NumberTable
@@ -69,9 +65,9 @@ def measure_numbers(
     places: Collection[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> NumberTable:
-    """Walk the checkpoint, or some `places` (blocks and ends, Unit.place), by so many threads.
+    """Measure all weights, or those of some `places` (Unit.place), with `workers` threads.
 
-    `progress` is told of bytes that are done, by the thread that did them.
+    `progress` receives the number of bytes that are done, from the thread that did them.
     """
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
@@ -100,7 +96,7 @@ def audit_numbers(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> NumbersAudit:
-    """Walk a checkpoint and judge what was found."""
+    """Measure a checkpoint and judge its numbers."""
     table = measure_numbers(checkpoint, workers=workers, progress=progress)
     return NumbersAudit(judge_numbers(checkpoint, table), table)
 
@@ -120,7 +116,7 @@ CHECKS = (
 
 
 def judge_numbers(checkpoint: Checkpoint, table: NumberTable) -> list[Finding]:
-    """Judge a table of the whole checkpoint; the worst findings first."""
+    """Judge the table of a whole checkpoint; return findings, the worst first."""
     judging = Judging(checkpoint, table)
     for check in CHECKS:
         check(judging)
@@ -128,7 +124,7 @@ def judge_numbers(checkpoint: Checkpoint, table: NumberTable) -> list[Finding]:
 
 
 class _Walk:
-    """The units that wait, shared by threads. Who ends a block judges what belongs to it."""
+    """The shared queue of units. The thread that completes a block judges its packing orders."""
 
     def __init__(
         self,
@@ -147,7 +143,7 @@ class _Walk:
         self._lock = threading.Lock()
 
     def work(self) -> None:
-        """Take units until none is left."""
+        """Process units until the queue is empty."""
         sizes = {shard.file: shard.file_size for shard in self._checkpoint.shards}
         with PositionedReader(sizes) as reader:
             while True:
@@ -159,7 +155,7 @@ class _Walk:
                 self._measure(reader, index)
 
     def stop(self) -> None:
-        """Let every thread end with the unit that it is at."""
+        """Empty the queue: every thread ends after its current unit."""
         self._waiting.clear()
 
     def _measure(self, reader: PositionedReader, index: int) -> None:
@@ -188,7 +184,7 @@ class _Walk:
             row["order_lead"] = judged.inferred.lead
 
     def _fetch_ahead(self, reader: PositionedReader, unit: Unit) -> None:
-        """Ask for what comes behind a unit in its file, in steps, each of them once."""
+        """Prefetch the bytes after a unit in its file, in large steps, each once."""
         file, begin = unit.position
         with self._lock:
             asked = max(self._asked.get(file, 0), begin)

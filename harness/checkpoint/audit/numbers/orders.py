@@ -1,8 +1,8 @@
-"""Checks of how bytes are to be read: scale layout, packing order, dialect.
+"""Check how bytes are ordered: layout of block scales, packing order of codes, NVFP4 dialect.
 
-Owns what is done with inferences: when a layout is inferred at all (the pairing of scales and codes
-is weak, alone or beside siblings), how many matrices of a role are looked at, and what undecided
-ones are told as. Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+A scale layout is inferred only where the correlation between scales and codes is weak, absolutely
+or compared with siblings, and only for a few matrices of each role in a block. Undecided matrices
+are reported as one note.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOOKED_AT = 3  # of the matrices of one role in one block; others like them are 
 
 
 def check_layouts(judging: Judging) -> None:
-    """Infer the scale layout of matrices whose scales and codes do not go together."""
+    """Infer the scale layout of matrices whose scales do not correlate with their codes."""
     table, units = judging.table, judging.table.units
     pairing = table["pairing"]
     packed = table.of_format(*E2M1_FORMATS) & (table["freedom"] >= FEWEST_BLOCKS)
@@ -112,7 +112,7 @@ def _tell_stated(judging: Judging, rows: list[int], stated: dict[int, str]) -> N
 
 
 def _report_layout(judging: Judging, index: int, inferred: Inferred, company: float) -> bool:
-    """Report one matrix; return whether anything could be told."""
+    """Report one matrix; return whether the layout was decided."""
     correlation = float(judging.table["pairing"][index])
     evidence = {
         "pairing": _rounded(correlation),
@@ -169,7 +169,7 @@ def _tell_undecided(judging: Judging, undecided: list[int]) -> None:
 
 
 def check_orders(judging: Judging) -> None:
-    """Report what the walk found about the packing order."""
+    """Report the packing orders that the walk inferred."""
     table = judging.table
     order, kin = table["order"], table["order_kin"]
     sibling = KINSHIPS.index(Kinship.SIBLING)
@@ -201,7 +201,7 @@ def check_orders(judging: Judging) -> None:
 
 
 def check_dialects(judging: Judging) -> None:
-    """Tell which producer's traces the NVFP4 tensors show, by the convention of their names."""
+    """Report which producer's traces the NVFP4 tensors show, by naming convention."""
     table = judging.table
     nvfp4 = table.of_format("NVFP4") & (table["scale_bits"] >= 0)
     groups: dict[int, list[int]] = defaultdict(list)

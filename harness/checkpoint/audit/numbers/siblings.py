@@ -1,14 +1,13 @@
-"""Checks of a matrix beside its siblings: magnitude, direction of its scale, dead experts.
+"""Compare each matrix with its siblings: magnitude, direction of its scale, dead experts.
 
-Owns what a matrix is expected to be like: the median of its role in its layer (four experts at
-least), else of its role in all layers, else one over the root of its width, which trained matrices
-keep to within a factor of a hundred. A median that is itself far from that is not believed: where
-every scale of a checkpoint is wrong, siblings agree. A swapped direction moves a magnitude by the
-square of the scale, some 2^25, so it is told from everything else by undoing it.
+The expected magnitude is the median of the same role in the layer (four experts at least), else of
+the role in all layers, else one over the root of the width, which trained matrices keep to within a
+factor of a hundred. A median far from that last value is not used: where every scale of a
+checkpoint is wrong, siblings agree. Inverting a scale changes a magnitude by the square of the
+scale, some 2^25, so a swapped direction is recognised by undoing it.
 
-An expert all of whose matrices are tiny is dead, which training does, though never to most experts
-of a layer; one of whose matrices is, is damaged. Kept honest by
-suites/checkpoint/audit/numbers/test_numbers.py.
+An expert all of whose matrices are tiny is dead, which training can cause, though never for most
+experts of a layer. An expert with a single tiny matrix is damaged.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ABOUT_TWICE = 2.0
 
 
 def check_magnitudes(judging: Judging) -> None:
-    """Check every linear's magnitude, and name what explains one that is off."""
+    """Check every linear's magnitude; report the cause if one explains a deviation."""
     table = judging.table
     with np.errstate(divide="ignore", invalid="ignore"):
         level = np.log2(table["rms"])
@@ -74,7 +73,7 @@ def prior_of(judging: Judging) -> NDArray[np.float64]:
 
 
 def _decoding(judging: Judging) -> NDArray[np.float64]:
-    """Return the log2 of each tensor scale; without one, that of the middle of its block scales."""
+    """Return the log2 of each tensor scale, or of the mean block scale where there is none."""
     table = judging.table
     ends = table["scale_smallest"], table["scale_largest"]
     middle = 0.5 * (np.log2(ends[0]) + np.log2(ends[1]))
@@ -91,9 +90,10 @@ def _reversed(
     decode: NDArray[np.float64],
     tolerance: NDArray[np.float64],
 ) -> NDArray[np.bool_]:
-    """Tell whose scales fit in the other direction, where most of a role do, dead ones too."""
+    """Return a mask of scales that fit as reciprocals, extended to roles where most do."""
     units = judging.table.units
     with np.errstate(invalid="ignore"):
+        # Inverting a scale s moves the log2 magnitude by 2 log2(s).
         left = off - 2 * decode
     far = np.abs(off) >= SWAPPED
     fits = far & (np.abs(left) <= np.minimum(tolerance, np.abs(off) / 2))
@@ -102,13 +102,14 @@ def _reversed(
         roles[units[index].role].append(index)
     found = fits.copy()
     for members in roles.values():
+        # Dead experts of a swapped role stay too small once the scale is inverted.
         if fits[members].mean() > 0.5:
             found[members] |= far[members] & (off[members] > 0) & (left[members] < 0)
     return found
 
 
 def expectations(judging: Judging) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each row's expected log2 of the root mean square, and how exact that is."""
+    """Return each row's expected log2 of the root mean square, and its tolerance."""
     table, units = judging.table, judging.table.units
     prior = prior_of(judging)
     with np.errstate(divide="ignore"):
@@ -118,6 +119,7 @@ def expectations(judging: Judging) -> tuple[NDArray[np.float64], NDArray[np.floa
     by_role = group_median([unit.role for unit in units], level, known, FEWEST_LAYERS)
     here = [(unit.role, unit.place) for unit in units]
     by_layer = group_median(here, level, known, FEWEST_EXPERTS)
+    # The layer's median, taken last, overrides the role's.
     for median in (by_role, by_layer):
         believed = np.isfinite(median) & (np.abs(median - prior) <= PLAUSIBLE)
         expected[believed], tolerance[believed] = median[believed], NEAR_SIBLINGS
@@ -127,7 +129,7 @@ def expectations(judging: Judging) -> tuple[NDArray[np.float64], NDArray[np.floa
 def group_median(
     keys: Sequence[Hashable], values: NDArray[np.float64], known: NDArray[np.bool_], fewest: int
 ) -> NDArray[np.float64]:
-    """Return for each row the median of the known values of its group; NaN for small groups."""
+    """Return, for each row, its group's median of known values; NaN for small groups."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):
         if known[index]:
@@ -144,7 +146,7 @@ def group_median(
 
 
 def _dead_experts(judging: Judging, low: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Tell which rows belong to an expert of which every matrix, of two at least, is low."""
+    """Return a mask of experts whose matrices, two at least, are all low."""
     experts: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index in indices(judging.linear):
         unit = judging.table.units[index]
@@ -191,7 +193,7 @@ def _report_reversed(judging: Judging, index: int, off: float, decode: float) ->
 
 
 def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
-    """Name what undoes a wrong magnitude; otherwise tell how far it is off."""
+    """Report the fault that explains a wrong magnitude, or else the deviation itself."""
     evidence = {"off_log2": round(off, 2), "decode_scale_log2": round(decode, 2)}
     told = f"makes its weight {power(off)}"
     if decode == 0 and judging.table["scale_bits"][index] >= 0:
@@ -213,7 +215,7 @@ def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
 
 
 def _holds_input(judging: Judging, index: int, off: float) -> bool:
-    """Tell whether the input scale explains it as well: the rule scales.input_scale_inside."""
+    """Return whether the input scale explains it as well (scales.input_scale_inside)."""
     scale = float(judging.table["input_scale"][index])
     return scale > 0 and abs(off - math.log2(scale)) <= ABOUT_TWICE
 

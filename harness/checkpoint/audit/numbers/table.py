@@ -1,12 +1,8 @@
-"""The table of an audit: one row a weight, its numbers in columns.
+"""Store the statistics of all weights as a table: one row a weight, one numpy column a number.
 
-Owns the columns, the making of a row from TensorStatistics, and the joining of tables that several
-workers or machines made. Columns are numpy arrays, because a checkpoint has 150,000 weights and
-half a gigabyte of Python objects would be their price; `row` gives one weight as plain data.
-Magnitudes are those of the values as a reader takes them: `rms` and `amax` include the tensor scale
-in the direction that the weight's names imply.
-
-Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+Columns are arrays because a checkpoint has 150,000 weights, which as Python objects would take half
+a gigabyte. `rms` and `amax` include the tensor scale, in the direction that the weight's names
+imply. Tables of several workers or machines can be joined; `row` returns one weight as plain data.
 """
 
 from __future__ import annotations
@@ -106,7 +102,7 @@ _DTYPE = np.dtype([(name, kind) for name, kind, _ in _COLUMNS])
 
 @dataclass
 class NumberTable:
-    """Units and their numbers, row by row. `unread`: tensors that could not be read, and why."""
+    """Weights and their numbers, by row. `unread`: tensors that could not be read, and why."""
 
     units: list[Unit] = field(default_factory=list)
     data: NDArray[Any] = field(default_factory=lambda: np.zeros(0, _DTYPE))
@@ -114,7 +110,7 @@ class NumberTable:
 
     @classmethod
     def empty(cls, units: Iterable[Unit]) -> NumberTable:
-        """Make a table with a row for each unit, to be set."""
+        """Return a table with an unset row for each unit."""
         listed = list(units)
         return cls(listed, np.zeros(len(listed), _DTYPE))
 
@@ -167,7 +163,7 @@ class NumberTable:
         return (self.row(index) for index in range(len(self)))
 
     def of_format(self, *names: str) -> NDArray[np.bool_]:
-        """Tell which rows are of one of these formats."""
+        """Return a mask of the rows in one of these formats."""
         chosen: NDArray[np.bool_] = np.isin(self["format"], [FORMATS.index(n) for n in names])
         return chosen
 

@@ -1,9 +1,8 @@
-"""Rules about a checkpoint beside another one: the same tensor, value by value.
+"""Define the rules for comparing a checkpoint's values with a reference's.
 
-Owns the rules that against.py judges by; their thresholds as numbers stand with the checks. An
-error means that values are wrong: another tensor's, in another order, or by a wrong factor. What a
-format costs is no finding, whichever format it is and however often weights were converted on the
-way. Kept honest by suites/checkpoint/audit/against/test_against.py.
+Thresholds as numbers are next to the checks in audit/against. An error means that values are wrong:
+another tensor's, in another order, or off by a factor. The rounding error that a format costs is no
+finding, whichever format it is and however often weights were converted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rules about the files of a checkpoint: shards, index, configs, before any tensor is looked at.
+"""Define the rules for the files of a checkpoint: shards, index and configs.
 
-Owns the rule of each kind of problem that view.Checkpoint.survey reports.
-Kept honest by suites/checkpoint/audit/rules/test_findings.py: every kind of problem has its rule
-here, fatal kinds are errors and tolerated ones warnings.
+There is one rule for each kind of problem that view.Checkpoint.survey reports: fatal kinds are
+errors, tolerated kinds are warnings.
 """
 
 from __future__ import annotations

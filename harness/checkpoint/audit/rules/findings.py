@@ -1,13 +1,11 @@
-"""Findings of an audit: which rule is broken where, with what evidence, and what to do about it.
+"""Define findings (broken rule, place, evidence, remedy) and the table RULES of all audit rules.
 
-Owns the records that every part of the audit reports with, the table RULES of all rules, and the
-gathering of findings that are alike. What breaks one rule in many experts of one layer is one
-finding, with a count and its first examples: a checkpoint has 300,000 tensors, and a list as long
-tells nobody anything. Numbers and names in a finding come from files, so they are shown bounded
-and printable. To add rules, add them to a table (rules_*.py) and that table to RULES.
+Similar findings are merged: a rule broken in many experts of one layer is one finding, with a count
+and its first examples, because a checkpoint has 300,000 tensors. Numbers and names in a finding
+come from files, so they are shown bounded and printable.
 
-Refuses two rules of one id. Kept honest by suites/checkpoint/audit/rules/test_findings.py;
-docs/audit.md is written from this table, and suites/house/test_documents.py compares the two.
+To add a rule, add it to a table in audit/rules; a new table also goes into RULES. docs/audit.md
+lists this table.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert; not the
 
 
 class Place(NamedTuple):
-    """Where a rule is broken. A drafter's layer number follows those of the decoder.
+    """The tensor, module and layer of a finding. A drafter's layer follows the decoder's.
 
-    With a layer, findings of that layer that differ in the expert are one; without, those of all.
-    `spread`: a cause that layers share; its findings whose names differ in indices alone are one,
-    which tells the layers.
+    With a layer, findings of that layer which differ only in the expert are merged; without, those
+    of all layers. `spread`: a cause common to several layers; its findings whose names differ only
+    in indices are merged into one, which lists the layers.
     """
 
     tensor: str | None = None
@@ -74,10 +72,10 @@ NOWHERE = Place()
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule broken: at one place, or at `count` places that differ in the expert alone.
+    """A broken rule: at one place, or at `count` places that differ only in their indices.
 
-    `tensor`, `module` and `message` speak of the first; `evidence` has examples of the others.
-    `by_layer`: how many in each layer, where one cause goes through several; `layer` is None then.
+    `tensor`, `module` and `message` describe the first; `evidence` has examples of the others.
+    `by_layer`: how many in each layer, where one cause spans several; `layer` is None then.
     """
 
     level: Level
@@ -93,7 +91,7 @@ class Finding:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """All layers that it stands for."""
+        """All layers that the finding covers."""
         alone = () if self.layer is None else (self.layer,)
         return tuple(sorted(self.by_layer)) or alone
 
@@ -115,7 +113,7 @@ class Finding:
 
 @dataclass
 class _Group:
-    """Findings that differ in the expert alone."""
+    """Similar findings, merged while they are collected."""
 
     rule: Rule
     first: Place
@@ -129,7 +127,7 @@ class _Group:
 
 
 class Findings:
-    """Gathers findings; `sorted()` returns them, the worst first."""
+    """Collector that merges similar findings; `sorted()` returns them, the worst first."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int | None, str], _Group] = {}
@@ -137,7 +135,7 @@ class Findings:
     def add(
         self, rule: Rule, place: Place, message: str, remedy: str, /, **evidence: object
     ) -> None:
-        """Take one finding in; of those alike, message and evidence of the first one stay."""
+        """Add one finding; of similar ones, message and evidence of the first are kept."""
         assert RULES.get(rule.id) is rule, f"{rule.id} is in no table of RULES"
         name = place.tensor or place.module or ""
         anywhere = place.layer is None or place.spread is not None
@@ -197,7 +195,7 @@ def _told(group: _Group) -> Finding:
 
 
 def ranges_told(numbers: Iterable[int]) -> str:
-    """Tell a set of numbers by its runs: `0-3, 7`."""
+    """Return a set of numbers as text, by its runs: `0-3, 7`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -1,8 +1,6 @@
-"""Rules about loading: which bytes of a checkpoint reach which parameter of an engine.
+"""Define the rules for loading: which bytes of a checkpoint reach which parameter of an engine.
 
-Owns the rules of loader/proof.py. Each speaks of a name map that was given (`--loader MAP`), not of
-the checkpoint alone. Kept honest by suites/checkpoint/audit/loader/test_loader_faults.py, which
-plants a map that breaks each.
+They judge a checkpoint together with a loader map (`--loader MAP`), not the checkpoint alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Rules about names: a loader that is known reads every parameter under the name that it has.
+"""Define the rules for names: a known loader reads every parameter under its stored name.
 
-Two levels for one question. transformers leaves what it does not find at random and goes on, so
-where it takes all formats of a checkpoint, an unread name is wrong numbers in silence. Quantised
-exports that no known loader reads stop every load, and their maker may have an engine of his own.
+Two levels for one question. transformers leaves a parameter that it does not find at random values
+and goes on, so where it takes all formats of a checkpoint, an unread name gives silently wrong
+numbers: an error. A quantised export that no known loader reads fails at load, and its maker may
+have an engine of their own: a warning.
 """
 
 from __future__ import annotations

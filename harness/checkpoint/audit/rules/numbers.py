@@ -1,9 +1,8 @@
-"""Rules about numbers: scales, codes and values, each by itself and beside its siblings.
+"""Define the rules for scales, codes and values, each alone and compared with its siblings.
 
-Owns the rules that numbers.py judges by and their thresholds in words; the thresholds as numbers
-stand with the checks. An error means that some engine computes wrong numbers from what is stored;
-what healthy checkpoints can contain (dead experts, rows of zeros, experts that no token reached) is
-a warning at most. Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+Thresholds are stated here in words; the numbers are next to the checks in audit/numbers. An error
+means that some engine computes wrong numbers from what is stored. What healthy checkpoints can
+contain (dead experts, rows of zeros, experts that no token reached) is a warning at most.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a rule of the audit is: an id, a level, a statement, a source. Imports no sibling.
+"""Define what an audit rule is: an id, a level, a statement and a source.
 
-Owns the vocabulary of rules/files.py, rules/structure.py, rules/loader.py and rules/numbers.py,
-which hold the rules themselves, one table each; findings.py joins the tables. A level is a property
-of the rule, never of the place where it is broken, so that a user who knows the rule knows what the
-exit status will be. Kept honest by suites/checkpoint/audit/rules/test_findings.py.
+The level belongs to the rule, never to the place where it is broken: whoever knows the rule knows
+the exit status. The rules themselves are in the tables of this package, joined by findings.py.
+Imports no sibling.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Level(StrEnum):
-    """How bad it is that a rule is broken."""
+    """Severity of a broken rule."""
 
     ERROR = "error"  # some engine computes wrong numbers from it, or cannot load it
     WARNING = "warning"  # right only if the reader knows; or a statement that is not so
@@ -25,13 +24,13 @@ class Level(StrEnum):
 
     @property
     def weight(self) -> int:
-        """Order of levels, the worst one first."""
+        """Rank of the level, the worst one first."""
         return list(Level).index(self)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that must hold. `source`: who says so, or what happened where it did not hold."""
+    """A statement that must hold. `source`: who says so, or what happened where it did not hold."""
 
     id: str
     level: Level
@@ -40,5 +39,5 @@ class Rule:
 
 
 def rules_in(names: Mapping[str, object]) -> tuple[Rule, ...]:
-    """Return every rule that a module defines, given its globals(): none can be forgotten."""
+    """Return every rule in a module's globals(), so that a table cannot miss one."""
     return tuple(each for each in names.values() if isinstance(each, Rule))

@@ -1,9 +1,6 @@
-"""Rules about the structure of a checkpoint: which tensors are there, in what shapes and formats.
+"""Define the rules for structure: which tensors a checkpoint has, in what shapes and formats.
 
-Owns the rules of structure.py and of the modules that it is split into. Nothing here needs a
-tensor's numbers, apart from the scalar scales that fused partners have in common.
-Kept honest by suites/checkpoint/audit/structure/test_structure.py, which plants a checkpoint that
-breaks each.
+None of them needs a tensor's values, apart from the scalar scales that fused partners share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Layers and experts that the config counts, beside those that tensors are numbered by.
+"""Compare the layers and experts that the config counts with those in the tensors' names.
 
-A layer beyond the config's count is never run by an engine, whatever lies in it; drafter layers
-stand behind the decoder's and are known by parts of their own.
+An engine never runs a layer beyond the config's count. Drafter layers are numbered after the
+decoder's; they are recognised by tensors that only drafters have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TEXT = ("text_config", "llm_config", "language_config")
 
 
 def report_counts(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Report layers beyond the config's count; of an unknown family absent ones as well."""
+    """Report layers beyond the config's count, and in unknown families absent layers too."""
     config = next(
         (checkpoint.config[key] for key in _TEXT if isinstance(checkpoint.config.get(key), dict)),
         checkpoint.config,
@@ -42,6 +42,7 @@ def report_counts(checkpoint: Checkpoint, findings: Findings) -> None:
             stacks[found[1]][int(found[2])].append(name)
     if not stacks:
         return
+    # The decoder is the stack with the most tensors.
     prefix = max(stacks, key=lambda each: sum(map(len, stacks[each].values())))
     layers, count = stacks[prefix], _count(config, _LAYERS)
     if count is not None:

@@ -1,8 +1,8 @@
-"""Formats of modules against each other and against what the quantisation configs promise.
+"""Compare the format of every linear with the quantisation configs and with related linears.
 
-Owns the comparison of promise and file for every linear, of the two configs with each other, of
-stated and shown block sizes, of partners and experts among themselves, and of the drafter's experts
-with the main model's. Kept honest by suites/checkpoint/audit/structure/test_formats.py.
+It checks each linear against what is stated for it, the two configs against each other, stated
+block sizes against those that shapes show, partners and experts among themselves, and the drafter's
+experts against the main model's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCKS = {NVFP4: (16,), "MXFP4": (32,), "MXFP8": (32,), FP8_BLOCKS: (128, 128)}
 
 
 def report_formats(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
-    """Report every format that is not what it should be."""
+    """Report every linear whose format contradicts a config or its related linears."""
     stated = statements(checkpoint.quantisation, inventory.config)
     if stated:
         _report_promises(stated, inventory, findings)
@@ -103,7 +103,7 @@ def _rows_with_input_scales(inventory: Inventory) -> set[str]:
 
 
 def _report_input_scales(inventory: Inventory, findings: Findings) -> None:
-    """Judge missing input scales by their siblings alone, where no config says anything."""
+    """Report missing input scales by comparison with siblings, where no config says anything."""
     siblings = _rows_with_input_scales(inventory)
     for found in inventory.linears:
         if found.weight == NVFP4 and not found.check.has_input_scale:
@@ -201,7 +201,7 @@ def _report_partners(inventory: Inventory, findings: Findings) -> None:
 
 
 def _report_experts(inventory: Inventory, findings: Findings) -> None:
-    """Report experts of one layer that differ, and a drafter whose experts differ from all."""
+    """Report experts of one layer that differ, and drafter experts unlike the main model's."""
     rows: dict[tuple[Block, str], Counter[str]] = defaultdict(Counter)
     for each in inventory.linears:
         block = each.parameter.block

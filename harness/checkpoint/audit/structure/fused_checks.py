@@ -1,9 +1,7 @@
-"""Fused modules against the parameters whose rows they should hold: an engine's memory on disk.
+"""Check modules that several parameters share, such as `gate_up_proj` or a stack of experts.
 
-Owns the check of a module that several parameters share (`gate_up_proj`, a stack of experts): the
-format is inferred from the module itself, then anatomy says which tensors, shapes and dtypes its
-members need in that format, and every one is compared.
-Kept honest by suites/checkpoint/audit/structure/test_module_checks.py.
+The format is inferred from the module itself. The model tables then give the tensors and shapes
+that its members need in that format, and each is compared with what is stored.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_fused(names: LogicalNames, module: str, members: list[Parameter]) -> ModuleCheck:
-    """Judge one fused module."""
+    """Return the format of one fused module and the rules that it breaks."""
     check = ModuleCheck()
     try:
         form = names.table.form(module)

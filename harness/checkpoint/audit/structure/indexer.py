@@ -1,10 +1,9 @@
-"""The indexer's compressor against the main one's: same bytes under two names.
+"""Detect an indexer compressor that was loaded from the main compressor's tensor.
 
-Owns the comparison of bytes that shapes cannot decide: where the two compressors have equal shapes,
-or where the indexer's rows are the main compressor's first rows. A few samples are compared first,
-so that a healthy checkpoint costs a few pages a layer. Equal samples that are constant (zeros of a
-sparse file) decide nothing.
-Kept honest by suites/checkpoint/audit/structure/test_structure.py.
+Shapes cannot decide this where the two compressors have equal shapes, or where the indexer's rows
+are the main compressor's first rows, so bytes are compared. A few samples come first: a healthy
+checkpoint costs a few pages a layer. Equal samples that are constant (zeros of a sparse file) prove
+nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _codes(checkpoint: Checkpoint, found: Found) -> TensorEntry:
 
 
 def _same_rows(checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
-    """Tell whether the shorter tensor is the beginning of the longer one, constants apart."""
+    """Return whether the shorter tensor is a prefix of the longer one; constant samples: False."""
     if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
         return False
     first, second = checkpoint.raw(one.name), checkpoint.raw(other.name)

@@ -1,9 +1,8 @@
-"""Which parameters of the config a checkpoint holds, in which format each one is, and which not.
+"""Match the parameters that a config implies with the stored modules and their formats.
 
-Owns the pairing of parameters and stored modules that every part of the structure audit walks, and
-the recipe that a checkpoint follows as it is stored. Fused modules (several parameters in one
-tensor) are judged as wholes by fused_checks.py; their members have the module's format.
-Kept honest by suites/checkpoint/audit/structure/test_inventory.py.
+Every part of the structure audit starts from this inventory, as does the recipe of formats that a
+checkpoint follows as it is stored. A fused module (several parameters in one tensor) is checked as
+a whole; its members have the module's format.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NVFP4 = "NVFP4"
 
 
 class Found(NamedTuple):
-    """One parameter that is there, in the module that holds it."""
+    """A parameter that is present, with the module that holds it."""
 
     parameter: Parameter
     module: str
@@ -38,13 +37,13 @@ class Found(NamedTuple):
 
     @property
     def weight(self) -> str | None:
-        """The name of its format; None where it could not be told."""
+        """Name of its format; None where it could not be determined."""
         return self.check.weight
 
 
 @dataclass
 class Inventory:
-    """What of a config is in a checkpoint. Made by `take_inventory`."""
+    """The parameters of a config that a checkpoint has and lacks. Made by `take_inventory`."""
 
     config: Config
     layout: Layout  # spells the names; its suffixes are those that the checkpoint has
@@ -54,22 +53,22 @@ class Inventory:
 
     @cached_property
     def modules(self) -> frozenset[str]:
-        """The stored modules that hold parameters."""
+        """Stored modules that hold parameters."""
         return frozenset(each.module for each in self.found)
 
     @cached_property
     def by_name(self) -> dict[str, Found]:
-        """What was found, by logical name."""
+        """Present parameters by logical name."""
         return {each.parameter.name: each for each in self.found}
 
     @property
     def linears(self) -> list[Found]:
-        """What can be quantised, with a format that could be told."""
+        """Linears whose format could be determined."""
         kind = Kind.LINEAR
         return [each for each in self.found if each.parameter.kind is kind and each.weight]
 
     def path_of(self, found: Found) -> str:
-        """Spell a linear as the layout would if it fused nothing: what configs name."""
+        """Return a linear's unfused path in the layout, as configs name it."""
         if found.module not in self.fused:
             return found.module
         return self.layout.path_of(found.parameter, self.config)
@@ -83,7 +82,7 @@ class Inventory:
 
 
 def take_inventory(names: LogicalNames) -> Inventory:
-    """Find every parameter that the layout has a name for, and judge its module."""
+    """Find every parameter for which the layout has a name, and check its module."""
     layout = names.layout
     if names.table.layout() is StoredLayout.COMPRESSED_TENSORS:
         layout = replace(layout, suffixes="compressed-tensors")
@@ -111,8 +110,9 @@ def take_inventory(names: LogicalNames) -> Inventory:
 def stored_recipe(inventory: Inventory) -> Recipe:
     """Return the recipe that a checkpoint follows as it is stored.
 
-    One rule a row of the parameter table, and one more for each block where the row differs. Where
-    experts of one block differ, the most frequent format counts, because engines stack them.
+    It has one rule for each row of the parameter table, and one more for each block where the row
+    differs. Where experts of one block differ, the most frequent format counts, because engines
+    stack them.
     """
     counts: dict[str, dict[str, Counter[Formats]]] = defaultdict(lambda: defaultdict(Counter))
     for each in inventory.linears:

@@ -1,10 +1,7 @@
-"""What lies in shards that cannot be read, by the index: one cause, told once.
+"""List the modules in shards that cannot be read, so that none is also reported as missing.
 
-Owns the question which modules are lost with their shard. These are judged by nobody: a parameter
-that is missing because its shard is missing has its finding already, that of the shard.
-Without an index nothing is known to be lost, and what is missing is told by its name.
-
-Kept honest by suites/checkpoint/audit/structure/test_lost.py.
+The index says which shard holds a tensor; the unreadable shard has a finding of its own. Without an
+index nothing is known to be lost, and each absent parameter is reported by name.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Lost(NamedTuple):
-    """Modules that have a tensor in an unreadable shard, and how many tensors each shard has."""
+    """Modules with a tensor in an unreadable shard, and the tensors of each such shard."""
 
     modules: frozenset[str]
     tensors: Mapping[str, int]
 
 
 def lost_modules(checkpoint: Checkpoint) -> Lost:
-    """Find what the index places in shards that were not read."""
+    """Return what the index places in shards that were not read."""
     index = checkpoint.index
     read = {shard.file.name for shard in checkpoint.shards}
     modules: set[str] = set()
@@ -42,7 +39,7 @@ def lost_modules(checkpoint: Checkpoint) -> Lost:
 
 
 def without_lost(inventory: Inventory, lost: Lost) -> Inventory:
-    """Return what is left to be judged."""
+    """Return the inventory without the lost modules."""
     if not lost.modules:
         return inventory
     return replace(

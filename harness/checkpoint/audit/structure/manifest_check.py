@@ -2,8 +2,10 @@
 
 Every byte is read once more and hashed, at about 1 GB/s a thread. A shard whose hash differs is
 hashed tensor by tensor, so that the finding names what was changed. Other tools' manifests, and
-shards of holes without a hash, have nothing to verify. Of a checkpoint that is audited a difference
-is a finding; a reference with one is refused, since it would put its own damage down to others.
+sparse shards without a hash, are not verified.
+
+A difference is a finding in the audited checkpoint, and an error in a reference: otherwise the
+reference's own damage would be reported as the checkpoint's.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def bytes_hashed(checkpoint: Checkpoint) -> int:
-    """Return how many bytes `judge_manifest` reads; `progress` adds up to it."""
+    """Return how many bytes `judge_manifest` reads, for a progress bar."""
     try:
         manifest = manifest_of(checkpoint)
     except Refused:
@@ -53,7 +55,7 @@ def bytes_hashed(checkpoint: Checkpoint) -> int:
 def judge_manifest(
     checkpoint: Checkpoint, threads: int, progress: Callable[[int], None]
 ) -> list[Finding] | None:
-    """Hash every file of the manifest again; None where there is nothing to verify."""
+    """Hash every file of the manifest; return findings, or None without a manifest."""
     findings = Findings()
     try:
         manifest = manifest_of(checkpoint)
@@ -71,9 +73,9 @@ def judge_manifest(
 def require_as_written(
     reference: Checkpoint, threads: int, progress: Callable[[int], None]
 ) -> bool:
-    """Refuse a reference whose shards or configs are not those of its manifest.
+    """Raise if shards or configs of a reference differ from its manifest.
 
-    Return whether there was something to verify. Files that no comparison reads are left out.
+    Return whether there was a manifest. Files that no comparison reads are ignored.
     """
     try:
         manifest = manifest_of(reference)
@@ -100,7 +102,7 @@ def require_as_written(
 
 
 def _differ(tensors: list[str]) -> str:
-    """Count tensors that were changed; nothing of none."""
+    """Describe how many tensors changed; empty if none did."""
     if not tensors:
         return ""
     many = f"{len(tensors)} tensors differ" if len(tensors) > 1 else "1 tensor differs"
@@ -108,7 +110,7 @@ def _differ(tensors: list[str]) -> str:
 
 
 def _stated(manifest: Manifest) -> dict[str, tuple[int, str | None]]:
-    """Return size and hash of every file."""
+    """Return the stated size and hash of every file."""
     files = {name: (each.nbytes, each.sha256) for name, each in manifest.files.items()}
     return files | {name: (each.nbytes, each.sha256) for name, each in manifest.shards.items()}
 
@@ -120,7 +122,7 @@ def _changed_files(
     threads: int,
     progress: Callable[[int], None],
 ) -> Iterator[tuple[str, str]]:
-    """Hash files again; yield the name of each that differs, and how."""
+    """Hash files; yield name and difference of each that changed."""
 
     def verify(name: str) -> str | None:
         path, (nbytes, sha256) = checkpoint.root / name, stated[name]
@@ -158,7 +160,7 @@ def _report(
 
 
 def _changed_tensors(checkpoint: Checkpoint, manifest: Manifest, name: str) -> list[str]:
-    """Name the tensors of a shard whose bytes are not those that were written."""
+    """Return the tensors of a shard whose hash differs from the manifest's."""
     record = manifest.shards.get(name)
     found = []
     for tensor, stated in record.tensors.items() if record is not None else ():

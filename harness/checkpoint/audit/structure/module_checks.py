@@ -1,12 +1,9 @@
-"""One stored module against the parameter that it should hold: what it is, and what is wrong.
+"""Check one stored module against its parameter: which format it has and which rules it breaks.
 
-Owns the diagnosis that modules.py leaves to its reader: ModuleTable.form refuses what no format
-explains, this module says which rule is broken instead. Modules of one shape, with the same
-suffixes and dtypes, are judged once: of 73,164 parameters of V4-Pro a few dozen differ. Shapes are
-logical unless a tensor is named.
-
-Judges nothing by numbers, and no fused module (fused_checks.py).
-Kept honest by suites/checkpoint/audit/structure/test_module_checks.py.
+ModuleTable.form rejects a module that no format explains; this module names the broken rule.
+Modules with the same shapes, suffixes and dtypes are checked once: of 73,164 parameters of V4-Pro a
+few dozen differ. Shapes are logical (unpacked) unless a tensor is named. Values are never read;
+fused modules are checked in fused_checks.py.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _ANOTHER_TOOL = "Find out which tool wrote it, and write the module again."
 
 
 class Issue(NamedTuple):
-    """One rule that a module breaks. `part`: the tensor that shows it; None: the whole module."""
+    """A rule that a module breaks. `part`: the offending tensor; None: the whole module."""
 
     rule: Rule
     part: Part | None
@@ -66,7 +63,7 @@ class Issue(NamedTuple):
 
 @dataclass
 class ModuleCheck:
-    """What a module is. `weight`: its format's name, BF16 for plain values, None: unknown."""
+    """Result for one module. `weight`: format name, BF16 for plain values, None: unknown."""
 
     weight: str | None = None
     has_input_scale: bool = False
@@ -80,14 +77,14 @@ class ModuleCheck:
 
 
 class ModuleChecks:
-    """Judges the modules of one checkpoint; alike ones once."""
+    """The checks of one checkpoint's modules, cached by shape, dtype and suffix."""
 
     def __init__(self, table: ModuleTable) -> None:
         self._table = table
         self._known: dict[tuple[object, ...], ModuleCheck] = {}
 
     def check(self, parameter: Parameter, module: str) -> ModuleCheck:
-        """Judge the stored module of one parameter; it must be there."""
+        """Return the result for the stored module of one parameter; it must exist."""
         try:
             parts = self._table.parts(module)
         except Refused as error:
@@ -150,7 +147,7 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
 
 
 def _deepgemm_form(parameter: Parameter, parts: Parts) -> str:
-    """Name the format of wo_a by groups, with scales in fp32 or four UE8M0 a word; else empty."""
+    """Return the format of a grouped wo_a, its scales fp32 or packed UE8M0; else empty."""
     codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or len(codes.shape) != _BY_GROUPS or scales is None:
         return ""
@@ -208,7 +205,7 @@ def _judge_shape(
 
 
 def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> BlockFormat | None:
-    """Judge codes and their scales; return the format where the two tensors show one."""
+    """Check codes and their scales; return the format if the two tensors determine it."""
     codes = parts[Part.CODES]
     shape = codes.shape
     if codes.dtype in PAIRS and shape:
@@ -263,7 +260,7 @@ def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> Bloc
 def _format_shown(
     check: ModuleCheck, element: str, shape: tuple[int, ...], parts: Parts
 ) -> BlockFormat | None:
-    """Find the format of codes with block scales; say which rule is broken where there is none."""
+    """Return the format of codes with block scales; report the broken rule if none fits."""
     scales = parts[Part.BLOCK_SCALE]
     scale = SCALE_OF_DTYPE.get(scales.dtype)
     known = [fmt for fmt in BLOCK_FORMATS.values() if fmt.element.name == element]
@@ -313,7 +310,7 @@ def _from_packed(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
 
 
 def _block_told(shape: tuple[int, ...], scales: tuple[int, ...]) -> str:
-    """Say which block the two shapes show, and whether they look like a kernel's padded layout."""
+    """Describe the block size that two shapes imply, or a kernel's padded layout."""
     if not all(scales) or not all(shape):
         return "empty"
     rows, columns = (

@@ -1,7 +1,7 @@
-"""Which parameters of a checkpoint no known loader reads, because of what they are called.
+"""Report parameters whose names no known loader reads.
 
-Whole layouts decide, not single names: a checkpoint whose spelling some loader knows has no finding
-here, and what it lacks or has too much is a missing or an unexpected tensor.
+A layout is compared as a whole: if some loader knows the checkpoint's spelling there is no finding
+here, and absent or surplus tensors are reported as missing or unexpected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXAMPLES = 8
 
 
 def report_unread_names(inventory: Inventory, findings: Findings) -> None:
-    """Report the parameters that nobody known reads, as one finding: the cause is the spelling."""
+    """Report all parameters that no known loader reads as one finding, by their spelling."""
     config = inventory.config
     if any(loader.knows(inventory.layout, config) for loader in LOADERS):
         return
@@ -32,6 +32,7 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
     if not unread:
         return
     formats = {each.weight for each in inventory.linears}
+    # A silent loader leaves unknown names at random instead of failing.
     silent = [each for each in LOADERS if each.is_silent and formats <= each.formats]
     first, count = unread[0].module, len({each.module for each in unread})
     findings.add(
@@ -49,7 +50,7 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
 
 
 def _unread(inventory: Inventory, layout: Layout) -> list[Found]:
-    """Return the parameters that lie in other modules than a layout puts them."""
+    """Return the parameters whose module differs from the one in a layout."""
     config = inventory.config
     fused = {row: each.target for each in layout.fusions for row in each.members}
     return [

@@ -1,10 +1,8 @@
-"""Partners: linears that engines fuse into one, and which of them must agree in what.
+"""List partners: linears that engines fuse, so that their formats and scales must agree.
 
-Owns the list of partners for a family, read off the engine's fused tensors (anatomy.layouts), and
-the two degrees: gate and up always lie in one tensor, whoever computes; the others are fused by
-some engines only. Partners whose formats differ in the released model (V3.2's indexer.wk and
-weights_proj) are fused by nobody without converting them.
-Kept honest by suites/checkpoint/audit/structure/test_structure.py.
+The list is read off the engine's fused tensors (harness/model/layouts). Gate and up are fused by
+every engine, other partners by some. Partners whose formats differ in the released model (V3.2's
+indexer.wk and weights_proj) are left out: no engine fuses them without converting them.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Fusable(NamedTuple):
 
 
 class Partners(NamedTuple):
-    """The partners of one block, or of one expert, in their order."""
+    """The partners of one block, or of one expert, in the order of their fusion."""
 
     members: tuple[Found, ...]
     always: bool
@@ -42,7 +40,7 @@ class Partners(NamedTuple):
 
 @lru_cache(maxsize=8)
 def fusable(config: Config) -> tuple[Fusable, ...]:
-    """List the rows that are partners in a family."""
+    """Return the rows that are partners in a family."""
     recipe = recipe_named("official", config)
     formats = {each.row.name: recipe.format_of(each) for each in _one_a_row(config)}
     found = []
@@ -59,7 +57,7 @@ def _one_a_row(config: Config) -> list[Parameter]:
 
 
 def partners(inventory: Inventory) -> list[Partners]:
-    """Return all partners of which at least two are there."""
+    """Return all groups of partners of which at least two are present."""
     groups: dict[tuple[object, int | None, int], list[Found]] = defaultdict(list)
     kinds = fusable(inventory.config)
     place = {row: (i, j) for i, kind in enumerate(kinds) for j, row in enumerate(kind.rows)}

@@ -1,9 +1,8 @@
-"""Scalar scales of NVFP4 modules: what partners share, and what must not be inside.
+"""Check the scalar scales of NVFP4 modules: equal among partners, and free of the input scale.
 
-Owns the reading of every weight_scale_2 and input_scale (two numbers a module, in the order of
-the files), and the two judgements that need nothing else: partners have equal scales, and no weight
-scale has its input scale as a factor. Whether a scale is finite, positive and of a sensible size is
-the business of the numbers audit. Kept honest by suites/checkpoint/audit/structure/test_scalars.py.
+Every weight_scale_2 and input_scale is read: two numbers a module, in the order of the files.
+Partners must have equal scales, and no weight scale may have its input scale as a factor. Whether a
+scale is finite, positive and of a sensible size is checked by the numbers audit.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Scalars = dict[str, tuple[float, ...]]
 
 
 def report_scalars(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
-    """Report partners that do not share their scales, and weight scales with an input scale."""
+    """Report partners with unequal scales, and weight scales multiplied by an input scale."""
     entries = _scalar_entries(checkpoint, inventory)
     scalars = _read(each for parts in entries.values() for each in parts.values())
     for group in partners(inventory):
@@ -59,7 +58,7 @@ def report_scalars(checkpoint: Checkpoint, inventory: Inventory, findings: Findi
 def _scalar_entries(
     checkpoint: Checkpoint, inventory: Inventory
 ) -> dict[str, dict[Part, TensorEntry]]:
-    """Return the scalar scales of every NVFP4 module; those that lack one have their finding."""
+    """Return the scalar scales of every NVFP4 module; absent ones are reported elsewhere."""
     found: dict[str, dict[Part, TensorEntry]] = {}
     for each in inventory.found:
         if each.weight == NVFP4 and each.module not in found:
@@ -85,7 +84,7 @@ def _compare(
     scalars: Scalars,
     told: tuple[Rule, Inventory, Findings],
 ) -> None:
-    """Compare the scalars of partners that lie in modules of their own, bit for bit."""
+    """Compare, bit for bit, the scalars of partners in separate modules."""
     rule, inventory, findings = told
     for part in _SCALARS:
         names = [
@@ -126,7 +125,7 @@ def _compare_stacked(
     scalars: Scalars,
     findings: Findings,
 ) -> None:
-    """Compare the scalars of partners that lie in one module: its last extent counts them."""
+    """Compare the scalars of partners in one module, whose last extent counts them."""
     always = {row: kind.always for kind in fusable(inventory.config) for row in kind.rows}
     by_module = {each.module: each for each in inventory.found if each.module in inventory.fused}
     for module, found in by_module.items():
@@ -151,7 +150,7 @@ def _report_factor(
     scalars: Scalars,
     findings: Findings,
 ) -> None:
-    """Report weight scales that are too small by just their input scale."""
+    """Report weight scales that are too small by a factor of their input scale."""
     rows: dict[str, list[tuple[Found, float, float]]] = defaultdict(list)
     for each in inventory.found:
         parts = entries.get(each.module, {})
@@ -174,10 +173,10 @@ def _report_factor(
 
 
 def _is_common(members: list[tuple[Found, float, float]], usual: float) -> bool:
-    """Tell whether all scales of a row have the factor, so that none stands out.
+    """Return whether all scales of a row have the factor, so that none stands out.
 
-    Either no trained matrix is so small, or it is small and the weight scales rise and fall with
-    the input scales one to one, where independent ones have a slope of 0.
+    Either the row is smaller than any trained matrix, or it is small and its weight scales follow
+    the input scales with a slope near 1, where independent ones have a slope of 0.
     """
     if usual * _LARGEST_CODED < _TINIEST_MATRIX:
         return True

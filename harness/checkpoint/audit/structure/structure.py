@@ -1,14 +1,9 @@
-"""The structure audit: everything is there, in the shape and format that the config implies.
+"""Audit a checkpoint's structure: every tensor that the config implies, in its shape and format.
 
-Owns `audit_structure`, which reads heads and configs, and of the data only scalar scales and a few
-rows of indexers. It reports the problems of the files, then compares the config's parameters with
-the stored modules: missing, unexpected, wrong. Formats against the quantisation config are in
-structure/formats.py, what fused partners share in structure/scalars.py, the rules in
-rules/structure.py.
-
-Raises nothing for what it finds; a checkpoint of an unknown model is judged module by module.
-Needs no torch. Kept honest by suites/checkpoint/audit/structure/test_structure.py (healthy
-checkpoints of every layout, and one planted fault a rule).
+`audit_structure` reads headers and configs, and of the data only scalar scales and a few rows of
+indexers. It reports problems of the files, then compares the config's parameters with the stored
+modules: missing, unexpected, wrong. Problems are returned as findings, never raised. Modules of an
+unknown model are checked one by one. Needs no torch.
 """
 
 from __future__ import annotations
@@ -56,12 +51,12 @@ _KNOWN_EXTRAS = re.compile(r"\.(rotary_emb\.inv_freq|[kvq]_scale|[kv]_proj\.outp
 
 
 def is_known_extra(module: str) -> bool:
-    """Tell whether a module is an engine's buffer and no parameter of a model."""
+    """Return whether a module is an engine's buffer and not a parameter of a model."""
     return _KNOWN_EXTRAS.search(module) is not None
 
 
 def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
-    """Judge the structure of a checkpoint; survey() opens one for this that open() refuses."""
+    """Return the structure findings; open the checkpoint by survey(), as open() may raise."""
     findings = Findings()
     lost = lost_modules(checkpoint)
     _report_problems(checkpoint, lost, findings)
@@ -146,7 +141,7 @@ def _report_spelling(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> 
 
 
 def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings) -> None:
-    """Report modules that are no weight in a known format, whatever the model."""
+    """Report modules that are not a weight in a known format, whatever the model."""
     for module in modules:
         try:
             table.form(module)
@@ -168,7 +163,7 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
 
 
 def _report_method(checkpoint: Checkpoint, formats: Iterable[str], findings: Findings) -> None:
-    """Report a quantisation method whose codes are none of those that are stored."""
+    """Report a stated quantisation method whose codes are not among those stored."""
     method = str(checkpoint.quantisation.get("config.json", {}).get("quant_method"))
     stored = sorted(formats)
     if method in OTHER_METHODS and stored:
@@ -184,9 +179,9 @@ def _report_method(checkpoint: Checkpoint, formats: Iterable[str], findings: Fin
 
 
 def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]:
-    """Report modules whose block scales are named otherwise than most of their format.
+    """Report modules whose block scales have another suffix than most of their format.
 
-    Returns the formats that there are.
+    Return the names of the formats present.
     """
     named: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, bits in table.suffixes.items():
@@ -222,7 +217,7 @@ def _is_coarse(table: ModuleTable, module: str) -> bool:
 
 
 def _report_missing(inventory: Inventory, findings: Findings) -> None:
-    """Report what is absent: by block, by expert, or one by one."""
+    """Report absent parameters: by block, by expert, or one by one."""
     there = {each.parameter.block for each in inventory.found}
     by_expert: dict[tuple[object, int], list[tuple[Parameter, str]]] = defaultdict(list)
     blocks = set()
@@ -239,6 +234,7 @@ def _report_missing(inventory: Inventory, findings: Findings) -> None:
     rows = sum("{e}" in row for row in {each.row.name for each in parameters(inventory.config)})
     for absent in by_expert.values():
         parameter, module = absent[0]
+        # An expert that lacks some parameters but not all is reported parameter by parameter.
         if len(absent) < rows:
             for each in absent:
                 _report_parameter(inventory, *each, findings)
@@ -308,7 +304,7 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
 
 
 def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Issue) -> bool:
-    """Tell whether an indexer's tensor has the shape that the main compressor's should have."""
+    """Return whether an indexer's tensor has the main compressor's expected shape."""
     name = parameter.row.name
     if issue.rule is not rules.WRONG_SHAPE or not name.startswith(_INDEXER_COMPRESSOR):
         return False
@@ -317,7 +313,7 @@ def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Issu
 
 
 def _as_fused(names: LogicalNames) -> LogicalNames:
-    """Read names as a layout with fused compressors where a module is called so."""
+    """Return names under the layout with fused compressors if a module has such a name."""
     is_v4 = isinstance(names.config, V4Config) and not names.layout.fusions
     if is_v4 and any(module.endswith(FUSED_COMPRESSOR) for module in names.table.suffixes):
         return replace(names, layout=with_fused_compressors(names.layout))
