@@ -1,1 +1,1 @@
-"""From checkpoint to checkpoint: units of work and values that all transforms share."""
+"""Checkpoint-to-checkpoint transforms: convert formats and layouts, quantise, prove the output."""

@@ -1,16 +1,14 @@
-"""The files beside the shards of a converted checkpoint: configs, and what is copied unchanged.
+"""Write the configs of a converted checkpoint and choose which companion files are copied.
 
-Owns config.json (the source's own, with another `quantization_config`), hf_quant_config.json, and
-the list of companions that may be copied: tokenizer, generation config, templates, licence, README.
-Everything else stays behind and is named with the reason; code never travels. A link that the hub's
-cache made is the file behind it; any other link stays behind.
+config.json is the source's own with another `quantization_config`; hf_quant_config.json is written
+anew. Tokenizer, generation config, templates, licence and README are copied. Every other file is
+left out and reported with its reason; code is never copied. A link made by the hub's cache counts
+as the file it points to; any other link is left out.
 
-NVFP4 weights whose inputs have no scale are declared W4A16_NVFP4: told NVFP4, an engine would
+NVFP4 weights without an input scale are declared W4A16_NVFP4. Declared as NVFP4, an engine would
 quantise activations with the uninitialised memory of an input_scale that nobody wrote.
 
-Refuses nothing: what cannot be copied safely (links, programs, large or special files) is named.
 Sources: nvidia-modelopt 0.47 torch/export/convert_hf_config.py; vLLM #41769 (reads W4A16_NVFP4).
-Kept honest by suites/checkpoint/transform/test_configs_out.py.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ _WEIGHT_ONLY = "W4A16_NVFP4"
 
 
 def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> dict[str, bytes]:
-    """Spell config.json and hf_quant_config.json; the source's other entries stay as they are."""
+    """Write config.json and hf_quant_config.json; the source's other entries stay as they are."""
     raw = dict(source)
     raw.pop("quantization_config", None)
     if isinstance(config, V4Config) and layout.spelling is Spelling.HUGGINGFACE:
@@ -90,7 +88,7 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
 
 
 def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return `quantization_config` and what hf_quant_config.json says, weights alone where so."""
+    """Return `quantization_config` and hf_quant_config.json's content, weight-only if need be."""
     stated, beside = quantisation(config, layout)
     if is_weight_only(config, layout):
         return _without_activations(stated), _without_activations(beside)
@@ -98,14 +96,14 @@ def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dic
 
 
 def is_weight_only(config: Config, layout: Layout) -> bool:
-    """Tell whether weights are NVFP4 and no activation in front of them is."""
+    """Tell whether there are NVFP4 weights and no activation before them is quantised."""
     recipe = layout.recipe_for(config)
     found = {recipe.format_of(each) for each in parameters(config)}
     return {each.activation for each in found if each.weight == "NVFP4"} == {BF16}
 
 
 def companions(source: Path, taken: Collection[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the files that travel unchanged, and the others with the reason why they do not."""
+    """Return the files to copy unchanged, and the others with the reason for leaving them out."""
     copied: dict[str, bytes] = {}
     passed_over: dict[str, str] = {}
     room = MOST_COMPANIONS
@@ -145,7 +143,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _without_activations(stated: Any) -> Any:
-    """Say W4A16 instead of W4A4, wherever it is said."""
+    """Replace W4A4 by W4A16 wherever a config states it."""
     if isinstance(stated, dict):
         return {
             key: _WEIGHT_ONLY if value == "NVFP4" else _without_activations(value)

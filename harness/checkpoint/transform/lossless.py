@@ -1,12 +1,11 @@
-"""MXFP4 to NVFP4 without loss: the same codes, one exponent moved from blocks to the tensor.
+"""MXFP4 to NVFP4 without loss: keep the codes, move one exponent from the blocks to the tensor.
 
-Owns the rule. An MXFP4 block of 32 has the scale 2^k. With k_max the largest k of all blocks that
-hold a value, the tensor scale is 2^(k_max - 8), and each half of the block gets 2^(k - k_max + 8),
-which E4M3 holds exactly from 2^-9 to 2^8: so it is exact where k_max - k <= 17. Blocks without a
-value (all codes zero) fit anywhere. Partners that share a tensor scale are judged together.
+An MXFP4 block of 32 has the scale 2^k. Let k_max be the largest k of all blocks that hold a nonzero
+value. The tensor scale is 2^(k_max - 8), and both halves of a block get 2^(k - k_max + 8). E4M3
+holds 2^-9 to 2^8 exactly, so the result is exact where k_max - k <= 17. Blocks of zeros always fit.
+Partners that share a tensor scale are judged together. The NaN scale (code 255) raises an error.
 
-`proven` compares what both sides decode to, as float64 and bit for bit; nothing is assumed of the
-rule. Refuses the NaN scale (code 255). Kept honest by suites/checkpoint/transform/test_lossless.py.
+`proven` compares decoded values in float64, bit for bit, without relying on this rule.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _HALVES = 2  # NVFP4 blocks in one MXFP4 block
 
 
 class Exponents(NamedTuple):
-    """The smallest and the largest exponent among blocks that hold a value; None: no such block."""
+    """The smallest and largest exponent among blocks that hold a nonzero value."""
 
     low: int
     high: int
 
 
 def exponents_of(codes: Tensor, block_scale: Tensor) -> Exponents | None:
-    """Find the exponents of packed codes [..., K/2] with UE8M0 bytes [..., K/32]."""
+    """Return the exponents of packed codes [..., K/2] with UE8M0 bytes [..., K/32]."""
     scales = block_scale.view(torch.uint8)
     if bool(scales.eq(_NAN).any()):
         where = scales.eq(_NAN).nonzero()[0].tolist()
@@ -63,7 +62,7 @@ def joined(parts: list[Exponents | None]) -> Exponents | None:
 
 
 def fits(exponents: Exponents | None) -> bool:
-    """Tell whether NVFP4 can hold them exactly, its tensor scale being no less than 2^-149."""
+    """Tell whether NVFP4 holds them exactly; its tensor scale must be at least 2^-149."""
     if exponents is None:
         return True
     return exponents.high - exponents.low <= WIDEST and exponents.high - _TOP >= -149
@@ -75,7 +74,7 @@ def tensor_scale_of(exponents: Exponents | None) -> float:
 
 
 def block_scales_of(block_scale: Tensor, exponents: Exponents | None) -> Tensor:
-    """Turn UE8M0 bytes [..., K/32] into E4M3 bytes [..., K/16]."""
+    """Convert UE8M0 bytes [..., K/32] to E4M3 bytes [..., K/16]."""
     high = 0 if exponents is None else exponents.high
     moved = block_scale.view(torch.uint8).int() - _BIAS - high + _TOP
     powers = decode_array((moved.clamp(_TOP - WIDEST, _TOP) + _BIAS).byte(), UE8M0)
@@ -83,7 +82,7 @@ def block_scales_of(block_scale: Tensor, exponents: Exponents | None) -> Tensor:
 
 
 def proven(codes: Tensor, source_scale: Tensor, block_scale: Tensor, tensor_scale: float) -> bool:
-    """Tell whether every value is the same number on both sides; the codes are shared."""
+    """Tell whether every decoded value is equal on both sides; the codes are shared."""
     expected = decode_array(source_scale.view(torch.uint8), UE8M0).double()
     packed = codes.view(torch.uint8).reshape(*expected.shape, _HALVES, -1).contiguous()
     holds = ((packed.view(torch.int64) & 0x7777777777777777) != 0).any(-1)

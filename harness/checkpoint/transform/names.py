@@ -1,8 +1,8 @@
-"""What the tensors of a conversion are called: as the consumer that it is written for reads them.
+"""Name the tensors of a conversion's target as the consumer that it is written for reads them.
 
 A source whose spelling the consumer knows keeps it. Any other is renamed as a whole, copied tensors
-too: a checkpoint in two spellings is read by nobody. NVFP4 is named as ModelOpt names it in every
-spelling; FP8 scales are `.scale` in DeepSeek's and `.weight_scale_inv` elsewhere.
+included, because no loader reads a checkpoint in two spellings. NVFP4 uses ModelOpt's suffixes in
+every spelling. FP8 scales are `.scale` in DeepSeek's and `.weight_scale_inv` elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TargetNames:
     """The names of one conversion's target, by those of its source.
 
-    `source` None: a model that no config describes, whose names stay.
+    `source` None: a model that no config describes; its names stay.
     """
 
     def __init__(self, source: LogicalNames | None, to: str) -> None:
@@ -35,7 +35,7 @@ class TargetNames:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The layout that the target is spelled in, with the source's way of naming scales."""
+        """The layout that spells the target, with the source's suffixes for scales."""
         names = self._source
         if names is None:
             return None
@@ -57,7 +57,7 @@ class TargetNames:
 
     @cached_property
     def _tensors(self) -> Mapping[str, str]:
-        """Source tensor to target tensor, of every module whose path or suffix changes."""
+        """Map source tensor to target tensor, for every module whose path or suffix changes."""
         names, layout = self._source, self.layout
         if names is None or layout is None:
             return {}
@@ -74,19 +74,19 @@ class TargetNames:
         return found
 
     def module(self, name: str) -> str:
-        """Spell a module of the source as the target does."""
+        """Return the target's name of a module of the source."""
         return self._modules.get(name, name)
 
     def tensor(self, name: str) -> str:
-        """Spell a tensor that is copied as the target does."""
+        """Return the target's name of a copied tensor."""
         return self._tensors.get(name, name)
 
     def beside(self, module: str, name: str) -> str:
-        """Spell a new module of this name next to one of the source."""
+        """Return the name of a new module that shares the parent of one of the source."""
         return f"{self.module(module).rpartition('.')[0]}.{name}"
 
     def parts(self, module: str, fmt: BlockFormat | None) -> Mapping[Part, str]:
-        """Name the tensors of a target's module that is written in a format; None: BF16."""
+        """Name the tensors of a target module that is written in a format; None: BF16."""
         spelling = self.layout.spelling if self.layout else Spelling.HUGGINGFACE
         table = suffixes_named("deepseek" if spelling is Spelling.DEEPSEEK else "huggingface")
         parts = [Part.VALUE] if fmt is None else [Part.CODES, Part.BLOCK_SCALE]

@@ -1,12 +1,9 @@
-"""Weights in another format: decode a panel of rows, encode it, and stream the parts out.
+"""Recode weights to another format: decode a panel of rows, encode it, and stream the parts.
 
-Owns `Recoded`: one or more source weights, stacked along rows, in one target format (BF16, FP8 in
-128x128 blocks, NVFP4). Codes are made once; the scales that fall off are kept until they are asked
-for, and made again where a resumed run asks for them alone. FP8 whose scales can be kept exactly
-keeps its codes: nothing is rounded twice.
-
-Refuses stacks of different widths, or cut through a block. Input scales are never touched here:
-they belong to activations. Kept honest by suites/checkpoint/transform/convert/test_fp8_block.py.
+`Recoded` is one or more source weights, stacked along rows, in one target format (BF16, FP8 in
+128x128 blocks, NVFP4). The weights need equal widths, and only the last may end within a block.
+FP8 keeps its codes where the target holds its scales exactly, so nothing is rounded twice. Input
+scales belong to activations and are not handled here.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _DTYPES = {"E2M1": "U8", "E4M3": "F8_E4M3", "UE8M0": "F8_E8M0", "FP32": "F32"}
 
 
 class Partners:
-    """Weights that one tensor scale covers. `exact`: what a proof found their magnitudes to be."""
+    """Weights that share one tensor scale. `exact`: their magnitudes, as a proof measured them."""
 
     def __init__(self, weights: Sequence[StoredWeight]) -> None:
         self.weights = tuple(weights)
@@ -63,7 +60,7 @@ class Partners:
 
     @cached_property
     def amax(self) -> Tensor:
-        """The largest magnitude of all of them; they are read when first asked for."""
+        """The largest magnitude of all of them, read at first use."""
         return largest_magnitude(self.weights)
 
 
@@ -113,6 +110,7 @@ class Recoded:
                 yield codes
             self._scales = torch.cat(scales)
         elif part is Part.BLOCK_SCALE:
+            # Codes come first and keep their scales. A resumed run may request the scales alone.
             kept, self._scales = self._scales, None
             yield kept if kept is not None else torch.cat([scale for _, scale in self._panels()])
         else:
@@ -148,7 +146,7 @@ class Recoded:
 
     @property
     def by_powers(self) -> bool:
-        """Whether fp32 scales are powers of two: MXFP4 of few exponents a block loses nothing."""
+        """Whether fp32 scales are powers of two: lossless for MXFP4 of few exponents a block."""
         of_mxfp4 = all(each.format == MXFP4 for each in self.weights)
         return self.format == FP8_128X128_F32 and of_mxfp4
 

@@ -1,15 +1,16 @@
-"""From values to ModelOpt NVFP4 by a scale rule, and how much of the error the format explains.
+"""Quantise values to ModelOpt's NVFP4 by a scale rule, and measure the error above its floor.
 
-Owns the three rules. `amax`: the tensor scale is A / (6 * 448), a block's largest magnitude becomes
-6; that is ModelOpt's default, bit for bit. `mse`: the same tensor scale, and of the 17 block scales
-from 8 codes below to 8 above (an octave each way) the one with the least squared error. `four-over-
-six`: tensor scale A / (6 * 256), and per block 6 or 4 for its largest magnitude, 6 if both are
-equal: ModelOpt's rule for the scales, with the choice by squared error.
+With A the largest magnitude of the tensor, the rules are:
+  amax           tensor scale A / (6 * 448); a block's largest magnitude becomes 6. ModelOpt's
+                 default, bit for bit.
+  mse            the same tensor scale; of the 17 block scales from 8 codes below to 8 above (an
+                 octave each way) the one with the least squared error.
+  four-over-six  tensor scale A / (6 * 256); a block's largest magnitude becomes 6 or 4, whichever
+                 has the smaller squared error, 6 if equal. ModelOpt's rule for the scales.
 
-Owns the floor: what the `mse` search leaves with the same tensor scale, measured on every 32nd row.
+The floor is the error of the `mse` search with the same tensor scale, measured on every 32nd row.
 Error over floor is 1 at best; a healthy amax quantisation of weights has about 1.17.
-
-Refuses values that are not finite. Kept honest by suites/checkpoint/transform/test_scale_search.py.
+Values that are not finite raise an error.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from degarble.harness.formats.fast.modelopt import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Every 32nd row is sampled for the floor.
 FLOOR_ROWS = 32
 _OCTAVE = tuple(move for step in range(1, 9) for move in (-step, step))
 _SEARCHES = {
@@ -42,7 +44,7 @@ _SEARCHES = {
 
 
 class ScaleRule(StrEnum):
-    """How block scales are chosen; the words of the command line."""
+    """The rule that chooses block scales; values are those of the command line."""
 
     AMAX = "amax"
     MSE = "mse"
@@ -50,7 +52,7 @@ class ScaleRule(StrEnum):
 
     @property
     def full_scale(self) -> float:
-        """What the largest magnitude of a tensor is divided by."""
+        """The divisor of a tensor's largest magnitude."""
         return 6.0 * (256.0 if self is ScaleRule.FOUR_OVER_SIX else 448.0)
 
 
@@ -70,7 +72,7 @@ def tensor_scale(amax: float, rule: ScaleRule) -> float:
 
 
 class Quantised(NamedTuple):
-    """Some rows: packed codes and E4M3 bytes."""
+    """Quantised rows: packed codes and E4M3 bytes."""
 
     codes: Tensor
     block_scale: Tensor
@@ -93,7 +95,7 @@ class Errors:
     floor: float = 0.0
 
     def add(self, first_row: int, values: Tensor, made: Quantised, scale: float) -> None:
-        """Compare what was made, as it will be stored, with the values it was made from."""
+        """Compare decoded rows, as they will be stored, with the values they were made from."""
         found = measure(values, *made, scale)
         self.energy += found.energy
         self.error += found.error

@@ -1,11 +1,8 @@
-"""What conversions read: the linears of a checkpoint, and their values by panels of rows.
+"""Read a conversion's source: choose linears by pattern, and walk their values by panels of rows.
 
-Owns the choice of linears by pattern and the walk over row panels, cut where 128-row blocks end, so
-that memory is bounded whatever a weight's size. A walk gives the pages behind it back.
-
-Refuses patterns that reach no linear, and fused or stacked sources, by name: their members are
-taken apart by the conversion `back` first. Kept honest by
-suites/checkpoint/transform/convert/test_bf16.py.
+Panels end where 128-row blocks end, so memory is bounded whatever the size of a weight. The walk
+releases the pages it has read. A pattern that matches no linear raises an error, and so does a
+fused or stacked source: undo it by the conversion `back` first.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class Linear(NamedTuple):
 
     @property
     def input_scale(self) -> tuple[tuple[str, str], ...]:
-        """Its input scale as a thing left out: it belongs to activations, never to weights."""
+        """Its input scale as a tensor to leave out: it belongs to activations, never to weights."""
         entry = self.weight.form.parts.get(Part.INPUT_SCALE)
         return ((entry.name, "scales activations, which are not quantised here"),) if entry else ()
 
@@ -85,7 +82,7 @@ def linears(checkpoint: Checkpoint) -> Iterator[Linear]:
 
 
 def chosen(found: Iterable[Linear], only: tuple[str, ...]) -> Iterator[Linear]:
-    """Yield the linears that a pattern names; a pattern that reaches none is refused."""
+    """Yield the linears that a pattern matches; raise for a pattern that matches none."""
     reached: set[str] = set()
     for linear in found:
         hits = [p for p in only if fnmatchcase(linear.name, p) or fnmatchcase(linear.module, p)]
@@ -100,7 +97,7 @@ def chosen(found: Iterable[Linear], only: tuple[str, ...]) -> Iterator[Linear]:
 
 
 def require_model(checkpoint: Checkpoint, to: str) -> tuple[Config, LogicalNames]:
-    """Refuse a checkpoint whose parameters have no logical names."""
+    """Raise for a checkpoint whose parameters have no logical names."""
     if checkpoint.model is None or checkpoint.names is None:
         raise LayoutMismatch(
             f"source of {to}",

@@ -1,8 +1,7 @@
-"""Stored rows as float32, quickly: what a conversion decodes before it quantises again.
+"""Decode stored rows to float32 quickly, before a conversion quantises them again.
 
-Owns `row_values`: the same numbers as Weight.values(float32), bit for bit, by table for MXFP4 and
-NVFP4 and by whole rows of blocks for FP8. What it has no quick way for takes the definition.
-Refuses nothing. Kept honest by suites/checkpoint/transform/test_source_values.py.
+`row_values` returns the same numbers as Weight.values(float32), bit for bit: by table for MXFP4 and
+NVFP4, by whole rows of blocks for FP8, and by the definition for any other format.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The vocabulary of conversions: options, units of work, proofs. Imports no sibling.
+"""Records of conversions: options, units of work, proofs.
 
-Owns the records. A *unit* makes one module of the target from modules of the source: it says which
-tensors it makes, which ones of the source it takes in, which it leaves out and why, and how its
-output is compared with its source. A conversion is the function that lists the units of a
-checkpoint; what no unit takes in is copied byte by byte.
-
-Refuses options that are unknown or of an unknown value, by name. Kept honest by
-suites/checkpoint/transform/convert/test_job.py.
+A *unit* makes one module of the target from modules of the source. It lists the tensors it makes,
+the source tensors it takes in, those it leaves out and why, and compares its output with its
+source. A conversion is a function that lists the units of a checkpoint; tensors that no unit takes
+are copied byte by byte. Imports no sibling.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """What a conversion may be told; each one takes some of them, and the first choice by default.
+    """Options of all conversions; each one accepts some of them. Defaults are the first choices.
 
     `only`: patterns of logical or stored names; empty: all that the conversion is for.
     """
@@ -61,7 +58,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, object], accepted: Iterable[str], to: str) -> Options:
-        """Make options from names and values; what this conversion does not take is refused."""
+        """Return options from names and values; raise for one that this conversion lacks."""
         known = tuple(accepted)
         for name in given:
             if name not in known:
@@ -69,7 +66,7 @@ class Options:
         return replace(cls(), **given)  # type: ignore[arg-type]  # values are checked above
 
     def told(self, accepted: Iterable[str]) -> dict[str, object]:
-        """Return what the conversion was told, as JSON holds it."""
+        """Return the accepted options as JSON values."""
         taken = set(accepted)
         return {
             each.name: list(value) if isinstance(value, tuple) else value
@@ -98,7 +95,7 @@ class TensorProof(NamedTuple):
     beyond: int  # further from it than the bound
     bound: str  # what was allowed, in words
     worst: Worst | None = None
-    faults: tuple[str, ...] = ()  # what is wrong beside the values
+    faults: tuple[str, ...] = ()  # what is wrong apart from the values
 
     @property
     def holds(self) -> bool:
@@ -112,7 +109,7 @@ class TensorProof(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One module of the target. `left_out`: source tensors that end here, with the reason."""
+    """One module of the target. `left_out`: source tensors that are left out, with the reason."""
 
     key: str
     tensors: tuple[PlannedTensor, ...]
@@ -125,7 +122,7 @@ class Unit(NamedTuple):
 
 
 class Work(Protocol):
-    """A conversion of one source, as those see it who write what lies beside its shards."""
+    """A conversion of one source, as the writers of its configs use it."""
 
     @property
     def to(self) -> str:
@@ -134,7 +131,7 @@ class Work(Protocol):
 
     @property
     def options(self) -> Options:
-        """What it was told."""
+        """The options of the conversion."""
         ...
 
     @property
@@ -144,32 +141,32 @@ class Work(Protocol):
 
     @property
     def conversion(self) -> Conversion:
-        """The row of the registry."""
+        """The conversion, from the registry."""
         ...
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is converted."""
+        """The units of the conversion."""
         ...
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Source tensors that stay as they are."""
+        """The source tensors that are copied."""
         ...
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Source tensors that end here, with the reason."""
+        """The source tensors that are left out, with the reason."""
         ...
 
     @property
     def names(self) -> TargetNames:
-        """What the target's tensors are called."""
+        """The names of the target's tensors."""
         ...
 
 
 class Return(Protocol):
-    """A way back, as those see it who take a layout apart."""
+    """The inverse of a conversion, as the code that takes a layout apart uses it."""
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -178,18 +175,18 @@ class Return(Protocol):
 
     @property
     def names(self) -> LogicalNames:
-        """The names of what it was made from."""
+        """The names of the conversion's source."""
         ...
 
     @property
     def options(self) -> Options:
-        """What the conversion was told."""
+        """The options of the conversion."""
         ...
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A row of the registry: name, what it promises, its options, and the units it makes."""
+    """A row of the registry: name, promise, options, and the function that lists its units."""
 
     name: str
     promise: str

@@ -1,1 +1,1 @@
-"""Conversions between checkpoints: each streams from a view and can prove its output."""
+"""Conversions between checkpoint formats, streamed from a view and provable afterwards."""

@@ -1,14 +1,12 @@
-"""The way back, where nothing was lost: the source's own tensors, byte for byte.
+"""Undo a lossless conversion: restore the source's own tensors, byte for byte.
 
-Owns the undoing of `vllm` (any backend), `fused-compressor`, `deepgemm-wo-a` and `nvfp4-lossless`.
-What the source held is read from conversion_source.json; every one of its tensors is made again:
-copied, cut out of a fused or stacked tensor, taken out of a backend's order, or its scale moved
-back from words and exponents. Blocks of zeros have no exponent in NVFP4: theirs may come back as
-another one, with the same values.
+Conversions that can be undone: `vllm` (any backend), `fused-compressor`, `deepgemm-wo-a` and
+`nvfp4-lossless`. conversion_source.json lists the source's tensors. Each one is copied, cut out of
+a fused or stacked tensor, taken out of a backend's order, or gets its packed scale restored.
+A tensor that was rounded or left out cannot be restored and raises an error.
 
-Refuses, by name, a tensor that was rounded or left out: there is no way back to it. The proof is
-the forward one, with the restored checkpoint as the source. Kept honest by
-suites/checkpoint/transform/convert/test_back.py.
+Trap: NVFP4 blocks of zeros store no exponent, so their MXFP4 scale may differ from the source's;
+the values are the same. The proof is the forward one, with the restored checkpoint as source.
 """
 
 from __future__ import annotations
@@ -58,17 +56,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Back:
-    """The way back from one converted checkpoint; a producer, like Job."""
+    """The inverse of one conversion; a producer of tensor bytes, like Job."""
 
     source: Path
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without what was opened here."""
+        """Pickle the path only, without the files opened here."""
         return {"source": self.source}
 
     @cached_property
     def state(self) -> SourceState:
-        """The files of the converted checkpoint as they were before they were opened."""
+        """The state of the converted checkpoint's files before they were opened."""
         return SourceState.of(self.source)
 
     @cached_property
@@ -79,17 +77,17 @@ class Back:
 
     @cached_property
     def forward(self) -> Job:
-        """The job that wrote it; its own source is not read."""
+        """The job that wrote it; that job's own source is not read."""
         return job_of(self.source, self.source)
 
     @property
     def options(self) -> Options:
-        """What the conversion was told."""
+        """The options of the conversion."""
         return self.forward.options
 
     @cached_property
     def told(self) -> Mapping[str, Any]:
-        """What conversion_source.json says."""
+        """The content of conversion_source.json."""
         path = self.source / SOURCE
         try:
             told: dict[str, Any] = json.loads(read_small_file(path, LARGEST_INDEX))
@@ -101,7 +99,7 @@ class Back:
 
     @cached_property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """The source's tensors, without places."""
+        """The source's tensors; file and offsets are dummies."""
         return {
             name: TensorEntry(name, dtype, tuple(shape), Path("source"), 0, 0)
             for name, (dtype, shape) in self.told["tensors"].items()
@@ -109,7 +107,7 @@ class Back:
 
     @cached_property
     def names(self) -> LogicalNames:
-        """The source's names."""
+        """The logical names of the source."""
         model = model_of(json.loads(self.told["files"].get("config.json", "{}")))
         names = None if model is None else logical_names(model, ModuleTable(self.entries))
         if names is None:
@@ -123,21 +121,21 @@ class Back:
 
     @cached_property
     def target(self) -> TargetNames:
-        """What the source's tensors are called in the converted checkpoint."""
+        """Map each name of the source to its name in the converted checkpoint."""
         whole = self.forward.conversion.whole
         return TargetNames(None if whole else self.names, self.forward.to)
 
     def planned(self) -> tuple[PlannedTensor, ...]:
-        """List the source's tensors."""
+        """List the tensors to restore."""
         return tuple(PlannedTensor(e.name, e.dtype, e.shape) for e in self.entries.values())
 
     def __call__(self, tensor: PlannedTensor) -> Iterator[Chunk]:
-        """Yield the bytes of one of the source's tensors."""
+        """Yield the bytes of one restored tensor."""
         return self.makers[tensor.name]()
 
     @cached_property
     def makers(self) -> Mapping[str, Maker]:
-        """How each tensor is made; what cannot be is refused."""
+        """Map each tensor to the function that restores it; raise where there is none."""
         special = {
             "vllm": restacked,
             "fused-compressor": _cut_compressors,
@@ -164,7 +162,7 @@ class Back:
     def run(
         self, target: Path, *, workers: Workers = 1, shard_bytes: int = SHARD_BYTES
     ) -> Manifest:
-        """Write the source again, or finish a run that was interrupted."""
+        """Write the source again, or resume an interrupted run."""
         assert self.makers
         sources = {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
         plan = WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)

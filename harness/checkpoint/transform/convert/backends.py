@@ -1,12 +1,11 @@
-"""How each backend's kernels want the stacked experts in NVFP4: row order, padding, scale layout.
+"""Arrange stacked NVFP4 experts as each MoE backend's kernels read them.
 
-Owns the table of backends and the arrangement of one expert's codes and scales. Experts stay packed
-and no value changes: rows move, zeros pad, scale bytes are swizzled. Refuses formats other than
-NVFP4, and extents that a backend's order does not divide, by name.
+A backend fixes the row order of w13 and w2, the zero padding of their extents, and the layout of
+the block scales. No value changes: codes stay packed, rows move, scale bytes are swizzled. Only
+NVFP4 is arranged, and extents must be divisible as the backend's order requires.
 
-Sources: FlashInfer utils.py and fused_moe/core.py, vLLM 0.33 flashinfer_fp4_moe.py and
-oracle/nvfp4.py. Kept honest by suites/checkpoint/transform/convert/test_vllm.py and
-expert_proof.py.
+Sources: FlashInfer utils.py and fused_moe/core.py; vLLM 0.33 flashinfer_fp4_moe.py and
+oracle/nvfp4.py.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ BLOCK = 16  # elements of one NVFP4 scale
 
 @dataclass(frozen=True)
 class Backend:
-    """What one backend's loader does to w13 = [w1; w3] and to w2.
+    """The arrangement that one backend's loader applies to w13 = [w1; w3] and to w2.
 
-    `hidden` and `intermediate`: multiples that these extents are padded to with zeros.
+    `hidden` and `intermediate`: multiples to which these extents are padded with zeros.
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""NVFP4, MXFP4 and FP8 to BF16: codes times scales, rounded once to bfloat16.
+"""Convert NVFP4, MXFP4 and FP8 to BF16: codes times scales, rounded once to bfloat16.
 
-Owns the choice of what is decoded: every quantised linear, or those that `only` names. Directions
-are those of each module's producer: compressed-tensors' global scales divide, all others multiply.
-Input scales are left out, by name: they never touch weights.
-Kept honest by suites/checkpoint/transform/convert/test_bf16.py.
+Decodes every quantised linear, or those that `only` names. The direction of scales is that of each
+module's producer: compressed-tensors' global scales divide, all others multiply. Input scales are
+left out and reported, because they apply to activations only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def to_bf16(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
-    """List one unit a quantised linear."""
+    """List one unit for each quantised linear."""
     for linear in chosen(linears(checkpoint), options.only):
         if linear.weight.format is not None:
             yield recoding(names, names.module(linear.module), [linear], None)

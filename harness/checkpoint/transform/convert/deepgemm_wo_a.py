@@ -1,16 +1,16 @@
-"""wo_a as DeepGEMM's batched product reads it: FP8 [g, r, d] with `weight_scale_inv` beside it.
+"""Convert wo_a to the operand of DeepGEMM's batched product: FP8 [g, r, d] and its decode scales.
 
-Owns the 3-D weight of `bhr,hdr->bhd` (g groups, r output rows each, d inputs) and its scales, a
-128x128 block each, in the form that the GPU's kernel takes:
+g: groups; r: output rows of each; d: inputs. The product is `bhr,hdr->bhd`. Each 128x128 block has
+one scale, stored as `weight_scale_inv` in the form that the GPU's kernel takes:
   sm90   fp32 [g, r/128, d/128], amax / 448
   sm100  int32 [g, ceil(d/512), r]: four UE8M0 bytes a word, repeated for every row, rows (MN)
-         innermost; its transpose [g, r, ceil(d/512)] is what DeepGEMM is given
-Scales are decode scales: DeepGEMM multiplies by them. `direction=encode` stores reciprocals, for a
-consumer that divides. `per=tensor` fills every block with the one scale of the whole weight.
+         innermost; DeepGEMM receives its transpose [g, r, ceil(d/512)]
+DeepGEMM multiplies by the scales. `direction=encode` stores reciprocals for a consumer that
+divides. `per=tensor` fills every block with the one scale of the whole weight. E4M3 scales and
+constant ones are never written.
 
-Refuses V3.2, which has no wo_a, and groups that 128-row blocks cut. Never E4M3 scales, never ones.
-Source: DeepGEMM csrc/apis/{layout,einsum}.hpp; vLLM 0.33. Kept honest by
-suites/checkpoint/transform/convert/test_deepgemm_wo_a.py.
+V3.2 has no wo_a. The rows of a group must be a multiple of 128.
+Source: DeepGEMM csrc/apis/{layout,einsum}.hpp; vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WEIGHT, SCALE = ".weight", ".weight_scale_inv"
 
 
 class Extents(NamedTuple):
-    """Groups, rows of each, columns."""
+    """The extents of wo_a: groups, rows of each, columns."""
 
     groups: int
     rows: int
@@ -68,7 +68,7 @@ class Extents(NamedTuple):
 def to_deepgemm_wo_a(
     checkpoint: Checkpoint, options: Options, names: TargetNames
 ) -> Iterator[Unit]:
-    """List one unit a layer."""
+    """List one unit for each layer."""
     model, _ = require_model(checkpoint, "deepgemm-wo-a")
     if not isinstance(model, V4Config):
         raise LayoutMismatch(
@@ -85,7 +85,7 @@ def to_deepgemm_wo_a(
 
 
 def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
-    """Make the unit of one layer; `module`: what it is called in the target."""
+    """Return the unit of one layer; `module` is its name in the target."""
     rows, columns = linear.weight.shape
     if rows % (groups * BLOCK_ROWS):
         raise ShapeMismatch(
@@ -113,7 +113,7 @@ def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
 
 
 class _WoA:
-    """One layer's weight on its way."""
+    """The conversion of one layer's weight."""
 
     def __init__(self, linear: Linear, module: str, extents: Extents, options: Options) -> None:
         self._linear = linear
@@ -125,7 +125,7 @@ class _WoA:
 
     @property
     def is_kept(self) -> bool:
-        """Whether source codes and scales can stay as they are."""
+        """Whether source codes and scales stay unchanged."""
         fmt = FP8_128X128_UE8M0 if self.as_power else FP8_128X128_F32
         return self._options.per == "block" and keeps_codes(self._linear.weight, fmt)
 
@@ -180,7 +180,7 @@ class _WoA:
         return scale.reshape(())
 
     def _formatted(self, scales: Tensor) -> Tensor:
-        """Bring fp32 decode scales into the form of the GPU's kernel."""
+        """Convert fp32 decode scales to the form of the GPU's kernel."""
         groups, rows, _ = self._extents
         scales = scales.reshape(groups, -1, scales.shape[-1])
         if self._options.direction == "encode":

@@ -1,11 +1,8 @@
-"""The files beside converted shards: configs that say what the tensors are now, and the record.
+"""Write the files next to converted shards: configs and the record of the conversion.
 
-Owns config.json and hf_quant_config.json of the output, read off the formats that its linears have
-after the conversion, never patched by hand; conversion.json (what was done, with which options,
-what was left out and why); conversion_source.json, where there is a way back. The small files
-beside the source's shards travel as harness.checkpoint.transform.configs_out says.
-
-Refuses nothing of its own. Kept honest by suites/checkpoint/transform/convert/test_bf16.py.
+config.json and hf_quant_config.json are derived from the formats of the linears after the
+conversion, never patched. conversion.json records the conversion, its options, and what was left
+out and why. conversion_source.json is written where the conversion can be undone.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _NVFP4 = "NVFP4"
 
 
 def ending_of(job: Work) -> Ending:
-    """Make what lies beside the shards of a conversion."""
+    """Return the files to write next to the shards of a conversion."""
     files = _configs(job)
     copied, passed_over = companions(job.checkpoint.root, taken={CONFIG})
     files |= copied
@@ -87,7 +84,7 @@ def _configs(job: Work) -> dict[str, bytes]:
 
 
 def _left_plain(formats: Mapping[str, Stored], names: LogicalNames, layout: Layout) -> list[str]:
-    """Name all BF16 linears where quant_method fp8 alone would promise another format for some."""
+    """List all BF16 linears, if quant_method fp8 alone would claim another format for some."""
     released = recipe_named("official", names.config)
     plain, stacks = [], set()
     for name, stored in formats.items():
@@ -115,7 +112,7 @@ def _stack(path: str) -> str:
 
 
 def _has_fp8_experts(formats: Mapping[str, Stored]) -> bool:
-    """Tell whether the decoder's experts are FP8, which V4's config says in a word of its own."""
+    """Tell whether the decoder's experts are FP8, which V4's config states in a key of its own."""
     return any(
         ".experts." in name and name.startswith("layers.") and each.weight == FP8_128X128_F32.name
         for name, each in formats.items()
@@ -123,7 +120,7 @@ def _has_fp8_experts(formats: Mapping[str, Stored]) -> bool:
 
 
 def _require_one_way(job: Work, formats: Mapping[str, Stored]) -> None:
-    """Refuse to put weights alone beside weights with quantised activations."""
+    """Raise where some NVFP4 weights have quantised activations and others have not."""
     made = [n for unit in job.units for n, word in unit.formats.items() if word == _NVFP4]
     scaled = [n for n, each in formats.items() if each.weight == _NVFP4 and each.scaled]
     if made and scaled:
@@ -155,7 +152,7 @@ def _written_for(job: Work) -> str:
 
 
 def _source(checkpoint: Checkpoint) -> bytes:
-    """Say what the source was, in full, so that the way back needs nothing else."""
+    """Describe the source in full, so that `back` needs nothing else."""
     files = {}
     for name in (CONFIG, HF_QUANT_CONFIG):
         path = checkpoint.root / name

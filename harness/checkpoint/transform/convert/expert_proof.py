@@ -1,9 +1,8 @@
-"""The proof of vLLM's parameters: every member found again in its fused tensor, value by value.
+"""Prove vLLM's fused and stacked parameters: find every member again and compare its values.
 
-Owns an own way back from a backend's order, spelled by reshape, slices and the published table
-instead of the index functions that wrote it: swizzle, shuffle, interleave, halves. What is not
-arranged is read through the names of anatomy's engine layout.
-Kept honest by the planted faults of suites/checkpoint/transform/convert/test_vllm.py.
+The inverse of a backend's order (swizzle, shuffle, interleave, swapped halves) is written here
+independently, by reshape, slices and the published table. It shares no index function with the code
+that wrote the tensors. Tensors without such an order are read by the names of the `vllm` layout.
 
 Sources: FlashInfer utils.py (table of the shuffle of 32 rows), cuBLAS 128x4 scale tiles.
 """
@@ -73,7 +72,7 @@ def _flat(weight: StoredWeight) -> Tensor:
 
 
 def _bound(source: StoredWeight) -> Bound:
-    """Nothing may differ, but by the one rounding of a divisor that becomes a factor."""
+    """Return no tolerance, or that of the one rounding where a divisor becomes a factor."""
     return FACTOR_BOUND if source.form.direction is ScaleDirection.ENCODE else NO_BOUND
 
 
@@ -89,7 +88,7 @@ def _scalar_faults(source: Weight, output: Weight) -> list[str]:
 
 
 def _check_arranged(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
-    """Take each expert's part out of its stack and undo the backend's order."""
+    """Cut each expert out of its stack, undo the backend's order, and compare."""
     tensors = {slots[0].part: (name, slots) for name, slots in fused.tensors.items()}
     codes_name, slots = tensors[Part.CODES]
     for expert, group in groupby(slots, lambda slot: slot.parameter.expert):
@@ -152,6 +151,7 @@ def _undone(fused: Fused, stored: Tensor, part: Part, shape: tuple[int, ...]) ->
     """Return rows in the checkpoint's order, w1 above w3."""
     if part is Part.BLOCK_SCALE:
         rows, columns = stored.shape
+        # A 128x4 tile stores row 32 * q + p at [p, q]: permute to [tile row, q, p, tile column, c].
         tiles = stored.reshape(rows // 128, columns // 4, 32, 4, 4)
         stored = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
         high, _ = fused.backend.padded((shape[0], shape[1]), gated=fused.is_gated)

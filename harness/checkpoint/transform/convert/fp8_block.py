@@ -1,13 +1,13 @@
-"""NVFP4, MXFP4 or BF16 to FP8 with a scale for every 128x128 block, fp32 or UE8M0.
+"""Convert NVFP4, MXFP4 or BF16 to FP8 with one scale for every 128x128 block, fp32 or UE8M0.
 
-Owns the choice of what becomes FP8: what the released model has quantised, or what `only` names;
-for an unknown model, every quantised module. What the released model has in BF16 (compressors) and
-the source has quantised is decoded, because engines build it unquantised. Scales are decode scales:
-the consumer multiplies codes by them, whatever `weight_scale_inv` sounds like. FP8 whose scales the
-other scale format holds exactly keeps its codes, and so does MXFP4 that spans few exponents a
-block. V4's experts get fp32 scales whatever is asked for: engines read no others beside
-`expert_dtype` fp8.
-Kept honest by suites/checkpoint/transform/convert/test_fp8_block.py.
+Converts what the released model has quantised, or what `only` names; for an unknown model, every
+quantised module. Weights that the released model has in BF16 (compressors) and that the source has
+quantised are decoded, because engines build them unquantised.
+
+Scales are decode scales: the consumer multiplies codes by them, despite the name
+`weight_scale_inv`. FP8 keeps its codes where the other scale format holds its scales exactly. MXFP4
+keeps its values exactly where a block spans few exponents. V4's experts always get fp32 scales,
+because engines read no others with `expert_dtype` fp8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BY_SCALE = {"fp32": FP8_128X128_F32, "ue8m0": FP8_128X128_UE8M0}
 
 
 def to_fp8_block(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
-    """List one unit a linear that is not in this format yet."""
+    """List one unit for each linear that is not in this format yet."""
     model = checkpoint.model
     released = recipe_named("official", model) if model else None
     for linear in chosen(linears(checkpoint), options.only):

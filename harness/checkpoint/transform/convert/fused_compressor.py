@@ -1,12 +1,11 @@
-"""The compressor's two projections in one BF16 tensor: kv above gate, as vLLM reads them.
+"""Fuse the compressor's two projections into one BF16 tensor, kv above gate, as vLLM reads them.
 
-Owns the joining of `kv_proj` and `gate_proj` (DeepSeek: `wkv`, `wgate`) along rows, for the main
-compressor and for the indexer's, each from its own prefix. The indexer's is four times narrower or,
-in small models, of the very same shape: then only the values tell a mix-up, and `prove` compares
-them. Refuses checkpoints without compressors, and one projection without the other.
+Joins `kv_proj` and `gate_proj` (DeepSeek: `wkv`, `wgate`) along rows, for the main compressor and
+for the indexer's, each from its own prefix. Trap: in small models both compressors have the same
+shape, so only the values reveal a mix-up; `prove` compares them. A checkpoint without compressors,
+or with one projection only, raises an error.
 
-Source: vLLM 0.33 models/deepseek_v4, packed_modules_mapping. Kept honest by
-suites/checkpoint/transform/convert/test_fused_compressor.py.
+Source: vLLM 0.33 models/deepseek_v4, packed_modules_mapping.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FIRST, _SECOND = ".compressor.wkv", ".compressor.wgate"
 def to_fused_compressor(
     checkpoint: Checkpoint, options: Options, names: TargetNames
 ) -> Iterator[Unit]:
-    """List one unit a compressor."""
+    """List one unit for each compressor."""
     require_model(checkpoint, "fused-compressor")
     found = {each.name: each for each in linears(checkpoint)}
     starts = [each for each in found.values() if each.name.endswith(_FIRST)]

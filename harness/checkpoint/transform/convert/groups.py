@@ -1,8 +1,4 @@
-"""Linears that share a tensor scale, because engines hold them in one tensor.
-
-Owns the grouping by the fusions of anatomy's engine layout. Kept honest by
-suites/checkpoint/transform/convert/test_nvfp4_lossless.py.
-"""
+"""Group linears that share a tensor scale because vLLM fuses them into one tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def partner_groups(checkpoint: Checkpoint, found: Iterable[Linear]) -> list[list[Linear]]:
-    """Group linears that one fused tensor of vLLM holds; of stacked experts, each by itself."""
+    """Group linears that one fused tensor of vLLM holds, expert by expert."""
     fused: dict[str, str] = {}
     if checkpoint.model is not None:
         for fusion in layout_named("vllm", checkpoint.model).fusions:

@@ -1,12 +1,11 @@
-"""One conversion from begin to end: plan, bytes of any tensor, and the files beside the shards.
+"""Run one conversion: plan it, produce any tensor's bytes, and write shards and configs.
 
-Owns `Job`, which a process pool or a cluster can send anywhere: it carries the source's path, the
-name and the options, and opens the source where it runs. Memory is a few panels of rows, whatever
-the checkpoint's size. What no unit takes in is copied; what ends here is listed in conversion.json
-with its reason. Interrupted runs go on as harness.checkpoint.write.writer says.
+A `Job` pickles to path, conversion name and options, so that it can run in any process or on any
+machine; it opens the source where it runs. Memory is a few panels of rows, whatever the size of the
+checkpoint. Tensors that no unit takes are copied; tensors left out are listed in conversion.json
+with the reason. The same call resumes an interrupted run.
 
-Refuses a source that contradicts itself, and two units that make one tensor. Kept honest by
-suites/checkpoint/transform/convert/test_job.py.
+A source whose files contradict each other, or two units that make one tensor, raise an error.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ class Job:
     options: Options
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without what was opened here."""
+        """Pickle the parameters only, without the files opened here."""
         return {"source": self.source, "to": self.to, "options": self.options}
 
     @property
     def conversion(self) -> Conversion:
-        """The row of the registry."""
+        """The conversion, from the registry."""
         return conversion_named(self.to)
 
     @cached_property
     def state(self) -> SourceState:
-        """The source's files as they were before they were opened."""
+        """The state of the source's files before they were opened."""
         return SourceState.of(self.source)
 
     @cached_property
@@ -77,12 +76,12 @@ class Job:
 
     @cached_property
     def names(self) -> TargetNames:
-        """What the target's tensors are called; a whole layout has names of its own."""
+        """The names of the target's tensors; a whole layout of an engine has names of its own."""
         return TargetNames(None if self.conversion.whole else self.checkpoint.names, self.to)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """What is converted, in the source's order."""
+        """The units of the conversion, in the source's order."""
         position = {name: place for place, name in enumerate(self.checkpoint.entries)}
         found = list(self.conversion.units(self.checkpoint, self.options, self.names))
         if not found:
@@ -100,17 +99,17 @@ class Job:
 
     @cached_property
     def left_out(self) -> Mapping[str, str]:
-        """Source tensors that end here, with the reason."""
+        """The source tensors that are left out, with the reason."""
         return dict(pair for unit in self.units for pair in unit.left_out)
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """Source tensors that no unit takes in or leaves out."""
+        """The source tensors that no unit takes in or leaves out."""
         taken = {name for unit in self.units for name in unit.sources} | self.left_out.keys()
         return tuple(name for name in self.checkpoint.entries if name not in taken)
 
     def planned(self) -> tuple[PlannedTensor, ...]:
-        """List the tensors of the target: converted ones in the place of their source."""
+        """List the tensors of the target; converted ones stand at the place of their source."""
         making = [unit for unit in self.units if unit.tensors]
         first = {unit.sources[0]: unit for unit in making}
         assert len(first) == len(making), "units do not share a source"
@@ -124,7 +123,7 @@ class Job:
         return tuple(found)
 
     def plan(self, shard_bytes: int = SHARD_BYTES) -> WritePlan:
-        """Decide what is written."""
+        """Return the plan of all shards, with the fingerprints of the source."""
         facts = json.dumps(self.options.told(self.conversion.options), sort_keys=True)
         sources = {"conversion": f"{self.to} {GENERATION}", "options": facts}
         sources |= fingerprints(self.checkpoint)
@@ -139,7 +138,7 @@ class Job:
 
     @cached_property
     def _origins(self) -> Mapping[str, str]:
-        """What each copied tensor is called in the source."""
+        """Map the name of each copied tensor to its name in the source."""
         return {self.names.tensor(name): name for name in self.copied}
 
     @cached_property
@@ -147,11 +146,11 @@ class Job:
         return {tensor.name: unit for unit in self.units for tensor in unit.tensors}
 
     def ending(self) -> Ending:
-        """Make the files beside the shards."""
+        """Return the files to write next to the shards."""
         return ending_of(self)
 
     def require(self, workers: Workers = 1) -> None:
-        """Refuse what some unit cannot make, before anything is written."""
+        """Raise for what some unit cannot make, before anything is written."""
         asked = sum(unit.require is not None for unit in self.units)
         if not asked:
             return
@@ -162,7 +161,7 @@ class Job:
             pass
 
     def require_of(self, part: tuple[int, int]) -> None:
-        """Refuse what the units of one part cannot make."""
+        """Raise for what the units of one part cannot make."""
         for unit in self.units[slice(*part)]:
             if unit.require:
                 unit.require()
@@ -175,7 +174,7 @@ class Job:
         shard_bytes: int = SHARD_BYTES,
         progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     ) -> Manifest:
-        """Convert everything, or finish a run that was interrupted."""
+        """Convert everything, or resume an interrupted run."""
         require_apart(self.source, target)
         plan = self.plan(shard_bytes)
         if not (target / MANIFEST).exists():
@@ -193,7 +192,7 @@ def _already(only: tuple[str, ...]) -> str:
 
 
 def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> Job:
-    """Make a job from the words of the command line."""
+    """Return a job from a conversion's name and its options."""
     conversion = conversion_named(to)
     return Job(source, to, Options.of(given or {}, conversion.options, to))
 
@@ -212,7 +211,7 @@ def convert(
 
 
 def job_of(source: Path, target: Path) -> Job:
-    """Make the job again that wrote `target`, from what its conversion.json says."""
+    """Return the job that wrote `target`, as its conversion.json describes it."""
     path = target / CONVERSION
     try:
         told = json.loads(read_small_file(path, LARGEST_CONFIG))

@@ -1,8 +1,8 @@
-"""The proof of a target's names: they are exactly those that its consumer reads.
+"""Prove that a converted checkpoint uses exactly the tensor names that its consumer reads.
 
-Values can all be right under names that nobody reads: transformers then leaves its own tensors at
-random and says so in one line among many. What the consumer reads follows from the config and the
-formats alone, never from what the conversion planned.
+Correct values under wrong names are not loaded: transformers then leaves its own tensors random and
+reports it in one log line among many. The expected names follow from the config and the formats
+alone, never from the conversion's plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_NAMES = "The names were not compared: no loader of this model in these f
 
 
 class NameProof(NamedTuple):
-    """What the consumer finds. `extra`: tensors of the source that belong to no parameter.
+    """The result of comparing names. `extra`: tensors of the source that belong to no parameter.
 
     `other_formats`: formats that stay and that the consumer does not load, with their linears.
     """

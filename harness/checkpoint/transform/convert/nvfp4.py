@@ -1,9 +1,8 @@
-"""FP8, MXFP4 or BF16 to NVFP4 as ModelOpt stores it, weights alone.
+"""Convert FP8, MXFP4 or BF16 to weight-only NVFP4 as ModelOpt stores it.
 
-Owns the choice of what becomes NVFP4: the linears of the recipe `nvfp4-full`, or what `only` names.
-Partners share one tensor scale, from the largest magnitude of all of them. There is no input
-scale: that takes a calibration, which `degarble quantise` reads.
-Kept honest by suites/checkpoint/transform/convert/test_nvfp4.py.
+Converts the linears of the recipe `nvfp4-full`, or what `only` names. Partners share one tensor
+scale, from the largest magnitude of all of them. No input scale is written: that needs a
+calibration, which `degarble quantise` reads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RECIPE = "nvfp4-full"
 
 
 def to_nvfp4(checkpoint: Checkpoint, options: Options, names: TargetNames) -> Iterator[Unit]:
-    """List one unit a linear that is not NVFP4 yet."""
+    """List one unit for each linear that is not NVFP4 yet."""
     model, _ = require_model(checkpoint, "nvfp4")
     recipe = recipe_named(RECIPE, model)
     taken = [

@@ -1,12 +1,9 @@
-"""MXFP4 to NVFP4 without losing a bit, where the exponents of one tensor lie close enough.
+"""Convert MXFP4 to NVFP4 without loss, where the exponents of one tensor span at most 17.
 
-Owns the choice of the weights, their partners (w1 and w3 of one expert share a tensor scale, as
-engines hold them in one tensor) and the parts; the rule is harness.checkpoint.transform.lossless.
-Codes stay as they are, so the way back yields the source's bytes, but for the scales of blocks of
-zeros.
-
-Refuses, by name and before anything is written, partners whose blocks lie too far apart.
-Kept honest by suites/checkpoint/transform/convert/test_nvfp4_lossless.py, there and back.
+Codes stay unchanged; harness.checkpoint.transform.lossless defines the scales. w1 and w3 of one
+expert share a tensor scale, because engines hold them in one tensor. `back` restores the source's
+bytes, except for the scales of blocks of zeros. Partners whose exponents span more raise an error
+before anything is written.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ _NAN = 0xFF
 def to_nvfp4_lossless(
     checkpoint: Checkpoint, options: Options, names: TargetNames
 ) -> Iterator[Unit]:
-    """List one unit a linear in MXFP4."""
+    """List one unit for each linear in MXFP4."""
     found = [each for each in linears(checkpoint) if each.weight.format == MXFP4]
     if not found:
         raise LayoutMismatch(
@@ -76,13 +73,13 @@ def to_nvfp4_lossless(
 
 
 class Shared:
-    """The exponents of partners that share a tensor scale; read when first asked for."""
+    """The exponents of partners that share a tensor scale, read at first use."""
 
     def __init__(self, members: Sequence[Linear]) -> None:
         self._members = members
 
     def require(self) -> None:
-        """Refuse partners that lie too far apart; mostly their scales alone tell that they fit."""
+        """Raise where partners span too many exponents."""
         lowest, highest = _NAN, 0
         for member in self._members:
             stored = member.weight.weight().block_scale
@@ -90,12 +87,14 @@ class Shared:
             lowest, highest = min(lowest, int(stored.min())), max(highest, int(stored.max()))
             for entry in member.weight.form.parts.values():
                 member.weight.release(entry)
+        # Scales alone bound the span from above. Codes are read only where that bound is too wide,
+        # because blocks of zeros do not count.
         if highest == _NAN or not fits(Exponents(lowest - _BIAS, highest - _BIAS)):
             assert self.exponents is None or fits(self.exponents)
 
     @cached_property
     def exponents(self) -> Exponents | None:
-        """The smallest and largest exponent of blocks that hold more than zeros."""
+        """The smallest and largest exponent of blocks that hold a nonzero value."""
         found = joined(
             [
                 exponents_of(record.codes, record.block_scale)

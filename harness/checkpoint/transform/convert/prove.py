@@ -1,12 +1,10 @@
-"""The proof of a conversion: read its output from disk again, and compare every value.
+"""Prove a conversion: read the written checkpoint again and compare every value with the source.
 
-Each unit compares what it made (exactly where nothing is lost, within one rounding to the format
-elsewhere); each copied tensor is compared byte by byte; a source tensor that reached nothing, a
-target tensor that nobody planned, a dtype or shape other than planned are faults of their own; and
-the names are compared with those that the consumer reads (name_proof.py). What the writing run
-remembered does not count. Parts may be proven by several processes or machines.
-
-A target without conversion.json is refused.
+Each unit compares its output: exactly where nothing is lost, within one rounding to the format
+elsewhere. Copied tensors are compared byte by byte. Separate faults are: a source tensor that
+reached nothing, a target tensor that no unit planned, a dtype or shape other than planned, and
+names that the consumer does not read (name_proof.py). Nothing that the writing run remembered is
+used. Parts may be proven by several processes or machines. The target needs its conversion.json.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _PARTS = 256
 
 @dataclass(frozen=True)
 class Proof:
-    """What the comparison found. `left_out`: source tensors that end here, counted by reason."""
+    """The result of a proof. `left_out`: source tensors that are left out, with the reason."""
 
     to: str
     tensors: tuple[TensorProof, ...]
@@ -55,16 +53,16 @@ class Proof:
 
     @property
     def broken(self) -> tuple[TensorProof, ...]:
-        """The tensors that are not."""
+        """The tensors that break the promise."""
         return tuple(each for each in self.tensors if not each.holds)
 
     @property
     def exact(self) -> int:
-        """How many converted tensors kept every value."""
+        """The number of converted tensors that kept every value."""
         return sum(each.is_exact for each in self.tensors)
 
     def lines(self) -> Iterator[str]:
-        """Tell it: one line for the whole, and some for each tensor that breaks the promise."""
+        """Yield one line for the whole, and some for each tensor that breaks the promise."""
         verdict = "holds" if self.holds else "is broken"
         yield (
             f"The promise of {self.to} {verdict}: {len(self.tensors)} converted"
@@ -84,7 +82,7 @@ class Proof:
 
 
 class Part(NamedTuple):
-    """Some units and copied tensors that lie behind one another: what a worker proves at once."""
+    """A range of units and a range of copied tensors that one worker proves at once."""
 
     units: tuple[int, int]
     copies: tuple[int, int]
@@ -93,7 +91,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the process that works at a proof has opened."""
+    """The files that this process has opened for a proof."""
 
     by_key: dict[str, tuple[Job, Checkpoint]] = field(default_factory=dict)
 
@@ -110,7 +108,7 @@ def prove(
 ) -> Proof:
     """Compare a finished target with the source that it was converted from.
 
-    `progress` hears of bytes of the target that were compared.
+    `progress` is called with the number of compared bytes of the target.
     """
     job = job_of(source, target)
     with job.checkpoint, Checkpoint.open(target) as output:
@@ -134,7 +132,7 @@ def prove(
 
 
 def parts_of(job: Job) -> list[Part]:
-    """Cut the work into parts of equal size, in the order of the source."""
+    """Cut the work into parts of about equal size, in the order of the source."""
     sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
     copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
     room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PARTS)
@@ -152,7 +150,7 @@ def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int
 
 
 def _proven(key: str, source: Path, target: Path, part: Part) -> list[TensorProof]:
-    """Prove one part, in whatever process; what it opens serves the next part as well."""
+    """Prove one part in any process; opened files are kept for the next part."""
     if key not in _KEPT.by_key:
         _forget()
         _KEPT.by_key[key] = job_of(source, target), Checkpoint.open(target)

@@ -1,7 +1,6 @@
-"""Formats of linears, said as a recipe: one rule a row of the parameter table where all are alike.
+"""Derive a recipe from the formats that the linears have after a conversion.
 
-Owns the way from the formats that modules have to the rules that anatomy and the configs read.
-Kept honest by suites/checkpoint/transform/convert/test_bf16.py.
+Linears of one row of the parameter table share a rule where all are alike.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Stored(NamedTuple):
 
 
 def stored_formats(names: LogicalNames) -> dict[str, Stored]:
-    """Return what each linear of a checkpoint is stored as, by logical name."""
+    """Return the format that each linear of a checkpoint is stored in, by logical name."""
     found = {}
     for name, parameter in names.present.items():
         if parameter.kind is Kind.LINEAR:
@@ -39,7 +38,7 @@ def stored_formats(names: LogicalNames) -> dict[str, Stored]:
 
 
 def formats_after(job: Work) -> dict[str, Stored]:
-    """Return what each linear is stored as when a conversion is done; of a known model."""
+    """Return the format of each linear of a known model after a conversion."""
     names = job.checkpoint.names
     assert names is not None, "a known model"
     formats = stored_formats(names)
@@ -49,7 +48,7 @@ def formats_after(job: Work) -> dict[str, Stored]:
 
 
 def recipe_of(formats: Mapping[str, Stored], names: LogicalNames) -> Recipe:
-    """Say formats as a recipe; what differs from its row gets a rule of its own, in front."""
+    """Return formats as a recipe; a linear unlike the rest of its row gets its own rule, first."""
     rows: dict[tuple[str, str], dict[str, Stored]] = defaultdict(dict)
     for name, stored in formats.items():
         parameter = names.present[name]

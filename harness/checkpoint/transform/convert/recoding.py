@@ -1,8 +1,4 @@
-"""The unit that recodes one module: what several conversions have in common.
-
-Owns the joining of names, parts and proof of a Recoded weight. Kept honest by
-suites/checkpoint/transform/convert/.
-"""
+"""Make the unit that recodes one module: names, parts and proof of a Recoded weight."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def recoding(
     fmt: BlockFormat | None,
     partners: Partners | None = None,
 ) -> Unit:
-    """Make one module of the target, called `module` in it, from linears stacked along rows."""
+    """Return the unit that makes `module` of the target from linears stacked along rows."""
     recoded = Recoded([each.weight for each in members], fmt, partners)
     parts = names.parts(module, fmt)
     part_of = {name: part for part, name in parts.items()}

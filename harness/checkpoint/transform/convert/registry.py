@@ -1,8 +1,4 @@
-"""The conversions by name: what `degarble convert --to` offers.
-
-Owns the table: promise, options, defaults. Refuses unknown names. Kept honest by
-suites/checkpoint/transform/convert/test_job.py, which runs and proves every row.
-"""
+"""Registry of conversions: what `degarble convert --to` offers, with promise and options."""
 
 from __future__ import annotations
 
@@ -75,7 +71,7 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
 
 
 def conversion_named(name: str) -> Conversion:
-    """Look a conversion up; an unknown name is refused with the nearest known ones."""
+    """Return a conversion by name; an unknown name raises with the nearest known ones."""
     if name not in CONVERSIONS:
         raise UnknownName.among("conversion", name, CONVERSIONS)
     return CONVERSIONS[name]

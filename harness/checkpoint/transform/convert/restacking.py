@@ -1,9 +1,8 @@
-"""Out of vLLM's fused and stacked tensors again: the bytes of each part of each parameter.
+"""Take vLLM's fused and stacked tensors apart: restore the bytes of each part of each parameter.
 
-Owns the inverse of harness.checkpoint.transform.convert.vllm: boxes of rows cut out, a backend's
-scales and rows moved back, padding dropped, identifiers widened. Only what kept its format comes
-back; the rest is refused by harness.checkpoint.transform.convert.back, which asks here. Kept honest
-by suites/checkpoint/transform/convert/test_back.py.
+The inverse of harness.checkpoint.transform.convert.vllm: cut boxes of rows, undo a backend's row
+order and scale layout, drop padding, widen identifiers. Only parts that kept their format can be
+restored; harness.checkpoint.transform.convert.back raises for the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _GATED = (".w1", ".w3")
 
 
 def restacked(back: Return) -> Iterator[tuple[str, Callable[[], Iterator[Chunk]]]]:
-    """Yield each tensor of the source that kept its format, with the way to make it."""
+    """Yield each source tensor that kept its format, with the function that restores it."""
     names = back.names
     model, before = names.config, stored_formats(names)
     layout = layout_named("vllm", model)
@@ -68,7 +67,7 @@ def _cut(back: Return, slot: Slot, dtype: str) -> Iterator[Chunk]:
 
 
 def _expert(back: Return, slot: Slot, _dtype: str) -> Iterator[Tensor]:
-    """Take one member of one expert out of a backend's order."""
+    """Cut one member of one expert out of a stack in a backend's order."""
     backend = BACKENDS[back.options.backend]
     gated = slot.parameter.name.endswith(_GATED)
     unit = 2 if slot.part is Part.CODES else BLOCK

@@ -1,11 +1,9 @@
-"""The order that a conversion says it stored experts in, where one stands beside the shards.
+"""Read from conversion.json which backend's order a conversion stored the experts in.
 
-Owns the reading of `conversion.json` for audits: our own conversion to vLLM's parameters can store
-stacked experts as one backend's kernels read them, rows moved and scales swizzled on purpose. What
-is stated there is a promise that statistics are held against, never a reason to believe it.
-
-Refuses nothing: a file that cannot be read states nothing, and the structure audit tells of it.
-Kept honest by suites/checkpoint/transform/convert/test_stated_order.py.
+Audits need it because our conversion to vLLM's parameters can store stacked experts as one
+backend's kernels read them, with rows moved and scales swizzled. The stated order is a claim that
+statistics are compared with, not evidence. An unreadable file states nothing here; the structure
+audit reports it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _AS_LOADED = "loader"
 
 
 def stated_backend(checkpoint: Checkpoint) -> Backend | None:
-    """Return the backend whose order the experts are said to be in; None for the plain order."""
+    """Return the backend whose order conversion.json states; None for the plain order."""
     path = checkpoint.root / CONVERSION
     if not path.is_file():
         return None
@@ -41,5 +39,5 @@ def stated_backend(checkpoint: Checkpoint) -> Backend | None:
 
 
 def is_arranged(module: str) -> bool:
-    """Tell whether a module is one of those that a backend's order is about."""
+    """Tell whether a module is one of those that a backend's order applies to."""
     return module.endswith(_STACKS)

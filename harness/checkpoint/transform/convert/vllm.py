@@ -1,15 +1,13 @@
-"""vLLM's own parameters, written to disk: fused projections, stacked experts, a backend's order.
+"""Write vLLM's own parameters to disk: fused projections, stacked experts, a backend's order.
 
-Owns what becomes of each parameter. Experts stay packed: w1 and w3 of all experts in one stack, in
-the order of the chosen backend. Outside the experts V4's classes know FP8 and BF16 alone, so NVFP4
-is decoded there, and wo_a is brought to FP8. Partners of a fused tensor in different formats are
-decoded too, and such as would share a row of scales. Everything else keeps its bytes and gets
-vLLM's name.
+Experts stay packed: w1 and w3 of all experts in one stack, in the order of the chosen backend.
+Outside the experts V4's classes support FP8 and BF16 only, so NVFP4 is decoded there and wo_a is
+converted to FP8. Partners of a fused tensor are decoded where their formats differ or where they
+would share a row of scales. Everything else keeps its bytes and gets vLLM's name.
 
-Refuses fused or stacked sources, experts whose w1 and w3 have different tensor scales (kernels use
-the first for both), and shuffled backends for experts that are not NVFP4.
-Sources: vLLM 0.33 models/deepseek_v4, modelopt.py. Kept honest by
-suites/checkpoint/transform/convert/test_vllm.py.
+The source may not be fused or stacked already. w1 and w3 of an expert need equal tensor scales,
+because kernels use the first for both. Shuffled backends need NVFP4 experts.
+Sources: vLLM 0.33 models/deepseek_v4, modelopt.py.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ def formats_in_vllm(
     before: Mapping[str, Stored],
     present: Mapping[str, Parameter],
 ) -> dict[str, Stored]:
-    """Decide the format of every linear in vLLM's memory."""
+    """Return the format of every linear in vLLM's memory."""
     after = {name: _format_of(model, present[name], stored) for name, stored in before.items()}
     fused = {member: each.target for each in layout.fusions for member in each.members}
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -110,7 +108,7 @@ def formats_in_vllm(
 
 
 def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
-    """Whether a row of scales would belong to two partners: only the last one may end within it."""
+    """Whether two partners would share a row of scales: only the last may end within a block."""
     rows = BLOCK_FORMATS[weight].block[0] if weight in BLOCK_FORMATS else 1
     return any(each.shape[0] % rows for each in members[:-1])
 
@@ -124,7 +122,7 @@ def _format_of(model: Config, parameter: Parameter, stored: Stored) -> Stored:
 
 
 def _require_nvfp4(parameter: Parameter, stored: Stored, backend: str) -> None:
-    """Refuse other experts; a drafter's stay as they are, and in the loader's order."""
+    """Raise for experts in other formats; a drafter's keep their format and the loader's order."""
     drafts = parameter.block is not None and parameter.block.is_drafter
     if parameter.expert is not None and not drafts and stored.weight != NVFP4:
         raise DtypeMismatch(

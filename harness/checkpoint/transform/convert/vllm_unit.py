@@ -1,11 +1,10 @@
-"""One of vLLM's parameters on its way: parts copied, decoded, stacked and arranged.
+"""Make one of vLLM's parameters: copy, decode, stack and arrange its parts.
 
-Owns `Fused`: the target tensors of one path, the slots that fill each, and the bytes of every slot
-in row order. Stacks go through one expert at a time, so memory is one expert's weight.
+`Fused` holds the target tensors of one path, the slots that fill each, and yields the bytes of
+every slot in row order. Stacks are written one expert at a time, so memory is one expert's weight.
 
-Refuses members of one tensor in different dtypes, holes in a fused tensor, identifiers that int32
-cannot hold, and w1 and w3 with different tensor scales.
-Kept honest by suites/checkpoint/transform/convert/test_vllm.py.
+Members of one tensor must have one dtype and fill it without holes. Identifiers must fit int32. w1
+and w3 need equal tensor scales.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _ARRANGED = (Part.CODES, Part.BLOCK_SCALE)
 
 @dataclass(frozen=True)
 class Plan:
-    """What all units of one conversion share. `changed`: members whose format changes."""
+    """The facts that all units of one conversion share. `changed`: members whose format changes."""
 
     checkpoint: Checkpoint
     sources: Mapping[str, Linear]
@@ -56,7 +55,7 @@ class Plan:
 
 
 class Fused:
-    """Everything under one path of vLLM's."""
+    """All tensors under one path of vLLM's."""
 
     def __init__(self, path: str, tensors: Mapping[str, list[Slot]], plan: Plan) -> None:
         self.path = path
@@ -88,7 +87,7 @@ class Fused:
         }
 
     def unit(self, check: Callable[[Fused, Checkpoint], Iterator[TensorProof]]) -> Unit:
-        """Return the unit of work, and how it is proven."""
+        """Return the unit of work, with its proof."""
         left_out = tuple(pair for name in self.changed for pair in self.sources[name].input_scale)
         gone = {name for name, _ in left_out}
         entries = (e.name for name in self.members for e in self.form(name).parts.values())
@@ -104,7 +103,7 @@ class Fused:
         )
 
     def form(self, name: str) -> StoredForm:
-        """How a member is stored in the source."""
+        """Return the stored form of a member in the source."""
         names = self.checkpoint.names
         assert names is not None
         return self.checkpoint.form(names.module_of(self.members[name]))
@@ -144,7 +143,7 @@ class Fused:
         return self.is_nvfp4 and self.backend.name != "loader" and part in _ARRANGED
 
     def arranged_shape(self, slot: Slot, members: int) -> tuple[int, int]:
-        """Return rows and columns of one expert's part as the backend wants it."""
+        """Return rows and columns of one expert's part in the backend's order, with padding."""
         unit = 2 if slot.part is Part.CODES else BLOCK
         rows, columns = slot.shape
         high, wide = self.backend.padded((rows, columns * unit), gated=self.is_gated)

@@ -1,10 +1,7 @@
-"""What the workers of a pool share: imports, and compiled loops that are loaded already.
+"""Preload imports and compiled loops in the parent, so that workers of a pool share their pages.
 
-Importing this does the work. The loops are called once on a few numbers, because what numba needs
-to load them takes 80 MB, which would be each worker's own otherwise. Garbage collection leaves all
-of it alone from then on, so that its pages stay shared. Refuses nothing.
-Kept honest by suites/checkpoint/transform/convert/test_worker_imports.py, which adds up what all
-processes take.
+Importing this module does the work. The loops are called once on a few numbers: numba needs 80 MB
+to load them, which each worker would otherwise hold for itself.
 """
 
 from __future__ import annotations
@@ -39,5 +36,6 @@ def _load_loops() -> None:
 
 
 _load_loops()
+# Frozen objects are never visited by the collector, so forked workers do not copy their pages.
 gc.collect()
 gc.freeze()

@@ -1,9 +1,4 @@
-"""How far a converted value may be from its source, and what codes are multiplied by.
-
-Owns the kinds of bounds with their definition, and the steps of a panel of rows. It imports no
-sibling.
-Kept honest by suites/checkpoint/transform/proof/test_compare.py.
-"""
+"""Bounds on how far a converted value may be from its source, and the scales of a panel of rows."""
 
 from __future__ import annotations
 
@@ -23,28 +18,28 @@ FACTOR_ROUNDING = 2.0**-23  # of a divisor that became a factor
 
 
 class Steps(NamedTuple):
-    """What codes are multiplied by: one number a block; `first` rows of the first lie above."""
+    """Scales that codes are multiplied by; `first` rows of the first block lie above the panel."""
 
     scales: Tensor  # [blocks of rows, blocks of columns], float64
     block: tuple[int, int]
     first: int = 0
 
     def cut(self, begin: int, end: int) -> Self:
-        """Return the steps of rows `begin` to `end`."""
+        """Return the scales of rows `begin` to `end`."""
         high = self.block[0]
         begin, end = begin + self.first, end + self.first
         scales = self.scales[begin // high : -(-end // high)]
         return self._replace(scales=scales, first=begin % high)
 
     def full(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the step of every element."""
+        """Return the scale of every element."""
         rows = self.scales.repeat_interleave(self.block[0], 0)[self.first :]
         return rows.repeat_interleave(self.block[1], 1)[: shape[0], : shape[1]]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a value may be from its source; `allowed` is the definition of each kind."""
+    """The largest allowed distance of a value from its source; `allowed` defines each kind."""
 
     kind: int
     mantissa: int = 0
@@ -69,6 +64,6 @@ FACTOR_BOUND = Bound(FACTOR)  # the one rounding of a divisor that becomes a fac
 
 
 def element_bound(fmt: BlockFormat) -> Bound:
-    """Half the distance of neighbouring codes where the value lies, times the scale there."""
+    """Return half the distance of the codes around each value, times the scale there."""
     # The top code also takes what the rounding of an E4M3 scale pushes above it, by up to 1/16.
     return Bound(ELEMENT, fmt.element.mantissa_bits, fmt.element.min_exponent)

@@ -1,9 +1,8 @@
-"""Proofs of recoded weights: values within one rounding, and scales that the values ask for.
+"""Prove recoded weights: values within one rounding, and scales that follow from the values.
 
-Owns the check of a weight in BF16, FP8 128x128 or NVFP4 against the source weights it was made
-from, and the rule that a new scale follows from the largest magnitude it covers: a scale of one
-everywhere can leave values within a coarse grid's rounding, so the grid itself is judged as well.
-Kept honest by the planted faults of suites/checkpoint/transform/convert/.
+Compares a weight in BF16, FP8 128x128 or NVFP4 with the source weights it was made from. A new
+scale must follow from the largest magnitude it covers. Scales are judged separately because a scale
+of one everywhere makes a coarse grid, and values can still lie within its rounding.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def check_recoded(target: Checkpoint, module: str, recoded: Recoded) -> Iterator
 
 
 class BlockMagnitudes:
-    """The largest magnitude of every block, float64, gathered while panels of rows pass by."""
+    """The largest magnitude of every block, float64, collected from a stream of row panels."""
 
     def __init__(self, shape: tuple[int, int], block: tuple[int, int]) -> None:
         self.block = block
@@ -82,7 +81,7 @@ class BlockMagnitudes:
         self.found = torch.zeros(*extents, dtype=torch.float64)
 
     def watching(self, panels: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Hand panels on; they may end anywhere."""
+        """Yield panels unchanged and record their magnitudes; panels may end anywhere."""
         from degarble.harness.checkpoint.transform.proof import loops as proof_loops  # noqa: PLC0415  imports numba
 
         row, high = 0, self.block[0]
@@ -105,7 +104,7 @@ def block_amax(weights: Sequence[StoredWeight], fmt: BlockFormat) -> Tensor:
 def scale_faults(
     output: StoredWeight, recoded: Recoded, fmt: BlockFormat, amax_RC: Tensor
 ) -> list[str]:
-    """Tell scales that do not follow from the values they cover."""
+    """Return the scales that do not follow from the values they cover."""
     record = output.weight()
     stored = record.block_scale
     assert stored is not None
@@ -137,7 +136,7 @@ def _exact_amax(recoded: Recoded, amax_RC: Tensor) -> float:
 
 
 def fp8_scale_faults(scale: Cut, amax_RC: Tensor, *, as_power: bool) -> list[str]:
-    """Tell FP8 scales other than amax / 448, or the next power of two above it."""
+    """Return FP8 scales other than amax / 448, or the next power of two above it."""
 
     def judge(scale_RC: Tensor, amax_RC: Tensor) -> tuple[Tensor, Tensor]:
         wanted = amax_RC.clamp(min=FP8_FLOOR) / E4M3_LARGEST
@@ -152,7 +151,7 @@ def fp8_scale_faults(scale: Cut, amax_RC: Tensor, *, as_power: bool) -> list[str
 
 
 def nvfp4_scale_faults(scale: Cut, factor: float, amax_RC: Tensor, tensor_amax: float) -> list[str]:
-    """Tell NVFP4 scales that do not follow from the magnitudes they cover."""
+    """Return NVFP4 scales that do not follow from the magnitudes they cover."""
     wanted = tensor_amax / (NVFP4_LARGEST * E4M3_LARGEST) if tensor_amax else 1.0
     if abs(factor - wanted) > wanted * _CLOSE:
         return [f"tensor scale {factor:g}, expected {wanted:g}: the largest magnitude over 2688"]
@@ -169,7 +168,7 @@ def nvfp4_scale_faults(scale: Cut, factor: float, amax_RC: Tensor, tensor_amax: 
 def _judged(
     scale: Cut, amax_RC: Tensor, judge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], rule: str
 ) -> list[str]:
-    """Judge all scales, some rows at a time; tell how many are wrong, and the first of them."""
+    """Judge all scales in blocks of rows; report how many are wrong, and the first of them."""
     count, first = 0, ""
     for begin in range(0, amax_RC.shape[0], _ROWS):
         found = scale(begin, begin + _ROWS)

@@ -1,11 +1,8 @@
-"""Values of a source and of an output, element by element, decoded apart from the code that wrote.
+"""Compare source and output values element by element, with a decoder of its own.
 
-Owns the decoding that proofs rest on: tables made by the definition of each element format, in
-float64, exact up to the tensor scale; nothing of `quantise` or its fast twins. Everything is read
-from disk by panels of rows. The loops are compiled; `defined_values` and `Bound.allowed` say what
-they compute.
-
-Kept honest by suites/checkpoint/transform/proof/test_compare.py and the planted faults beside it.
+Decoding uses tables made from the definition of each element format, in float64, exact up to the
+tensor scale. It shares nothing with `quantise` or its fast twins. All data are read from disk by
+panels of rows. The loops are compiled; `defined_values` and `Bound.allowed` define their results.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def steps_of(record: Weight) -> Steps | None:
 
 
 def exact_values(record: Weight, memory: Tensor | None = None) -> tuple[Tensor, Steps | None]:
-    """Return values [R, C] in float64, and what each block is multiplied by.
+    """Return values [R, C] in float64, and the scale of each block.
 
     `memory`: where the values may be written; fresh pages cost more than all arithmetic here.
     """
@@ -114,7 +111,7 @@ def _placed(shape: Sequence[int], memory: Tensor | None) -> Tensor:
 
 
 def defined_values(record: Weight) -> tuple[Tensor, Tensor | None]:
-    """Return values and the step of each element, by tables and nothing else: the definition."""
+    """Return values and the scale of each element by tables alone: what the loops must equal."""
     steps = steps_of(record)
     if steps is None:
         return exact_values(record)[0], None
@@ -130,9 +127,9 @@ def defined_values(record: Weight) -> tuple[Tensor, Tensor | None]:
 
 
 def rows_exactly(weight: StoredWeight) -> Iterator[tuple[int, Tensor, Steps | None]]:
-    """Yield (first row, values, steps) by panels of whole blocks; pages are given back.
+    """Yield (first row, values, steps) by panels of whole blocks; pages are released.
 
-    A panel lies where the one before it lay: it lasts until the next is asked for.
+    Panels share one buffer: a panel is valid until the next one is requested.
     """
     rows, width = weight.shape
     unit = weight.format.block[0] if weight.format else 1
@@ -145,14 +142,14 @@ def rows_exactly(weight: StoredWeight) -> Iterator[tuple[int, Tensor, Steps | No
 
 
 def stacked_rows(weights: Iterable[StoredWeight]) -> Iterator[Tensor]:
-    """Yield the values of several weights, one behind the other, by panels as above."""
+    """Yield the values of several weights in sequence, by panels as above."""
     for weight in weights:
         for _, values, _ in rows_exactly(weight):
             yield values
 
 
 class Comparison:
-    """Takes panels of both sides in and counts what differs."""
+    """A running comparison of panels of both sides that counts differences."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
@@ -176,7 +173,7 @@ class Comparison:
         self._row += source.shape[0]
 
     def _find_worst(self, source: Tensor, output: Tensor, steps: Steps | None) -> None:
-        """Look for the element that is furthest, among rows where some are too far."""
+        """Find the element furthest from its source, in a panel with some beyond the bound."""
         step = torch.ones(()) if steps is None else steps.full(tuple(source.shape))
         same = (source == output) | (source.isnan() & output.isnan())
         gap = torch.where(same, 0.0, (output - source).abs().nan_to_num(nan=torch.inf))
@@ -192,7 +189,7 @@ class Comparison:
     def proof(
         self, tensor: str, sources: tuple[str, ...], bound: str, faults: Iterable[str] = ()
     ) -> TensorProof:
-        """Close the comparison."""
+        """Return the result of the comparison."""
         counts = (self.elements, self.different, self.beyond)
         return TensorProof(tensor, sources, *counts, bound, self.worst, tuple(faults))
 
@@ -200,7 +197,7 @@ class Comparison:
 def compare_rows(
     source: Iterator[Tensor], output: Iterator[tuple[Tensor, Steps | None]], bound: Bound
 ) -> tuple[Comparison, list[str]]:
-    """Compare two streams of rows that are cut at different places."""
+    """Compare two streams of rows whose panels may end at different rows."""
     comparison = Comparison(bound)
     rest: Tensor | None = None
     for values, steps in output:

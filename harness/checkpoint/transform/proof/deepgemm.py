@@ -1,9 +1,7 @@
-"""The proof of a DeepGEMM wo_a: scales taken out of their words by shifts, values compared.
+"""Prove a DeepGEMM wo_a: unpack its scales by shifts and compare every value with the source.
 
-Owns an own reading of the two tensors, apart from the code that packed them: rank, dtype and shape
-of the scales first, because a kernel that is given E4M3 scales, or a single one, asserts or
-garbles; then every value, and the scale that the values ask for.
-Kept honest by the planted faults of suites/checkpoint/transform/convert/test_deepgemm_wo_a.py.
+The two tensors are read independently of the code that packed them. Rank, dtype and shape of the
+scales are checked first: given E4M3 scales, or a single scale, a kernel asserts or returns garbage.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """Where a written wo_a lies, and of how many groups it is."""
+    """The location of a written wo_a, and its number of groups."""
 
     target: Checkpoint
     module: str

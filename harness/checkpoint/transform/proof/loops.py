@@ -1,12 +1,11 @@
-"""The compiled loops of proofs: codes to float64 by table, and the comparison of two panels.
+"""Compiled loops of proofs: decode codes to float64 by table, and compare two panels.
 
-Owns the inner loops only: arrays in, arrays out or counts returned, no checks, no threads. Products
-of a table's entry and a step are exact in float64 (at most 2 + 4 + 24 significant bits), so nothing
-is rounded on either side. Bounds are made from exponents taken out of the bits of a float64, which
-vectors can do. Refuses nothing: harness.checkpoint.transform.proof.compare has checked.
+Inner loops only: arrays in, arrays or counts out, no checks, no threads; the caller
+harness.checkpoint.transform.proof.compare has checked its arguments and defines the results.
+Products of a table's entry and a scale are exact in float64 (at most 2 + 4 + 24 significant bits).
+Bounds are made from the exponent bits of a float64, because that vectorises.
 
-Importing this imports numba; the loops are compiled at first use and cached. Kept honest by
-suites/checkpoint/transform/proof/test_compare.py, against the definitions in compare.
+Importing this imports numba; the loops are compiled at first use and cached.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _EXPONENT = np.int64(0x7FF << _MANTISSA_BITS)
 
 @compiled
 def decode_pairs(packed: Bytes, pairs: Doubles, steps: Doubles, width: int, out: Doubles) -> None:
-    """Decode packed codes [R, C/2], a step for `width` of them; `pairs` [256, 2]: both codes."""
+    """Decode packed codes [R, C/2], one scale for `width` values; `pairs` [256, 2]: both values."""
     rows, half = packed.shape
     each = width // 2
     for r in range(rows):
@@ -54,7 +53,7 @@ def decode_pairs(packed: Bytes, pairs: Doubles, steps: Doubles, width: int, out:
 def decode_bytes(
     codes: Bytes, table: Doubles, steps: Doubles, first: int, block: Any, out: Doubles
 ) -> None:
-    """Decode codes [R, C] of one byte; blocks of block[0] rows, of which `first` are above."""
+    """Decode codes [R, C] of one byte; `first` rows of the first block lie above the panel."""
     rows, columns = codes.shape
     high, wide = block
     for r in range(rows):
@@ -81,7 +80,7 @@ def largest_of_blocks(values: Doubles, first: int, block: Any, largest: Doubles)
 
 @compiled
 def _spread(steps: Doubles, wide: int, step: Doubles) -> None:
-    """Write the step of every column; all that follows is flat loops, which become vectors."""
+    """Write the scale of every column; the loops that follow are flat, so that they vectorise."""
     columns = step.shape[0]
     if columns == steps.shape[0] * 16 and wide == 16:
         for b in range(steps.shape[0]):
@@ -93,7 +92,7 @@ def _spread(steps: Doubles, wide: int, step: Doubles) -> None:
 
 @compiled
 def _allow(x: Doubles, step: Doubles, bound: Any, allowed: Doubles) -> None:
-    """Write how far each element of a row may be."""
+    """Write the allowed distance of each element of a row."""
     columns = x.shape[0]
     kind, mantissa, lowest = bound
     if kind == NOTHING:

@@ -1,16 +1,14 @@
-"""Amax records: what a calibration run saw in front of every linear, and the scales that follow.
+"""Read calibration records (amax of each linear's input) and derive input scales from them.
 
-Owns the file format (docs/calibration.md): one JSON object, `{"format": "degarble-amax",
-"version": 1, "linears": {name: {"amax": number, "tokens": count}}}`, names logical, one entry for
-each linear and each expert's. Owns the input scales: partners of one input share the largest amax;
-V3.2's experts share one for a layer; an expert that no token reached takes the largest of all
-calibrated experts of the same projection, whatever their layer, and says so.
+File format (docs/calibration.md): one JSON object, `{"format": "degarble-amax", "version": 1,
+"linears": {name: {"amax": number, "tokens": count}}}`. Names are logical; each linear and each
+expert has one entry. amax must be a positive finite float32 where tokens were counted.
 
-Refuses unknown versions and names, amax that is no positive finite float32 where tokens were seen,
-and recipes with quantised activations whose linears (other than experts) have no record.
+Linears that read the same input share the largest amax. V3.2's experts share one for a layer. An
+expert that no token reached takes the largest of all calibrated experts of the same projection, in
+any layer, and the report says so. Any other linear with quantised activations needs a record.
 
 Source: the rules of ModelOpt's exports (examples/deepseek, examples/deepseek_v4).
-Kept honest by suites/checkpoint/transform/quantise/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ FULL_SCALE = np.float32(2688)  # 6 * 448: the largest NVFP4 value at scale 1
 
 
 class Amax(NamedTuple):
-    """The largest magnitude that a linear's input had, and how many tokens it was taken from."""
+    """The largest magnitude of a linear's input, and the number of tokens it was taken from."""
 
     amax: float
     tokens: int
 
 
 class Origin(StrEnum):
-    """Where an input scale comes from."""
+    """The origin of an input scale."""
 
     MEASURED = "measured"
     PARTNER = "partner"  # the larger amax of a linear that is fused with this one
@@ -139,14 +137,14 @@ class Calibration:
         )
 
     def to_bytes(self) -> bytes:
-        """Spell the file; equal records give equal bytes."""
+        """Return the file's content; equal records give equal bytes."""
         linears = {name: each._asdict() for name, each in sorted(self.records.items())}
         raw = {"format": FORMAT, "version": VERSION, "linears": linears}
         return (json.dumps(raw, indent=0, ensure_ascii=False) + "\n").encode()
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all records."""
+        """The hash of all records."""
         return sha256(self.to_bytes()).hexdigest()
 
 
@@ -168,7 +166,7 @@ def _record(name: str, raw: Any) -> Amax:
 
 
 class InputScales:
-    """The input scales of the linears that a recipe quantises the activations of."""
+    """The input scales of the linears whose activations a recipe quantises."""
 
     def __init__(
         self, config: Config, calibration: Calibration, wanted: Iterable[Parameter]
@@ -215,7 +213,7 @@ class InputScales:
         return InputScale(scale, float(np.float32(amax)), own.tokens, origin)
 
     def _own(self, name: str) -> Amax:
-        """Return a record; one without tokens counts as nothing."""
+        """Return a linear's record; one without tokens counts as missing."""
         found = self._records.get(name)
         return found if found and found.tokens else Amax(0.0, 0)
 
@@ -225,7 +223,7 @@ class InputScales:
         return {member: each.members for each in fusions for member in each.members}
 
     def _partners(self, parameter: Parameter) -> list[str]:
-        """Name the linears that read the same input, and are fused by engines."""
+        """Return the linears that read the same input and are fused by engines."""
         return partners_of(parameter, self._fusions)
 
     def _input(self, parameter: Parameter) -> tuple[str, ...]:
@@ -252,7 +250,7 @@ class InputScales:
 
 
 def partners_of(parameter: Parameter, fusions: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Name a parameter and those whose rows an engine puts into one tensor with its own."""
+    """Return a parameter and those that an engine fuses with it into one tensor."""
     members = fusions.get(parameter.row.name)
     if members is None or parameter.block is None:
         return [parameter.name]

@@ -1,11 +1,8 @@
-"""conversion_report.json: what a conversion did to every weight, and how much of it the format did.
+"""Write conversion_report.json: how each weight was quantised, and its error above the floor.
 
-Owns the facts that shards leave behind and the report made of them. Per NVFP4 weight: how it came
-about, its scales, relative error, error over the format's floor (scale_search), input scale with
-origin and tokens. Counted, not listed: what was copied. Listed at the top: what needs a human eye.
-
-Equal inputs give equal bytes. Kept honest by
-suites/checkpoint/transform/quantise/test_conversion_report.py.
+Each NVFP4 weight lists its method, its scales, its relative error, its error divided by the
+format's floor (scale_search), and its input scale with origin and tokens. Copied tensors are only
+counted. Entries that need a human's attention come first. Equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -41,14 +38,14 @@ class GroupScale(NamedTuple):
 
 @dataclass
 class ShardFacts:
-    """What one shard has to say."""
+    """The facts of one shard for the report."""
 
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     rounded: dict[str, int] = field(default_factory=dict)
 
     def add_plain(self, name: str, action: str, source: str, target: str, rounded: int) -> None:
-        """Take a parameter in that did not become NVFP4."""
+        """Record a parameter that did not become NVFP4."""
         self.counts[f"{action}: {source} to {target}" if source != target else action] += 1
         if rounded:
             self.rounded[name] = rounded
@@ -56,7 +53,7 @@ class ShardFacts:
     def add_nvfp4(
         self, name: str, source: str, elements: int, group: GroupScale, errors: Errors
     ) -> None:
-        """Take a weight in that became NVFP4."""
+        """Record a weight that became NVFP4."""
         action = "lossless" if group.exact else "quantised"
         self.counts[f"{action}: {source} to NVFP4"] += 1
         told: dict[str, Any] = {
@@ -74,7 +71,7 @@ class ShardFacts:
         self.weights.setdefault(name, {}).update(told)
 
     def add_input(self, name: str, found: InputScale) -> None:
-        """Take an input scale in."""
+        """Record an input scale."""
         told = {
             "input_scale": found.scale,
             "input_amax": found.amax,
@@ -84,13 +81,13 @@ class ShardFacts:
         self.weights.setdefault(name, {}).update(told)
 
     def to_bytes(self) -> bytes:
-        """Spell the facts, for whoever finishes the job."""
+        """Return the facts as bytes for the process that finishes the job."""
         raw = {"weights": self.weights, "counts": self.counts, "rounded": self.rounded}
         return json.dumps(raw, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self | None:
-        """Read them again; None where they are not what a shard leaves."""
+        """Read the facts again; None where the bytes are not what a shard writes."""
         try:
             raw = json.loads(data)
             parts = [raw[name] for name in ("weights", "counts", "rounded")]
@@ -106,7 +103,7 @@ def _values(raw: Any) -> Iterable[Any]:
 
 
 def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
-    """Spell the report."""
+    """Return the report's content."""
     whole = ShardFacts()
     for each in facts:
         for name, told_of in each.weights.items():  # a weight and its input scale may lie apart
@@ -127,7 +124,7 @@ def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
 
 
 def _lossless(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Count what could have been taken over exactly, and what was; every block is compared."""
+    """Count blocks that could be taken over exactly, and those that were; every one is compared."""
     asked = [w for w in weights.values() if w["action"] == "lossless" or "not_lossless" in w]
     exact = [w for w in asked if w["action"] == "lossless"]
     elements = sum(w["elements"] for w in asked)

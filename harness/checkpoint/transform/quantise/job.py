@@ -1,15 +1,12 @@
-"""Quantising a checkpoint to ModelOpt's NVFP4 layout: what will be written, and every shard of it.
+"""Quantise a checkpoint to ModelOpt's NVFP4 layout: plan the target, write shards, finish.
 
-Owns the job: a source, a target layout with its recipe, the choices, the calibration. `plan_job`
-says which tensors the target has; `make_shard` makes one shard, in any process or on any machine
-that sees both folders; `finish_job` writes report and configs; `run_job` does all of it here.
+`plan_job` lists the target's tensors. `make_shard` writes one shard, in any process or on any
+machine that reaches both folders. `finish_job` writes report and configs. `run_job` does it all.
 
-Weights and activations follow the recipe. Quantised activations need input scales: from a
-calibration, or from a source that has them; without either the job is refused, because an engine
-would run such a checkpoint with uninitialised scales. `weight_only` leaves activations alone.
-
-Refuses sources that lack a parameter, names that no layout spells, and NVFP4 of another producer.
-Kept honest by suites/checkpoint/transform/quantise/test_job.py.
+Quantised activations need input scales, from a calibration or from a source that has them. Without
+either the job raises an error, because an engine would run such a checkpoint with uninitialised
+scales. `weight_only` leaves activations in BF16. The source must have every parameter (the drafter
+excepted), in names that a layout spells, and no NVFP4 of another producer.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ _NO_DRAFTER = "the recipe nvfp4-full says nothing of the drafter"
 
 @dataclass(frozen=True)
 class QuantiseJob:
-    """All that the bytes of the target depend on; it travels between processes."""
+    """All parameters that the bytes of the target depend on; it is pickled to other processes."""
 
     source: Path
     layout: Layout  # of the target, with its recipe
@@ -82,7 +79,7 @@ class QuantiseJob:
 
 
 class Planned(NamedTuple):
-    """What a job will write, and what of the source it leaves out, with the reason.
+    """The tensors that a job will write, and those of the source that it leaves out, with reasons.
 
     `unclaimed`: stored tensors that belong to no parameter of the model; nothing is made of them.
     """
@@ -95,7 +92,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kept:
-    """The producer of the job that this process works at."""
+    """The producer that this process uses, kept between shards."""
 
     by_key: dict[tuple[Path, str], QuantisingProducer] = field(default_factory=dict)
 
@@ -111,7 +108,7 @@ def recipe_for(name: str, config: Config) -> Recipe:
 
 
 def weight_only(recipe: Recipe) -> Recipe:
-    """Leave the activations in front of NVFP4 weights in BF16."""
+    """Return the recipe with BF16 activations before NVFP4 weights."""
     rules = tuple(
         replace(rule, activation=BF16) if rule.activation == _NVFP4 else rule
         for rule in recipe.rules
@@ -120,10 +117,10 @@ def weight_only(recipe: Recipe) -> Recipe:
 
 
 def target_layout(config: Config, recipe: Recipe) -> Layout:
-    """Choose the names that a recipe's checkpoints have: those of the release, which engines read.
+    """Return the names of a recipe's checkpoints: those of the release, which engines read.
 
-    transformers' own words for V4 would be read by nobody: it stacks experts in its memory and has
-    no names for single ones. V4 with NVFP4 throughout has no format for the drafter.
+    No loader reads V4 in transformers' own names: it stacks experts in its memory and has no
+    names for single ones. V4 with NVFP4 throughout has no format for the drafter.
     """
     layout = layout_named("official", config).with_recipe(recipe)
     full = recipe.name == "nvfp4-full" and isinstance(config, V4Config)
@@ -131,7 +128,7 @@ def target_layout(config: Config, recipe: Recipe) -> Layout:
 
 
 def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
-    """Plan the target; refuse a source that cannot give what the recipe asks for."""
+    """Plan the target; raise where the source lacks what the recipe needs."""
     state = SourceState.of(job.source)
     with Checkpoint.open(job.source) as source:
         config, names = source.model, source.names
@@ -155,7 +152,7 @@ def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
 
 
 def _unclaimed(source: Checkpoint, names: LogicalNames) -> tuple[str, ...]:
-    """Name the stored tensors that no parameter explains."""
+    """Return the stored tensors that no parameter explains."""
     modules = {names.module_of(parameter) for parameter in names.present.values()}
     claimed = {e.name for module in modules for e in source.form(module).parts.values()}
     return tuple(sorted(source.entries.keys() - claimed))
@@ -164,7 +161,7 @@ def _unclaimed(source: Checkpoint, names: LogicalNames) -> tuple[str, ...]:
 def _left_out(
     job: QuantiseJob, config: Config, present: Collection[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Name what the target will not have; only a drafter may be missing in the source."""
+    """Return the parameters that the target leaves out; a source may only lack a drafter."""
     left_out, missing = [], []
     for parameter in parameters(config):
         reason = job.layout.omits(parameter, config)
@@ -186,7 +183,7 @@ def _left_out(
 
 
 def make_shard(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardRecord:
-    """Make one shard of a target that was begun, and leave what the report says of it beside."""
+    """Write one shard of a target that was begun, and its facts for the report next to it."""
     producer = _producer_of(job, shard.plan)
     producer.facts = ShardFacts()
     last = shard.tensors[-1].name
@@ -240,7 +237,7 @@ def run_job(
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     planned: Planned | None = None,
 ) -> Manifest:
-    """Do all of it; the same call resumes what was interrupted."""
+    """Quantise everything, or resume an interrupted run."""
     require_apart(job.source, target)
     planned = planned or plan_job(job, shard_bytes=shard_bytes)
     work = partial(make_shard, job, target)
@@ -250,7 +247,7 @@ def run_job(
 
 
 def _producer_of(job: QuantiseJob, key: str) -> QuantisingProducer:
-    """Open the source once a process, not once a shard."""
+    """Return this process's producer; the source is opened once a process, not once a shard."""
     kept = job.source, key  # equal sources in two folders have one plan
     if kept not in _KEPT.by_key:
         _forget()
@@ -269,7 +266,7 @@ def _facts_file(target: Path, shard: ShardPlan) -> Path:
 
 
 def _facts_of(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardFacts:
-    """Read what make_shard left; where somebody removed or changed it, work it out again."""
+    """Read the facts that make_shard wrote; compute them again if missing or changed."""
     path = _facts_file(target, shard)
     if path.exists():
         known = ShardFacts.from_bytes(read_small_file(path, LARGEST_INDEX))
@@ -301,7 +298,7 @@ def _told(job: QuantiseJob, planned: Planned) -> dict[str, Any]:
 
 
 def _sources(job: QuantiseJob, source: Checkpoint) -> dict[str, str]:
-    """Name all that the bytes depend on."""
+    """Return everything that the bytes depend on, for the plan."""
     calibration = job.calibration
     return {
         "quantise": GENERATION,

@@ -1,15 +1,15 @@
-"""The bytes of a quantised checkpoint, tensor by tensor, streamed from the source.
+"""Produce the bytes of a quantised checkpoint, tensor by tensor, streamed from the source.
 
-Owns the producer: for each parameter it copies codes that have the wanted format already, takes
-MXFP4 over into NVFP4 exactly where that is possible, and quantises everything else from decoded
-float32 (or stored bfloat16) values. NVFP4 is ModelOpt's dialect; other formats are canonical.
-Partners that an engine fuses share one tensor scale, so a partner is read to learn its amax.
+For each parameter: copy codes that have the wanted format already, convert MXFP4 to NVFP4 exactly
+where that is possible, and quantise everything else from decoded float32 (or stored bfloat16)
+values. NVFP4 follows ModelOpt's dialect; other formats are canonical. Partners that an engine fuses
+share one tensor scale, so all of them are read to find the amax.
 
-Memory is a row block of four million elements and the block scales of one matrix, whatever the
-size. One thread: sums, and with them the report, do not depend on the machine.
+Memory is a row block of four million elements and the block scales of one matrix. One thread, so
+that sums, and with them the report, do not depend on the machine.
 
-Refuses NaN and infinities in weights, NVFP4 with divisor scales (convert it first), and quantised
-activations without a calibration. Kept honest by suites/checkpoint/transform/quantise/test_job.py.
+NaN and infinities in weights, NVFP4 with divisor scales (convert it first), and quantised
+activations without a calibration raise an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _PANEL = 128  # rows of the tallest block: every cut is a multiple, in source an
 
 
 class Choices(Protocol):
-    """What the producer takes from a job."""
+    """The settings that the producer takes from a job."""
 
     @property
     def layout(self) -> Layout:
@@ -70,19 +70,19 @@ class Choices(Protocol):
 
     @property
     def scale_rule(self) -> ScaleRule:
-        """How block scales are chosen."""
+        """The rule that chooses block scales."""
 
     @property
     def lossless(self) -> bool:
-        """Whether MXFP4 is taken over exactly where it can be."""
+        """Whether MXFP4 is converted exactly where it can be."""
 
     @property
     def calibration(self) -> Calibration | None:
-        """Where input scales come from."""
+        """The source of input scales."""
 
 
 class QuantisingProducer:
-    """Makes any planned tensor of a job; `facts` gathers what the report says."""
+    """The producer of a job's planned tensors; `facts` collects the report."""
 
     def __init__(self, source: Checkpoint, job: Choices) -> None:
         assert source.model is not None, "plan_job has asked"
@@ -94,7 +94,7 @@ class QuantisingProducer:
         self._fusions = {member: each.members for each in fusions for member in each.members}
         self._groups: dict[tuple[str, ...], GroupScale] = {}
         self._slots: tuple[str, dict[str, Slot]] = ("", {})
-        self._scales: tuple[str, Tensor] | None = None  # behind the codes made last
+        self._scales: tuple[str, Tensor] | None = None  # of the codes made last
         self._inputs: InputScales | None = None
         self.facts = ShardFacts()
 
@@ -103,7 +103,7 @@ class QuantisingProducer:
         self._source.close()
 
     def check(self, chosen: Iterable[Parameter]) -> None:
-        """Refuse what would be refused in the middle of the work otherwise."""
+        """Raise early for what would otherwise fail in the middle of the work."""
         wanted = []
         for parameter in chosen:
             formats = self._recipe.format_of(parameter)
@@ -149,7 +149,7 @@ class QuantisingProducer:
             yield self._input_scale(slot.parameter, stored)
 
     def _plain(self, slot: Slot, stored: StoredWeight) -> Iterator[Tensor]:
-        """Yield unquantised values; say where the target's dtype cannot hold them."""
+        """Yield unquantised values; report values that the target's dtype cannot hold."""
         dtype, rounded = TORCH_DTYPES[slot.dtype], 0
         for _, weight in stored.row_blocks(_elements(stored.shape)):
             integers = weight.value is not None and not weight.value.is_floating_point()
@@ -165,7 +165,7 @@ class QuantisingProducer:
         self.facts.add_plain(slot.parameter.name, action, before, slot.dtype, rounded)
 
     def _codes(self, parameter: Parameter, stored: StoredWeight) -> Iterator[Tensor]:
-        """Yield codes, and keep the block scales that come with them."""
+        """Yield codes, and keep the block scales that are computed with them."""
         wanted = self._recipe.format_of(parameter).weight
         scales: list[Tensor] = []
         if _name(stored) == wanted:
@@ -230,7 +230,7 @@ class QuantisingProducer:
         return torch.tensor(found.scale, dtype=torch.float32)
 
     def _keeps_input_scale(self, stored: StoredWeight) -> bool:
-        """Tell whether the source's own input scale stands: nothing newer was measured."""
+        """Tell whether the source's own input scale is kept: no calibration replaces it."""
         return Part.INPUT_SCALE in stored.form.parts and self._job.calibration is None
 
     def _input_scales(self, wanted: Iterable[Parameter]) -> InputScales:
@@ -272,7 +272,7 @@ class QuantisingProducer:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    """Return how many elements a row block has, so that it is cut at whole panels."""
+    """Return the number of elements of a row block, so that blocks end at whole panels."""
     width = prod(shape[1:])
     return max(width, 1) * _PANEL * max(1, _BLOCK_ELEMENTS // (max(width, 1) * _PANEL))
 
