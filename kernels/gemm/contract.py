@@ -1,7 +1,7 @@
-"""What a GEMM's torch entry point demands beyond kernels.runtime.operands: its GPU, and D.
+"""Check the GPU and the output D of a GEMM entry point, and allocate D.
 
-Owns the refusal of GPUs that a form was not written for, and D itself: its contract and its
-allocation. Kept honest by suites/kernels/gemm/test_contract.py. Shape letters: M, N of D
+Dtypes, shapes, strides and addresses of the operands are checked by kernels.runtime.operands.
+Shape letters: M, N of D.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TMA_ALIGNMENT = 16  # of addresses and row strides in bytes; PTX ISA 9.1, tensor
 
 
 def require_place(tensors: tuple[Tensor, ...], target: Target) -> int:
-    """Refuse tensors that are not all on one GPU of a target; return the GPU's number."""
+    """Return the number of the GPU that holds all tensors; raise if it is not of the target."""
     device = require_device(tensors)
     found = target_of_device(device)
     if found is not target:
@@ -35,11 +35,11 @@ def require_place(tensors: tuple[Tensor, ...], target: Target) -> int:
 
 
 def require_output(problem: GemmProblem, out_MN: Tensor) -> None:
-    """Refuse a D that does not hold what is written."""
+    """Raise unless D is a contiguous BF16 tensor [M, N] on an address that TMA can store to."""
     shape = (problem.rows, problem.columns)
     require_tensor("D", out_MN, torch.bfloat16, shape, TMA_ALIGNMENT)
 
 
 def empty_output(problem: GemmProblem, device: torch.device) -> Tensor:
-    """Allocate D; every number of it is written."""
+    """Allocate D uninitialised; the kernel writes every element."""
     return torch.empty(problem.rows, problem.columns, dtype=torch.bfloat16, device=device)

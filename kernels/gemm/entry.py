@@ -1,11 +1,8 @@
-"""A plain GEMM as its torch entry point runs it: compiled once a form, launched on checked tensors.
+"""Compile and launch a plain (ungrouped) GEMM from its torch entry point.
 
-Owns what is alike whatever operands and target are: the arguments to compile with, the demands on D
-and on the GPU, the choice by table, and the launch: extents, clusters, pointers, torch's stream. An
-entry point checks its operands itself, then hands all tensors over, D as the last of them.
-
-Refuses by name the wrong GPU, the wrong D, a tactic of the grouped products. Kept honest by
-suites/kernels/gemm/test_entry.py, which looks at the arguments of every form's launch.
+This is the part that all operand formats and targets share: the arguments to compile with, the
+checks of D and of the GPU, the choice of a tactic by table, and the launch. An entry point checks
+its own operands, then passes all tensors to `answer`, D last.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ EXTENTS = 4  # M, N, K, clusters
 
 
 class Entry(NamedTuple):
-    """What an entry point has of its own: compiled forms, pointers to tensors, its target."""
+    """The part of an entry point that differs by kernel: how to compile, pointers, target."""
 
     compiled: Callable[[GemmForm, CompileSettings], CompiledKernel]
     pointers: Callable[[GemmForm, tuple[Tensor | None, ...]], tuple[Any, ...]]
@@ -45,7 +42,7 @@ class Entry(NamedTuple):
 def compiled(
     jitted: Any, pointers: tuple[Any, ...], form: GemmForm, settings: CompileSettings
 ) -> CompiledKernel:
-    """Compile a form's launch; the pointers are those of no tensors, and no GPU is needed."""
+    """Compile a form's launch. Pointers are those of absent tensors, so no GPU is needed."""
     if form.tactic.blocks != 1:
         raise InvalidArgument(
             "thread blocks of a processor", form.tactic.blocks, "1 in a plain GEMM",
@@ -63,7 +60,7 @@ def answer(
     settings: CompileSettings,
     form: GemmForm | None,
 ) -> Tensor:
-    """Compute D on the GPU that holds all tensors, in a form of one's own or in the table's."""
+    """Check D and the GPU, choose a form if none is given, and compute D."""
     out = tensors[-1]
     contract.require_output(problem, out)
     contract.require_place(tensors, entry.target)
@@ -80,7 +77,7 @@ def launch(
     problem: GemmProblem,
     tensors: tuple[Tensor, ...],
 ) -> None:
-    """Launch on checked tensors; of swapped operands the kernel computes N x M."""
+    """Launch on checked tensors. A form with swapped operands computes D^T, so extents are N, M."""
     device = tensors[-1].device.index or 0
     *_, clusters = facts.grid(problem, form.tactic, operands.processors_of(device))
     m, n = problem.rows, problem.columns

@@ -1,16 +1,17 @@
-"""How a tile leaves: float32 in registers, rounded once to BF16, through shared memory, by TMA.
+"""Store a tile of D: scale float32 sums in registers, round once to BF16, store by TMA.
 
-Owns the last step of a tile, piece by piece: 64 columns of the rows that one group of threads
-holds. A piece is scaled in float32, rounded to nearest even, put into one of a few buffers and
-stored by TMA, which leaves out what lies beyond D: no predicate, and nothing outside of D is
-touched. Groups do not wait for each other, and stores of a tile overlap with the next one's loads.
+A tile leaves in pieces of 64 columns by the rows that one group of threads holds. One piece:
+  1. scale in float32 (tensor scales are applied here, never in BF16), round to nearest even;
+  2. the storing warp waits until at most one of its TMA stores still reads a buffer;
+  3. named barrier of the group; registers to a swizzled buffer; fence to the async proxy;
+  4. named barrier of the group; the storing warp (warp 0 of the group) issues the TMA store.
+A group has PIECES_AT_ONCE = 2 buffers and its own named barrier, so groups do not wait for each
+other, and stores overlap with the loads of the next tile. TMA omits what lies outside D: there is
+no predicate for tails.
 
-How a form plugs in: `store_of` in the jitted launch makes the TMA atom of D; `Outlet` names the
-group (its barrier, threads, the warp that stores) and how its registers lie (a tiled copy from the
-accumulator's layout: `wgmma_copy` on sm_90a, one of tcgen05.ld on sm_100a); `store_piece` for each
-piece; `drain` before the thread block ends. Tensor scales are applied by `scaled`, never in BF16.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_sm90_gemm_bf16.py.
+Use: `store_of` in the jitted launch makes the TMA atom of D; `Outlet` holds a group's barrier,
+buffers and register layout (a tiled copy: `wgmma_copy` on sm_90a, a copy by rows on sm_100a);
+`store_piece` stores each piece; `drain` runs before the thread block ends.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +24,14 @@ from degarble.kernels.gemm import problem as facts
 
 
 class Store(NamedTuple):
-    """D as TMA writes it: atom and coordinates."""
+    """TMA atom of D and its coordinate tensor."""
 
     atom: Any
     tensor: Any
 
 
 class Outlet(NamedTuple):
-    """Where a group of threads leaves its pieces."""
+    """The buffers, barrier and TMA atom through which one group of threads stores its pieces."""
 
     store: Any  # atom of D
     target: Any  # (piece, pieces along M, pieces along N) of D
@@ -64,9 +65,9 @@ def wgmma_copy(tiled_mma: Any) -> Any:
 
 
 def outlet_of(store: Store, shared: Any, copy: Any, thread: Any, barrier: Any) -> Outlet:
-    """Cut D and the group's own buffers; `thread` is the number in the group, whose warp 0 stores.
+    """Partition D and the group's own buffers; `thread` is its number in the group.
 
-    Named barriers 0 and 1 belong to the thread block.
+    Warp 0 of the group stores. Named barriers 0 and 1 belong to the thread block.
     """
     pieces = cute.local_tile(store.tensor, cute.product_each(shared.shape)[:2], (None, None))
     source, target = cpasync.tma_partition(
@@ -89,7 +90,7 @@ def outlet_of(store: Store, shared: Any, copy: Any, thread: Any, barrier: Any) -
 
 
 def scaled(number: Any, scales: tuple[Any, ...]) -> Any:
-    """Multiply a float32 number by scales, one after the other, each product rounded."""
+    """Multiply a float32 number by each scale in order, rounding every product."""
     for scale in scales:
         number = ops.multiply_rn(number, scale)
     return number
@@ -107,16 +108,18 @@ def store_piece(
 ) -> None:
     """Scale a group's float32 numbers, round them to BF16 and store the piece at (row, column).
 
-    `numbers` are as many registers as the thread has of a piece; `count` is that of the pieces
-    that the group has stored, so that buffers take turns.
+    `numbers` are this thread's registers of the piece. `count` is the number of pieces that the
+    group has stored so far; it selects the buffer.
     """
     rounded = cute.make_rmem_tensor(outlet.shared[None, None, None, 0].shape, BFloat16)
     round_into(rounded, numbers, scales)
+    # Which of the buffers: they are used in turn.
     at = count % facts.PIECES_AT_ONCE
     if outlet.stores:  # the store that read this buffer before has read it
         cute.arch.cp_async_bulk_wait_group(facts.PIECES_AT_ONCE - 1, read=True)
     cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=outlet.threads)
     cute.copy(outlet.copy, rounded, outlet.shared[None, None, None, at])
+    # TMA reads shared memory through the async proxy; the copy wrote it through the generic one.
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=outlet.threads)
     if outlet.stores:
@@ -126,6 +129,6 @@ def store_piece(
 
 @cute.jit
 def drain(outlet: Outlet) -> None:
-    """Wait for the stores that are under way: shared memory ends with the thread block."""
+    """Wait until the TMA stores have read shared memory, which ends with the thread block."""
     if outlet.stores:
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,15 +1,12 @@
-"""What a product of few BF16 rows with a BF16 weight is asked for, and the order of its sums.
+"""Problem, form and summation order of a product of up to 8 BF16 rows with a BF16 weight.
 
-Owns the problem, the choice, the derived facts (shared memory, grid, bytes), and the arithmetic of
-a lane, written once for kernels and tensors. Pure host arithmetic, no GPU and no DSL.
-
-The order of a sum is a fact of K alone. Lane l of a warp takes the values 256 s + 8 l + i in order
+The summation order depends on K alone. Lane l of a warp takes the values 256 s + 8 l + i in order
 of s, then i, by fma from 0 on in float32; lanes are folded by distance 16, 8, 4, 2, 1. A product of
-two BF16 is exact in float32, so every addition is the only rounding. A row's bits depend on neither
-M nor the other rows, nor on N.
+two BF16 numbers is exact in float32, so only additions round. The bits of a row depend neither on M
+and the other rows nor on N.
 
-Refuses extents beyond what one thread block's shared memory holds of the activations. Kept honest
-by suites/kernels/gemm/test_gemv_problem.py.
+Host arithmetic only, no GPU and no DSL; `accumulated` is shared by the kernel and its reference.
+Extents whose activations do not fit in one thread block's shared memory raise ShapeMismatch.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ OUTPUTS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class GemvProblem:
-    """M rows of K activations by N rows of K weights, all BF16: M x N sums."""
+    """M rows of K activations times N rows of K weights, all BF16: M x N sums."""
 
     rows: int
     columns: int
@@ -66,19 +63,19 @@ class GemvProblem:
 
     @property
     def most_inner(self) -> int:
-        """The widest activations that fit in shared memory."""
+        """Return the largest K whose activations fit in shared memory."""
         return inner_held(rows_of_form(self.rows))
 
     @property
     def bytes_moved(self) -> int:
-        """Every weight, activation and sum once."""
+        """Return the fewest bytes moved: every weight, activation and sum once."""
         sums = self.rows * self.columns * (4 if self.out == "fp32" else 2)
         return 2 * self.columns * self.inner + 2 * self.rows * self.inner + sums
 
 
 @dataclass(frozen=True)
 class GemvForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of the kernel; extents are passed at launch."""
 
     rows: int
     out: str
@@ -86,12 +83,12 @@ class GemvForm:
 
 
 def rows_of_form(rows: int) -> int:
-    """Return how many rows the form computes that serves so many."""
+    """Return the number of rows that the smallest sufficient form computes."""
     return next(most for most in ROWS if rows <= most)
 
 
 def inner_held(rows: int) -> int:
-    """Activations of a row that a thread block keeps: what fits, in whole pairs of steps."""
+    """Return how many activations of a row fit in shared memory, in whole pairs of steps."""
     limit = min(target.shared_memory_bytes for target in TARGETS.values())
     whole = AHEAD * STEP
     return min(MOST_COLUMNS, limit // (2 * rows) // whole * whole)
@@ -103,13 +100,13 @@ def choose_form(problem: GemvProblem, target: str) -> GemvForm:
 
 
 def steps(problem: GemvProblem) -> int:
-    """Steps that a warp makes along K, a multiple of those ahead."""
+    """Return the steps that a warp makes along K, rounded up to a multiple of AHEAD."""
     made: int = round_up(ceil_div(problem.inner, STEP), AHEAD)
     return made
 
 
 def grid(problem: GemvProblem, processors: int) -> int:
-    """Thread blocks: one a processor, fewer where there are fewer groups of weights."""
+    """Return the thread blocks: one a multiprocessor, or one a group of weights if fewer."""
     groups: int = ceil_div(problem.columns, GROUP)
     return min(groups, processors)
 
@@ -118,7 +115,7 @@ def grid(problem: GemvProblem, processors: int) -> int:
 
 
 def accumulated(total: Any, weights: Sequence[Any], activations: Sequence[Any]) -> Any:
-    """Add the products of a lane's step to its sum, one fma each, in order."""
+    """Add the products of a lane's step to its sum in order, one fma each."""
     for weight, activation in zip(weights, activations, strict=True):
         total = ops.fma_rn(weight, activation, total)
     return total

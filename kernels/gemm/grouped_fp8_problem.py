@@ -1,13 +1,14 @@
-"""What a grouped product in FP8 blocks is asked for: o_a's groups, with heads turned back or not.
+"""Problem and forms of a grouped product in FP8 blocks, used for o_a of FP8 checkpoints.
 
-D[t, g] = A[t, g] B[g]^T as in grouped_problem, in the numbers of FP8_BLOCK: codes with a scale for
-128 of K, B's for 128 x 128. B and its scales lie as a checkpoint has them, all groups one matrix: a
-tile of 128 rows under one scale may have several groups. A is codes and scales; or it is
-attention's output in BF16, whose heads are turned back and quantised on their way into the product,
-each thread block for its own tile; `turns_first` says when codes made before are faster.
+D[t, g] = A[t, g] B[g]^T as in grouped_problem, with FP8_BLOCK operands: E4M3 codes, one scale per
+128 values of K in A, one per 128 x 128 block in B. B and its scales are stored as in a checkpoint,
+all groups in one matrix, so one scale of 128 rows may span several groups.
 
-Pure host arithmetic, no GPU, no DSL. Refuses extents that do not fit. Kept honest by
-suites/kernels/gemm/test_grouped_fp8_problem.py.
+A is codes and scales. Or (`turned` > 0) A is attention's BF16 output: the kernel applies inverse
+RoPE to the last 64 values of each head and quantises on the way into the product, each thread block
+for its own tile. `turns_first` says when a separate kernel for that is faster.
+
+Host arithmetic only, no GPU, no DSL.
 Shape letters: T tokens, G groups, N columns and K values of a group, P positions.
 """
 
@@ -43,7 +44,7 @@ TURNED_UP_TO = 0  # tokens for which one launch was faster than two: none
 
 @dataclass(frozen=True)
 class GroupedFp8Problem:
-    """T tokens, G groups of N columns, each a sum over K; heads of `turned` values are turned."""
+    """T tokens, G groups of N columns, K values each; `turned` is the width of a rotated head."""
 
     tokens: int
     groups: int
@@ -75,28 +76,28 @@ class GroupedFp8Problem:
 
     @property
     def gemm(self) -> GemmProblem:
-        """All groups side by side, as a GEMM whose K is that of a group."""
+        """Return the equivalent GEMM: all groups side by side, K that of one group."""
         columns = self.groups * self.columns
         return GemmProblem(self.tokens, columns, self.inner, gemm.FP8_BLOCK.name, self.scales)
 
     @property
     def blocks(self) -> int:
-        """Scales of a row of B, and of a group in a row of A."""
+        """Return the scales of one row of B, or of one group in a row of A."""
         return self.inner // STEP
 
     @property
     def rows_of_scales(self) -> int:
-        """Rows of B's scales, for all groups."""
+        """Return the rows of B's scale matrix, all groups together."""
         return int(ceil_div(self.groups * self.columns, STEP))
 
     @property
     def operations(self) -> int:
-        """Floating-point operations, a product and a sum for each."""
+        """Return the floating-point operations, counting a product and a sum as two."""
         return self.gemm.operations
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: A, B and D once, scales, and the turns of each token."""
+        """Return the fewest bytes moved: A, B, D, scales and RoPE table rows once."""
         wide, width = self.groups * self.columns, 1 if self.scales == "ue8m0" else 4
         a = 2 * self.inner if self.turned else self.inner + width * self.blocks
         turns = (8 + 4 * rows.TABLE_WIDTH) * bool(self.turned)
@@ -106,24 +107,24 @@ class GroupedFp8Problem:
 
 @dataclass(frozen=True)
 class GroupedFp8Form:
-    """What a kernel is compiled for; extents, groups and pointers come with the launch."""
+    """Compile-time parameters; extents, groups and pointers are passed at launch."""
 
     gemm: GemmForm
     turned: int
 
     @property
     def scales(self) -> str:
-        """Return the format of block scales, those that the kernel makes included."""
+        """Return the format of block scales, including those that the kernel computes."""
         return self.gemm.scales
 
     @property
     def steps_of_head(self) -> int:
-        """Steps of K of a head; the last of them has the values that are turned."""
+        """Return the K steps of a head; the last one holds the values that inverse RoPE rotates."""
         return self.turned // STEP
 
 
 def choose_form(problem: GroupedFp8Problem, target: str = SM90A.name) -> GroupedFp8Form:
-    """Return the form that answers a problem: by tokens, with tiles that lie within a group."""
+    """Return the form for a problem: tactic by number of tokens, tiles within one group."""
     if target not in TACTICS:
         raise UnknownName.among("target of grouped products in FP8", target, TACTICS)
     tactic = fitting_tactic(TACTICS[target], problem.tokens, problem.groups, problem.columns)
@@ -133,15 +134,16 @@ def choose_form(problem: GroupedFp8Problem, target: str = SM90A.name) -> Grouped
 
 
 def tiles_of_group(problem: GroupedFp8Problem, form: GroupedFp8Form) -> int:
-    """Tiles along N of a group; of a single group the last may lie beyond D in part."""
+    """Return the tiles of a group along N; of a single group the last may exceed D."""
     return int(ceil_div(problem.columns, form.gemm.tactic.columns))
 
 
 def quotient(number: Any, against: Any, inverse: Any, *, exact: bool) -> Any:
-    """Return number / scale rounded once, from the scale negated and its inverse rounded once.
+    """Return number / scale rounded once, given -scale and the rounded inverse of the scale.
 
-    The inverse of a power of two is exact; else one step of Markstein's corrects the product. Runs
-    in three worlds: a suite walks all significands that BF16 and scales made of BF16 have.
+    The inverse of a power of two is exact; otherwise one Markstein step corrects the product. The
+    same code runs on host integers, tensors and in the kernel, so that a suite can walk all
+    significands of BF16 numbers and of scales made from BF16.
     """
     first = ops.multiply_rn(number, inverse)
     if exact:
@@ -150,5 +152,5 @@ def quotient(number: Any, against: Any, inverse: Any, *, exact: bool) -> Any:
 
 
 def turns_first(tokens: int) -> bool:
-    """Say whether heads are turned and quantised by a kernel of their own, as it is faster then."""
+    """Return whether a separate kernel for inverse RoPE and quantisation is faster."""
     return tokens > TURNED_UP_TO

@@ -1,11 +1,12 @@
-"""What a grouped product of BF16 matrices is asked for: o_a's groups, or one with float32 results.
+"""Problem and forms of a grouped BF16 product: o_a's groups, or products with float32 results.
 
-D[t, g] = A[t, g] B[g]^T: A is [T, G K], B [G N, K], D [T, G N], so a group is a range of columns of
-A and D and of rows of B, and the whole is the GEMM of gemm_problem whose steps of K begin where the
-tile's group does. Two things may be added. A's rows are heads side by side, whose last 64 values
-are turned back on their way into the product (attention's output into o_a). D stays float32 (the
-compressor's projections). Pure host arithmetic, no GPU, no DSL. Refuses extents that do not fit.
-Kept honest by suites/kernels/gemm/test_grouped_problem.py.
+D[t, g] = A[t, g] B[g]^T with A [T, G K], B [G N, K], D [T, G N]. A group is a range of columns of A
+and D and of rows of B, so the whole is the GEMM of gemm.problem in which A's steps of K begin at
+the group of the tile.
+
+Two options. `turned`: A's rows are heads, and inverse RoPE is applied to the last 64 values of each
+on the way into the product (attention output into o_a). `out="fp32"`: D stays float32 (the
+projections of the compressor). Host arithmetic only, no GPU, no DSL.
 Shape letters: T tokens, G groups, N columns and K values of a group, P positions.
 """
 
@@ -41,7 +42,7 @@ TACTICS: Mapping[str, tuple[Tactic, ...]] = {
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """T tokens, G groups of N columns, each a sum over K; heads of `turned` values are turned."""
+    """T tokens, G groups of N columns, K values each; `turned` is the width of a rotated head."""
 
     tokens: int
     groups: int
@@ -73,17 +74,17 @@ class GroupedProblem:
 
     @property
     def gemm(self) -> GemmProblem:
-        """All groups side by side, as a GEMM whose K is that of a group."""
+        """Return the equivalent GEMM: all groups side by side, K that of one group."""
         return GemmProblem(self.tokens, self.groups * self.columns, self.inner)
 
     @property
     def operations(self) -> int:
-        """Floating-point operations, a product and a sum for each."""
+        """Return the floating-point operations, counting a product and a sum as two."""
         return self.gemm.operations
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: A, B and D once, and the turns of each token."""
+        """Return the fewest bytes moved: A, B, D and the RoPE table rows once."""
         wide = self.groups * self.columns
         turns = (8 + 4 * rows.TABLE_WIDTH) * bool(self.turned)
         a_and_d = 2 * self.groups * self.inner + OUTPUTS[self.out] * wide
@@ -92,7 +93,7 @@ class GroupedProblem:
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """What a kernel is compiled for; extents, groups and pointers come with the launch."""
+    """Compile-time parameters; extents, groups and pointers are passed at launch."""
 
     gemm: GemmForm
     turned: int
@@ -100,12 +101,12 @@ class GroupedForm:
 
     @property
     def steps_of_head(self) -> int:
-        """Steps of K of a head; the last of them is turned."""
+        """Return the K steps of a head; inverse RoPE rotates the last one."""
         return self.turned // STEP
 
 
 def fitting_tactic(tactics: Sequence[Tactic], tokens: int, groups: int, columns: int) -> Tactic:
-    """Return the tactic of so many tokens, or one of fewer whose tiles lie within a group."""
+    """Return the tactic for so many tokens, or a smaller one whose tiles lie within a group."""
     first = next(n for n, tactic in enumerate(tactics) if tokens <= tactic.rows_up_to)
     fitting = [
         tactic for tactic in tactics[: first + 1] if groups == 1 or columns % tactic.columns == 0
@@ -114,7 +115,7 @@ def fitting_tactic(tactics: Sequence[Tactic], tokens: int, groups: int, columns:
 
 
 def choose_form(problem: GroupedProblem, target: str = SM90A.name) -> GroupedForm:
-    """Return the form that answers a problem: by tokens, with tiles that lie within a group."""
+    """Return the form for a problem: tactic by number of tokens, tiles within one group."""
     if target not in TACTICS:
         raise UnknownName.among("target of grouped products", target, TACTICS)
     tactic = fitting_tactic(TACTICS[target], problem.tokens, problem.groups, problem.columns)
@@ -123,6 +124,6 @@ def choose_form(problem: GroupedProblem, target: str = SM90A.name) -> GroupedFor
 
 
 def tiles_of_group(problem: GroupedProblem, form: GroupedForm) -> int:
-    """Tiles along N of a group; of a single group the last may lie beyond D in part."""
+    """Return the tiles of a group along N; of a single group the last may exceed D."""
     tiles: int = -(-problem.columns // form.gemm.tactic.columns)
     return tiles

@@ -1,14 +1,11 @@
-"""Stages of several 64 numbers of K, and few rows: what threads do with codes and scales of them.
+"""Decode stages of 128 or 256 NVFP4 numbers along K, span by span, for tiles of few rows (sm_90a).
 
-Owns where codes and scales lie in a stage of 128 or 256 (a row is 64 or 128 bytes of codes, 16 of
-them each in another order by TMA's swizzle, and a word of scales in each 128x4 tile), and how they
-are decoded: a span is 64 numbers, in the order of nvfp4_stages, so a product's sums are those of
-other stages.
-Reading and decoding are two steps, because registers that a wgmma reads may be written only after
-it was waited for, and shared memory need not wait for that.
+A span is 64 numbers of K, in the order of nvfp4_stages, so sums do not depend on the stage length.
+Layout of a stage: a row is 64 or 128 bytes of codes whose 16-byte chunks TMA's swizzle permutes,
+and one word of scales (four blocks) in each 128x4 tile.
 
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_nvfp4_spans.py (places,
-against the layouts that TMA and wgmma use) and suites/kernels/moe/test_sm90_moe_nvfp4.py.
+Reading and decoding are two steps: registers that a wgmma reads may be overwritten only after it
+was waited for, while reads of shared memory need not wait for that.
 """
 
 from __future__ import annotations
@@ -28,18 +25,18 @@ SWIZZLED_ROWS = 8
 
 
 def chunk_of_codes(row: Any, chunk: Any, spans: int) -> Any:
-    """Return the number of a row's 16 bytes `chunk`: the swizzle of 32, 64 or 128 bytes."""
+    """Return the index of a row's 16-byte chunk `chunk`, under the 32-, 64- or 128-byte swizzle."""
     of_row = CHUNKS * spans
     return row * of_row + (row // (SWIZZLED_ROWS // of_row) % of_row ^ chunk)
 
 
 def chunk_of_numbers(row: Any, chunk: Any, span: int, rows: int) -> Any:
-    """Return where 16 bytes of decoded numbers lie: span by span, rows of 128 bytes, swizzled."""
+    """Return the index of a decoded 16-byte chunk: span by span, rows of 128 swizzled bytes."""
     return span * rows * SWIZZLED_ROWS + stages.chunk_of_numbers(row, chunk)
 
 
 def word_of_scales(row: Any, span: int, spans: int) -> Any:
-    """Return where a row's four scales of a span lie, in words: tiles along K, then along rows."""
+    """Return the word that holds a row's four scales of a span: tiles along K, then rows."""
     within = row % 32 * 4 + row % 128 // 32
     return (row // 128 * spans + span) * 128 + within
 
@@ -50,9 +47,9 @@ def word_of_scales(row: Any, span: int, spans: int) -> Any:
 def read_rows(
     shared: Any, place: tuple[Any, Any], stage: Any, spans: int, some: range
 ) -> list[Any]:
-    """Read what a thread brings of block q of rows g and g + 8: codes and scales of some spans.
+    """Read a thread's codes and scales of block q in rows g and g + 8, for some spans of a stage.
 
-    `place` is the row g and the block q; `spans` are those of a stage.
+    `place` is the row g and the block q; `spans` is the number of spans in a stage.
     """
     row, block = place
     # Row g + 8 and other spans lie as far away in every stage: one address serves many reads.
@@ -72,7 +69,7 @@ def decode_rows(
 ) -> None:
     """Decode a span that was read into wgmma's registers, as nvfp4_stages.decode_fragment does.
 
-    `place` is that of the span among those that registers hold.
+    `place` is the index of the span among those that the registers hold.
     """
     codes, bits = read
     both = scales_of_rows(bits, block, mask)
@@ -85,7 +82,7 @@ def decode_rows(
 
 
 def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
-    """Return the scales of block q of rows g and g + 8, side by side."""
+    """Return the decoded scales of block q in rows g and g + 8 as one pair."""
     kept = (each & mask for each in bits)
     upper, lower = (ops.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
     return stages.scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
@@ -97,10 +94,10 @@ def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
 def decode_span(
     shared: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any, Any], extents: Any
 ) -> None:
-    """Decode a span of a row. `extents` are the rows of a tile and the spans of a stage.
+    """Decode one span of a row from shared memory to shared memory.
 
-    `place`: the row, where the tile begins among its rows of scales, the span. `at`: both stages,
-    and the mask of scales.
+    `place`: the row, the tile's first row among its rows of scales, the span. `at`: stage of codes,
+    stage of numbers, mask of scales. `extents`: rows of a tile, spans of a stage.
     """
     row, first, span = place
     (source, target, mask), (rows, spans) = at, extents

@@ -1,16 +1,13 @@
-"""NVFP4 operands in shared memory to BF16, on a GPU whose tensor cores know no E2M1 (sm_90a).
+"""Decode NVFP4 operands in shared memory to BF16 for wgmma, which has no E2M1 input (sm_90a).
 
-Owns what threads do with a stage of 64 numbers of K: a row is 32 bytes of codes and a word of four
-block scales, out of a 128x4 tile. All products of code and scale are exact in BF16 (six bits). They
-come out times 2**PRODUCT_EXPONENT, because a code is decoded as a BF16 number of the lowest powers;
-the epilogue takes that out of the float32 sums, where it is exact.
+A stage is 64 numbers of K: a row is 32 bytes of codes and one word of four E4M3 block scales out of
+a 128x4 tile. Products of code and scale are exact in BF16 (six significant bits). They come out
+times 2**PRODUCT_EXPONENT, because a code is decoded as a BF16 number of the lowest exponents; the
+epilogue multiplies the float32 sums by RESTORE, which is exact.
 
-Within a stage K is taken in another order, in both operands alike: of each step of 16 the thread
-of column pair q brings four codes of block q, so that it needs one scale a row. `order_of_k` says
-which number of K lies where. Scales beyond K are padding and may hold anything: `kept` clears it.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_nvfp4_stages.py (order,
-masks) and suites/kernels/gemm/test_sm90_gemm_nvfp4.py (equal to the BF16 form on decoded operands).
+Within a stage K is permuted, alike in both operands: in each step of 16 the thread of column pair
+q holds four codes of block q, so that it needs one scale per row. `order_of_k` states the
+permutation. Scales beyond K are padding of any value; `kept` masks them.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _NAN_CARRY = 0x0800_0800
 
 
 def order_of_k() -> list[int]:
-    """Return for each place of a stage as wgmma takes it the number of K that lies there."""
+    """Return the number of K that lies at each place of a stage, in the order that wgmma takes."""
     order = []
     for step in range(BLOCKS):
         for half in range(2):
@@ -55,7 +52,7 @@ def order_of_k() -> list[int]:
 
 
 def kept(blocks: Any, step: Any) -> Any:
-    """Return the bits of a row's four scales that lie within K of so many blocks, an even number.
+    """Return the mask of a row's four scales that lie within K; `blocks` of K is an even number.
 
     A stage holds four blocks or, at the end of K, two.
     """
@@ -63,7 +60,7 @@ def kept(blocks: Any, step: Any) -> Any:
 
 
 def times(left: Any, right: Any) -> Any:
-    """Multiply two pairs of BF16 numbers; subnormals count. PTX ISA 9.1, mul.bf16x2."""
+    """Multiply two pairs of BF16 numbers, subnormals included (PTX ISA 9.1, mul.bf16x2)."""
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint32],
@@ -74,7 +71,7 @@ def times(left: Any, right: Any) -> Any:
 def scale_pairs(placed: Any) -> Any:
     """Return two E4M3 scales as BF16 times 2**SCALE_EXPONENT; NaN stays NaN.
 
-    The codes lie in bits 10 to 4 of each half, without their signs, and nothing beside them.
+    The codes are in bits 10 to 4 of each half, without sign; all other bits have to be zero.
     """
     numbers = cute.arch.inline_ptx(
         f"{{ .reg .b32 at; mov.b32 at, {_FACTOR}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, at; "
@@ -87,19 +84,19 @@ def scale_pairs(placed: Any) -> Any:
 
 
 def doubled(pair: Any, upper: bool) -> Any:
-    """Return a pair that holds one half twice."""
+    """Return a pair whose halves both hold one half of the given pair."""
     return cute.arch.prmt(pair, pair, Uint32(0x3232 if upper else 0x1010))
 
 
 def scales_of_blocks(word: Any) -> list[Any]:
-    """Return the scales of a word's four blocks, each there twice."""
+    """Return the scales of a word's four blocks, each as a pair of equal halves."""
     even = scale_pairs(ops.shift_left(word, 4) & Uint32(_SCALE_BITS))  # blocks 0 and 2
     odd = scale_pairs(ops.shift_right(word, 4) & Uint32(_SCALE_BITS))  # blocks 1 and 3
     return [doubled(pair, upper) for upper in (False, True) for pair in (even, odd)]
 
 
 def decoded(words: list[Any], scale: Any) -> list[Any]:
-    """Return the eight pairs of a block's two words, times a scale that is there twice."""
+    """Return the eight pairs of a block's two words, times a scale that fills both halves."""
     return [times(pair, scale) for word in words for pair in bf16_pairs(word, Uint32)]
 
 
@@ -107,22 +104,22 @@ def decoded(words: list[Any], scale: Any) -> list[Any]:
 
 
 def chunk_of_codes(row: Any, chunk: Any) -> Any:
-    """Return the number of a row's 16 bytes `chunk` (0 or 1) in a stage: TMA's 32-byte swizzle."""
+    """Return the index of 16-byte chunk 0 or 1 of a row in a stage, under TMA's 32-byte swizzle."""
     return row * 2 + ((row // 4) % 2 ^ chunk)
 
 
 def chunk_of_numbers(row: Any, chunk: Any) -> Any:
-    """Return the number of a row's 16 bytes `chunk` (0 to 7) in a stage: the 128-byte swizzle."""
+    """Return the index of 16-byte chunk 0 to 7 of a row in a stage, under the 128-byte swizzle."""
     return row * 8 + (row % 8 ^ chunk)
 
 
 def word_of_scales(row: Any) -> Any:
-    """Return where a row's four scales lie, in words: tiles of 128 rows, 128x4 inside."""
+    """Return the word that holds a row's four scales: tiles of 128 rows, 128x4 inside."""
     return row // 128 * 128 + row % 32 * 4 + row % 128 // 32
 
 
 def words_at(tensor: Any, index: Any, stage: Any, count: int) -> list[Any]:
-    """Read `count` words that lie side by side."""
+    """Read `count` adjacent words."""
     registers = cute.make_rmem_tensor(count, Uint32)
     cute.autovec_copy(tensor[None, index, stage], registers)
     return [Uint32(registers[i]) for i in range(count)]
@@ -132,10 +129,10 @@ def words_at(tensor: Any, index: Any, stage: Any, count: int) -> list[Any]:
 
 
 def decode_row(shared: Any, row: tuple[Any, Any], at: tuple[Any, Any, Any]) -> None:
-    """Decode a row of a stage of B from shared memory to shared memory, as wgmma reads it.
+    """Decode a row of a stage of B from shared memory to shared memory, in wgmma's layout.
 
-    `row` is that of the tile and where the tile begins among its rows of scales; `at` are the
-    stages of codes and of numbers, and the mask of scales.
+    `row` is the row of the tile and the tile's first row among its rows of scales; `at` is the
+    stage of codes, the stage of numbers and the mask of scales.
     """
     row, first = row
     source, target, mask = at
@@ -156,10 +153,10 @@ def decode_row(shared: Any, row: tuple[Any, Any], at: tuple[Any, Any, Any]) -> N
 def decode_fragment(
     shared: Any, fragment: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any]
 ) -> None:
-    """Decode what a thread brings of A: block q of rows g and g + 8, into wgmma's registers.
+    """Decode a thread's part of A, block q of rows g and g + 8, into wgmma's registers.
 
-    `place` is the row g, where the tile begins among its rows of scales, and the block q; `at` are
-    the stage and the mask of scales; `fragment` holds words, four a step of K.
+    `place` is the row g, the tile's first row among its rows of scales, and the block q; `at` is
+    the stage and the mask of scales; `fragment` holds words, four for each step of K.
     """
     row, first, block = place
     source, mask = at

@@ -1,16 +1,13 @@
-"""What a GEMM is asked for, which of its forms answers, and what follows from both.
+"""GEMM problem, tactic table, form and derived facts, shared by all architectures.
 
-D = A B^T in BF16 with A [M, K] and B [N, K], both with K along rows. Owns the problem, the choice
-by table, and the derived facts: what one stage loads (hence the bytes that its barrier expects),
-stages that fit, shared memory, arrivals at barriers, threads and registers of each role, grid.
-Pure host arithmetic, no GPU and no DSL. Extents come with a launch: a form is compiled once.
+D = A B^T in BF16 with A [M, K] and B [N, K], both with K along rows. Derived facts: the boxes of a
+stage (hence the bytes its barrier expects), stages that fit in shared memory, arrivals at barriers,
+threads and registers of each role, grid. Host arithmetic only, no GPU and no DSL. Extents are
+passed at launch, so a form is compiled once.
 
-How an architecture plugs in: it adds rows to TACTICS, its own footprint (built on transaction_bytes
-and stages_that_fit), and a kernel over gemm_schedule, gemm_producer, gemm_epilogue. `loads` and
-`transaction_bytes` hold for every architecture: what is multiplied is read alike.
-
-Refuses extents that no TMA descriptor can describe. Kept honest by
-suites/kernels/gemm/test_problem.py and by the machine code of each kernel's suite.
+`loads` and `transaction_bytes` hold for every architecture. A new architecture adds rows to
+TACTICS, a footprint of its own (from transaction_bytes and stages_that_fit), and a kernel over
+schedule, producer and epilogue. Extents that no TMA descriptor can describe raise ShapeMismatch.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ LARGEST_REGISTERS = 240  # of a thread after setmaxnreg, in steps of 8; PTX ISA 
 
 @dataclass(frozen=True)
 class Operands:
-    """What A and B are made of: bits of a code, numbers that share a scale, what K divides by."""
+    """An operand format: bits of a code, values per scale, divisor of K, scale formats."""
 
     name: str
     code_bits: int
@@ -98,22 +95,23 @@ class GemmProblem:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations, a product and a sum for each."""
+        """Return the floating-point operations, counting a product and a sum as two."""
         return 2 * self.rows * self.columns * self.inner
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: both operands with their scales once, D once."""
+        """Return the fewest bytes moved: both operands, their scales and D once."""
         kind = OPERANDS[self.operands]
         codes = (self.rows + self.columns) * self.inner * kind.code_bits // 8
         return codes + self.scale_bytes + 2 * self.rows * self.columns
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of both operands' block scales, padding included."""
+        """Return the bytes of both operands' block scales, padding included."""
         if self.operands == BF16.name:
             return 0
         blocks: int = ceil_div(self.inner, OPERANDS[self.operands].block)
+        # 128x4 order pads rows to 128 and blocks to 4.
         if self.operands == NVFP4.name:
             sizes = (SWIZZLE_128X4.storage_size(m, blocks) for m in (self.rows, self.columns))
             return sum(sizes)
@@ -123,11 +121,12 @@ class GemmProblem:
 
 @dataclass(frozen=True)
 class Tactic:
-    """How the work is cut: tile, thread blocks that share loads, and rows of tiles walked at once.
+    """Tile shape, cluster shape and tile order of a kernel.
 
-    `inner` is what one stage holds of K; `rows_up_to` bounds the M that this row answers. On
-    sm_100a two thread blocks may multiply `together`: each has its rows of A, half of the tile's B.
-    Of a `swapped` tile the rows are those of B: few rows of A are columns of an instruction.
+    `inner` is the K extent of a stage. `rows_up_to` is the largest M for which the table chooses
+    this tactic. On sm_100a two thread blocks may multiply `together` (cta_group::2): each loads its
+    rows of A and half of the tile's B. With `swapped` operands the tile's rows are rows of B, and
+    the few rows of A are columns of the instruction.
     """
 
     rows_up_to: float
@@ -144,7 +143,7 @@ class Tactic:
 
 @dataclass(frozen=True)
 class GemmForm:
-    """What a kernel is compiled for; extents, pointers and tensor scales come with the launch."""
+    """Compile-time parameters; extents, pointers and tensor scales are passed at launch."""
 
     operands: str
     scales: str
@@ -209,7 +208,7 @@ TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
 
 
 def choose_form(problem: GemmProblem, target: str) -> GemmForm:
-    """Return the form that answers a problem, by the table; other extents may share it."""
+    """Return the form that the table gives for a problem; other extents may share it."""
     rows = TACTICS.get((target, problem.operands))
     if rows is None:
         known = sorted(name for name, operands in TACTICS if operands == problem.operands)
@@ -223,7 +222,7 @@ def choose_form(problem: GemmProblem, target: str) -> GemmForm:
 
 @dataclass(frozen=True)
 class Load:
-    """One TMA box of a stage: rows and bytes a row as they lie in shared memory."""
+    """One TMA box of a stage: rows, and bytes of a row, as they lie in shared memory."""
 
     name: str
     side: str  # a: walks with the rows of D; b: with its columns
@@ -233,15 +232,16 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """Bytes that arrive, where the box leaves the matrix as well: those are zeros."""
+        """Return the bytes that arrive, including zeros for what lies outside the matrix."""
         return self.matrices * self.rows * self.row_bytes
 
 
 def loads(form: GemmForm) -> tuple[Load, ...]:
-    """Return the boxes of one stage, in the order in which they are issued."""
+    """Return the boxes of one stage in the order in which they are issued."""
     kind, tactic = OPERANDS[form.operands], form.tactic
     row_bytes, part = tactic.inner * kind.code_bits // 8, tactic.columns // form.parts
     codes = part // tactic.together  # rows of B that this thread block brings for both
+    # BF16 heads that the kernel quantises itself are wider than their codes.
     bytes_of_a = tactic.inner * (form.bits_of_a or kind.code_bits) // 8
     boxes = [Load("a", "a", tactic.rows, bytes_of_a), Load("b", "b", codes, row_bytes, form.parts)]
     if form.operands == NVFP4.name:
@@ -256,17 +256,17 @@ def loads(form: GemmForm) -> tuple[Load, ...]:
 
 
 def bytes_of(form: GemmForm, name: str) -> int:
-    """Bytes that a stage holds of an operand or of its scales."""
+    """Return the bytes that a stage holds of an operand or of its scales."""
     return sum(load.bytes for load in loads(form) if load.name == name)
 
 
 def transaction_bytes(form: GemmForm) -> int:
-    """Bytes of a stage in one thread block, for which a barrier of its own waits."""
+    """Return the bytes of a stage in one thread block."""
     return sum(load.bytes for load in loads(form))
 
 
 def expected_bytes(form: GemmForm) -> int:
-    """Bytes that the barrier of a stage expects: of two thread blocks at the first one's."""
+    """Return the bytes that a stage's barrier expects; of a pair, both at the first block's."""
     return form.tactic.together * transaction_bytes(form)
 
 
@@ -275,7 +275,7 @@ def expected_bytes(form: GemmForm) -> int:
 
 @dataclass(frozen=True)
 class Role:
-    """Warpgroups that do one thing, and the registers that each of their threads keeps."""
+    """Warpgroups with the same role, and the registers of each of their threads."""
 
     name: str
     warpgroups: int
@@ -283,27 +283,28 @@ class Role:
 
 
 def has_few_rows(form: GemmForm) -> bool:
-    """Whether a warpgroup multiplies rows of B, and A's are its columns: stages of many spans."""
+    """Return whether rows of B are wgmma's rows and the few rows of A its columns (sm_90a)."""
     is_nvfp4 = (form.operands, form.target) == (NVFP4.name, SM90A.name)
     return is_nvfp4 and form.tactic.inner > SPAN
 
 
 def has_many_rows(form: GemmForm) -> bool:
-    """Whether four warpgroups multiply rows of A, so that what is decoded of B serves them all."""
+    """Return whether four warpgroups multiply rows of A and share one decoded B."""
     return not has_few_rows(form) and form.tactic.rows >= MANY_ROWS
 
 
 def consumers(form: GemmForm) -> int:
-    """Warpgroups that multiply on sm_90a: each owns 64 rows of the tile, of A or, if few, of B."""
+    """Return the multiplying warpgroups on sm_90a: 64 rows of the tile each, of A or of B."""
     tactic = form.tactic
     return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
 
 
 def roles(form: GemmForm) -> tuple[Role, ...]:
-    """Return who does what on sm_90a, in the order of their warpgroups.
+    """Return the roles on sm_90a in the order of their warpgroups.
 
-    Trap: ptxas runs wgmma one by one where a thread starts with few registers, whatever it takes
-    later: four warpgroups start with 128, too few for 64 x 256 sums. So decoders load as well.
+    Trap: ptxas serialises wgmma if a thread starts with few registers, whatever setmaxnreg grants
+    later. Four consumer warpgroups start with 128, too few for 64 x 256 sums; hence decoders also
+    load.
     """
     count = consumers(form)
     first = Role("producer", 1, 40)
@@ -322,24 +323,24 @@ AHEAD = 4  # stages that the decoders load before they decode: less than a ring 
 
 
 def threads(form: GemmForm) -> int:
-    """Threads of a thread block on sm_90a."""
+    """Return the threads of a thread block on sm_90a."""
     return WARPGROUP * sum(role.warpgroups for role in roles(form))
 
 
 def registers_at_launch(form: GemmForm) -> int:
-    """Registers a thread starts with: all of a processor's, in steps of 8."""
+    """Return the registers a thread starts with: an even share, in steps of 8."""
     together = threads(form) * form.tactic.blocks
     return min(255, REGISTERS_OF_PROCESSOR // together // 8 * 8)
 
 
 def registers_of_roles(form: GemmForm) -> int:
-    """Registers that all threads keep once every role has taken its own."""
+    """Return the registers of all threads after every role has run setmaxnreg."""
     return sum(WARPGROUP * role.warpgroups * role.registers for role in roles(form))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Shared memory of a thread block in bytes: stages, and what is there beside them."""
+    """Shared memory of a thread block in bytes, by use."""
 
     stages: int
     stage_bytes: int
@@ -349,21 +350,23 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it; alignment costs at most one unit for the barriers."""
+        """Return the total; alignment adds at most one ALIGNMENT unit for the barriers."""
         held = self.stages * self.stage_bytes + self.decoded_bytes + self.output_bytes
         return held + self.barriers * BARRIER_BYTES
 
 
 def footprint(form: GemmForm) -> Footprint:
-    """Return what a thread block holds on sm_90a, with as many stages as fit."""
+    """Return a thread block's shared memory on sm_90a, with as many stages as fit."""
     decoded = 0
     if form.operands == NVFP4.name:
         rows = form.tactic.rows if has_few_rows(form) else form.tactic.columns
         decoded = decoded_stages(form) * rows * form.tactic.inner * 2
     output = consumers(form) * PIECES_AT_ONCE * PIECE_BYTES
     if has_few_rows(form):
+        # A whole tile leaves at once there, in BF16, not piece by piece.
         output = form.tactic.rows * (form.tactic.columns + FEW_PADDING) * 2
     stage = transaction_bytes(form)
+    # MOST_BARRIERS, because the number of barriers depends on the result.
     others = shared_memory_of_others(form)
     beside = decoded + output + MOST_BARRIERS * BARRIER_BYTES + ALIGNMENT + others
     stages = stages_that_fit(stage, beside, form.target)
@@ -372,18 +375,18 @@ def footprint(form: GemmForm) -> Footprint:
 
 
 def decoded_stages(form: GemmForm) -> int:
-    """Return the buffers of decoded numbers: of many rows that three warps decode, one more."""
+    """Return the buffers of decoded numbers; one more where three warps decode many rows."""
     return 4 if has_few_rows(form) and form.tactic.rows >= PIECE_ROWS else 3
 
 
 def shared_memory_of_others(form: GemmForm) -> int:
-    """Return what thread blocks of the same processor hold of what one alone might use."""
+    """Return the bytes left to other thread blocks of the same multiprocessor."""
     most = TARGETS[form.target].shared_memory_bytes
     return most - (most + RESERVED_BYTES) // form.tactic.blocks + RESERVED_BYTES
 
 
 def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
-    """Return how many stages shared memory holds beside the rest; two at least."""
+    """Return how many stages fit next to `other_bytes`; raise if fewer than two."""
     stages = min(MOST_STAGES, (TARGETS[target].shared_memory_bytes - other_bytes) // stage_bytes)
     if stages < 2:
         raise InvalidArgument(
@@ -393,21 +396,22 @@ def stages_that_fit(stage_bytes: int, other_bytes: int, target: str) -> int:
 
 
 def release_arrivals(form: GemmForm) -> int:
-    """Arrivals that make a stage empty: one a warp that reads it, from all that share a load."""
+    """Return the arrivals that empty a stage: one per reading warp of all blocks sharing a load."""
     tactic = form.tactic
     warps = consumers(form) * (WARPGROUP // WARP) + decoding_warps(form)
+    # A cluster shares A along its columns and B along its rows; this block counts once.
     return warps * (tactic.cluster_rows + tactic.cluster_columns - 1)
 
 
 def decoding_warps(form: GemmForm) -> int:
-    """Warps that decode a stage for all: of few rows one, while another one has the next stage."""
+    """Return the warps that decode one stage: four, or with few rows one (stages go round)."""
     if form.operands != NVFP4.name:
         return 0
     return 1 if has_few_rows(form) else WARPGROUP // WARP
 
 
 def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any, Any]:
-    """Return where a warpgroup's first piece of a tile lies, counted in pieces of D."""
+    """Return the coordinate of a warpgroup's first piece of a tile, in pieces of D."""
     return row * (tactic.rows // PIECE_ROWS) + warpgroup, column * (tactic.columns // PIECE_COLUMNS)
 
 
@@ -415,7 +419,7 @@ def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any
 
 
 def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
-    """Tiles of clusters along M and N, of swapped operands N and M; the last may lie beyond D."""
+    """Return the tiles of clusters along M and N (swapped: N and M); the last may exceed D."""
     extents = (problem.rows, problem.columns)
     m, n = reversed(extents) if tactic.swapped else extents
     rows: int = ceil_div(m, tactic.rows * tactic.cluster_rows)
@@ -424,7 +428,7 @@ def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
 
 
 def grid(problem: GemmProblem, tactic: Tactic, processors: int) -> tuple[int, int, int]:
-    """Thread blocks, cluster by cluster along z: as many as processors, or fewer if that is all."""
+    """Return the grid: clusters along z, at most as many as fit on the multiprocessors at once."""
     rows, columns = cluster_tiles(problem, tactic)
     size = tactic.cluster_rows * tactic.cluster_columns
     return tactic.cluster_rows, tactic.cluster_columns, min(rows * columns, processors // size)

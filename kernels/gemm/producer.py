@@ -1,16 +1,13 @@
-"""The warp that loads: TMA boxes of every stage, as many bytes as the stage's barrier expects.
+"""The TMA producer of the GEMM kernels: issue the boxes of each stage on the stage's barrier.
 
-Owns how a matrix in memory becomes boxes in shared memory (`feed_of` on the host side of a launch,
-`feeding` inside of the kernel) and the loop that issues them (`produce_tile`). Whatever lies beyond
-a matrix arrives as zeros, so tails along M, N and K need nothing else. Descriptors are built at the
-launch from pointers and extents, hence none of them is part of a compiled form.
+`feed_of` (host side of a launch) makes the TMA atom of a matrix, `feeding` (in the kernel) cuts it
+into boxes, `produce_tile` issues the boxes of all K steps of a tile. Descriptors are built at
+launch from pointers and extents, so they are not part of a compiled form. TMA fills whatever lies
+outside a matrix with zeros, so tails along M, N and K need no code; those zeros count as bytes.
 
-How a form plugs in: one `Feed` a box of gemm_problem.loads, made in the jitted launch; the kernel
-receives feeds and shared tensors, calls `feeding` once, and its producer warp calls `produce_tile`
-for every tile with the pipeline of its architecture (PipelineTmaAsync or PipelineTmaUmma): any that
-has producer_acquire and producer_get_barrier. All 32 threads of the warp call it; TMA elects one.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_sm90_gemm_bf16.py.
+Use: one `Feed` for each box of gemm.problem.loads. The producer warp calls `produce_tile` for every
+tile with any pipeline that has producer_acquire and producer_get_barrier (PipelineTmaAsync,
+PipelineTmaUmma). All 32 threads of the warp call it; TMA elects one.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 
 
 class Feed(NamedTuple):
-    """A matrix that TMA reads, or many of one shape along a third mode: atom, coordinates."""
+    """TMA atom and coordinates of a matrix, or of many equal matrices along a third mode."""
 
     atom: Any
     tensor: Any
@@ -41,8 +38,9 @@ def feed_of(
 ) -> Feed:
     """Make the TMA atom of a matrix for boxes whose shared memory has `layout` (with stages).
 
-    A box of three extents takes as many matrices as the third one says. `sharing` thread blocks
-    receive a box at once, each issuing a part; bytes count at the first one's barrier of a `group`.
+    The third extent of a box is a number of matrices. `sharing` thread blocks receive a box by
+    multicast, each issuing a part. With a `group` (cta_group::2) bytes count at the first block's
+    barrier.
     """
     operation = (
         cpasync.CopyBulkTensorTileG2SOp(*group)
@@ -59,7 +57,7 @@ def feed_of(
 def feeding(
     feed: Feed, shared: Any, box: tuple[int, ...], sharing: tuple[Any, int, Any] = (0, 1, None)
 ) -> Feeding:
-    """Cut a feed into boxes; `sharing` is place among and number of sharers, and their mask."""
+    """Cut a feed into boxes; `sharing` is place among sharers, their number, multicast mask."""
     place, count, mask = sharing
     boxes = cute.local_tile(feed.tensor, box, (None,) * cute.rank(feed.tensor))
     destination, source = cpasync.tma_partition(
@@ -76,7 +74,7 @@ def feeding(
 def produce_tile(
     pipeline: Any, state: Any, feedings: tuple[Feeding, ...], tiles: tuple[Any, ...], steps: Any
 ) -> Any:
-    """Load all steps of one tile; feeding i walks with tiles[i]. Return the pipeline's state."""
+    """Load all K steps of a tile; feeding i reads at tiles[i]. Return the pipeline state."""
     for step in cutlass.range(steps, unroll=1):
         state = produce_step(pipeline, state, feedings, tiles, step)
     return state
@@ -86,7 +84,8 @@ def produce_tile(
 def produce_step(
     pipeline: Any, state: Any, feedings: tuple[Feeding, ...], tiles: tuple[Any, ...], step: Any
 ) -> Any:
-    """Load one step of one tile into the next stage, once that is empty."""
+    """Load one K step of a tile into the next stage as soon as that is empty."""
+    # Waits for the empty barrier, then arms the full one with the bytes of a stage.
     pipeline.producer_acquire(state)
     barrier = pipeline.producer_get_barrier(state)
     for i in cutlass.range_constexpr(len(feedings)):
@@ -99,7 +98,7 @@ def produce_step(
 
 
 def issue(feeding: Feeding, box: tuple[Any, ...], stage: Any, barrier: Any) -> None:
-    """Issue one box: (tile, step) of the matrix, or (tile, step, matrix), into a stage."""
+    """Issue one box into a stage; `box` is (tile, step) or (tile, step, matrix)."""
     more = {} if feeding.mask is None else {"mcast_mask": feeding.mask}
     cute.copy(
         feeding.atom,

@@ -1,17 +1,14 @@
-"""Which tile a thread block computes next: a walk that is known before the kernel starts.
+"""The static persistent tile schedule: which tile a thread block computes next.
 
-Owns `tile_of`, the map from a number to a tile, and `Walk`, by which every role of a kernel goes
-through the same numbers on its own: first, first + step, ... below total. Tiles are numbered down
-groups of so many rows of tiles, so that what runs at once shares rows of B in the L2 cache.
+`tile_of` maps a number to a tile. Tiles are numbered down groups of `tactic.group` rows of tiles,
+so that concurrent tiles share rows of B in the L2 cache. `Walk` holds a thread block's numbers:
+first, first + step, ... below total. Every role of a kernel iterates over the same numbers by
+itself: `for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1)`, then `tile_at`.
 
-How a form plugs in: `walk = walk_of(extents, tactic)` before the roles part, then in each of them
-`for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1)`, and in the loop
-`tile_at(walk, number)`: the tile of this thread block, in units of tiles along M and N. A cluster
-is a unit of the walk: its thread blocks take neighbouring tiles; the last may lie beyond D, where
-loads bring zeros and stores write nothing.
+A cluster is one unit of the walk: its thread blocks take neighbouring tiles. The last tiles may lie
+outside D, where loads return zeros and stores write nothing.
 
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_schedule.py, which
-walks all tiles on the CPU: `tile_of` uses // % * + - on integers that are not negative.
+`tile_of` runs on the host as well: it uses // % * + - on non-negative integers only.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +21,7 @@ from degarble.kernels.gemm.problem import Tactic
 
 
 class Walk(NamedTuple):
-    """Numbers of a thread block's tiles, and what turns a number into a tile."""
+    """The tile numbers of a thread block, and what maps a number to a tile."""
 
     first: Any
     total: Any
@@ -36,9 +33,9 @@ class Walk(NamedTuple):
 
 
 def tile_of(number: Any, tiles: tuple[Any, Any], group: int, least: Any = min) -> tuple[Any, Any]:
-    """Return (row, column) of a tile: groups of `group` rows, within a group down first.
+    """Return (row, column) of a tile: groups of `group` rows, column-major within a group.
 
-    `least` is the smaller of two integers; inside a kernel it is cutlass.min.
+    `least` is the minimum of two integers; inside a kernel it is cutlass.min.
     """
     rows, columns = tiles
     first = number // (group * columns) * group
@@ -48,9 +45,9 @@ def tile_of(number: Any, tiles: tuple[Any, Any], group: int, least: Any = min) -
 
 
 def walk_of(extents: tuple[Any, Any], tactic: Tactic, experts: Any = None) -> Walk:
-    """Return the walk of this thread block over D of M x N; the grid is that of gemm_problem.
+    """Return the walk of this thread block over D of M x N, with the grid of gemm.problem.
 
-    Where M is a number in memory, the grid may be larger: who has no tile has nothing to do.
+    Where M is read from memory, the grid may exceed the tiles; surplus thread blocks do nothing.
     """
     rows, columns = extents
     tiles = (
@@ -63,9 +60,9 @@ def walk_of(extents: tuple[Any, Any], tactic: Tactic, experts: Any = None) -> Wa
 
 
 def tile_at(walk: Walk, number: Any) -> tuple[Any, ...]:
-    """Return the tile of this thread block, in units of tiles of D along M and N, and its expert.
+    """Return this thread block's tile, in tiles of D along M and N, and its expert if any.
 
-    A number beyond the last tile yields a place that nobody may use; reading its expert is safe.
+    A number past the last tile gives a tile that must not be used; reading its expert is safe.
     """
     row, column = tile_of(Int32(number), walk.tiles, walk.tactic.group, cutlass.min)
     tactic, (in_row, in_column) = walk.tactic, walk.place
@@ -74,5 +71,6 @@ def tile_at(walk: Walk, number: Any) -> tuple[Any, ...]:
         return row, column
     # A cluster's rows of tiles have one expert.
     of_cluster = row if tactic.cluster_rows == 1 else row // tactic.cluster_rows
+    # Clamped, because a number past the last tile would read outside the list of experts.
     known = cutlass.max(cutlass.min(of_cluster, walk.tiles[0] - 1), 0)
     return row, column, Int32(walk.experts[known])

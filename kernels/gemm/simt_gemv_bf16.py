@@ -1,14 +1,18 @@
-"""A few BF16 rows times a BF16 weight, summed in float32 without tensor cores: the head of decode.
+"""Product of 1 to 8 BF16 rows with a BF16 weight without tensor cores, for sm_90a and sm_100a.
 
-Owns one kernel source for sm_90a and sm_100a. The weight is read once, 16 bytes a lane, straight
-into registers, two steps ahead of the sums; the activations stay in shared memory. A warp sums four
-rows of the weight for all rows of activations. One thread block a processor walks over the weight.
-The order of every sum is that of gemv_problem, so a result has defined bits.
+out [M, N] = x [M, K] W^T with W [N, K]; float32 sums by fma, rounded once (BF16) or stored as they
+are. Used for the decoder's output head. gemv_problem states the order of every sum, so results have
+defined bits.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/gemm/test_simt_gemv_bf16.py: compiled for every target, and on an H200
-equal to the stated order bit for bit. Shape letters: M rows, N columns of the result, K inner.
+One thread block of 16 warps per multiprocessor. All threads copy x to shared memory once (zeros
+beyond M and K), then each warp takes groups of four rows of W, 16 warps x grid apart. Of a group:
+  1. every lane has the next AHEAD = 2 steps of W in registers, 16 bytes a row;
+  2. it starts the loads of step s + 2, then adds step s for all rows of x from shared memory;
+  3. sums are folded over the warp, and lane 4 m + g writes the sum of row m and weight row g.
+W is read exactly once and goes straight to registers.
+
+The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
+graph. Shape letters: M rows, N columns of the result, K inner.
 """
 
 from functools import cache
@@ -67,7 +71,7 @@ def add_step(rSums: Any, weights: list[list[Any]], sVectors: Any, place: Any, ro
 
 
 def lanes_own(rSums: Any, lane: Any, rows: int) -> Any:
-    """Fold all sums over the warp; return to each lane the one that it writes."""
+    """Fold all sums over the warp; return to each lane the sum that it writes."""
     mine = Float32(0.0)
     for row in range(rows):
         for of_group in range(GROUP):
@@ -80,7 +84,7 @@ def lanes_own(rSums: Any, lane: Any, rows: int) -> Any:
 def gemv_kernel(
     tensors: tuple[cute.Tensor, ...], extents: tuple[Int32, ...], form: cutlass.Constexpr
 ) -> None:
-    """Keep the activations, then walk over groups of rows of the weight."""
+    """Copy the activations to shared memory, then sum up groups of rows of the weight."""
     activations, weight, out = tensors
     rows, columns, vectors, steps = extents
     thread, _, _ = cute.arch.thread_idx()
@@ -106,6 +110,7 @@ def gemv_kernel(
         Int32(block) + Int32(walkers) * warp, groups, Int32(walkers) * WARPS, unroll=1
     ):
         starts = [
+            # Rows beyond N repeat the last one; their sums are not written.
             Int64(ops.minimum(group * GROUP + each, columns - 1)) * Int64(vectors)
             for each in range(GROUP)
         ]
@@ -120,10 +125,12 @@ def gemv_kernel(
         rSums.fill(0.0)
         for step in cutlass.range(Int32(0), steps, AHEAD, unroll=1):
             for ahead in cutlass.range_constexpr(AHEAD):
+                # Taken before the registers are refilled below.
                 weights = group_words(rAhead, ahead)
                 place = (step + ahead) * LANES + lane
                 later = place + AHEAD * LANES
                 for each in cutlass.range_constexpr(GROUP):
+                    # Zeros add nothing where the steps exceed K.
                     rAhead[None, each, ahead].fill(0)
                 if later < vectors:
                     for each in cutlass.range_constexpr(GROUP):
@@ -137,7 +144,7 @@ def gemv_kernel(
 
 
 def group_words(rAhead: Any, ahead: int) -> list[list[Any]]:
-    """Return the words that have arrived for each row of the group."""
+    """Return the words of one step that have arrived, for each row of the group."""
     return [words_of(rAhead[None, each, ahead]) for each in range(GROUP)]
 
 
@@ -220,7 +227,7 @@ def launch(
 
 
 def _pointers(out: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the pointers of a launch; None becomes a pointer that is not read."""
     of_out = (Float32, 4) if out == "fp32" else (BFloat16, 2)
     places = zip(((Uint32, 16), (Uint32, 16), of_out), tensors, strict=True)
     return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -1,13 +1,17 @@
-"""D = A B^T on Hopper, BF16 in and out, float32 inside: the GEMM skeleton with nothing added.
+"""BF16 GEMM on Hopper (sm_90a): D = A B^T with float32 sums, rounded once to BF16.
 
-Owns the sm_90a form of BF16 operands: a producer warp fills a ring of stages by TMA, each of one or
-two warpgroups multiplies its 64 rows by wgmma from shared memory and stores them by TMA. Thread
-blocks stay and walk over tiles; loads of a tile begin while the one before is stored. Steps of K
-are taken in order, sixteen at a time: references.tensor_core says every bit of the float32 sum.
+A [M, K] and B [N, K] with K along rows; tiles of 64, 128 x 64, 128, 256, stages of 64 along K.
+Roles: warpgroup 0 loads (one warp issues TMA; 40 registers a thread). Each further warpgroup, one
+per 64 rows of the tile, multiplies and stores. Pipeline: one ring of stages (PipelineTmaAsync, up
+to 8 that fit). Full: one arrival plus the bytes of A's and B's box. Empty: one arrival per consumer
+warp, of all thread blocks that share a load (`release_arrivals`); clusters of two rows receive B by
+multicast. A tile in a consumer: for each stage wait, issue 4 wgmma (K = 16 each), then wait for the
+group before and release its stage; after the last stage store 64 columns at a time (epilogue).
+Thread blocks are persistent: loads of the next tile start while this one is stored. Steps of K are
+taken in order, sixteen at a time: references.tensor_core defines every bit of the float32 sum.
 
-The wrapper checks and launches, allocates no more than D, never waits for the GPU, so it may be
-captured in a graph. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_bf16.py. Shape letters: M rows of A and D, N rows of B, K inner
+The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
+Shape letters: M rows of A and D, N rows of B, K inner.
 """
 
 from functools import cache
@@ -44,7 +48,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: the first loads, the others multiply."""
+    """Dispatch by warpgroup: the first loads, the others multiply and store."""
     tactic = form.tactic
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
@@ -78,7 +82,7 @@ def gemm_kernel(
 
 @cute.jit
 def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps: Any) -> Any:
-    """Sum up one tile: a stage is given back once the one after it is under way."""
+    """Sum up one tile; a stage is released once the wgmma of the next one are under way."""
     mma, sums, a, b = fragments
     before = state.clone()
     ring.consumer_wait(state)
@@ -88,6 +92,7 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps:
         ring.consumer_wait(state)
         wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
         state.advance()
+        # One group may stay under way, so the stage before is no longer read.
         warpgroup.wait_group(1)
         ring.consumer_release(before)
         before.advance()
@@ -111,7 +116,7 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
 
 
 def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """View A, B, D, and return M, N, K with what is known of them."""
+    """Return tensors of A, B, D, and M, N, K with their known divisors."""
     m, n, k, _ = extents
     k = cute.assume(k, divby=facts.BF16.inner_multiple)
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
@@ -130,7 +135,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on the extents M, N, K and the number of clusters."""
     *_, clusters = extents
     tactic = form.tactic
     (mA, mB, mD), numbers = matrices_of(pointers, extents)
@@ -186,7 +191,7 @@ def gemm_bf16(
 
 
 def require_operands(problem: GemmProblem, a_MK: Tensor, b_NK: Tensor) -> None:
-    """Refuse operands that the kernel would misread."""
+    """Raise unless A and B are contiguous BF16 matrices that TMA can read."""
     shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
     for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
         operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)

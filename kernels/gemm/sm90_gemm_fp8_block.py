@@ -1,15 +1,17 @@
-"""D = A B^T on Hopper, E4M3 codes with block scales: 1 x 128 of A, 128 x 128 of B; BF16 out.
+"""FP8 block-scaled GEMM on Hopper (sm_90a): E4M3 codes, scales 1 x 128 (A) and 128 x 128 (B).
 
-Owns the sm_90a form of NVIDIA's and DeepSeek's FP8 checkpoints on the GEMM skeleton. A stage is 128
-of K, so all its products share one scale a row of A and one a tile of B. The tensor core sums a
-stage with 13 fraction bits (MMA-Sim 2.1.1), then float32 takes over: each stage's sum times its
-scales is added once, by fma. While one warpgroup adds, the other one multiplies.
+D = A B^T in BF16 for NVIDIA's and DeepSeek's FP8 checkpoints. Scales are float32 or UE8M0 bytes,
+row-major: A's [M, ceil(K / 128)], B's [ceil(N / 128), ceil(K / 128)].
+Roles and ring are those of sm90_gemm_bf16: warpgroup 0 loads by TMA (40 registers), one consumer
+warpgroup per 64 rows. A stage is 128 of K, so all its products share one scale per row of A and one
+per tile of B.
+A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sums, read the next
+stage's scales from global memory meanwhile, wait for the wgmma, release the stage, and promote: add
+stage sum times scale to the float32 total by one fma. With two consumers one multiplies while the
+other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
 
-Scales are read by the threads that need them, one stage ahead: float32, or UE8M0 as bytes. They
-are row-major, [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)]. The wrapper allocates no more
-than D and never waits for the GPU. Refuses what it would misread, by name. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_fp8_block.py. Shape letters: M rows of A, N rows of B, K inner,
-G groups of 128 along K, H blocks of 128 rows of B
+The entry point allocates only D and never synchronises. Shape letters: M rows of A, N rows of B, K
+inner, G groups of 128 along K, H blocks of 128 rows of B.
 """
 
 from functools import cache
@@ -39,7 +41,7 @@ SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 
 
 
 class Scales(NamedTuple):
-    """Both operands' block scales in memory, row-major over the same groups of K."""
+    """Both operands' block scales in global memory, row-major over the same groups of K."""
 
     a: Any
     b: Any
@@ -56,7 +58,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: the first loads, the others multiply and promote."""
+    """Dispatch by warpgroup: the first loads, the others multiply, promote and store."""
     tactic = form.tactic
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
@@ -92,7 +94,7 @@ def gemm_kernel(
 
 
 def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
-    """Return the two rows of A whose sums a thread holds; beyond A the last one stands for them."""
+    """Return the two rows of A whose sums a thread holds, clamped to the last row of A."""
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
     row = first + thread // facts.WARP * 16 + thread % facts.WARP // 4
@@ -101,7 +103,7 @@ def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
 
 @cute.jit
 def multiply(ring: Any, state: Any, fragments: tuple[Any, ...], sums: Any, scaling: Any) -> Any:
-    """Sum up one tile: stages by the tensor core, their sums times their scales in float32."""
+    """Sum up one tile: stages on the tensor core, their scaled sums in float32."""
     mma, stage_sums, a, b = fragments
     scales, at, steps = scaling
     sums.fill(0.0)
@@ -110,7 +112,9 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, ...], sums: Any, scali
         ring.consumer_wait(state)
         of_stage = a[None, None, None, state.index], b[None, None, None, state.index]
         wgmma.multiply_stage(mma, stage_sums, *of_stage, begins=True)
+        # Loads that overlap with the wgmma; the last step reads its own scales again.
         next_upper, next_lower = scales_of(scales, at, cutlass.min(step + 1, steps - 1))
+        # All of them: promotion reads the sums.
         warpgroup.wait_group(0)
         ring.consumer_release(state)
         state.advance()
@@ -120,16 +124,17 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, ...], sums: Any, scali
 
 
 def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
-    """Add a stage's sums times their scales; a wgmma holds two columns of a row, two of the other.
+    """Add a stage's sums times their scales; registers alternate, two of row g, two of row g + 8.
 
-    No jitted function: the DSL warns of long loops there, and this one has to be one.
+    Not a jitted function: the DSL warns of long unrolled loops in those, and this loop has to be
+    one.
     """
     for i in range(cute.size(sums)):
         sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
 
 
 def scales_of(scales: Scales, at: tuple[Any, Any, Any], step: Any) -> tuple[Any, Any]:
-    """Return what the sums of a stage are multiplied by, in both rows of a thread."""
+    """Return the factors of a stage's sums in both rows of a thread."""
     upper, lower, block = at
     of_b = scale_at(scales.b, block, step)
     return tuple(ops.multiply_rn(scale_at(scales.a, row, step), of_b) for row in (upper, lower))
@@ -153,7 +158,7 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
 
 
 def matrices_of(pointers: Any, extents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """View A, B, their scales and D, and return M, N, K with what is known of them."""
+    """Return tensors of A, B, their scales and D, and M, N, K with their known divisors."""
     m, n, k, _ = extents
     k = cute.assume(k, divby=facts.FP8_BLOCK.inner_multiple)
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
@@ -173,7 +178,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on the extents M, N, K and the number of clusters."""
     *_, clusters = extents
     tactic = form.tactic
     (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
@@ -195,7 +200,7 @@ def launch_gemm(
 
 
 def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to A, B, scales of A and B, D; tensors are A, its scales, B, its, D."""
+    """Return pointers in the order A, B, scales of A and B, D from A, its scales, B, its, D."""
     a, of_a, b, of_b, out = tensors
     scale, _, alignment = SCALES[form.scales]
     elements = (Float8E4M3FN, Float8E4M3FN, scale, scale, BFloat16)
@@ -240,7 +245,7 @@ def gemm_fp8_block(
 
 
 def require_operands(problem: GemmProblem, given: Fp8Operands) -> None:
-    """Refuse operands that the kernel would misread."""
+    """Raise unless codes and scales have the dtypes, shapes and alignments of the problem."""
     groups, blocks = ceil_div(problem.inner, BLOCK), ceil_div(problem.columns, BLOCK)
     codes, tma = torch.float8_e4m3fn, contract.TMA_ALIGNMENT
     _, dtype, alignment = SCALES[problem.scales]

@@ -1,15 +1,18 @@
-"""Groups of BF16 products on Hopper: o_a with attention's output turned back, float32 projections.
+"""Grouped BF16 GEMM on Hopper (sm_90a), with inverse RoPE on A inside the product or float32 D.
 
-Owns the sm_90a form of grouped_problem: the skeleton of sm90_gemm_bf16, whose steps of K begin at
-the tile's group. Heads are turned in shared memory: of the stages of a head the last holds exactly
-the 64 values that turn, and each warpgroup turns its own 64 rows between the stage's arrival and
-its product, rounded to BF16 as inverse_rope does. So D has every bit of inverse_rope followed by
-one GEMM a group, and attention's output is read once. Results leave rounded by TMA, or in float32
-from registers. A position outside of the table of turns makes the token's results NaN.
+D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem. Roles and ring are those of
+sm90_gemm_bf16: warpgroup 0 loads by TMA, one consumer warpgroup per 64 rows multiplies and stores.
+A's boxes begin at the K step of the tile's group. With `turned`, A is attention's output. A stage
+is 64 of K, and the last stage of a head holds exactly the 64 values that inverse RoPE rotates.
+After that stage has arrived, each consumer warpgroup rotates its own 64 rows in place (two threads
+a row, cosines and sines read once per tile), fences to the async proxy, meets at its named barrier,
+and issues the wgmma. Rotated values are rounded to BF16 as simt_inverse_rope does, so D equals
+inverse RoPE followed by one GEMM per group bit for bit, and attention's output is read once. A
+position outside the table gives NaN rows. Results leave as BF16 by TMA or as float32 straight from
+registers.
 
-`gemm_grouped` checks and launches, allocates no more than D, never waits for the GPU, and may be
-captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_grouped.py. Shape letters as in grouped_problem.
+The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
+Shape letters as in grouped_problem.
 """
 
 from collections.abc import Sequence
@@ -53,7 +56,7 @@ CHUNKS_OF_THREAD = 4  # two threads have the eight chunks of a row
 
 
 class Turning(NamedTuple):
-    """What turns heads back: table in vectors of four, positions, and how many of either."""
+    """RoPE table in vectors of four, positions, number of known positions, number of tokens."""
 
     table: Any
     positions: Any
@@ -62,7 +65,7 @@ class Turning(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A warpgroup's rows of A's stages: shared address, row and first chunk of a thread, turns."""
+    """A warpgroup's rows of A's stages: shared address, a thread's row and first chunk, angles."""
 
     base: Any
     row: Any
@@ -81,7 +84,7 @@ def grouped_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: the first loads, the others turn and multiply."""
+    """Dispatch by warpgroup: the first loads, the others rotate, multiply and store."""
     tactic = form.gemm.tactic
     rows_of_d, columns, steps, tiles = extents
     thread, _, _ = cute.arch.thread_idx()
@@ -128,11 +131,12 @@ def grouped_kernel(
 def load(
     ring: Any, feedings: Any, walk: Any, of_group: tuple[Any, Any], boxes: cutlass.Constexpr
 ) -> None:
-    """Load all stages of all tiles, `boxes` of A a stage; a group has so many steps and tiles."""
+    """Load all stages of all tiles, `boxes` of A each; `of_group`: steps and tiles of a group."""
     steps, tiles = of_group
     state = wgmma.producer_state(ring.num_stages)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         tile = schedule.tile_at(walk, number)
+        # First K step of the tile's group in A.
         first = tile[1] // tiles * steps
         state = produce_tile(ring, state, feedings, (*tile, first, steps), boxes)
     ring.producer_tail(state)
@@ -146,7 +150,7 @@ def produce_tile(
     place: tuple[Any, Any, Any, Any],
     boxes: cutlass.Constexpr,
 ) -> Any:
-    """Load all steps of one tile; A's begin with those of the tile's group."""
+    """Load all K steps of one tile; A's begin at the tile's group."""
     row, column, first, count = place
     for step in cutlass.range(count, unroll=1):
         ring.producer_acquire(state)
@@ -168,9 +172,9 @@ def multiply(
     told: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> Any:
-    """Sum up one tile; the last stage of each head is turned first. `told`: heads, steps, group.
+    """Sum up one tile, rotating the last stage of each head first. `told`: heads, steps, warpgroup.
 
-    Trap: a branch between two wgmma would serialise them; so the stages of a head are unrolled.
+    Trap: a branch between two wgmma would serialise them, so the stages of a head are unrolled.
     """
     mma, sums, a, b = fragments
     heads, steps, mine = told
@@ -200,7 +204,7 @@ def add_stage(
     told: tuple[Any, Any, bool],
     form: GroupedForm,
 ) -> tuple[Any, Any]:
-    """Add one stage's products; a stage is given back once the one after it is under way."""
+    """Add one stage's products; release the stage before once this one's wgmma are under way."""
     mma, sums, a, b = fragments
     heads, mine, turned = told
     state, before = states
@@ -221,7 +225,7 @@ def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
 
 
 def heads_of(sA: Any, mine: Any) -> Heads:
-    """Return a thread's part of a warpgroup's rows: half a row."""
+    """Return a thread's half of a row among the warpgroup's 64 rows."""
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
     row = Int32(mine) * facts.PIECE_ROWS + within // 2
@@ -231,7 +235,8 @@ def heads_of(sA: Any, mine: Any) -> Heads:
 
 @cute.jit
 def read_turns(turning: Turning, heads: Heads, first: Any) -> None:
-    """Read the turns of a thread's chunks for the token of its row; `first` is the first row's."""
+    """Read cosines and sines of a thread's chunks for its row's token; `first` is the first row."""
+    # Stays NaN for tokens and positions that do not exist.
     heads.turns.fill(NAN)
     token = first + heads.row % facts.PIECE_ROWS
     if token < turning.tokens:
@@ -247,7 +252,7 @@ def read_turns(turning: Turning, heads: Heads, first: Any) -> None:
 
 @cute.jit
 def turn_stage(heads: Heads, stage: Any, mine: Any, form: cutlass.Constexpr) -> None:
-    """Turn a warpgroup's rows of a stage back, in place, for its own products."""
+    """Apply inverse RoPE in place to a warpgroup's rows of a stage."""
     for chunk in cutlass.range_constexpr(CHUNKS_OF_THREAD):
         # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
         at = (heads.first + chunk) ^ (heads.row % 8)
@@ -303,7 +308,7 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
     tactic = form.gemm.tactic
     inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
@@ -357,8 +362,8 @@ def gemm_grouped(
 ) -> Tensor:
     """Return A B^T of every group [T, G N], BF16 or float32, on the GPU that holds A and B.
 
-    `a_TK` is BF16 [T, G K], `b_NK` BF16 [G N, K]; `turns`, where heads are turned back, is the
-    table, float32 [P, 64], and positions, int64 [T].
+    `a_TK` is BF16 [T, G K], `b_NK` BF16 [G N, K]. With `turned`, `turns` is the RoPE table, float32
+    [P, 64], and positions, int64 [T].
     """
     if out is None:
         shape = (problem.tokens, problem.groups * problem.columns)
@@ -395,7 +400,7 @@ def launch(
 
 
 def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise unless every tensor has the dtype, shape and alignment of the problem."""
     tokens, wide = problem.tokens, problem.groups * problem.columns
     wanted: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = (
         ("A", torch.bfloat16, (tokens, problem.groups * problem.inner), 16),
@@ -411,7 +416,7 @@ def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) 
 
 
 def pointers_of(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the pointers of a launch; None becomes a pointer that is not read."""
     of_d = BFloat16 if out == "bf16" else Float32
     kinds = ((BFloat16, 16), (BFloat16, 16), (of_d, 16), (Uint32, 16), (Int64, 8))
     return tuple(

@@ -1,15 +1,18 @@
-"""Groups of FP8 block products on Hopper: o_a of FP8 checkpoints, with heads turned back or not.
+"""Grouped FP8 block GEMM on Hopper (sm_90a), for o_a of FP8 checkpoints.
 
-Owns the sm_90a form of grouped_fp8_problem: the skeleton of sm90_gemm_fp8_block, whose steps of K
-begin at the tile's group, in A's codes and in their scales. Or A is attention's output in BF16:
-each warpgroup reads its own 64 rows of a stage, turns the last 64 values of a head back, finds each
-row's largest magnitude, and its codes go straight into wgmma's registers. So D has every bit of
-inverse_rope, quantise_fp8 and one product a group; neither turned heads nor codes are in memory. A
-position outside of the table of turns makes the token's results NaN.
+D[t, g] = A[t, g] B[g]^T with the shapes of grouped_fp8_problem. Without `turned` this is
+sm90_gemm_fp8_block with A's codes and scales beginning at the K step of the tile's group.
+With `turned`, A is attention's BF16 output; a stage of 128 of K is two boxes of 64. Warpgroup 0
+loads by TMA (40 registers), one consumer warpgroup per 64 rows does the rest. For each stage:
+  1. wait for it; each thread reads 32 numbers of each of its two rows (four lanes share a row);
+  2. in a head's last stage apply inverse RoPE to the last 64 values, rounded to BF16;
+  3. fold the row's largest magnitude over four lanes, quantise, put codes into wgmma's A registers;
+  4. issue wgmma with B from shared memory, wait, release the stage, promote in float32 by fma.
+So D equals simt_inverse_rope, simt_quantise_fp8 and one product per group bit for bit; neither
+rotated heads nor their codes are in memory. A position outside the table gives NaN rows.
 
-`gemm_grouped_fp8` checks and launches, allocates no more than D, never waits for the GPU, and may
-be captured. Refuses other dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_grouped_fp8.py. Shape letters as in grouped_fp8_problem
+The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
+Shape letters as in grouped_fp8_problem.
 """
 
 from functools import cache
@@ -53,7 +56,7 @@ WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory 
 
 
 class Rows(NamedTuple):
-    """A thread's two rows of a tile: first one, lane of four, words of stages, their turns."""
+    """A thread's two rows of a tile: first row, lane of four, words of stages, angles."""
 
     row: Any
     lane: Any
@@ -73,7 +76,7 @@ def grouped_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: the first loads, the others turn, quantise, multiply, promote."""
+    """Dispatch by warpgroup: the first loads; others rotate, quantise, multiply, promote."""
     tactic = form.gemm.tactic
     rows_of_d, columns, steps, tiles = extents
     thread, _, _ = cute.arch.thread_idx()
@@ -118,7 +121,7 @@ def grouped_kernel(
 
 
 def element_of_a(form: GroupedFp8Form) -> Any:
-    """Return what A is in memory and in stages."""
+    """Return the element type of A in memory and in stages."""
     return BFloat16 if form.turned else Float8E4M3FN
 
 
@@ -128,14 +131,14 @@ def box_of_a(form: GroupedFp8Form) -> tuple[int, int]:
 
 
 def mma_of(form: GroupedFp8Form) -> Any:
-    """Return the instruction; codes that are made here come from registers."""
+    """Return the instruction; A comes from registers if the kernel quantises it."""
     source = warpgroup.OperandSource
     kind = source.RMEM if form.turned else source.SMEM
     return wgmma.mma_of(Float8E4M3FN, form.gemm.tactic.columns, kind)
 
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, form: GroupedFp8Form) -> tuple[Any, ...]:
-    """Return the instruction, the sums of a stage, A and B as the instruction takes them."""
+    """Return the instruction, the sums of a stage, and the fragments of A and B."""
     columns = form.gemm.tactic.columns
     if not form.turned:
         return wgmma.fragments_of(mma, sA, sB, mine, columns)
@@ -145,7 +148,7 @@ def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, form: GroupedFp8Form) ->
 
 
 def scales_of_group(scales: plain.Scales, first: Any) -> plain.Scales:
-    """Return scales whose A begins at a group's first step."""
+    """Return scales in which A's begin at a group's first step."""
     return plain.Scales(cute.domain_offset((0, first), scales.a), scales.b)
 
 
@@ -170,7 +173,8 @@ def rows_of(sA: Any, mine: Any, form: GroupedFp8Form) -> Rows:
 
 @cute.jit
 def read_turns(turning: grouped.Turning, own: Rows, first: Any) -> None:
-    """Read the turns of a thread's numbers for both of its rows; `first` is the first row's."""
+    """Read cosines and sines for both rows of a thread; `first` is the warpgroup's first row."""
+    # Stays NaN for tokens and positions that do not exist.
     own.turns.fill(NAN)
     for i in cutlass.range_constexpr(2):
         token = first + own.row % facts.PIECE_ROWS + 8 * i
@@ -186,7 +190,7 @@ def read_turns(turning: grouped.Turning, own: Rows, first: Any) -> None:
 
 
 def read_half(own: Rows, slot: Any) -> list[list[list[Any]]]:
-    """Read half of a stage: of both rows, of each quarter, the words of four numbers."""
+    """Read half a stage: of both rows, of each quarter, the words of four numbers."""
     # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
     found = []
     for i in range(2):
@@ -197,7 +201,7 @@ def read_half(own: Rows, slot: Any) -> list[list[list[Any]]]:
 
 
 def turned_back(words: list[list[list[Any]]], own: Rows) -> list[list[list[Any]]]:
-    """Return the words of a half that is turned back, rounded to BF16 as inverse_rope does."""
+    """Apply inverse RoPE to a half, rounded to BF16 as simt_inverse_rope does."""
     made = []
     for i in range(2):
         turns = [own.turns[None, QUARTERS * i + quarter, None] for quarter in range(QUARTERS)]
@@ -209,7 +213,7 @@ def turned_back(words: list[list[list[Any]]], own: Rows) -> list[list[list[Any]]
 def quantised(words: list[Any], form: GroupedFp8Form) -> tuple[list[Any], Any]:
     """Return the codes of a thread's numbers of a row, four a word, and the row's scale.
 
-    All four lanes of a row fold its largest magnitude.
+    The four lanes of a row share its largest magnitude by shuffles.
     """
     amax = block_amax(words)
     for distance in (1, 2):
@@ -224,7 +228,7 @@ def quantised(words: list[Any], form: GroupedFp8Form) -> tuple[list[Any], Any]:
 
 
 def encode_stage(own: Rows, stage: Any, fragment: Any, form: GroupedFp8Form, turned: bool) -> Any:
-    """Make the codes of a stage in wgmma's registers; return the scales of both rows."""
+    """Quantise a stage into wgmma's registers; return the scales of both rows."""
     halves = [read_half(own, HALVES * stage + half) for half in range(HALVES)]
     if turned:
         halves[-1] = turned_back(halves[-1], own)
@@ -248,9 +252,9 @@ def multiply_heads(
     scaling: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> Any:
-    """Sum up one tile of heads: a stage's codes, its products, their sums times their scales.
+    """Sum up one tile of heads: quantise a stage, multiply it, promote its sums.
 
-    Trap: a branch between two wgmma would serialise them; so the stages of a head are unrolled.
+    Trap: a branch between two wgmma would serialise them, so the stages of a head are unrolled.
     """
     mma, stage_sums, a, b = fragments
     sums, mine = own
@@ -276,7 +280,7 @@ def multiply_heads(
 
 
 def layouts(form: GroupedFp8Form) -> tuple[Any, Any]:
-    """Return the layouts of A's and B's stages; of heads a stage is two halves."""
+    """Return the layouts of A's and B's stages; a stage of heads is two halves."""
     tactic, stages = form.gemm.tactic, facts.footprint(form.gemm).stages
     swizzle, halves = wgmma.Swizzle.K_SW128, HALVES if form.turned else 1
     return (
@@ -292,7 +296,7 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
     tactic = form.gemm.tactic
     inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
@@ -326,7 +330,7 @@ def launch_grouped(
 
 
 class Grouped(NamedTuple):
-    """Codes and scales, or heads and what turns them; the others are None."""
+    """Operands: A as codes and scales, or as heads with RoPE table and positions; others None."""
 
     a: Tensor  # E4M3 [T, G K], or BF16 heads [T, G K]
     b: Tensor  # E4M3 [G N, K]
@@ -371,6 +375,7 @@ def launch(
     """Launch on checked tensors: A, its scales, B, its scales, D, table of turns, positions."""
     assert tensors[0] is not None
     device, tactic = tensors[0].device.index or 0, form.gemm.tactic
+    # A tactic may keep several thread blocks on a multiprocessor.
     at_once = operands.processors_of(device) * tactic.blocks
     *_, clusters = facts.grid(problem.gemm, tactic, at_once)
     wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
@@ -380,7 +385,7 @@ def launch(
 
 
 def require_operands(problem: GroupedFp8Problem, given: Grouped, out: Tensor) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise unless every tensor has the dtype, shape and alignment of the problem."""
     p, wide, tma = problem, problem.groups * problem.inner, contract.TMA_ALIGNMENT
     _, scale, alignment = plain.SCALES[p.scales]
     codes, heads = torch.float8_e4m3fn, torch.bfloat16
@@ -401,7 +406,7 @@ def require_operands(problem: GroupedFp8Problem, given: Grouped, out: Tensor) ->
 
 
 def pointers_of(tensors: tuple[Tensor | None, ...], form: GroupedFp8Form) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the pointers of a launch; None becomes a pointer that is not read."""
     scale, _, alignment = plain.SCALES[form.scales]
     tma = contract.TMA_ALIGNMENT
     elements = (element_of_a(form), scale, Float8E4M3FN, scale, BFloat16, Float32, Int64)

@@ -1,15 +1,19 @@
-"""D = (A sA)(B sB)^T on Hopper, E2M1 codes with E4M3 scales a block of 16 in 128x4 order; BF16 out.
+"""NVFP4 x NVFP4 GEMM on Hopper (sm_90a), decoded to BF16 because wgmma has no E2M1 input.
 
-Owns the sm_90a form of W4A4, on the walk, producer and epilogue of every form. TMA loads codes and
-scales as they are. One warpgroup loads, and decodes B into a second ring of stages; the warpgroups
-that multiply decode their own rows of A into registers, for the next stage while this one is under
-way. Decoded numbers are exact, so the sums are those of BF16 operands, with K in the order of
-nvfp4_stages within 64. Both tensor scales meet the float32 sums in the epilogue, no BF16 number.
+D = (A sA)(B sB)^T in BF16: packed E2M1 codes [rows, K / 2 bytes], E4M3 scales per block of 16 in
+128x4 order, float32 tensor scales sA and sB. Decoded numbers are exact, so sums are those of BF16
+operands, with K in the order of nvfp4_stages within each 64. Roles: warpgroup 0 loads and decodes B
+(64 or 88 registers): its warp 0 issues TMA up to AHEAD = 4 stages in advance, all four warps
+decode. Each further warpgroup decodes its own 64 rows of A into registers, multiplies and stores.
+Pipelines: (1) ring of loaded stages, PipelineTmaAsync: full is one arrival plus bytes; empty is one
+arrival per warp of decoders and consumers. (2) ring of 3 decoded stages of B, PipelineAsync: full
+is one arrival per decoding warp (after a fence to the async proxy), empty one per consumer warp. A
+stage in a consumer: decode A into one of two register fragments while the wgmma of the stage before
+run; wait for those and release their B; wait for decoded B; issue the next 4 wgmma. The epilogue
+multiplies float32 sums by RESTORE (exact), then by sA sB, and rounds once to BF16.
 
-The wrapper checks and launches, allocates no more than D, never waits for the GPU. Refuses other
-dtypes, shapes, strides and alignments by name; the sign of a scale is ignored. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_nvfp4.py. Shape letters: M rows of A, N rows of B, P = K / 2
-bytes
+The sign bit of a scale is ignored. The entry point allocates only D and never synchronises.
+Shape letters: M rows of A, N rows of B, P = K / 2 bytes.
 """
 
 from functools import cache
@@ -47,7 +51,7 @@ ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor 
 
 
 class Shared(NamedTuple):
-    """What stages hold, as threads see it: words side by side, places, stages."""
+    """Stages as threads see them: (adjacent words, places, stages)."""
 
     a: Any
     a_scales: Any
@@ -67,7 +71,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup: load, decode B, or decode A and multiply."""
+    """Dispatch by warpgroup: load and decode B, or decode A, multiply and store."""
     tactic, held = form.tactic, facts.footprint(form)
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
@@ -109,6 +113,7 @@ def gemm_kernel(
         stored = Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             row, column = schedule.tile_at(walk, number)
+            # A tile of 64 rows may begin in the middle of a 128-row scale tile.
             first = row * tactic.rows % facts.SCALE_TILE_ROWS
             work = (shared, first, mine * facts.PIECE_ROWS, blocks, steps)
             state, source = multiply((ring, decoded), state, source, (mma, sums, b), work)
@@ -118,7 +123,7 @@ def gemm_kernel(
 
 
 class Cursor(NamedTuple):
-    """What the decoders' first warp loads next: number of the tile, its place, step, stage."""
+    """What the loading warp loads next: number of the tile, its place, step, ring state."""
 
     number: Any
     place: tuple[Any, ...]
@@ -139,7 +144,7 @@ def begin_loading(loading: Any) -> Cursor:
 
 @cute.jit
 def load_next(loading: Any, cursor: Any) -> Cursor:
-    """Load one stage more, of this tile or the next one; nothing after the last."""
+    """Load the next stage, of this tile or the next one; nothing after the last."""
     ring, feedings, walk, steps, form = loading
     number, place, step, state = cursor
     if (cute.arch.warp_idx() == 0) & (number < walk.total):
@@ -186,8 +191,8 @@ def decode_tile(loading: Any, decoded: Any, states: Any, work: Any) -> Any:
 def multiply(rings: Any, state: Any, source: Any, fragments: Any, work: Any) -> Any:
     """Sum up one tile; the next stage of A is decoded while this one is multiplied.
 
-    Trap: a wgmma reads its registers until it is waited for, and a copy between two fragments would
-    be folded away. So two of them take turns, stage by stage.
+    Trap: a wgmma reads its registers until it is waited for, and the compiler would fold a copy
+    between two fragments. So two fragments alternate, and the loop over stages is unrolled by two.
     """
     ring, decoded = rings
     mma, sums, b = fragments
@@ -214,7 +219,7 @@ def multiply(rings: Any, state: Any, source: Any, fragments: Any, work: Any) -> 
 
 @cute.jit
 def multiply_next(decoded: Any, source: Any, fragments: Any) -> Any:
-    """Wait for the products under way, give their B back, and begin with the next stage."""
+    """Wait for the wgmma under way, release their B, and start the next stage."""
     mma, sums, a, b = fragments
     source = finish(decoded, source)
     decoded.consumer_wait(source)
@@ -224,7 +229,7 @@ def multiply_next(decoded: Any, source: Any, fragments: Any) -> Any:
 
 @cute.jit
 def finish(decoded: Any, source: Any) -> Any:
-    """Wait for the products under way and give their B back."""
+    """Wait for the wgmma under way and release their B."""
     warpgroup.wait_group(0)
     with cute.arch.elect_one():
         decoded.consumer_release(source)
@@ -234,7 +239,7 @@ def finish(decoded: Any, source: Any) -> Any:
 
 @cute.jit
 def load_a(ring: Any, state: Any, work: Any, fragment: Any, mask: Any) -> Any:
-    """Decode this thread's part of a stage of A, and give the stage back."""
+    """Decode this thread's part of a stage of A, and release the stage."""
     shared, first, own, *has_rows = work
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
@@ -258,7 +263,7 @@ def a_fragment(mma: Any) -> Any:
 
 
 def tiles_of_boxes(place: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
-    """Return which box each feed brings: codes of A and B, then tiles of their scales.
+    """Return the box that each feed loads: codes of A and B, then tiles of their scales.
 
     Where a tile has an expert, boxes of B are those of the expert's matrices.
     """
@@ -272,7 +277,7 @@ def tiles_of_boxes(place: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
 
 
 def ring_of_decoded(memory: Any, form: GemmForm) -> Any:
-    """Make the ring of decoded B: one arrival a warp on either side."""
+    """Make the ring of decoded B: one arrival per warp on either side."""
     group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
     warps = facts.WARPGROUP // facts.WARP
     return pipeline.PipelineAsync.create(
@@ -328,7 +333,7 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
 
 
 def loaded_stages(memory: Any, form: GemmForm) -> tuple[tuple[Any, ...], list[Any]]:
-    """Allocate what TMA writes: tensors as it sees them, and their pointers."""
+    """Allocate what TMA writes; return swizzled tensors and plain pointers."""
     tensors, pointers = [], []
     for layout in layouts(form):
         pointer = memory.allocate_array(Uint32, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
@@ -342,7 +347,7 @@ def loaded_stages(memory: Any, form: GemmForm) -> tuple[tuple[Any, ...], list[An
 
 
 def side_by_side(pointer: Any, words: int, stage: int, count: int) -> Any:
-    """View stages of so many words as (words that are moved at once, places, stages)."""
+    """View stages of `stage` words as (words moved at once, places, stages)."""
     layout = cute.make_layout((words, stage // words, count), stride=(1, words, stage))
     return cute.make_tensor(pointer, layout)
 
@@ -364,10 +369,11 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on the extents M, N, K and the number of clusters."""
     m, n, k, clusters = extents
     n = cute.assume(n, divby=facts.COLUMNS_MULTIPLE)
     words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
+    # Words of a row of scale tiles: one tile has four blocks of K, that is 64 numbers.
     of_tiles = ceil_div(k, stages.STAGE_K) * WORDS_OF_TILE
     tiles = [ceil_div(rows, facts.SCALE_TILE_ROWS) for rows in (m, n)]
     a, a_scales, b, b_scales, scale_a, scale_b, d = pointers
@@ -410,7 +416,7 @@ ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
 
 
 class Nvfp4Operand(NamedTuple):
-    """One side: packed codes [rows, P], scale bytes in 128x4 order, float32 decode scale [1]."""
+    """One operand: packed codes [rows, P], scales in 128x4 order, float32 decode scale [1]."""
 
     codes: Tensor
     scales: Tensor
@@ -437,7 +443,7 @@ def gemm_nvfp4(
 
 
 def require_operand(name: str, operand: Nvfp4Operand, rows: int, inner: int) -> None:
-    """Refuse an operand that the kernel would misread."""
+    """Raise unless codes, scales and decode scale fit rows and K."""
     require, tma = operands.require_tensor, contract.TMA_ALIGNMENT
     size = SWIZZLE_128X4.storage_size(rows, inner // stages.BLOCK)
     require(f"codes of {name}", operand.codes, torch.uint8, (rows, inner // 2), tma)
