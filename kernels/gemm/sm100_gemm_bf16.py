@@ -1,14 +1,20 @@
-"""D = A B^T on Blackwell, BF16 in and out, float32 inside: the sm_100a skeleton with nothing added.
+"""BF16 GEMM on Blackwell (sm_100a): D = A B^T with float32 sums, rounded once to BF16.
 
-Owns the sm_100a form of BF16 operands: a warp loads by TMA, one multiplies by tcgen05 from shared
-memory into tensor memory, four store by TMA. Two tiles have sums at once, so that one is stored
-while the next is multiplied. Steps of K are taken in order, sixteen at a time:
-references.tensor_core.TCGEN05_F16 says every bit of the float32 sum.
+A [M, K] and B [N, K] with K along rows; tiles of 128 x 64, 128 or 256, stages of 64 along K.
+Roles of six warps: 0 to 3 store, 4 multiplies by tcgen05.mma (A and B in shared memory, sums in
+tensor memory), 5 loads by TMA.
+Pipelines: (1) ring of stages, PipelineTmaUmma: full is one arrival plus bytes, empty is the commit
+of the instructions that read the stage. (2) ring of two sums, PipelineUmmaAsync: full is a commit,
+empty is one arrival per storing thread (128). So a tile is stored while the next one is multiplied.
+Order of a tile: load stages; wait for free sums; per stage wait, issue 4 tcgen05.mma (K = 16),
+release by commit; commit the sums; storing warps read 64 columns at a time by tcgen05.ld, release
+the sums after the last read, and store each piece by TMA. A tcgen05 fence stands on both sides of
+the barriers between threads. Warp 0 frees tensor memory when all storing warps are done.
+Steps of K are taken in order, sixteen at a time: references.tensor_core.TCGEN05_F16 defines every
+bit of the float32 sum.
 
-The wrapper checks and launches, allocates no more than D, never waits for the GPU. Refuses other
-dtypes, shapes, strides and alignments by name. Compiled, never run: kept honest by
-suites/kernels/gemm/test_sm100_gemm_bf16.py as far as that reaches.
-Shape letters: M rows of A and D, N rows of B, K inner
+The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
+was available. Shape letters: M rows of A and D, N rows of B, K inner.
 """
 
 from functools import cache
@@ -46,7 +52,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warp: four store, one multiplies, one loads."""
+    """Dispatch by warp: four store, one multiplies, one loads."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = cutlass.memory.SmemAllocator()
     mma, count = tcgen05.dense_mma(form, BFloat16), tensor_memory.footprint(form).stages
@@ -103,7 +109,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on the extents M, N, K and the number of clusters."""
     *_, clusters = extents
     (mA, mB, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form)

@@ -1,14 +1,17 @@
-"""D = A B^T on Blackwell, E4M3 codes with block scales: 1 x 128 of A, 128 x 128 of B; BF16 out.
+"""FP8 block-scaled GEMM on Blackwell (sm_100a): E4M3 codes, scales 1 x 128 (A), 128 x 128 (B).
 
-Owns the sm_100a form of NVIDIA's and DeepSeek's FP8 checkpoints on the GEMM skeleton. A stage is
-128 of K and has sums of its own in tensor memory; the storing warps read them, multiply them by the
-scale of their row and that of the tile's columns, and add them in float32 by fma, stage by stage.
-Four stages have sums at once, so that the tensor core goes on.
+D = A B^T in BF16 for NVIDIA's and DeepSeek's FP8 checkpoints. Scales are float32 or UE8M0 bytes,
+row-major as on Hopper, and read from global memory by the threads that need them.
+Roles of six warps as in sm100_gemm_bf16: 0 to 3 promote and store, 4 multiplies, 5 loads.
+Pipelines: the ring of stages (full: one arrival plus bytes; empty: commit) and a ring of up to four
+sums in tensor memory. Unlike BF16, every stage (128 of K) has sums of its own.
+A stage: wait for free sums and for the stage; 4 tcgen05.mma (K = 32) into fresh sums; commit both.
+The storing warps, one row a thread, read the sums by tcgen05.ld, release them (128 arrivals), and
+add sum times (scale of the row x scale of the tile's columns) to the total in float32 by fma. After
+the last stage they store the tile 64 columns at a time.
 
-Scales are read by the threads that need them: float32, or UE8M0 as bytes, row-major as on Hopper.
-The wrapper allocates no more than D and never waits for the GPU. Refuses what it would misread, by
-name. Compiled, never run: kept honest by suites/kernels/gemm/test_sm100_gemm_fp8_block.py as far as
-that reaches. Shape letters: M rows of A, N rows of B, K inner, G groups of 128 along K
+The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
+was available. Shape letters: M rows of A, N rows of B, K inner, G groups of 128 along K.
 """
 
 from functools import cache
@@ -51,7 +54,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warp: four promote and store, one multiplies, one loads."""
+    """Dispatch by warp: four promote and store, one multiplies, one loads."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = cutlass.memory.SmemAllocator()
     mma, count = tcgen05.dense_mma(form, Float8E4M3FN), tensor_memory.footprint(form).stages
@@ -83,7 +86,7 @@ def gemm_kernel(
 
 @cute.jit
 def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
-    """Multiply stage after stage; each has sums of its own."""
+    """Multiply stage after stage, each into sums of its own."""
     ring, sums_ring = rings
     mma, sums, a, b = work
     state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
@@ -105,7 +108,7 @@ def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constex
 
 @cute.jit
 def promote_tiles(outlets: Any, walk: Any, scaling: Any, form: cutlass.Constexpr) -> None:
-    """Add up every tile's stages in float32, a row a thread, and store it."""
+    """Add up every tile's stages in float32, a row per thread, and store it."""
     store, pieces, sums, ring = outlets
     scales, rows, steps = scaling
     thread, _, _ = cute.arch.thread_idx()
@@ -138,6 +141,7 @@ def promote(ring: Any, state: Any, reading: Any, total: Any, scale: Any) -> Any:
         registers = cute.make_rmem_tensor(reading.shape, Float32)
         cute.copy(reading.copy, reading.source[None, None, None, 0, i, state.index], registers)
         cute.arch.fence_view_async_tmem_load()
+        # All sums of this thread are in registers now.
         if cutlass.const_expr(i == count - 1):
             tcgen05.fence("before")
             ring.consumer_release(state)
@@ -147,7 +151,7 @@ def promote(ring: Any, state: Any, reading: Any, total: Any, scale: Any) -> Any:
 
 
 def add_scaled(total: Any, registers: Any, first: int, scale: Any) -> None:
-    """Add registers times a scale; a plain loop, for the DSL warns of long ones of its own."""
+    """Add registers times a scale; a plain loop, as the DSL warns of long unrolled ones."""
     for i in range(cute.size(registers)):
         total[first + i] = ops.fma_rn(registers[i], scale, total[first + i])
 
@@ -165,7 +169,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters."""
+    """Launch a form on the extents M, N, K and the number of clusters."""
     *_, clusters = extents
     (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(Float8E4M3FN, (mA, mB), form)

@@ -1,14 +1,16 @@
-"""Groups of BF16 products on Blackwell: o_a with attention's output turned back inside the product.
+"""Grouped BF16 GEMM on Blackwell (sm_100a), with inverse RoPE on A inside the product for o_a.
 
-Owns the sm_100a form of grouped_problem: the skeleton of sm100_gemm_bf16, whose steps of K begin at
-the tile's group, as in sm90_gemm_grouped. Where heads are turned, two more warpgroups do that, 64
-rows each, in the last stage of every head, by Hopper's own function, between the stage's arrival
-and its product; the multiplying warp waits for them there, and nowhere else. BF16 results only.
+D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem; BF16 results only. Kernel of
+sm100_gemm_bf16 in which A's boxes begin at the K step of the tile's group. Roles: warps 0 to 3
+store, 4 multiplies, 5 loads. With `turned`, warps 6 and 7 are idle and two more warpgroups (warps 8
+to 15) rotate, 64 rows each. Rotation: the last stage of a head (64 of K) holds the values that
+inverse RoPE rotates. After it has arrived, the rotating warps work in place with the code of
+sm90_gemm_grouped and arrive at a barrier (8 arrivals, one a warp; one barrier per stage of the
+ring). The multiplying warp waits for it and fences to the async proxy before that stage only. The
+rotating warps never release a stage: the commit after the product does.
 
-`gemm_grouped` checks and launches, allocates no more than D, never waits for the GPU. Refuses other
-dtypes, shapes, strides and alignments, and float32 results, by name. Compiled, never run: kept
-honest by suites/kernels/gemm/test_sm100_gemm_grouped.py as far as that reaches.
-Shape letters as in grouped_problem.
+The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
+was available. Shape letters as in grouped_problem.
 """
 
 from functools import cache
@@ -42,7 +44,7 @@ NAMED_BARRIER = 1  # added to a turning group's number: that of the storing warp
 
 
 def threads(form: GroupedForm) -> int:
-    """Threads of a thread block: the skeleton's, and those that turn."""
+    """Return the threads of a thread block: six warps, or 16 where heads are rotated."""
     if not form.turned:
         return tensor_memory.threads()
     return (FIRST_TURNING_GROUP + TURNING_GROUPS) * facts.WARPGROUP
@@ -59,7 +61,7 @@ def grouped_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warp: four store, one multiplies, one loads, eight turn."""
+    """Dispatch by warp: four store, one multiplies, one loads, eight rotate."""
     rows_of_d, columns, steps, tiles = extents
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = cutlass.memory.SmemAllocator()
@@ -96,7 +98,7 @@ def grouped_kernel(
 
 @cute.jit
 def begin_turned(turned_at: Any, count: cutlass.Constexpr) -> None:
-    """Set up a barrier for each stage that may be turned at once."""
+    """Set up a barrier for each stage whose rotation may be under way."""
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
         for i in cutlass.range_constexpr(count):
@@ -106,7 +108,7 @@ def begin_turned(turned_at: Any, count: cutlass.Constexpr) -> None:
 
 @cute.jit
 def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexpr) -> None:
-    """Sum up tile after tile; the last stage of each head is multiplied once it is turned."""
+    """Sum up tile after tile; the last stage of each head is multiplied after its rotation."""
     ring, sums_ring = rings
     mma, sums, a, b = work
     steps, turned_at = told
@@ -139,14 +141,14 @@ def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexp
 
 
 def await_turned(turned_at: Any, number: Any, count: int) -> None:
-    """Wait for a turn; as many can be under way as there are stages."""
+    """Wait for rotation `number`; as many can be under way as there are stages."""
     shared.await_phase(turned_at + number % count * facts.BARRIER_BYTES, number // count % 2)
     cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, tcgen05 reads
 
 
 @cute.jit
 def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None:
-    """Turn the last stage of each head, 64 rows a warpgroup."""
+    """Apply inverse RoPE to the last stage of each head, 64 rows per warpgroup."""
     sA, turned_at = places
     steps, form = told
     thread, _, _ = cute.arch.thread_idx()
@@ -159,6 +161,7 @@ def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None
         first = tile[0] * form.gemm.tactic.rows + mine * facts.PIECE_ROWS
         hopper.read_turns(turning, heads, first)
         for _ in cutlass.range(steps // form.steps_of_head, unroll=1):
+            # Stages that need no rotation are skipped without waiting; only the state moves on.
             for _ in cutlass.range_constexpr(form.steps_of_head - 1):
                 state.advance()
             ring.consumer_wait(state)
@@ -176,7 +179,7 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: T, G N, K, G K, tiles of a group, clusters, positions."""
+    """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
     inner, wide = (cute.assume(extent, divby=grouped.STEP) for extent in (inner, wide))
     columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)

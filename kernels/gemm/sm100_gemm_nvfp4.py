@@ -1,16 +1,19 @@
-"""D = (A sA)(B sB)^T on Blackwell, E2M1 codes with E4M3 scales a block of 16 in 128x4; BF16 out.
+"""NVFP4 x NVFP4 GEMM (W4A4) on Blackwell (sm_100a) by the block-scaled tcgen05.mma.
 
-Owns the sm_100a form of W4A4, on the walk, producer and epilogue of every form: tcgen05 takes the
-codes from shared memory as they came, and the scales from tensor memory, where a copy of each stage
-brings them. Sums stay in tensor memory; two tiles have a place there where they fit, so that one is
-stored while the next is multiplied. Both tensor scales meet the float32 sums in the epilogue.
-references.tensor_core.block_scaled_gemm says every bit of the sums, whatever the tactic.
+D = (A sA)(B sB)^T in BF16: packed E2M1 codes [rows, K / 2 bytes], E4M3 scales per block of 16 in
+128x4 order, float32 tensor scales sA and sB. Stages are 256 of K. Roles of six warps: 0 to 3 store,
+4 copies scales and multiplies, 5 loads by TMA. Pipelines: (1) ring of stages (codes and scales),
+PipelineTmaUmma: full is one arrival plus bytes, empty is a commit. (2) ring of sums in tensor
+memory, PipelineUmmaAsync: full is a commit, empty 128 arrivals. There are two sums where they fit
+next to the scales, so that a tile is stored while the next is multiplied; 256 columns leave room
+for one. A stage: wait; clear scales beyond K in shared memory; tcgen05.cp scales to tensor memory;
+4 tcgen05.mma (K = 64) with codes from shared memory; commit. After the last stage commit the sums;
+the storing warps read them by tcgen05.ld, multiply by sA sB in float32, round once, store by TMA.
+Variants by tactic: two thread blocks together (pair), swapped operands for few rows (swapped).
+references.tensor_core.block_scaled_gemm defines every bit of the sums, whatever the tactic.
 
-Scales beyond K are padding that may hold anything: where K ends within a word of four scales, the
-last stage's are cleared in shared memory. The wrapper checks and launches, allocates no more than
-D, never waits for the GPU. Refuses other dtypes, shapes, strides and alignments by name. Compiled,
-never run: kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py as far as that reaches.
-Shape letters: M rows of A, N rows of B, P = K / 2 bytes
+The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
+was available. Shape letters: M rows of A, N rows of B, P = K / 2 bytes.
 """
 
 from functools import cache
@@ -47,7 +50,7 @@ NAMES = ("a", "b", "scales of a", "scales of b")
 
 
 class Shared(NamedTuple):
-    """What stages hold: as TMA writes it, as the instruction reads it, as threads see scales."""
+    """Views of the stages: as TMA writes, as the instruction reads, as threads see scales."""
 
     written: tuple[Any, ...]
     codes: tuple[Any, Any]
@@ -57,7 +60,7 @@ class Shared(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a thread block has before its warps part."""
+    """What a thread block sets up before its warps take their roles."""
 
     mma: Any
     shared: Shared
@@ -79,7 +82,7 @@ def gemm_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warp: four store, one multiplies, one loads."""
+    """Dispatch by warp: four store, one multiplies, one loads."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = prepared(form)
     walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
@@ -101,7 +104,7 @@ def gemm_kernel(
 
 
 def store_tiles_of(form: GemmForm) -> Any:
-    """Return what stores tiles of D, of sums that overlap, or of D^T."""
+    """Return the store function: of D, of overlapping sums, or of D^T."""
     if tensor_memory.overlaps(form):
         return pair.store_tiles
     return swapped.store_tiles if form.tactic.swapped else tcgen05.store_tiles
@@ -116,7 +119,7 @@ def pieces_of(memory: Any, form: GemmForm) -> Any:
 
 
 def prepared(form: GemmForm) -> Prepared:
-    """Lay out shared memory, make both rings, allocate tensor memory; then all threads go on."""
+    """Lay out shared memory, make both rings, allocate tensor memory, synchronise."""
     memory = cutlass.memory.SmemAllocator()
     mma = tcgen05.nvfp4_mma(form)
     shared = shared_memory(memory, mma, form)
@@ -130,7 +133,7 @@ def prepared(form: GemmForm) -> Prepared:
 
 
 def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
-    """Return what `multiply` takes: instruction, sums, A and B with their scales, scale words."""
+    """Return the arguments of `multiply`: instruction, sums, A and B with scales, scale words."""
     mma, shared = held.mma, held.shared
     scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
     a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
@@ -175,9 +178,10 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
 def clear_beyond(
     words: Any, stage: Any, end: tuple[Any, Any], space: cutlass.Constexpr = "cta"
 ) -> None:
-    """Clear scales beyond K in the one word that K ends within; `words` may be another's as well.
+    """Clear scales beyond K in the word that K ends within; `words` may include the other block's.
 
-    Whole words beyond K arrive as zeros. Blocks come in pairs: half a word is kept, or all of it.
+    Padding of scales may hold anything, NaN included. Whole words beyond K arrive as zeros. Blocks
+    come in pairs, so half a word is kept, or all of it.
     """
     at, kept = end
     if (at < cute.size(words[0], mode=[2])) & (kept != 0):
@@ -201,7 +205,7 @@ def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
 
 
 def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
-    """Return the boxes of the feeds: codes in words, scales in units; matrices where many."""
+    """Return the boxes of the feeds: codes in words, scales in units, matrices if several."""
     units = (4, 4) + (SCALE_UNIT,) * (len(facts.loads(form)) - 2)
     boxes = (
         (load.rows, load.row_bytes // unit, load.matrices)
@@ -211,7 +215,7 @@ def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
 
 
 def layouts(form: GemmForm) -> tuple[Any, ...]:
-    """Return how boxes lie in the stages: codes swizzled, scales tile by tile."""
+    """Return the layouts of boxes in the stages: codes swizzled, scales tile by tile."""
     count, made = tensor_memory.footprint(form).stages, []
     for load, box in zip(facts.loads(form), boxes_of(form), strict=True):
         rows, inner, *matrices = box
@@ -226,7 +230,7 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
 
 
 def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
-    """Allocate stages; return all views of them."""
+    """Allocate the stages; return all views of them."""
     count = tensor_memory.footprint(form).stages
     held = [facts.bytes_of(form, name) for name in NAMES]
     pointers = [
@@ -283,6 +287,7 @@ def words_of(pointer: Any, size: int, form: GemmForm) -> Any:
 def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm) -> Any:
     """Make the TMA atoms of A, its scales, B, its scales, box by box; and that of D."""
     m, n, k = extents
+    # With swapped operands m counts rows of the weight, n rows of activations.
     tokens, outputs = (n, m) if form.tactic.swapped else (m, n)
     outputs = cute.assume(outputs, divby=facts.COLUMNS_MULTIPLE)
     words = cute.assume(k // CODES_OF_WORD, divby=contract.TMA_ALIGNMENT // 4)
@@ -317,7 +322,7 @@ def launch_gemm(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, clusters; swapped ones are swapped."""
+    """Launch a form on the extents M, N, K (swapped: N, M, K) and the number of clusters."""
     m, n, k, clusters = extents
     *operands_, scale_a, scale_b, d = pointers
     feeds, store = atoms_of((*operands_, d), (m, n, k), form)

@@ -1,15 +1,21 @@
-"""BF16 activations times NVFP4 weights as a checkpoint has them: for decoding, M up to 64.
+"""BF16 activations times NVFP4 weights (W4A16) for decoding, M up to 64; sm_90a and sm_100a.
 
-Owns the kernel for sm_90a and sm_100a: one warp asks the copy engine for boxes of weights, several
-stages ahead, the others decode them and multiply by mma.sync.m16n8k16, 16 outputs as the rows and
-activations as the columns of an mma. Codes times block scales are exact in BF16, so rounding
-happens in the sums of K alone, in the order of w4a16_problem.py, and at the output. Where linear
-scales do not lie on addresses that the engine takes (K no multiple of 256), lanes read their own.
+out [M, N] = x [M, K] W^T, W as a checkpoint stores it: codes [N, P], block scales linear or 128x4.
+Outputs are the 16 rows and activations the 8 columns of mma.sync.m16n8k16. Code times block scale
+is exact in BF16, so only the sums over K, in the order of w4a16_problem, and the output round.
+Roles: `form.warps` warps multiply (groups x 16 / ranks, one part of K each); one more warp issues
+TMA. A cluster of `ranks` thread blocks shares the 16 parts of K of the same outputs. Pipelines,
+both with full barriers (1 arrival plus bytes) and empty barriers (`form.warps` arrivals): (1)
+`form.stages` stages of weights, a round's codes and scales of one tile per group; (2) rounds of
+activations, which stay for all tiles of the round. Order: set up barriers; PDL: release the next
+launch, wait for the one before; per round and tile the loading warp waits for space and issues
+boxes, the others wait, decode, multiply by mma.sync and release the stage; the parts' sums replace
+the stages in shared memory; thread block or cluster barrier; all threads add the parts in order,
+scale, round, write. K that is no multiple of 256 (`ragged`) puts linear scales on addresses that
+TMA rejects; lanes read those from global memory.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides, alignments, layouts,
-nibble orders and directions by name. Kept honest by suites/kernels/gemm/test_sm90_gemm_w4a16.py.
-Shape letters: M rows, N outputs, K columns, P = K / 2 bytes
+The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
+graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
 """
 
 from functools import cache
@@ -52,7 +58,7 @@ LANES = 32
 
 
 class Place(NamedTuple):
-    """Where a thread stands; numbers within a thread block but `tile` and `rank`."""
+    """A thread's position; indices count within the thread block, except `tile` and `rank`."""
 
     lane: Any
     warp: Any
@@ -63,7 +69,7 @@ class Place(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared addresses: barriers that say full, each with one that says empty behind it; rings."""
+    """Shared addresses: full barriers, EMPTY bytes before their empty ones, and both rings."""
 
     full: Any
     kept_full: Any
@@ -72,7 +78,7 @@ class Memory(NamedTuple):
 
 
 class Views(NamedTuple):
-    """What the copy engine reads: an atom and a tensor each of activations, codes and scales."""
+    """TMA atom and tensor of activations, codes and scales."""
 
     activations: tuple[Any, Any]
     codes: tuple[Any, Any]
@@ -83,11 +89,12 @@ EMPTY = 128  # bytes from a barrier that says full to the one that says empty
 
 
 def place_of(form: W4A16Form) -> Place:
-    """Return where this thread stands."""
+    """Return this thread's position."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     thread, block = Uint32(thread), Uint32(block)
     warp = thread // LANES
+    # Thread blocks of a cluster have the same outputs.
     tile = block // form.ranks * (form.groups * form.tiles)
     return Place(
         thread % LANES, warp, warp % form.parts, warp // form.parts, tile, block % form.ranks
@@ -95,14 +102,14 @@ def place_of(form: W4A16Form) -> Place:
 
 
 def memory_of(form: W4A16Form) -> Memory:
-    """Divide the shared memory."""
+    """Divide the shared memory into barriers, ring of stages and activations."""
     shared = Uint32(cute.arch.get_dyn_smem(Uint8, 128).toint())
     ring = shared + facts.BARRIER_BYTES
     return Memory(shared, shared + 2 * EMPTY, ring, ring + form.ring_bytes)
 
 
 def next_place(place: Any, phase: Any, count: Any) -> tuple[Any, Any]:
-    """Return the next place of a ring, and the parity of the phase in which it becomes full."""
+    """Return the next place of a ring and the parity of the phase in which it becomes full."""
     wraps = place + 1 == count
     return ops.select(wraps, Uint32(0), place + 1), ops.select(wraps, phase ^ 1, phase)
 
@@ -113,7 +120,7 @@ Box = tuple[Any, tuple[int, ...]]  # type of an element, extents
 def copy_box(
     view: tuple[Any, Any], box: Box, place: tuple[Any, ...], to: Any, barrier: Any
 ) -> None:
-    """Begin to copy the box at a place, counted in boxes, to a shared address."""
+    """Start the TMA copy of the box at `place`, counted in boxes, to a shared address."""
     atom, tensor = view
     element, shape = box
     rank = len(shape)
@@ -135,7 +142,7 @@ def make_shared_ptr(element: Any, address: Any, alignment: int) -> Any:
 def ask_activations(
     views: Views, place: Place, memory: Memory, asked: tuple[Any, Any], form: W4A16Form
 ) -> None:
-    """Begin to copy a round's activations to a place of their ring."""
+    """Start to copy a round's activations to a place of their ring."""
     round_, at = asked
     barrier = memory.kept_full + at * 8
     ptx.expect(barrier, Uint32(form.kept_bytes), place.lane == 0)
@@ -153,7 +160,7 @@ def ask_activations(
 def ask_weights(
     views: Views, place: Place, memory: Memory, asked: tuple[Any, Any, Any], form: W4A16Form
 ) -> None:
-    """Begin to copy a round's codes and scales of one tile of every group to a stage."""
+    """Start to copy a round's codes and scales of one tile of every group to a stage."""
     round_, tile, at = asked
     barrier, stage = memory.full + at * 8, memory.ring + at * form.stage_bytes
     ptx.expect(barrier, Uint32(form.copied_bytes), place.lane == 0)
@@ -188,8 +195,9 @@ def ask(
     counts: tuple[Uint32, Uint32],
     form: cutlass.Constexpr,
 ) -> None:
-    """Ask for everything in the order in which it is needed, as soon as there is space."""
+    """Issue all copies in the order in which they are used, as soon as there is space."""
     rounds, kept_count = counts
+    # Parity 1 of a fresh barrier counts as ended: the first pass over each ring does not wait.
     at, phase, kept_at, kept_phase = Uint32(0), Uint32(1), Uint32(0), Uint32(1)
     for round_ in cutlass.range(Int32(0), Int32(rounds), unroll=1):
         ptx.await_phase(memory.kept_full + EMPTY + kept_at * 8, kept_phase)
@@ -202,7 +210,7 @@ def ask(
 
 
 class Sources(NamedTuple):
-    """What lanes read by themselves: the address of the scales; M, N, K."""
+    """What lanes read from global memory: address of the scales; M, N, K."""
 
     scales: Any
     extents: tuple[Any, Any, Any]
@@ -210,7 +218,7 @@ class Sources(NamedTuple):
 
 
 def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form: W4A16Form) -> Any:
-    """Return what gives a step's activations: for each word of codes, four of eight rows."""
+    """Return a function of word j that gives a step's activations, four words per eight rows."""
     native = TARGETS[form.target].converts_e2m1
     own = start + place.part * (form.copied_rows * 2 * facts.STEP) + place.lane % 4 * 32
     of_columns = [
@@ -228,7 +236,7 @@ def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form
 
 
 class Lane(NamedTuple):
-    """What a lane reads in the first stage: addresses of its codes and scales, of which bytes."""
+    """Addresses of a lane's codes and scales in the first stage, and the bytes it selects."""
 
     codes: Any
     scales: Any
@@ -236,7 +244,7 @@ class Lane(NamedTuple):
 
 
 def lane_of(place: Place, memory: Memory, form: W4A16Form) -> Lane:
-    """Return what a lane reads, once and for all: compilers would work it out for each tile."""
+    """Return what a lane reads, computed once; compilers would recompute it for each tile."""
     row, rows = place.lane // 4, facts.TILE // form.pieces
     codes = memory.ring + place.group * form.group_bytes + place.part * (rows * 64)
     codes = codes + row // rows * (form.group_bytes // form.pieces) + row % rows * 64
@@ -279,7 +287,7 @@ def add_tile(
     tile: int,
     form: W4A16Form,
 ) -> None:
-    """Multiply a step of a tile with its activations, and say that its stage may be filled."""
+    """Multiply a step of a tile with its activations, and release its stage."""
     lane, by_stage, empty, value, activations = step
     native = TARGETS[form.target].converts_e2m1
     both, read = [], Uint32(0)
@@ -345,6 +353,7 @@ def multiply(
         ptx.give_back(empty, last, sources.zero, place.lane == 0)
         kept_at, kept_phase = next_place(kept_at, kept_phase, kept_count)
 
+    # Sums overwrite the ring: every multiplying warp has to be past its last stage.
     cute.arch.barrier(barrier_id=1, number_of_threads=form.warps * LANES)
     own = memory.ring + place.warp * form.sum_bytes
     for i in cutlass.range_constexpr(numbers // 4):
@@ -398,7 +407,7 @@ def w4a16_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """One warp asks for what the others multiply; then the parts of K are added."""
+    """Dispatch by warp: the last one loads, the others multiply; then add the parts of K."""
     rows, outputs, columns, kept_count = (Uint32(extent) for extent in extents)
     place, memory = place_of(form), memory_of(form)
     if place.warp == form.warps:
@@ -406,6 +415,7 @@ def w4a16_kernel(
             cpasync.prefetch_descriptor(atom)
     if (place.warp == 0) & (place.lane < EMPTY // 8):
         for first in (memory.full, memory.kept_full):
+            # Full: the loading warp arrives, with bytes. Empty: each multiplying warp arrives.
             ptx.begin_barrier(first + place.lane * 8, 1)
             ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
         cute.arch.mbarrier_init_fence()
@@ -435,7 +445,7 @@ def w4a16_kernel(
 def view(
     pointer: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], box: tuple[int, ...]
 ) -> tuple[Any, Any]:
-    """Describe a tensor and its boxes to the copy engine."""
+    """Make the TMA atom and tensor for boxes of a global tensor."""
     tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
     operation = cpasync.CopyBulkTensorTileG2SOp()
     made = cpasync.make_tiled_tma_atom(operation, tensor, cute.make_layout(box), box)
@@ -443,7 +453,7 @@ def view(
 
 
 def views_of(pointers: tuple[Any, ...], extents: tuple[Any, Any, Any], form: W4A16Form) -> Views:
-    """Describe what is read; behind the end of an extent the copy engine writes zeros."""
+    """Make the TMA views of all operands; TMA writes zeros beyond the end of an extent."""
     rows, outputs, columns = extents
     words, blocks = columns // 8, columns // facts.BLOCK
     steps = columns // facts.STEP
@@ -477,7 +487,7 @@ def launch_w4a16(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: M, N, K, rounds kept, grid, shared bytes."""
+    """Launch a form on the extents M, N, K, rounds kept, grid, shared bytes."""
     rows, outputs, columns, kept_count, blocks, shared_bytes = extents
     views = views_of(pointers, (rows, outputs, columns), form)
     w4a16_kernel(views, pointers, (rows, outputs, columns, kept_count), form).launch(
@@ -511,7 +521,7 @@ def gemm_w4a16(
 ) -> Tensor:
     """Return activations times the transposed weights as BF16 [M, N], on their GPU.
 
-    The weights are NVFP4 [N, K] as a checkpoint has them, with a tensor scale that decodes.
+    The weights are NVFP4 [N, K] as a checkpoint stores them, with a tensor scale that decodes.
     """
     problem, tensors = operands_of(activations_MK, weights)
     shape = (problem.rows, problem.outputs)
@@ -529,7 +539,7 @@ def gemm_w4a16(
 def operands_of(
     activations_MK: Tensor, weights: QuantisedTensor
 ) -> tuple[W4A16Problem, tuple[Tensor, ...]]:
-    """Return the problem and what the kernel reads of checked operands."""
+    """Check the operands; return the problem and the tensors that the kernel reads."""
     order, decodes = NibbleOrder.LOW_EVEN, ScaleDirection.DECODE
     require(weights, format=NVFP4, direction=decodes, nibble_order=order)
     if activations_MK.ndim != 2 or len(weights.shape) != 2:

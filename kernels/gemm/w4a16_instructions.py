@@ -1,13 +1,11 @@
-"""The instructions by which BF16 times NVFP4 decodes, multiplies and waits, each with its operands.
+"""PTX instructions of the W4A16 kernel that the DSL does not offer, each as one function.
 
-Owns what PTX does and the DSL has no word for here: pairs of weights by an integer product or, on
-sm_100a, by its own conversion; mma.sync.m16n8k16; barriers that count bytes, a stage given back
-behind all reads of it; reads of shared memory, also of another thread block's. No kernel is here.
+Decoding of pairs of weights (an integer product on sm_90a, cvt on sm_100a), mma.sync.m16n8k16,
+mbarriers with byte counts, the release of a stage after all reads of it, and reads of shared
+memory, also of other thread blocks of the cluster.
 
-A weight comes out as code times block scale, exact in BF16; on sm_90a times 2**-8, which the sums
-get back. Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/gemm/test_sm90_gemm_w4a16.py, which counts them in the PTX of every form, and by
-suites/kernels/primitives/test_e2m1_pairs.py.
+A decoded weight is code times block scale, exact in BF16; on sm_90a it is times 2**-8, which the
+kernel takes out of the sums.
 """
 
 from typing import Any
@@ -22,19 +20,19 @@ SCALE_FACTOR = (SCALE_EXPONENT + 127) << 23  # the bits of a float32
 
 
 def emit(instruction: str, results: list[Any], *arguments: Any) -> Any:
-    """Emit one instruction; {$w0} and on are the results, {$r0} and on the arguments."""
+    """Emit an instruction; {$w0} and on are results, {$r0} and on are arguments."""
     return cute.arch.inline_ptx(
         instruction, write_only_types=results, read_only_args=list(arguments)
     )
 
 
 def begin_barrier(barrier: Any, arrivals: int) -> None:
-    """Set a barrier up for so many arrivals."""
+    """Initialise a barrier for so many arrivals."""
     emit("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", [], barrier, Uint32(arrivals))
 
 
 def expect(barrier: Any, size: Any, one: Any) -> None:
-    """Arrive with one thread, and let the barrier wait for so many bytes as well."""
+    """Arrive with one thread, and make the barrier wait for so many bytes as well."""
     text = """{
     .reg .pred one; setp.ne.u32 one, {$r2}, 0;
     @one mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};
@@ -65,7 +63,7 @@ def await_phase(barrier: Any, phase: Any) -> None:
 
 
 def shared_words(address: Any, count: int) -> list[Any]:
-    """Read 4, 8 or 16 bytes."""
+    """Read 4, 8 or 16 bytes of shared memory."""
     if count == 1:
         return [emit("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], address)]
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
@@ -74,7 +72,7 @@ def shared_words(address: Any, count: int) -> list[Any]:
 
 
 def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
-    """Arrive with one thread once every lane of the warp has words that it read; `zero` is 0."""
+    """Arrive with one thread after every lane of the warp has received `words`; `zero` is 0."""
     # Trap: neither bar.warp.sync nor the release of an arrival waits for reads that are under way
     # (machine code shows it), and what the copy engine writes next may overtake them. So the
     # address is made of what all lanes have read, and no compiler knows that `zero` is 0.
@@ -91,18 +89,18 @@ def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
 
 
 def global_number(address: Any) -> Any:
-    """Read a float32 here and now: a compiler puts a plain read where it is waited for."""
+    """Read a float32 at this point; a compiler would move a plain read to its first use."""
     return emit("ld.global.f32 {$w0}, [{$r0}];", [Float32], address)
 
 
 def global_byte(address: Any) -> Any:
-    """Read a byte."""
+    """Read a byte of global memory."""
     text = "{ .reg .u16 byte; ld.global.u8 byte, [{$r0}]; cvt.u32.u16 {$w0}, byte; }"
     return emit(text, [Uint32], address)
 
 
 def chosen_bytes(low: Any, high: Any, selector: Any) -> Any:
-    """Return bytes of two words, which a selector names."""
+    """Return the bytes of two words that a selector names (prmt)."""
     return emit("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", [Uint32], low, high, selector)
 
 
@@ -113,7 +111,7 @@ def store_words(address: Any, words: list[Any]) -> None:
 
 
 def shared_number(address: Any, rank: int, ranks: int) -> Any:
-    """Read a float32 of a thread block of the cluster."""
+    """Read a float32 from the shared memory of a thread block of the cluster."""
     if ranks == 1:
         return emit("ld.shared.f32 {$w0}, [{$r0}];", [Float32], address)
     text = """{
@@ -130,7 +128,7 @@ def store_rounded(address: Any, number: Any) -> None:
 
 
 def block_scales(word: Any, native: bool) -> list[Any]:
-    """Return the two scales in the low half of a word, each twice: BF16 times 2**118, or FP16."""
+    """Return the two scales in a word's low half, each twice: BF16 times 2**118, or FP16."""
     if native:
         text = """{
         .reg .b16 codes, none; .reg .b32 both;
@@ -153,9 +151,10 @@ def block_scales(word: Any, native: bool) -> list[Any]:
 
 
 def decoded(word: Any, scale: Any, native: bool) -> list[Any]:
-    """Return four words of two weights as BF16: codes j and j + 4 times 2**-8, or 2 j and 2 j + 1.
+    """Return four words of two BF16 weights: codes j and j + 4 times 2**-8, or 2 j and 2 j + 1.
 
-    The conversion of sm_100a (PTX ISA 9.1, cvt) gives FP16, in which the product is exact as well.
+    The cvt of sm_100a (PTX ISA 9.1) gives FP16, in which the product with the scale is exact as
+    well.
     """
     if not native:
         return [
@@ -180,6 +179,7 @@ def paired(words: list[Any], native: bool) -> list[Any]:
     """Return eight activations in the order in which `decoded` gives weights."""
     if native:
         return words
+    # Pairs of activations j and j + 4, as bf16_pairs decodes codes j and j + 4 together.
     halves = ("0x5410", "0x7632")
     return [
         emit(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {half};", [Uint32], words[i], words[i + 2])
@@ -189,7 +189,7 @@ def paired(words: list[Any], native: bool) -> list[Any]:
 
 
 def products(sums: Any, at: int, weights: list[Any], activations: list[Any]) -> None:
-    """Add products of 16 outputs' 16 weights with 8 rows of activations to four sums of a lane."""
+    """Add products of 16 outputs' 16 weights and 8 rows of activations to a lane's four sums."""
     text = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"

@@ -1,16 +1,14 @@
-"""What BF16 times NVFP4 is asked for, which form of the kernel answers, and what follows.
+"""Problem, tactic table, form and memory layout of BF16 activations times NVFP4 weights (W4A16).
 
-Owns the problem (extents, layout of the weights' scales), the choice by table, and the derived
-facts: who reads which bytes, in which order K is added up, shared memory, thread blocks, bytes.
-Pure host arithmetic, no GPU and no DSL, so that a suite checks every number.
+Order of sums: K is cut into 16 parts in every form; step i of 128 values belongs to part i mod 16.
+A warp adds up one part of its outputs; the parts' sums are then added in the order of their number.
+So a result does not depend on M, tiles, clusters or stages: equal rows give equal bits in every
+form.
 
-K is cut into 16 parts, whatever the form: step i of 128 values belongs to part i mod 16. A warp
-adds up one part of its outputs; the parts' sums are then added in the order of their number. So M,
-tiles, clusters and stages are no part of a result: equal rows give equal bits in every form.
-
-Refuses extents that the kernel has no tails for, and layouts that it does not read. Kept honest by
-suites/kernels/gemm/test_w4a16_problem.py, which walks every lane of a launch and counts.
-Shape letters: M rows of activations, N outputs, K columns, P = K / 2 bytes
+Derived facts: which lane reads which bytes, shared memory, thread blocks, bytes moved. Host
+arithmetic only, no GPU and no DSL, so that a suite can check every number. Extents without a tail
+in the kernel raise ShapeMismatch, unknown scale layouts UnknownName.
+Shape letters: M rows of activations, N outputs, K columns, P = K / 2 bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
 
 @dataclass(frozen=True)
 class W4A16Problem:
-    """M rows of K activations times N rows of K weights, whose scales lie in `layout`."""
+    """M rows of K activations times N rows of K weights, whose scales are in `layout`."""
 
     rows: int
     outputs: int
@@ -85,44 +83,44 @@ class W4A16Problem:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row of weights."""
+        """Return the blocks of a row of weights."""
         return self.columns // BLOCK
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """The record of the layout."""
+        """Return the record of the scale layout."""
         return LAYOUTS[self.layout]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales, padding included."""
+        """Return the bytes of the scales, padding included."""
         size: int = self.scale_layout.storage_size(self.outputs, self.blocks)
         return size
 
     @property
     def weight_bytes(self) -> int:
-        """Packed codes and their scales without padding: 0.5625 bytes a weight."""
+        """Return the bytes of codes and scales without padding: 0.5625 a weight."""
         return self.outputs * self.columns // 2 + self.outputs * self.blocks
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes moved: every input and output once."""
         return self.weight_bytes + 2 * self.rows * (self.columns + self.outputs)
 
     @property
     def rounds(self) -> int:
-        """Steps of the parts that have most."""
+        """Return the rounds: the steps of the longest part."""
         rounds: int = ceil_div(self.columns, ROUND)
         return rounds
 
 
 @dataclass(frozen=True)
 class W4A16Form:
-    """What a kernel is compiled for; the extents come with the launch.
+    """Compile-time parameters; extents are passed at launch.
 
-    A thread block has `groups` times 16 / `ranks` warps that multiply, a warp `tiles` tiles of 16
-    outputs; the thread blocks of a cluster of `ranks` share the parts of K, and one warp more asks
-    for what the others read. A stage is a round's weights of one tile of every group.
+    A thread block has `groups` times 16 / `ranks` multiplying warps, each with `tiles` tiles of 16
+    outputs, and one warp that issues TMA. The thread blocks of a cluster of `ranks` share the parts
+    of K. A stage is a round's weights of one tile of every group.
     """
 
     layout: str
@@ -138,74 +136,74 @@ class W4A16Form:
 
     @property
     def parts(self) -> int:
-        """Warps that share the outputs of a group, one part of K each."""
+        """Return the warps that share the outputs of a group, one part of K each."""
         return PARTS // self.ranks
 
     @property
     def warps(self) -> int:
-        """Warps that multiply."""
+        """Return the warps that multiply."""
         return self.groups * self.parts
 
     @property
     def threads(self) -> int:
-        """Threads of a thread block."""
+        """Return the threads of a thread block."""
         return 32 * (self.warps + 1)
 
     @property
     def outputs(self) -> int:
-        """Outputs of a thread block."""
+        """Return the outputs of a thread block."""
         return TILE * self.tiles * self.groups
 
     @property
     def pieces(self) -> int:
-        """Runs of neighbouring rows of a tile."""
+        """Return the runs of adjacent rows in a tile: one, or four with scales in 128x4 order."""
         return 1 if self.layout == LINEAR.name else 4
 
     @property
     def group_bytes(self) -> int:
-        """Codes of a tile in a stage: step by step, 64 bytes of each row."""
+        """Return the bytes of a tile's codes in a stage: step by step, 64 bytes of each row."""
         return self.parts * TILE * STEP // 2
 
     @property
     def half_bytes(self) -> int:
-        """Bytes from the codes of a tile's row to those of the eighth row after it."""
+        """Return the bytes from the codes of a tile's row to those of its eighth row after it."""
         return 8 * STEP // 2 if self.pieces == 1 else self.group_bytes // 2
 
     @property
     def scales_at(self) -> int:
-        """Where a stage's scales begin: behind its codes."""
+        """Return the offset of a stage's scales, which follow its codes."""
         return self.groups * self.group_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """A stage's codes and scales."""
+        """Return the bytes of a stage's codes and scales."""
         return self.scales_at + self.scales_at // 8
 
     @property
     def copied_bytes(self) -> int:
-        """What of a stage is copied at once; ragged linear scales are read one by one."""
+        """Return the bytes of a stage that TMA copies; lanes read ragged linear scales."""
         alone = self.ragged and self.layout == LINEAR.name
         return self.scales_at if alone else self.stage_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Activations of a round."""
+        """Return the bytes of a round's activations."""
         return self.parts * self.copied_rows * STEP * 2
 
     @property
     def sum_bytes(self) -> int:
-        """A warp's sums in float32."""
+        """Return the bytes of a warp's sums in float32."""
         return self.tiles * TILE * self.columns * 4
 
     @property
     def ring_bytes(self) -> int:
-        """What all stages take; the sums come in their place."""
+        """Return the bytes of all stages, or of the sums that replace them if those are more."""
         return max(self.stages * self.stage_bytes, self.warps * self.sum_bytes)
 
 
 @dataclass(frozen=True)
 class Tactic:
-    """One row of the table: for up to so many rows and outputs, which form."""
+    """A row of the table: the form for up to so many rows and outputs."""
 
     rows: int
     most_outputs: float
@@ -231,7 +229,7 @@ LARGEST_KEPT = 6  # rounds of activations that have barriers
 
 
 def choose_tactic(problem: W4A16Problem) -> Tactic:
-    """Return which form answers, by the table."""
+    """Return the tactic that the table gives."""
     return next(
         tactic
         for tactic in TACTICS
@@ -240,7 +238,7 @@ def choose_tactic(problem: W4A16Problem) -> Tactic:
 
 
 def choose_form(problem: W4A16Problem, tactic: Tactic, target: str) -> W4A16Form:
-    """Return the form of a tactic; extents decide how many columns, and whether K is ragged."""
+    """Return the form of a tactic; extents decide the columns and whether K is ragged."""
     copied_rows = 1
     while copied_rows < problem.rows:
         copied_rows *= 2
@@ -259,20 +257,20 @@ def choose_form(problem: W4A16Problem, tactic: Tactic, target: str) -> W4A16Form
 
 
 def tiles(problem: W4A16Problem) -> int:
-    """Tiles of 16 outputs; of whole 128 rows, where scales lie in these."""
+    """Return the tiles of 16 outputs; with 128x4 scales, those of whole 128 rows."""
     tile = TILE if problem.layout == LINEAR.name else SWIZZLE_128X4.row_tile
     count: int = ceil_div(problem.outputs, tile) * (tile // TILE)
     return count
 
 
 def grid(problem: W4A16Problem, form: W4A16Form) -> int:
-    """Thread blocks."""
+    """Return the number of thread blocks."""
     blocks: int = ceil_div(tiles(problem), form.tiles * form.groups) * form.ranks
     return blocks
 
 
 def rounds_kept(problem: W4A16Problem, form: W4A16Form) -> int:
-    """Rounds whose activations have a place in shared memory at the same time."""
+    """Return how many rounds of activations shared memory holds at the same time."""
     shared = (SHARED_BYTES + RESERVED_BYTES) // form.resident - RESERVED_BYTES
     fit = (shared - BARRIER_BYTES - form.ring_bytes) // form.kept_bytes
     assert fit > 0, (problem, form)
@@ -280,33 +278,33 @@ def rounds_kept(problem: W4A16Problem, form: W4A16Form) -> int:
 
 
 def shared_bytes(problem: W4A16Problem, form: W4A16Form) -> int:
-    """Shared memory of a thread block: barriers, stages, activations."""
+    """Return the shared memory of a thread block: barriers, stages, activations."""
     kept = rounds_kept(problem, form) * form.kept_bytes
     return BARRIER_BYTES + form.ring_bytes + kept
 
 
 def activation_box(form: W4A16Form) -> tuple[int, ...]:
-    """Return what is copied at once: values of a step, rows, steps."""
+    """Return the TMA box of activations: values of a step, rows, steps."""
     box = (STEP, form.copied_rows, form.parts)
     return box[: 2 if form.ragged else 3]
 
 
 def code_box(form: W4A16Form) -> tuple[int, ...]:
-    """Return what is copied at once: words of a step, neighbouring rows, steps."""
+    """Return the TMA box of codes: words of a step, adjacent rows, steps."""
     box = (STEP // 8, TILE // form.pieces, form.parts)
     return box[: 2 if form.ragged else 3]
 
 
 def scale_box(form: W4A16Form) -> tuple[int, ...]:
-    """Return what is copied at once: scales of a round and rows, or 16 rows' words of four."""
+    """Return the TMA box of scales: scales of a round and rows, or 16 rows' words of four."""
     span = form.parts * STEP // BLOCK
     return (span, TILE) if form.layout == LINEAR.name else (64, span // 4, 1)
 
 
 def row_of(tile: Any, place: Any, layout: str) -> Any:
-    """Return the output at a place 0 to 15 of a tile: what its layout stores side by side.
+    """Return the output at place 0 to 15 of a tile: outputs that its layout stores adjacently.
 
-    Runs on ints and inside the kernel, as do the functions below: non-negative, // % * + ^ alone.
+    Runs on ints and inside the kernel, as do the functions below: non-negative, // % * + ^ only.
     """
     if layout == LINEAR.name:
         return tile * TILE + place
@@ -315,29 +313,29 @@ def row_of(tile: Any, place: Any, layout: str) -> Any:
 
 
 def scale_offset(row: Any, first: Any, extents: tuple[Any, Any], layout: str) -> Any:
-    """Return the byte of a row's scale of the value at `first`; extents are N and K."""
+    """Return the byte offset of a row's scale for the value at `first`; extents are N and K."""
     outputs, columns = extents
     return LAYOUTS[layout].offset_of(row, first // BLOCK, outputs, columns // BLOCK)
 
 
 def sum_place(number: Any, tiles: int) -> tuple[Any, Any, Any]:
-    """Return which sum a thread adds up by its number: place in a tile, tile, row of activations.
+    """Return the sum that thread `number` adds up: place in a tile, tile, row of activations.
 
-    16 neighbouring outputs of two rows for 32 threads: whole sectors are written.
+    16 adjacent outputs of two rows go to 32 threads, so that whole sectors are written.
     """
     pair = number // TILE
     return number % TILE, pair // 2 % tiles, pair // 2 // tiles * 2 + pair % 2
 
 
 def lane_offset(fragment: Any, lane: Any) -> Any:
-    """Return the byte of a lane's four sums of a fragment: 16 outputs, eight rows.
+    """Return the byte offset of a lane's four sums of a fragment: 16 outputs, eight rows.
 
-    Lanes of a quarter turn among themselves, else eight threads that add would meet in a bank.
+    The lane is permuted within its quarter; otherwise eight adding threads would share a bank.
     """
     return (fragment * 32 + (lane ^ (lane // 8))) * 16
 
 
 def sum_offset(fragment: Any, place: Any, row: Any) -> Any:
-    """Return the byte of one sum of a fragment, where `mma.m16n8k16` leaves it with a lane."""
+    """Return the byte offset of one sum of a fragment, in the lane where mma.m16n8k16 puts it."""
     own = lane_offset(fragment, place % 8 * 4 + row % COLUMNS // 2)
     return own + place // 8 * 8 + row % 2 * 4

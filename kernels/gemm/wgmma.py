@@ -1,10 +1,8 @@
-"""What GEMM kernels of sm_90a share around wgmma: instructions, rings of stages, clusters, roles.
+"""Building blocks of the sm_90a GEMM kernels around wgmma: instruction, rings, clusters, roles.
 
-Owns the making of these from a form, the role that loads, and how a tile leaves. A warpgroup
-multiplies 64 rows of the tile with all its columns, on its own: `mma_of` is the instruction of one
-warpgroup, and no warpgroup waits for another but through the rings.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_sm90_gemm_bf16.py.
+A warpgroup multiplies 64 rows of the tile with all its columns by an instruction of its own
+(`mma_of`); warpgroups synchronise only through the rings. `load` is the role of the loading warp,
+`store_tile` writes a warpgroup's 64 rows piece by piece.
 """
 
 from typing import Any, NamedTuple
@@ -23,14 +21,14 @@ FIRST_BARRIER = 2  # of the warpgroups that multiply; 0 and 1 belong to the thre
 
 
 class Sharing(NamedTuple):
-    """This thread block's place among those that receive its A and its B, and their masks."""
+    """This thread block's place among those that receive its A and its B, with their masks."""
 
     a: tuple[Any, int, Any]
     b: tuple[Any, int, Any]
 
 
 def mma_of(element: Any, columns: int, source: Any = warpgroup.OperandSource.SMEM) -> Any:
-    """Return the instruction of one warpgroup: 64 rows, float32 accumulators, K along rows."""
+    """Return the wgmma of one warpgroup: 64 rows, float32 accumulators, K along rows."""
     majors = (OperandMajorMode.K, OperandMajorMode.K)
     shape = (facts.PIECE_ROWS, columns, 32 * 8 // element.width)
     operation: Any
@@ -44,7 +42,7 @@ def mma_of(element: Any, columns: int, source: Any = warpgroup.OperandSource.SME
 def staged_layout(element: Any, rows: int, inner: int, stages: Any, swizzle: Any) -> Any:
     """Return the layout of an operand's stages in shared memory: K along rows, swizzled.
 
-    `stages` is their number, or the number of matrices in each and their number.
+    `stages` is their number, or (matrices of a stage, number of stages).
     """
     atom = warpgroup.make_smem_layout_atom(swizzle, element)
     shape = (rows, inner, *(stages if isinstance(stages, tuple) else (stages,)))
@@ -52,37 +50,42 @@ def staged_layout(element: Any, rows: int, inner: int, stages: Any, swizzle: Any
 
 
 def shared_of(memory: Any, element: Any, layout: Any) -> Any:
-    """Allocate what has such a layout."""
+    """Allocate shared memory for a swizzled layout."""
     return memory.allocate_tensor(element, layout.outer, facts.ALIGNMENT, swizzle=layout.inner)
 
 
 def stages_of(memory: Any, elements: Any, layouts: Any, form: GemmForm) -> tuple[Any, ...]:
-    """Allocate the stages of A and of B, the pieces of D that leave, and the ring of stages."""
+    """Allocate the stages of A and B, the buffers of D's pieces, and the ring of stages."""
     sA, sB = (shared_of(memory, *each) for each in zip(elements, layouts, strict=True))
     pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
     return sA, sB, shared_of(memory, BFloat16, pieces), ring_of_stages(memory, form)
 
 
 def feedings_of(feeds: Any, shared: Any, boxes: Any, tactic: Tactic) -> tuple[Any, ...]:
-    """Cut the feeds of A and B into boxes, as the cluster shares them."""
+    """Cut the feeds of A and B into boxes, shared within the cluster."""
     whole = zip(feeds, shared, boxes, sharing_of(tactic), strict=True)
     return tuple(producer.feeding(*each) for each in whole)
 
 
 def sharing_of(tactic: Tactic) -> Sharing:
-    """Return who receives what within the cluster: A along its columns, B along its rows."""
+    """Return which blocks of the cluster share A (along its columns) and B (along its rows)."""
     row, column, _ = cute.arch.block_idx()
     rows, columns = tactic.cluster_rows, tactic.cluster_columns
     a = b = (0, 1, None)
     if columns > 1:
         a = (column, columns, cutlass.Int16(sum(1 << rows * i for i in range(columns))) << row)
     if rows > 1:
+        # Ranks within a cluster count rows first: rank = row + column * rows.
         b = (row, rows, cutlass.Int16((1 << rows) - 1) << column * rows)
     return Sharing(a, b)
 
 
 def ring_of_stages(memory: Any, form: GemmForm) -> Any:
-    """Make the ring that TMA fills; every warp that reads a stage releases it."""
+    """Make the ring that TMA fills.
+
+    Full: the producer's arrival plus the bytes of a stage. Empty: one arrival per reading warp, of
+    all thread blocks that share a load.
+    """
     footprint = facts.footprint(form)
     group = pipeline.CooperativeGroup
     tactic = form.tactic
@@ -98,19 +101,19 @@ def ring_of_stages(memory: Any, form: GemmForm) -> Any:
 
 
 def begin(tactic: Tactic) -> None:
-    """Let no thread block of the cluster go on before all barriers exist."""
+    """Wait until all barriers of the cluster exist."""
     shape = (tactic.cluster_rows, tactic.cluster_columns)
     pipeline.pipeline_init_arrive(cluster_shape_mn=shape, is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=shape)
 
 
 def producer_state(stages: int) -> Any:
-    """Return where a producer begins in a ring."""
+    """Return a producer's first state in a ring."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
 
 
 def consumer_state(stages: int) -> Any:
-    """Return where a consumer begins in a ring."""
+    """Return a consumer's first state in a ring."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
@@ -128,7 +131,7 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any) -> None:
 
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, columns: int) -> tuple[Any, ...]:
-    """Return the instruction, a warpgroup's sums, its rows of A and all of B, stage by stage."""
+    """Return the instruction, a warpgroup's sums, its rows of A and all of B, by stage."""
     part = mma.get_slice(0)
     a = mma.make_fragment_A(part.partition_A(rows_of(sA, mine)))
     return mma, sums_of(mma, columns), a, mma.make_fragment_B(part.partition_B(sB))
@@ -156,10 +159,11 @@ def multiply_stage(
     begins: cutlass.Constexpr,
     steps: cutlass.Constexpr = None,
 ) -> None:
-    """Add the products of one stage, a wgmma for each step of K, and commit them as one group.
+    """Issue a stage's wgmma, one for each step of K, and commit them as one group.
 
-    `steps`: the first of B's that is meant, the one behind, how many A lies before. Trap: setting
-    a field changes the object, which would escape from a traced loop; so it is made anew.
+    `steps`: B's first step, the step after the last, and the offset of A's steps from B's. Trap:
+    setting a field changes the mma object, which would escape from a traced loop; hence the new
+    one.
     """
     mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))
     warpgroup.fence()
@@ -171,7 +175,7 @@ def multiply_stage(
 
 
 def outlet_of_warpgroup(store: Any, shared: Any, mma: Any, mine: Any) -> Any:
-    """Return where a warpgroup leaves its pieces: its own buffers, its own barrier."""
+    """Return a warpgroup's outlet: its own buffers, its own named barrier."""
     thread, _, _ = cute.arch.thread_idx()
     own = cute.local_tile(
         shared, (facts.PIECE_ROWS, facts.PIECE_COLUMNS, facts.PIECES_AT_ONCE), (0, 0, mine)

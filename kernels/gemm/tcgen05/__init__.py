@@ -1,1 +1,1 @@
-"""What products on Blackwell share around tcgen05 and tensor memory."""
+"""Building blocks of the Blackwell (sm_100a) GEMM kernels: tcgen05 and tensor memory."""

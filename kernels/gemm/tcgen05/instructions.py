@@ -1,13 +1,12 @@
-"""What GEMM kernels of sm_100a share around tcgen05: instructions, rings, tensor memory, copies.
+"""Building blocks of the sm_100a GEMM kernels around tcgen05: instructions, rings, tensor memory.
 
-Owns the making of these from a form. Six warps: four store, each from its 32 lanes of tensor
-memory; one copies scales to tensor memory and multiplies; one loads. One thread's copies and matrix
-instructions run in their order (PTX ISA 9.1, tcgen05 memory consistency, pipelined instructions;
-that the next stage's copy waits for this stage's products is what every published kernel builds
-on). Between threads there is a fence on either side of each barrier.
+Six warps: 0 to 3 store, each from its 32 lanes of tensor memory; 4 copies scales to tensor memory
+and multiplies; 5 loads. Copies and matrix instructions of one thread run in their order (PTX ISA
+9.1, tcgen05 memory consistency, pipelined instructions). That the next stage's copy of scales waits
+for this stage's products is not stated there; all published kernels rely on it. Between threads a
+fence stands on either side of each barrier.
 
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py.
-Compiled, never run: there was no sm_100a device.
+Compiled but never run: no sm_100a device was available.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ STORE_BITS = 128  # of one write of a thread to shared memory
 
 
 class Scales(NamedTuple):
-    """One operand's scales: where they lie in tensor memory, and the copy that brings a stage."""
+    """One operand's scales: their place in tensor memory, and the copy that fills it per stage."""
 
     tensor: Any
     copy: Any
@@ -37,7 +36,7 @@ class Scales(NamedTuple):
 
 
 def fence(side: str) -> None:
-    """Order tcgen05 operations with a barrier `before` or `after` it; PTX ISA 9.1."""
+    """Order tcgen05 operations `before` or `after` a barrier (PTX ISA 9.1)."""
     cute.arch.inline_ptx(f"tcgen05.fence::{side}_thread_sync;")
 
 
@@ -45,7 +44,7 @@ def fence(side: str) -> None:
 
 
 def dense_mma(form: GemmForm, element: Any) -> Any:
-    """Return the instruction of operands without scales: one thread block, shared memory."""
+    """Return the tcgen05.mma of operands without scales: one thread block, shared memory."""
     inner = memory_facts.INSTRUCTION_K[form.operands]
     rest = (
         (form.tactic.rows, form.tactic.columns, inner),
@@ -63,12 +62,12 @@ def dense_mma(form: GemmForm, element: Any) -> Any:
 
 
 def group_of(form: GemmForm) -> Any:
-    """Return how many thread blocks multiply together."""
+    """Return the CTA group: one thread block, or a pair that multiplies together."""
     return tcgen05.CtaGroup.ONE if form.tactic.together == 1 else tcgen05.CtaGroup.TWO
 
 
 def nvfp4_mma(form: GemmForm) -> Any:
-    """Return the block-scaled instruction: both operands in shared memory."""
+    """Return the block-scaled tcgen05.mma: both operands in shared memory."""
     rows, columns, _ = tile_of(form)
     shape = (rows, columns, memory_facts.INSTRUCTION_K["nvfp4"])
     operation = tcgen05.MmaMXF4NVF4Op(
@@ -78,12 +77,12 @@ def nvfp4_mma(form: GemmForm) -> Any:
 
 
 def tile_of(form: GemmForm) -> tuple[int, int, int]:
-    """Return M, N, K of what one stage multiplies, by one thread block or by two."""
+    """Return M, N, K of what one stage multiplies, by one thread block or by a pair."""
     return form.tactic.together * form.tactic.rows, form.tactic.columns, form.tactic.inner
 
 
 def operand_layouts(mma: Any, form: GemmForm, stages: int, element: Any = Float4E2M1FN) -> Any:
-    """Return how A's and B's stages lie for the instruction: rows of 128 bytes, swizzled."""
+    """Return the layouts of A's and B's stages for the instruction: 128-byte swizzle."""
     rows, columns, inner = tile_of(form)
     atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, element)
     shapes = (mma.partition_shape_A((rows, inner)), mma.partition_shape_B((columns, inner)))
@@ -94,7 +93,7 @@ def operand_layouts(mma: Any, form: GemmForm, stages: int, element: Any = Float4
 
 
 def scale_layouts(mma: Any, form: GemmForm, stages: int) -> tuple[Any, ...]:
-    """Return how the scales of A's and B's stages lie: scale tiles of 512 bytes, K first."""
+    """Return the layouts of A's and B's scales in a stage: tiles of 512 bytes, K first."""
     make = (blockscaled_layout.make_smem_layout_sfa, blockscaled_layout.make_smem_layout_sfb)
     return tuple(each(mma, tile_of(form), BLOCK, stages) for each in make)
 
@@ -103,7 +102,7 @@ def scale_layouts(mma: Any, form: GemmForm, stages: int) -> tuple[Any, ...]:
 
 
 def sharing_of(form: GemmForm) -> dict[str, tuple[Any, int, Any]]:
-    """Return by side who receives a box within the cluster: place, number, mask."""
+    """Return by side which blocks of the cluster receive a box: place, number, mask."""
     share = wgmma.sharing_of(form.tactic)
     return {"a": share.a, "b": share.b}
 
@@ -114,14 +113,18 @@ def sharers(form: GemmForm) -> dict[str, int]:
 
 
 def cluster_layout(form: GemmForm) -> Any:
-    """Return the thread blocks of a cluster: those that multiply together, rows, columns."""
+    """Return the layout of a cluster: blocks of a pair, rows, columns."""
     tactic = form.tactic
     rows = tactic.cluster_rows // tactic.together
     return cute.make_layout((tactic.together, rows, tactic.cluster_columns, 1))
 
 
 def ring_of_stages(memory: Any, form: GemmForm) -> Any:
-    """Make the ring that TMA fills; the instruction that read a stage last releases it."""
+    """Make the ring that TMA fills.
+
+    Full: one arrival plus the bytes of a stage (of a pair, of both blocks). Empty: the commits of
+    the instruction streams that read it (`arrivals_of_stage`).
+    """
     held = memory_facts.footprint(form)
     group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
     return pipeline.PipelineTmaUmma.create(
@@ -136,7 +139,10 @@ def ring_of_stages(memory: Any, form: GemmForm) -> Any:
 
 
 def ring_of_sums(memory: Any, form: GemmForm) -> Any:
-    """Make the ring of sums in tensor memory; every thread that read them releases them."""
+    """Make the ring of sums in tensor memory.
+
+    Full: a commit of the multiplying thread. Empty: an arrival of every thread that stores.
+    """
     count = memory_facts.accumulators(form)
     group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
     return pipeline.PipelineUmmaAsync.create(
@@ -153,7 +159,7 @@ def ring_of_sums(memory: Any, form: GemmForm) -> Any:
 
 
 def begin(tactic: Tactic) -> None:
-    """Let no thread go on before all barriers exist, and tensor memory's address is there."""
+    """Wait until all barriers and the address of tensor memory exist."""
     wgmma.begin(tactic)
     if tactic.cluster_rows * tactic.cluster_columns > 1:
         cute.arch.sync_threads()  # a cluster's barrier is relaxed: it orders no memory
@@ -161,7 +167,7 @@ def begin(tactic: Tactic) -> None:
 
 @cute.jit
 def allocate(address: Any, form: cutlass.Constexpr) -> None:
-    """Let the first warp allocate tensor memory; all may read the address after a barrier."""
+    """Allocate tensor memory by warp 0; the address is readable after a barrier."""
     if cute.arch.warp_idx() == 0:
         pair = form.tactic.together > 1
         cute.arch.alloc_tmem(memory_facts.columns_allocated(form), address, is_two_cta=pair)
@@ -169,14 +175,14 @@ def allocate(address: Any, form: cutlass.Constexpr) -> None:
 
 
 def base_of(address: Any) -> Any:
-    """Return where tensor memory begins; a step of the pointer is a column."""
+    """Return the base of tensor memory; a pointer step is a column."""
     fence("after")
     return cute.arch.retrieve_tmem_ptr(Float32, 16, address)
 
 
 @cute.jit
 def give_back(base: Any, form: cutlass.Constexpr) -> None:
-    """Let the first warp free tensor memory, once all that store have read theirs."""
+    """Free tensor memory by warp 0 after all storing warps have read theirs."""
     cute.arch.barrier(
         barrier_id=BARRIER_OF_STORES, number_of_threads=memory_facts.threads_that_store()
     )
@@ -195,7 +201,7 @@ def sums_of(mma: Any, base: Any, form: GemmForm) -> Any:
 
 
 def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[Scales, ...]:
-    """Return both operands' scales in tensor memory, behind the sums, and how they come there."""
+    """Return both operands' scales in tensor memory, after the sums, and their copies."""
     make = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
     made = []
     for of_layout, source, first in zip(
@@ -209,7 +215,7 @@ def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> t
 
 
 def scales_at(tensor: Any, shared: Any, group: Any = tcgen05.CtaGroup.ONE) -> Scales:
-    """Cut the copy of an operand's scales: 32 lanes of 16 bytes, to all four groups of lanes."""
+    """Make the copy of an operand's scales: 32 lanes of 16 bytes, to all four lane groups."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(group), Float8E4M3FN)
     target, source = cute.filter_zeros(tensor), cute.filter_zeros(shared)
     copy = tcgen05.make_s2t_copy(atom, target)
@@ -241,16 +247,16 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexp
 
 
 def bring_scales(scales: Scales, stage: Any) -> None:
-    """Copy a stage of scales to tensor memory; ordered before the instructions that follow."""
+    """Copy a stage's scales to tensor memory; later instructions of the thread see them."""
     cute.copy(scales.copy, scales.source[None, None, None, None, stage], scales.target)
 
 
 @cute.jit
 def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, begins: Any) -> None:
-    """Add the products of one stage; `begins`: the sums are new. A and B may have scales beside.
+    """Issue a stage's tcgen05.mma; with `begins` the sums start anew. A and B may carry scales.
 
-    Trap: setting a field changes the object, which would escape from a loop that is traced; so the
-    instruction is made anew.
+    Trap: setting a field changes the mma object, which would escape from a traced loop; hence the
+    new one.
     """
     mma = cute.make_tiled_mma(mma.op)
     for k in cutlass.range_constexpr(cute.size(a[0], mode=[2])):
@@ -266,7 +272,7 @@ def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, begins: Any) -> None:
 
 
 def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outlet:
-    """Return where the four storing warps leave pieces: a thread has a row of 64 columns."""
+    """Return the outlet of the four storing warps: a thread has a row of 64 columns."""
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=STORE_BITS)
     copy = cute.make_tiled_copy_tv(
         atom,
@@ -277,7 +283,7 @@ def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outle
 
 
 class Reading(NamedTuple):
-    """How a thread reads sums: the copy, its part of all pieces, and the shape of its registers."""
+    """How a thread reads sums: the copy, its part of all pieces, the shape of its registers."""
 
     copy: Any
     source: Any
@@ -298,7 +304,7 @@ def reading_of(sums: Any, thread: Any, columns: int = facts.PIECE_COLUMNS) -> Re
 def store_tile(
     outlet: Any, reading: Any, ring: Any, state: Any, work: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Store a tile piece by piece; the sums are given back once the last piece is in registers."""
+    """Store a tile by pieces; release the sums once the last piece is in registers."""
     (row, column), stored, scales = work
     pieces = cute.size(reading.source, mode=[4])
     ring.consumer_wait(state)
@@ -335,12 +341,12 @@ def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.
 
 
 def plain_boxes(form: GemmForm) -> tuple[tuple[int, int], ...]:
-    """Return the boxes of A's and B's feeds in numbers."""
+    """Return the boxes of A's and B's feeds, counted in elements."""
     return tuple((load.rows, form.tactic.inner) for load in facts.loads(form))
 
 
 def plain_layouts(element: Any, form: GemmForm) -> tuple[Any, ...]:
-    """Return how TMA writes A's and B's stages."""
+    """Return the layouts in which TMA writes A's and B's stages."""
     count, swizzle = memory_facts.footprint(form).stages, wgmma.Swizzle.K_SW128
     return tuple(wgmma.staged_layout(element, *box, count, swizzle) for box in plain_boxes(form))
 

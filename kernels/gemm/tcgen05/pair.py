@@ -1,14 +1,13 @@
-"""Two thread blocks of sm_100a that multiply together: cta_group::2 of tcgen05, PTX ISA 9.1.
+"""Two thread blocks that multiply together on sm_100a: cta_group::2 of tcgen05 (PTX ISA 9.1).
 
-Owns what differs from one alone. Neighbours along M are a pair: each has its 128 rows of A with
-their scales, half of the rows of B, and all scales of B, for the instruction and the copy of scales
-take from both shared memories at the same places and write to both tensor memories. The first one
-issues for both. Bytes of both count at its barrier; its commits arrive at both; those who stored
-arrive at it. Both end together: tensor memory is given back by both, and nobody's shared memory may
-vanish while the other one still arrives there.
+Neighbours along M are a pair. Each block loads its 128 rows of A with their scales, half of the
+rows of B, and all scales of B: instruction and scale copy read both shared memories at the same
+offsets and write to both tensor memories. The first block issues for both. Barriers: bytes of both
+blocks count at the first block's full barrier; its commits arrive at both blocks; the storing
+threads of both arrive at it. Both end together, because tensor memory is freed by both and a
+block's shared memory has to exist while the other one still arrives there.
 
-Refuses nothing: a kernel cannot; gemm_problem.GemmForm refuses pairs that are none. Compiled, never
-run; suites/kernels/gemm/test_sm100_gemm_nvfp4_pair.py says how far that reaches.
+GemmForm rejects tactics that are not pairs. Compiled but never run.
 """
 
 from typing import Any
@@ -24,7 +23,7 @@ from degarble.kernels.gemm.tcgen05 import tensor_memory as memory_facts
 
 
 def sharing_of(form: GemmForm) -> tuple[Any, ...]:
-    """Return by load who receives a box within the cluster: place, number, mask."""
+    """Return by load which blocks of the cluster receive a box: place, number, mask."""
     by_side = tcgen05.sharing_of(form)
     halved = form.tactic.together > 1
     return tuple(
@@ -34,7 +33,7 @@ def sharing_of(form: GemmForm) -> tuple[Any, ...]:
 
 
 def sharing_of_half(form: GemmForm) -> tuple[Any, int, Any]:
-    """Return who receives the same half of B: every second thread block along M."""
+    """Return which blocks receive the same half of B: every second one along M."""
     row, column, _ = cute.arch.block_idx()
     rows, together = form.tactic.cluster_rows, form.tactic.together
     count = rows // together
@@ -45,12 +44,12 @@ def sharing_of_half(form: GemmForm) -> tuple[Any, int, Any]:
 
 
 def group(form: GemmForm) -> tuple[Any, ...]:
-    """Return what the loads are told of whose barrier counts; nothing where it is one's own."""
+    """Return the CTA group of a pair's loads, whose first block counts the bytes; else ()."""
     return () if form.tactic.together == 1 else (tcgen05.group_of(form),)
 
 
 def leads(form: GemmForm) -> Any:
-    """Tell whether this thread block issues instructions: for both, or for itself alone."""
+    """Return whether this thread block issues instructions: for its pair, or for itself."""
     if form.tactic.together == 1:
         return True
     return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) % 2 == 0
@@ -66,7 +65,8 @@ def of_other(tensor: Any) -> Any:
 
 
 def place_to_fill(state: Any, form: GemmForm) -> Any:
-    """Return which place of sums is next; a ring of one has two places, which take turns."""
+    """Return the next place of sums; a ring of one that overlaps has two alternating places."""
+    # A producer's phase starts at 1, a consumer's at 0: both begin with place 0.
     return state.phase ^ 1 if memory_facts.overlaps(form) else state.index
 
 
@@ -74,10 +74,10 @@ def place_to_fill(state: Any, form: GemmForm) -> Any:
 def store_tile(
     outlet: Any, reading: Any, ring: Any, state: Any, work: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Store a tile; the sums are given back once the piece that both places share is read.
+    """Store a tile; release the sums after reading the piece that both places share.
 
-    What is read later lies where the next tile's sums do not: those of the tile after it do, and
-    these wait for what this thread gives back next.
+    The pieces read later do not overlap the next tile's sums. They do overlap those of the tile
+    after it, which wait for this thread's next release.
     """
     (row, column), stored, scales = work
     pieces, place = cute.size(reading.source, mode=[4]), state.phase
@@ -100,7 +100,7 @@ def store_tile(
 
 @cute.jit
 def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Store tile after tile of sums that overlap; `outlets` are those of tcgen05.store_tiles."""
+    """Store tile after tile of overlapping sums; `outlets` as in tcgen05.store_tiles."""
     store, pieces, sums, ring = outlets
     thread, _, _ = cute.arch.thread_idx()
     outlet, reading = tcgen05.outlet_of(store, pieces, thread), tcgen05.reading_of(sums, thread)
@@ -117,7 +117,7 @@ def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.
 
 @cute.jit
 def end_together(base: Any, form: cutlass.Constexpr) -> None:
-    """Let all threads of the cluster meet, then the first warps free tensor memory."""
+    """Synchronise the cluster, then free tensor memory by the first warps."""
     tcgen05.fence("before")
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()

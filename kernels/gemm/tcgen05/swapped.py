@@ -1,12 +1,12 @@
-"""How a tile of D^T leaves tensor memory on sm_100a: few rows of A were columns of the instruction.
+"""Store tiles of D^T on sm_100a, where few rows of A are columns of the instruction.
 
-Owns the store of swapped operands. A storing thread has a lane: one column of D, of which it holds
-all rows of the tile. It scales and rounds them as every form does, writes them below each other to
-shared memory, where neighbouring threads write side by side, and one TMA store takes the piece:
-128 columns of so many rows of D. What lies beyond D is left out there.
+A storing thread has one lane of tensor memory: one column of D, with all rows of the tile. It
+scales and rounds them as epilogue does and writes them to shared memory, where adjacent threads
+write adjacent addresses. One TMA store takes the piece: 128 columns of the tile's rows of D,
+without what lies outside D. The four warps meet at a named barrier before the buffer is written and
+after.
 
-Refuses nothing: a kernel cannot; gemm_tensor_memory refuses rows that the tile cannot address.
-Compiled, never run: suites/kernels/gemm/test_sm100_gemm_nvfp4_swapped.py says how far that reaches.
+`tensor_memory.require_extents` rejects rows that the tile cannot address. Compiled but never run.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from degarble.kernels.gemm.tcgen05 import tensor_memory as memory_facts
 
 
 class Outlet(NamedTuple):
-    """Where the storing warps leave pieces: TMA's view of D and of the buffers, the threads'."""
+    """TMA's view of D and of the buffers, and the threads' view of the buffers."""
 
     atom: Any
     target: Any  # (piece, pieces along M, pieces along N) of D
@@ -33,7 +33,7 @@ class Outlet(NamedTuple):
 
 
 def piece_layout(form: GemmForm, buffers: int) -> Any:
-    """Return how pieces lie in shared memory: rows of D, 128 columns each."""
+    """Return the layout of pieces in shared memory: rows of D, 128 columns each."""
     columns = memory_facts.LANES
     shape = (form.tactic.columns, columns, buffers)
     return cute.make_layout(shape, stride=(columns, 1, form.tactic.columns * columns))
@@ -56,7 +56,7 @@ def store_of(tensor: Any, form: GemmForm) -> epilogue.Store:
 
 
 def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> Outlet:
-    """Cut D and the buffers."""
+    """Partition D and the buffers."""
     pieces = cute.local_tile(store.tensor, cute.product_each(shared.shape)[:2], (None, None))
     source, target = cpasync.tma_partition(
         store.atom,
@@ -72,7 +72,7 @@ def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> Outlet:
 def store_piece(
     outlet: Outlet, numbers: Any, place: tuple[Any, Any], at: Any, scales: tuple[Any, ...]
 ) -> None:
-    """Scale a column's float32 numbers, round them to BF16 and store the piece from a buffer."""
+    """Scale a column's float32 numbers, round them to BF16, store the piece from a buffer."""
     stores = cute.arch.make_warp_uniform(outlet.thread // facts.WARP) == 0
     if stores:  # the store that read this buffer before has read it
         cute.arch.cp_async_bulk_wait_group(facts.PIECES_AT_ONCE - 1, read=True)
@@ -87,7 +87,7 @@ def store_piece(
 
 
 def meet() -> None:
-    """Let the storing warps meet."""
+    """Synchronise the storing warps."""
     cute.arch.barrier(
         barrier_id=tcgen05.BARRIER_OF_STORES,
         number_of_threads=memory_facts.threads_that_store(),
@@ -104,6 +104,7 @@ def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.
     reading = tcgen05.reading_of(sums, thread, columns)
     state, stored = wgmma.consumer_state(memory_facts.accumulators(form)), Int32(0)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        # The walk is over D^T: its rows are columns of D.
         column, row = schedule.tile_at(walk, number)
         ring.consumer_wait(state)
         tcgen05.fence("after")

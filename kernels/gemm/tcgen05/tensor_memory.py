@@ -1,13 +1,9 @@
-"""What follows from a GEMM form on sm_100a: tensor memory, shared memory, roles, instructions.
+"""Derived facts of tcgen05 GEMM forms: tensor memory columns, warps, instructions, shared memory.
 
-Owns the derived facts of tcgen05 forms: columns of tensor memory that sums and scale factors take,
-and where they begin; matrix instructions and copies of scales a stage; warps by role; what shared
-memory holds. Built on gemm_problem (loads, transaction_bytes, stages_that_fit), which all
-architectures share. Pure host arithmetic: no GPU and no DSL.
-
-Kept honest by suites/kernels/gemm/tcgen05/test_tensor_memory.py, and by the machine code of each
-form in suites/kernels/gemm/test_sm100_gemm_nvfp4.py. Nothing of it was run: no sm_100a device is
-here.
+Columns of tensor memory that sums and scales take and where they begin; matrix instructions and
+scale copies of a stage; arrivals at barriers; shared memory. Loads and their bytes come from
+gemm.problem, which all architectures share. Host arithmetic only, no GPU and no DSL. Machine code
+was inspected; nothing was run, for want of an sm_100a device.
 """
 
 from __future__ import annotations
@@ -48,18 +44,18 @@ PAIRS = tuple(
 
 
 def choose_pair(problem: GemmProblem) -> GemmForm:
-    """Return the form of two thread blocks together that answers an NVFP4 problem, by the table."""
+    """Return the form of a pair of thread blocks for an NVFP4 problem, by the table."""
     tactic = next(tactic for tactic in PAIRS if problem.rows <= tactic.rows_up_to)
     return facts.GemmForm(problem.operands, problem.scales, SM100A.name, tactic)
 
 
 def threads() -> int:
-    """Threads of a thread block: four warps store, one multiplies, one loads."""
+    """Return the threads of a thread block: four warps store, one multiplies, one loads."""
     return WARPS * facts.WARP
 
 
 def threads_that_store() -> int:
-    """Threads of the warps that store: one a lane of tensor memory."""
+    """Return the threads of the storing warps: one a lane of tensor memory."""
     return STORING_WARPS * facts.WARP
 
 
@@ -67,7 +63,7 @@ def threads_that_store() -> int:
 
 
 def scale_columns(form: GemmForm) -> tuple[int, int]:
-    """Columns that the scales of one stage of A and of B take; none where there are none."""
+    """Return the columns of a stage's scales of A and of B; 0 where there are none."""
     if form.operands != facts.NVFP4.name:
         return 0, 0
     words = form.tactic.inner // (facts.NVFP4.block * SCALES_OF_WORD)
@@ -79,7 +75,7 @@ def scale_columns(form: GemmForm) -> tuple[int, int]:
 
 
 def accumulators(form: GemmForm) -> int:
-    """Sums of tiles that tensor memory holds at once."""
+    """Return how many sums of tiles tensor memory holds at once."""
     left = TARGETS[form.target].tensor_memory_columns - sum(scale_columns(form))
     most = STAGE_ACCUMULATORS if form.operands == facts.FP8_BLOCK.name else ACCUMULATORS
     count: int = min(most, left // form.tactic.columns)
@@ -91,10 +87,10 @@ def accumulators(form: GemmForm) -> int:
 
 
 def overlaps(form: GemmForm) -> bool:
-    """Tell whether two sums share some columns: of two together, where the scales leave one alone.
+    """Return whether two sums share some columns: of a pair, where scales leave room for one.
 
-    One is given back once the shared columns are in registers, which one piece holds; the next is
-    multiplied while the rest of it is stored.
+    Sums are released once the shared columns, one piece, are in registers; the next tile is
+    multiplied while the rest is stored.
     """
     shared = 2 * form.tactic.columns + sum(scale_columns(form))
     shared -= TARGETS[form.target].tensor_memory_columns
@@ -103,12 +99,12 @@ def overlaps(form: GemmForm) -> bool:
 
 
 def places_of_sums(form: GemmForm) -> int:
-    """Places that sums take in turn."""
+    """Return the number of places that sums take in turn."""
     return 2 if overlaps(form) else accumulators(form)
 
 
 def columns_apart(form: GemmForm) -> int:
-    """Columns from one place of sums to the next."""
+    """Return the columns from one place of sums to the next."""
     if not overlaps(form):
         return form.tactic.columns
     left: int = TARGETS[form.target].tensor_memory_columns - sum(scale_columns(form))
@@ -116,27 +112,27 @@ def columns_apart(form: GemmForm) -> int:
 
 
 def piece_in_turn(number: Any, place: Any, pieces: int) -> Any:
-    """Return which piece of overlapping sums is read: shared ones first, the first place's last."""
+    """Return which piece of overlapping sums is read: shared first, the first place's last."""
     return number + (1 - place) * (pieces - 1 - 2 * number)
 
 
 def columns_of_sums(form: GemmForm) -> int:
-    """Columns that all places of sums take."""
+    """Return the columns of all places of sums."""
     return (places_of_sums(form) - 1) * columns_apart(form) + form.tactic.columns
 
 
 def columns_held(form: GemmForm) -> int:
-    """Columns that sums and scales take."""
+    """Return the columns of sums and scales."""
     return columns_of_sums(form) + sum(scale_columns(form))
 
 
 def columns_allocated(form: GemmForm) -> int:
-    """Columns that are allocated: a power of two."""
+    """Return the columns that are allocated: a power of two."""
     return max(LEAST_COLUMNS, 1 << (columns_held(form) - 1).bit_length())
 
 
 def first_columns(form: GemmForm) -> tuple[int, int]:
-    """Columns where the scales of A and of B begin, behind the sums."""
+    """Return the columns where the scales of A and of B begin, after the sums."""
     a = columns_of_sums(form)
     return a, a + scale_columns(form)[0]
 
@@ -145,7 +141,7 @@ def first_columns(form: GemmForm) -> tuple[int, int]:
 
 
 def tiles_of_boxes(tile: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
-    """Return which box each load brings of its matrix: codes of A and B, then tiles of scales.
+    """Return the box that each load brings of its matrix: codes of A and B, then scale tiles.
 
     Where a tile has an expert, boxes of B are those of the expert's matrices.
     """
@@ -168,7 +164,7 @@ def tiles_of_boxes(tile: tuple[Any, ...], form: GemmForm) -> tuple[Any, ...]:
 
 
 def require_extents(problem: GemmProblem, form: GemmForm) -> None:
-    """Refuse rows that a swapped tile cannot address: scales begin at whole 32 rows only."""
+    """Raise for rows that a swapped tile cannot address: scales begin at whole 32 rows."""
     tactic = form.tactic
     if tactic.columns % ROWS_OF_COLUMN and problem.rows > tactic.columns:
         raise InvalidArgument(
@@ -181,14 +177,14 @@ def require_extents(problem: GemmProblem, form: GemmForm) -> None:
 
 
 def columns_skipped(column: Any, form: GemmForm) -> Any:
-    """Columns of B's scales in front of this tile's: it may begin in the middle of 128 rows."""
+    """Return the columns of B's scales before this tile's, which may begin within 128 rows."""
     return column * form.tactic.columns % facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN
 
 
 def end_of_scales(blocks: Any, step: Any, form: GemmForm) -> tuple[Any, Any]:
     """Return the word of this step that K ends within, and the blocks of it that are kept.
 
-    None are kept of none: K ends between words. `blocks` are those of all of K.
+    0 blocks are kept where K ends between words. `blocks` counts those of all of K.
     """
     left = blocks - step * (form.tactic.inner // facts.NVFP4.block)
     return left // SCALES_OF_WORD, left % SCALES_OF_WORD
@@ -198,18 +194,18 @@ def end_of_scales(blocks: Any, step: Any, form: GemmForm) -> tuple[Any, Any]:
 
 
 def instructions(form: GemmForm) -> int:
-    """Matrix instructions of one stage: each takes all rows and columns of the tile."""
+    """Return the tcgen05.mma of one stage: each takes all rows and columns of the tile."""
     return form.tactic.inner // INSTRUCTION_K[form.operands]
 
 
 def stores(form: GemmForm) -> int:
-    """TMA stores of a thread block's part of a tile: one a piece."""
+    """Return the TMA stores of a thread block's part of a tile: one a piece."""
     columns: int = form.tactic.columns
     return 1 if form.tactic.swapped else columns // facts.PIECE_COLUMNS
 
 
 def scale_copies(form: GemmForm) -> int:
-    """Copies of scales a stage: 32 lanes of four columns each, one scale tile."""
+    """Return the scale copies of a stage: 32 lanes of four columns each, one scale tile."""
     return sum(scale_columns(form)) // (facts.SCALE_TILE_ROWS // ROWS_OF_COLUMN)
 
 
@@ -219,7 +215,7 @@ def scale_copies(form: GemmForm) -> int:
 def sharers(form: GemmForm) -> tuple[int, ...]:
     """Return by load how many thread blocks of a cluster receive a box at once.
 
-    Of two together each has its own half of B's codes, and all of B's scales as its neighbour has.
+    In a pair each block has its own half of B's codes and the same scales of B.
     """
     tactic = form.tactic
     counts = {"a": tactic.cluster_columns, "b": tactic.cluster_rows}
@@ -230,13 +226,13 @@ def sharers(form: GemmForm) -> tuple[int, ...]:
 
 
 def arrivals_of_stage(form: GemmForm) -> int:
-    """Arrivals that make a stage empty: one of each instruction stream that its boxes go to."""
+    """Return the arrivals that empty a stage: one per instruction stream that its boxes reach."""
     tactic = form.tactic
     return tactic.cluster_rows // tactic.together + tactic.cluster_columns - 1
 
 
 def arrivals_of_sums(form: GemmForm) -> int:
-    """Arrivals that give sums back: every thread that read them, of both thread blocks."""
+    """Return the arrivals that free sums: every storing thread, of both blocks of a pair."""
     return form.tactic.together * threads_that_store()
 
 
@@ -244,14 +240,14 @@ def arrivals_of_sums(form: GemmForm) -> int:
 
 
 def piece_bytes() -> int:
-    """Bytes of what is handed to one TMA store: all lanes, 64 columns, BF16."""
+    """Return the bytes of one TMA store: all lanes, 64 columns, BF16."""
     return LANES * facts.PIECE_COLUMNS * 2
 
 
 def output_bytes(form: GemmForm) -> int:
-    """Bytes of the buffers of pieces; of swapped operands a piece is all columns of the tile.
+    """Return the bytes of the piece buffers; a swapped piece is all columns of the tile.
 
-    Gate beside up leaves as codes out of registers: there are none.
+    FC1 of experts (gate beside up) leaves as codes from registers, without buffers.
     """
     if form.parts > 1:
         return 0
@@ -261,7 +257,7 @@ def output_bytes(form: GemmForm) -> int:
 
 
 def footprint(form: GemmForm) -> facts.Footprint:
-    """Return what a thread block holds, with as many stages as fit."""
+    """Return a thread block's shared memory, with as many stages as fit."""
     row_bytes = facts.loads(form)[0].row_bytes
     if row_bytes != SWIZZLE_BYTES:
         raise InvalidArgument(
