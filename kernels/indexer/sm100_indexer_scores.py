@@ -12,9 +12,9 @@ Compiled, never run. Entry point: `indexer_scores(Scored(...), problem, settings
 * Named barrier 2: the 256 epilogue threads, before tensor memory is freed.
 
 A thread has all heads of its key and adds them in the order in which four threads add them on
-Hopper (CHAINS), so the order of a sum over heads is stated once. Allocates only the scores and never waits for
-the GPU. Shape letters: T tokens, N heads, I width (128), W entries, S sequences, P pages of a
-sequence.
+Hopper (CHAINS), so the order of a sum over heads is stated once. Allocates only the scores and
+never waits for the GPU. Shape letters: T tokens, N heads, I width (128), W entries, S sequences, P
+pages of a sequence.
 """
 
 from functools import cache
