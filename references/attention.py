@@ -1,11 +1,10 @@
-"""Attention over rows that serve as keys and values: a masked softmax, for V4 with a sink.
+"""Attention with shared keys and values: a masked softmax, for V4 with an attention sink.
 
 Legend: T tokens, H heads, X key width, V value width, R rows, L latent width (V4: X = V = L).
-`seen` [T, R] says which rows a token attends to, None that it is all of them. A token that sees
-none yields zero; the sink takes part in the sum only. A row that a token does not see cannot reach
-it, not even a NaN.
+`seen` [T, R] is the mask: which rows a token attends to; None means all. A token that attends to no
+row yields zero. The sink takes part in the softmax's sum only. A masked row cannot affect a token,
+not even with a NaN.
 Sources: DeepSeek-V4 inference/model.py and kernel.py (sparse_attn).
-Kept honest by suites/references/test_attention.py, token by token from the formula.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LOGIT_BYTES = 64 << 20  # bounds the logits of one step; no result depends on i
 
 
 def query_heads(q_THL: Tensor, table: Table, epsilon: float, numerics: Numerics) -> Tensor:
-    """Weightless RMS per head, then rotation of the tail; rounded once behind it."""
+    """Apply weightless RMS per head, then rotate the tail; round once, after the rotation."""
     q = elementary.head_rms(q_THL, epsilon, numerics)
     return elementary.rotate_tail(q, elementary.over_heads(table)).to(numerics.store)
 
@@ -43,7 +42,7 @@ def query_heads(q_THL: Tensor, table: Table, epsilon: float, numerics: Numerics)
 def latent(
     kv_TL: Tensor, norm_L: Tensor, table: Table, epsilon: float, numerics: Numerics
 ) -> Tensor:
-    """Norm and rotation of the shared latent row; the norm's result is stored before it."""
+    """Norm and rotate the shared latent row; the norm's result is stored before the rotation."""
     fused = not numerics.switches.latent_rounded_before_rotation
     norm = elementary.rms_norm_unrounded if fused else elementary.rms_norm
     normed = norm(kv_TL, norm_L, epsilon, numerics)
@@ -51,7 +50,7 @@ def latent(
 
 
 def window_rows(positions_T: Tensor, first: int, rows: int, window: int) -> Tensor:
-    """Which of the rows of positions `first`, `first` + 1, ... lie in each token's window [T, R].
+    """Return which of the rows of positions `first`, `first` + 1, ... lie in each window [T, R].
 
     The window ends with the token itself: positions t - window + 1 to t.
     """
@@ -63,7 +62,7 @@ def window_rows(positions_T: Tensor, first: int, rows: int, window: int) -> Tens
 def listed_rows(chosen_TK: Tensor, rows: int) -> tuple[Tensor | slice, Tensor | None]:
     """Turn listed row numbers into an index of rows and `seen` [T, indexed rows], None for all.
 
-    -1 is passed over, and so are rows that do not exist, which a faulty list may name.
+    -1 is skipped, and so are rows that do not exist, which a faulty list may name.
     """
     if chosen_TK.shape[0] == 1:
         kept = [number for number in chosen_TK[0].tolist() if 0 <= number < rows]
@@ -82,7 +81,7 @@ def attend(
     sink_H: Tensor,
     numerics: Numerics,
 ) -> Tensor:
-    """V4: output [T, H, L] over rows [R, L], given in parts, and a sink."""
+    """Return V4's output [T, H, L] over rows [R, L], given in parts, and a sink."""
     softmax = sink_softmax
     if numerics.switches.attention_in_storage_dtype and not numerics.exact:
         softmax = _stored_sink_softmax
@@ -106,7 +105,7 @@ def over_rows(
     weigh: Weigh,
     numerics: Numerics,
 ) -> Tensor:
-    """Attend with rows as keys and their first `width` features as values; step by step."""
+    """Attend with rows as keys and their first `width` features as values, in steps of tokens."""
     q, parts = cast(q_THX, numerics.work), [cast(part, numerics.work) for part in rows if len(part)]
     count, item = sum(len(part) for part in parts), torch.finfo(numerics.work).bits // 8
     step = max(1, _LOGIT_BYTES // max(1, q.shape[1] * count * item))
@@ -153,7 +152,7 @@ def _over_part(
 def _around_spoilt(
     q_THX: Tensor, rows_RX: Tensor, width: int, seen_TR: Tensor, weigh: Weigh
 ) -> Tensor:
-    """Keep rows that are not finite from tokens that do not see them: 0 * NaN is NaN."""
+    """Keep rows that are not finite from tokens that mask them: 0 * NaN is NaN."""
     made = []
     for token in range(q_THX.shape[0]):
         listed = rows_RX[seen_TR[token]]
@@ -163,7 +162,7 @@ def _around_spoilt(
 
 
 def sink_softmax(logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Numerics) -> Weighed:
-    """Unnormalised weights, as stored, and their sum with the sink."""
+    """Return unnormalised weights, as stored, and their sum with the sink."""
     logit_THR = logit_THR * scale
     if not logit_THR.shape[-1]:
         return logit_THR, None
@@ -181,7 +180,7 @@ def sink_softmax(logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Nume
 def _stored_sink_softmax(
     logit_THR: Tensor, scale: float, sink_H: Tensor, numerics: Numerics
 ) -> Weighed:
-    """The softmax of transformers: logits, sink, difference to the peak and shares are stored."""
+    """Compute transformers' softmax: logits, sink, difference to the peak and shares are stored."""
     store, work = numerics.on_the_way.store, numerics.work
     logit = (cast(logit_THR, store) * scale).to(store)
     sink = cast(sink_H, store).expand(*logit.shape[:2]).unsqueeze(-1)
@@ -197,7 +196,7 @@ def unrotate(o_THL: Tensor, table: Table, numerics: Numerics) -> Tensor:
 
 
 def grouped(o_TF: Tensor, weight_GOK: Tensor, numerics: Numerics) -> Tensor:
-    """One matrix per group of consecutive heads: [T, G * K] to [T, G * O]."""
+    """Multiply each group of consecutive heads by its matrix: [T, G * K] to [T, G * O]."""
     groups, _, width = weight_GOK.shape
     o_GTK = o_TF.reshape(-1, groups, width).to(numerics.products).transpose(0, 1)
     z_GTO = torch.bmm(o_GTK, cast(weight_GOK, numerics.products).transpose(1, 2))
@@ -205,7 +204,7 @@ def grouped(o_TF: Tensor, weight_GOK: Tensor, numerics: Numerics) -> Tensor:
 
 
 def grouped_as_stored(o_TF: Tensor, value_GOK: Tensor, numerics: Numerics) -> Tensor:
-    """As `grouped`, compiled, by BF16 weights as they are stored."""
+    """Do the same as `grouped` in a compiled loop that reads BF16 weights as they are stored."""
     from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
 
     groups, _, width = value_GOK.shape

@@ -1,11 +1,9 @@
-"""Components bound to a model: names to callables, names to weights, and one way to call them.
+"""Bind a model's components to their weights, and call them by name.
 
-Owns the table that a backend replaces entries of, the weights behind each component, and the call
-that every forward pass goes through, so that an observer sees exactly what ran. The names are those
-of harness.model.components under the recipe; nothing is listed here a second time.
-Refuses component names that the model does not have, the block-parallel drafter, and a router's
-scoring that its family has no reference for, by name.
-Kept honest by suites/references/test_binding.py.
+A backend replaces entries of the table of calls. Every forward pass goes through Bound, so an
+observer gets exactly the inputs and outputs of what ran. The names are those of
+harness.model.components under the recipe. The block-parallel drafter (DSpark) has no reference,
+nor has router scoring other than the family's own.
 """
 
 from __future__ import annotations
@@ -42,31 +40,34 @@ _SCORINGS = {V4Config.family: "sqrtsoftplus", V32Config.family: "sigmoid"}  # ro
 
 
 class Observer(Protocol):
-    """Sees every call: component name, inputs, outputs."""
+    """Called after every component call with the component's name, inputs and outputs."""
 
     def __call__(
         self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> None:
-        """Look, without changing anything."""
+        """Inspect the tensors without changing anything."""
         ...
 
 
 class Passing:
-    """A call that passes on to `behind`, elsewhere or after a request: it changes no number."""
+    """A wrapper that passes a call on to `behind` and changes no number.
+
+    It runs the call elsewhere, or on request.
+    """
 
     def __init__(self, behind: ComponentCall) -> None:
         self.behind = behind
 
 
 def plain_call(call: ComponentCall) -> ComponentCall:
-    """The call that computes, behind all that only pass it on."""
+    """Return the call that computes, inside all wrappers."""
     while isinstance(call, Passing):
         call = call.behind
     return call
 
 
 def _behind(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
-    """Put a call behind copies of all that passes on to another one."""
+    """Wrap a call in copies of the wrappers of another one."""
     if not isinstance(wrapped, Passing):
         return call
     made = copy(wrapped)
@@ -148,7 +149,7 @@ class Bound:
         return self._bound_to[component]
 
     def __call__(self, component: str, **inputs: Tensor) -> Mapping[str, Tensor]:
-        """Run one component and show it to the observer."""
+        """Run one component and pass its tensors to the observer."""
         call = self.calls.get(component)
         if call is None:
             raise self._unknown(component)
@@ -158,11 +159,11 @@ class Bound:
         return outputs
 
     def quantises(self, component: str) -> bool:
-        """Whether the recipe quantises the input of `component`."""
+        """Return whether the recipe quantises the input of `component`."""
         return component + _ACT_QUANT in self.calls
 
     def takes(self, component: str, name: str) -> bool:
-        """Whether `component` has an input of this name."""
+        """Return whether `component` has an input of this name."""
         return name in self._inputs[component]
 
     def _unknown(self, component: str) -> NotBuilt | UnknownName:
@@ -193,7 +194,7 @@ class Fetched(Mapping[str, "Weight"]):
 
 
 def _require_scoring(config: Config) -> None:
-    """Refuse what the config may say of the router and nobody here computes."""
+    """Raise if the config names a router scoring that no reference computes."""
     known = _SCORINGS[config.family]
     if config.scoring_func != known:
         raise NotBuilt(
@@ -203,7 +204,7 @@ def _require_scoring(config: Config) -> None:
 
 
 def _facts_by_block(config: Config, numerics: Numerics, recipe: Recipe | None) -> dict[Any, Any]:
-    """Facts of the ends (None) and of every block that has a reference."""
+    """Return the facts of the ends (None) and of every block that has a reference."""
     formats = formats_by_block(config, recipe)
     if isinstance(config, V4Config):
         blocks = config.layers if config.dspark is not None else config.blocks
@@ -212,12 +213,12 @@ def _facts_by_block(config: Config, numerics: Numerics, recipe: Recipe | None) -
 
 
 def _parameter_names(component: Component) -> tuple[str, ...]:
-    """Full names of what a component reads, be it values or the input scales of a linear."""
+    """Return the full names of what a component reads: values, or the input scales of a linear."""
     return component.weights or component.input_scales
 
 
 def _call_of(component: Component, facts: Any, names: tuple[str, ...]) -> ComponentCall | None:
-    """Bind one component to its facts; None where a switch leaves it out."""
+    """Bind one component to its facts; return None where a switch leaves it out."""
     role = component.role
     if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
         if facts.activation(local_name(names[0], component.block)) is None:

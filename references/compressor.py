@@ -1,4 +1,4 @@
-"""Compressed attention's pooling: windows of m tokens become one latent entry each.
+"""Pooling of compressed attention: windows of m tokens become one latent entry each.
 
 Legend: T new tokens of one sequence, m tokens a window, c overlap factor (2 where windows overlap,
 else 1), E entry width, R = c * m state rows, W windows completed by this call.
@@ -6,7 +6,6 @@ Entry w pools window w and, with overlap, the first half of window w - 1's proje
 is the first token of the window. The state rows are the official ones: with overlap rows 0..m-1
 hold the previous window and rows m..2m-1 the current one, without overlap only the current one.
 Source: DeepSeek-V4 inference/model.py, Compressor.
-Kept honest by splitting a sequence at every point: suites/references/test_compressor.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class PoolFacts:
 
     @property
     def state_rows(self) -> int:
-        """Rows of carried state for one sequence."""
+        """Return the rows of carried state for one sequence."""
         return 2 * self.ratio if self.overlap else self.ratio
 
 
@@ -58,7 +57,7 @@ def pool(
     facts: PoolFacts,
     numerics: Numerics,
 ) -> tuple[Tensor, PoolState]:
-    """Entries [W, E] that rows `new` (latent, gate) from position `start` on complete, and state.
+    """Return entries [W, E] that rows `new` (latent, gate) from `start` on complete, and the state.
 
     The state of position 0 may hold anything: no row of it is read.
     """
@@ -84,7 +83,7 @@ def pool(
 def slots_of(
     rows: tuple[Tensor, Tensor], state: PoolState, first: int, facts: PoolFacts
 ) -> tuple[Tensor, Tensor]:
-    """Latents and gates [W, R, E] that windows `first` onward pool, of the rows [W * m, c * E]."""
+    """Return latents and gates [W, R, E] of windows `first` onward, of the rows [W * m, c * E]."""
     ratio = facts.ratio
     window_latent, window_gate = (part.reshape(-1, ratio, part.shape[1]) for part in rows)
     if not facts.overlap:
@@ -101,7 +100,7 @@ def slots_of(
 
 
 def _overlapping(windows_WmF: Tensor, before_mF: Tensor, width: int) -> Tensor:
-    """Slots [W, 2m, E]: first half of the window before, then second half of the window itself."""
+    """Return slots [W, 2m, E]: first half of the window before, then second half of this window."""
     before = torch.cat((before_mF[None], windows_WmF[:-1]))
     return torch.cat((before[..., :width], windows_WmF[..., width:]), dim=1)
 
@@ -113,7 +112,7 @@ def _entries(
     facts: PoolFacts,
     numerics: Numerics,
 ) -> Tensor:
-    """Softmax over slots per channel, weighted sum, norm, rotation at the window's first token."""
+    """Return entries: softmax over slots per channel, weighted sum, norm, rotation."""
     latent_WSE, gate_WSE = slots
     weight_WSE = torch.softmax(gate_WSE, dim=1)
     if numerics.switches.pooling_in_storage_dtype:
@@ -134,7 +133,7 @@ def _entries(
 def _filled(
     state: PoolState, new: tuple[Tensor, Tensor], partial: int, facts: PoolFacts
 ) -> PoolState:
-    """Add rows to the unfinished window, which stays unfinished."""
+    """Add rows to the current window, which stays incomplete."""
     begin = partial + (facts.ratio if facts.overlap else 0)
     made = []
     for old, rows in ((state.latent, new[0]), (state.gate, new[1])):
@@ -145,7 +144,7 @@ def _filled(
 
 
 def _remainder(rows: Tensor, complete: int, facts: PoolFacts) -> Tensor:
-    """Carry the last complete window (with overlap) and the tokens of the unfinished one."""
+    """Carry the last complete window (with overlap) and the tokens of the incomplete one."""
     kept = rows.new_zeros(facts.state_rows, rows.shape[1])
     rest = rows[complete:]
     if facts.overlap:

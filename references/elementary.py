@@ -1,8 +1,7 @@
-"""Norms, rotations and transforms that several components share, as pure functions on tensors.
+"""Norms, rotations (RoPE), the Hadamard transform and SwiGLU, as pure functions on tensors.
 
+Callers check shapes.
 Legend: T tokens, H heads, D any feature width, P rotated pairs (half the rotated dims).
-Refuses nothing: callers check shapes. Kept honest by suites/references/test_elementary.py, which
-derives each from its formula in float64.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Cos and sin of P pairs, scaled as the rope says: [T, P], or [T, 1, P] over heads."""
+    """Cos and sin of P pairs, scaled as the RoPE facts say: [T, P], or [T, 1, P] over heads."""
 
     cos: Tensor
     sin: Tensor
 
     @cached_property
     def turn(self) -> Tensor:
-        """The rotation as a complex factor."""
+        """Return the rotation as a complex factor."""
         return torch.complex(self.cos, self.sin)
 
     @cached_property
     def back(self) -> Tensor:
-        """The inverse rotation."""
+        """Return the inverse rotation."""
         return torch.complex(self.cos, -self.sin)
 
     @cached_property
     def over_heads(self) -> Table:
-        """The same angles for every head."""
+        """Return the same angles for every head."""
         return Table(self.cos.unsqueeze(1), self.sin.unsqueeze(1))
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
-    """`w * x / sqrt(mean(x^2) + epsilon)`, in the working dtype, rounded once."""
+    """Return `w * x / sqrt(mean(x^2) + epsilon)`, in the working dtype, rounded once."""
     return rms_norm_unrounded(x_TD, weight_D, epsilon, numerics).to(numerics.store)
 
 
 def rms_norm_unrounded(
     x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics
 ) -> Tensor:
-    """The same without the rounding behind it, for kernels that go on in float32."""
+    """Do the same without the final rounding, for kernels that continue in float32."""
     x = cast(x_TD, numerics.work)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
     normal = x * scale
@@ -67,7 +66,7 @@ def rms_norm_unrounded(
 def layer_norm(
     x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float, numerics: Numerics
 ) -> Tensor:
-    """LayerNorm with weight and bias, in the working dtype, rounded once."""
+    """Return LayerNorm with weight and bias, in the working dtype, rounded once."""
     x = cast(x_TD, numerics.work)
     centred = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + epsilon)
@@ -76,7 +75,7 @@ def layer_norm(
 
 
 def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
-    """Per-head RMS without weight, left in the working dtype (the rotation follows)."""
+    """Return per-head RMS without weight, left in the working dtype (the rotation follows)."""
     kind = numerics.switches.head_norm
     if kind is HeadNorm.EACH_STEP:
         q = cast(q_THD, numerics.store)
@@ -92,7 +91,7 @@ def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
 
 @lru_cache(maxsize=32)
 def frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The P angular frequencies, blended as YaRN does where the rope names it.
+    """Return the P angular frequencies, blended as YaRN does where the RoPE has it.
 
     In float32 the operations are the official ones in their order: 1e-7 of a frequency is an angle
     of 0.1 at a position of a million.
@@ -197,7 +196,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _walsh(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Signs (-1)^popcount(i & j), by doubling."""
+    """Return signs (-1)^popcount(i & j), by doubling."""
     signs = torch.ones(1, 1, dtype=dtype, device=device)
     while signs.shape[0] < width:
         signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
@@ -207,7 +206,7 @@ def _walsh(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def swiglu(
     gate: Tensor, up: Tensor, limit: float | None, numerics: Numerics | None = None
 ) -> Tensor:
-    """SiLU(gate) * up, both clamped first where a limit is given (gate from above only)."""
+    """Return SiLU(gate) * up, both clamped first where a limit is given (gate from above only)."""
     if limit is not None:
         gate = gate.clamp(max=limit)
         up = up.clamp(min=-limit, max=limit)

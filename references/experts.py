@@ -1,11 +1,10 @@
-"""Routed experts: gate and up, SwiGLU with requantisation, down, sum.
+"""Routed experts of an MoE layer: gate and up, SwiGLU with requantisation, down, sum.
 
 Legend: T tokens, K slots (chosen experts) a token, D hidden, F expert width.
-Everything stays in (token, slot) order, so nothing has to be permuted back and a slot's blame is
-an index. A slot's NVFP4 activations are quantised with its own expert's input scale, unless the
-switch says that a layer shares the largest; formats without tensor scale quantise a token once for
-all its experts. A slot with expert -1 (not on this rank, or padding) yields zero.
-Kept honest by suites/references/test_experts.py against a dense evaluation.
+Everything stays in (token, slot) order, so nothing has to be permuted back and a wrong slot is
+located by its index. A slot's NVFP4 activations are quantised with its own expert's input scale,
+unless the switch says that a layer shares the largest; formats without tensor scale quantise a
+token once for all its experts. A slot with expert -1 (on another rank, or padding) yields zero.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def _expert(number: int, part: str) -> str:
 
 
 def _format(facts: Facts, part: str) -> str | None:
-    """The activation format in front of the routed experts' `part`; all experts share it."""
+    """Return the activation format of the routed experts' `part`; all experts share it."""
     return facts.activation(_expert(0, part))
 
 
 def slots_by_expert(experts_TK: Tensor) -> Iterator[tuple[int, Slots]]:
-    """Each visited expert with the flat slots (t * K + k) that chose it, in order."""
+    """Return each visited expert with the flat slots (t * K + k) that chose it, in order."""
     if experts_TK.shape[0] == 1 and experts_TK.device.type == "cpu":
         # One token visits an expert once, so that every slot stands for itself.
         for slot, number in sorted(enumerate(experts_TK[0].tolist()), key=itemgetter(1)):
@@ -72,7 +71,7 @@ def slots_by_expert(experts_TK: Tensor) -> Iterator[tuple[int, Slots]]:
 def _input_scale(
     facts: Facts, experts_TK: Tensor, weights: Weights, parts: Sequence[str]
 ) -> Tensor | None:
-    """Input scale of each slot's expert [T, K], or one for all; None where an expert has none."""
+    """Return the input scale of each slot's expert [T, K], or one for all; None if missing."""
     if facts.numerics.switches.input_scale_shared:
         return largest_scale(weights[name] for name in weights if name.rpartition(".")[2] in parts)
     scales = torch.ones(experts_TK.numel(), dtype=torch.float32, device=experts_TK.device)
@@ -99,7 +98,7 @@ def w13_act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def _slot_values(
     inputs: Inputs, per_token: int, format_name: str | None, numerics: Numerics
 ) -> Callable[[Slots], Tensor]:
-    """How to get the inputs [n, .] of some flat slots; they belong to slots or to tokens."""
+    """Return a getter of the inputs [n, .] of flat slots; inputs belong to slots or to tokens."""
     coded, dtype = holds_codes(inputs), numerics.products
     parts = {name: inputs[name] for name in (CODES, BLOCK_SCALE, TENSOR_SCALE) if name in inputs}
     if not coded:
@@ -125,7 +124,7 @@ def _slot_values(
 
 
 def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str]) -> Tensor:
-    """Every slot through the matrices `parts` of its expert, their outputs side by side."""
+    """Multiply every slot by the matrices `parts` of its expert, outputs side by side."""
     numerics, experts = facts.numerics, inputs["experts"]
     dtype, form = numerics.products, _format(facts, parts[0])
     values, out = _slot_values(inputs, experts.shape[1], form, numerics), None
@@ -150,7 +149,7 @@ def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str
 
 
 def _in_order(alone: Mapping[int, list[Tensor]], slots: int) -> Tensor:
-    """One row for each slot of a token, zero where no expert took it, in one copy."""
+    """Return one row for each slot of a token in one copy, zero where no expert took it."""
     some = next(iter(alone.values()))
     nothing = [] if len(alone) == slots else [torch.zeros_like(part) for part in some]
     rows = [part for slot in range(slots) for part in alone.get(slot, nothing)]
@@ -158,19 +157,19 @@ def _in_order(alone: Mapping[int, list[Tensor]], slots: int) -> Tensor:
 
 
 def _any_expert(weights: Weights, parts: Sequence[str]) -> list[tuple[int, str]]:
-    """Some expert that is here, to know how wide outputs are when no slot visits one."""
+    """Return an expert of this rank: it gives the output width when no slot visits one."""
     held = (n for n in weights if weights[n].is_quantised or weights[n].value is not None)
     number = int(next(held).split(".")[2])
     return [(number, part) for part in parts]
 
 
 def routed_w13(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Gate and up of every slot [T, K, 2F], gate first."""
+    """Return gate and up of every slot [T, K, 2F], gate first."""
     return {"out": _through(facts, inputs, weights, _FIRST)}
 
 
 def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Clamped SwiGLU, the routing weight where it comes first, and requantisation by recipe."""
+    """Apply clamped SwiGLU, the routing weight if it comes first, and requantisation by recipe."""
     numerics = facts.numerics
     gate, up = cast(inputs["x"], numerics.work).chunk(2, -1)
     out = elementary.swiglu(gate, up, facts.limit, numerics)
@@ -188,7 +187,7 @@ def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def routed_w2(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Down projection of every slot [T, K, D]."""
+    """Return the down projection of every slot [T, K, D]."""
     return {"out": _through(facts, inputs, weights, _SECOND)}
 
 
@@ -202,7 +201,7 @@ def combine(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def moe_sum(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Routed plus shared, rounded once."""
+    """Add routed and shared output, rounded once."""
     del weights
     total = cast(inputs["routed"], facts.numerics.work) + cast(
         inputs["shared"], facts.numerics.work

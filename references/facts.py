@@ -1,4 +1,4 @@
-"""What one block's components are bound to: config, block, arithmetic, and the recipe's formats.
+"""The facts that one block's components are bound to: config, block, arithmetic, recipe's formats.
 
 A component is a pure function `(facts, inputs, weights) -> outputs`; binding it to its facts gives
 the callable of harness.base.protocols. Inputs and outputs are named tensors, by the names of
@@ -6,7 +6,7 @@ harness.model.wiring; weights go by their name within the block (`attn.wq_a`,
 `ffn.experts.3.w1`, `hc_attn_fn`).
 
 Tokens of several sequences are concatenated, `token_offsets` [B+1] says where each begins, and
-positions of a sequence follow each other. What earlier calls left arrives as `state_*`, again
+positions of a sequence are consecutive. State of earlier calls arrives as `state_*`, again
 concatenated; how many rows belong to each sequence follows from its first position.
 """
 
@@ -50,30 +50,30 @@ class Facts:
     formats: Mapping[str, Formats]
 
     def activation(self, weight: str) -> str | None:
-        """The activation format in front of a weight, or None where nothing is quantised."""
+        """Return the activation format in front of a weight, or None where nothing is quantised."""
         if self.numerics.exact:
             return None
         chosen = self.formats.get(weight, UNQUANTISED).activation
         return None if chosen == UNQUANTISED.activation else chosen
 
     def norm_epsilon(self, weight: str) -> float:
-        """What stands under the root of the norm that has this weight."""
+        """Return the epsilon under the root of the norm that has this weight."""
         del weight
         return self.config.rms_norm_eps
 
     @property
     def weight_before_w2(self) -> bool:
-        """Whether a routing weight is applied in front of w2."""
+        """Return whether a routing weight is applied in front of w2."""
         return False
 
     @property
     def limit(self) -> float | None:
-        """The SwiGLU clamp of routed experts."""
+        """Return the SwiGLU clamp of routed experts."""
         return None
 
     @property
     def shared_limit(self) -> float | None:
-        """The SwiGLU clamp of the shared expert."""
+        """Return the SwiGLU clamp of the shared expert."""
         return None
 
 
@@ -84,24 +84,24 @@ class V4Facts(Facts):
     config: V4Config
 
     def activation(self, weight: str) -> str | None:
-        """As the recipe says, apart from wo_a, whose input the official code leaves alone."""
+        """Return the recipe's format; a switch keeps the input of wo_a unquantised."""
         if weight == "attn.wo_a" and not self.numerics.switches.wo_a_follows_recipe:
             return None
         return super().activation(weight)
 
     @cached_property
     def rope(self) -> Rope:
-        """How this block rotates."""
+        """Return the RoPE of this block."""
         return self.config.rope(self.decoder_block)
 
     @cached_property
     def mixing(self) -> MixingFacts:
-        """How streams mix."""
+        """Return the facts of the streams' mixing."""
         c = self.config
         return MixingFacts(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
 
     def pool(self, width: int) -> PoolFacts:
-        """How this block pools tokens into entries of some width: attention's, or the indexer's."""
+        """Return how this block pools tokens into entries: attention's or the indexer's width."""
         known = self._pools.get(width)
         if known is None:
             block, epsilon = self.decoder_block, self.config.rms_norm_eps
@@ -116,23 +116,23 @@ class V4Facts(Facts):
 
     @property
     def decoder_block(self) -> Block:
-        """The block; the ends have none."""
+        """Return the block; the ends have none."""
         assert self.block is not None, "asked only inside a block"
         return self.block
 
     @property
     def weight_before_w2(self) -> bool:
-        """Official and ModelOpt: in front of w2 and of its quantisation."""
+        """Return the switch; official code and ModelOpt: in front of w2 and of its quantisation."""
         return self.numerics.switches.routing_weight_before_w2
 
     @property
     def limit(self) -> float | None:
-        """The SwiGLU clamp; 0 in the config means none."""
+        """Return the SwiGLU clamp; 0 in the config means none."""
         return self.config.swiglu_limit or None
 
     @property
     def shared_limit(self) -> float | None:
-        """The sources disagree on whether the clamp holds for the shared expert."""
+        """Return the clamp of the shared expert; sources disagree on whether it has one."""
         return self.limit if self.numerics.switches.shared_expert_clamped else None
 
 
@@ -143,7 +143,7 @@ class V32Facts(Facts):
     config: V32Config
 
     def norm_epsilon(self, weight: str) -> float:
-        """As the config says, but where a source builds a norm without passing it on."""
+        """Return the config's epsilon, unless a source builds a norm without passing it on."""
         if weight == "attn.indexer.k_norm":
             return INDEXER_NORM_EPSILON
         if weight in ("attn.q_norm", "attn.kv_norm"):
@@ -152,24 +152,24 @@ class V32Facts(Facts):
 
 
 class Known(NamedTuple):
-    """A tensor as it was: the very one, unchanged since. Not for tensors made under inference."""
+    """Recognises a tensor that is the same object and unchanged. Not for inference tensors."""
 
     tensor: weakref.ref[Tensor]
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Known:
-        """Remember a tensor without keeping it."""
+        """Remember a tensor without keeping it alive."""
         return cls(weakref.ref(tensor), tensor._version)  # noqa: SLF001
 
     def still(self, tensor: Tensor) -> bool:
-        """Whether it is this one, and nobody wrote into it."""
+        """Return whether it is this tensor, and nobody wrote into it."""
         return self.tensor() is tensor and self.version == tensor._version  # noqa: SLF001
 
 
 @dataclass(frozen=True)
 class Span:
-    """The new tokens of one sequence: where they lie in this call, and their first position."""
+    """The new tokens of one sequence: their range in this call, and their first position."""
 
     begin: int
     end: int
@@ -177,25 +177,25 @@ class Span:
 
     @property
     def count(self) -> int:
-        """New tokens."""
+        """Return the number of new tokens."""
         return self.end - self.begin
 
     @property
     def stop(self) -> int:
-        """Tokens of the sequence behind this call."""
+        """Return the number of tokens of the sequence after this call."""
         return self.start + self.count
 
     @property
     def tokens(self) -> slice:
-        """Where the new tokens lie."""
+        """Return the range of the new tokens in this call."""
         return slice(self.begin, self.end)
 
     def entries_before(self, ratio: int) -> int:
-        """Entries that earlier calls completed."""
+        """Return the number of entries that earlier calls completed."""
         return self.start // ratio
 
     def entries_made(self, ratio: int) -> int:
-        """Entries that this call completes."""
+        """Return the number of entries that this call completes."""
         return self.stop // ratio - self.start // ratio
 
 
@@ -231,7 +231,7 @@ def _spans(positions: Tensor, offsets: Tensor) -> tuple[Span, ...]:
 def formats_by_block(
     config: Config, recipe: Recipe | None
 ) -> dict[Block | None, dict[str, Formats]]:
-    """The recipe's formats, by block and by the weight's name within it."""
+    """Return the recipe's formats, by block and by the weight's name within it."""
     found: dict[Block | None, dict[str, Formats]] = {None: {}}
     for parameter in parameters(config):
         where = found.setdefault(parameter.block, {})
@@ -241,11 +241,11 @@ def formats_by_block(
 
 
 def local_name(name: str, block: Block | None) -> str:
-    """A parameter's name within its block."""
+    """Return a parameter's name within its block."""
     return name.removeprefix(f"{block.prefix}.") if block else name
 
 
 def single(weights: Weights) -> Weight:
-    """The only weight of a component."""
+    """Return the only weight of a component."""
     (weight,) = weights.values()
     return weight

@@ -1,11 +1,9 @@
-"""The compiled twins of products and of attention in float64, for a few tokens on the CPU.
+"""Compiled float64 products and attention for a few tokens on the CPU, as in a decoding step.
 
-Owns the loops of a decoding step, where calls and the reading of weights are what costs: a product
-reads BF16 weights as they are stored, a quarter of what they decode to. Sums run in float64 in an
-order of the compiler's, so the last bits of a sum may differ from torch's; what is stored in BF16
-behind it does not notice. The definition is never computed here. Imported inside functions: numba.
-Refuses nothing: callers ask numerics.compiles first.
-Kept honest by suites/references/test_fast_decoding.py, against the readable forms.
+There, function calls and reading weights dominate: a product reads BF16 weights as stored, a
+quarter of the bytes that they decode to. The compiler orders the float64 sums, so their last bits
+may differ from torch's; the BF16 result does not notice. The definition never computes here;
+callers ask numerics.compiles first. Import it inside a function, because importing numba is slow.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def _product(x_TK: Doubles, bits_NK: Bits, out_TN: Doubles) -> None:
 
 
 def product(x_TK: Tensor, value_NK: Tensor) -> Tensor:
-    """`x @ w.T` of float64 inputs and BF16 weights."""
+    """Return `x @ w.T` of float64 inputs and BF16 weights."""
     out = np.empty((x_TK.shape[0], value_NK.shape[0]))
     _product(x_TK.numpy(), value_NK.view(torch.uint16).numpy(), out)
     return torch.from_numpy(out)
@@ -62,7 +60,7 @@ def _grouped(x_TGK: Doubles, bits_GOK: Bits, out_TGO: Doubles) -> None:
 
 
 def grouped(x_TGK: Tensor, value_GOK: Tensor) -> Tensor:
-    """One matrix per group [T, G * O], of float64 inputs and BF16 weights."""
+    """Multiply each group by its matrix [T, G * O], float64 inputs by BF16 weights."""
     out = np.empty((x_TGK.shape[0], *value_GOK.shape[:2]))
     _grouped(x_TGK.numpy(), value_GOK.view(torch.uint16).numpy(), out)
     return torch.from_numpy(out).flatten(1)
@@ -80,7 +78,7 @@ def _logits(q_HL: Doubles, rows_RL: Doubles, scale: float, logit_HR: Doubles, be
 
 @_compiled
 def _weights(logit_HR: Doubles, sink_H: Doubles, total_H: Doubles) -> None:
-    """Unnormalised weights in place of logits, rounded to BF16 as stored, and their sums."""
+    """Replace logits by unnormalised weights, rounded to BF16 as stored, and write their sums."""
     for h in range(logit_HR.shape[0]):
         peak = np.finfo(np.float64).min
         for r in range(logit_HR.shape[1]):
@@ -115,7 +113,10 @@ def _normalise(out_HL: Doubles, total_H: Doubles) -> None:
 
 
 def attend(q_HL: Tensor, rows: Sequence[Tensor], sink_H: Tensor, scale: float) -> Tensor:
-    """One token's output [H, L] over rows [R, L] in parts, all float64; weights are BF16's."""
+    """Return one token's output [H, L] over rows [R, L] in parts, all float64.
+
+    The softmax weights are rounded to BF16, as they are stored.
+    """
     q, parts = q_HL.numpy(), [part.numpy() for part in rows if len(part)]
     counts = [len(part) for part in parts]
     weight, total = np.empty((len(q), sum(counts))), np.empty(len(q))

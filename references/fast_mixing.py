@@ -1,9 +1,8 @@
-"""The compiled twin of mixing.mixing_pre for a few tokens on the CPU, where calls cost most.
+"""Compiled form of mixing.mixing_pre for a few tokens on the CPU, where function calls dominate.
 
-Owns the loops behind the projection: gates, Sinkhorn, collapse. Imported by mixing inside a
-function: numba. No fast-math; sums run over increasing index (that of squares in float64), so a
-result may differ from torch's in the last bits.
-Kept honest by suites/references/test_mixing.py, the same suite as the definition.
+It covers gates, Sinkhorn and collapse, after the projection. Import it inside a function, because
+importing numba is slow. No fast-math; sums run over increasing index (that of squares in float64),
+so a result may differ from torch's in the last bits.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _pre(
     iterations: int,
     outputs: tuple[Floats, Floats, Floats],
 ) -> None:
-    """Gates, mix and collapse of every token from its projection, before the norm factor."""
+    """Compute gates, mix and collapse of every token; `m_TN` lacks the norm factor."""
     base_N, scale, epsilon, norm_epsilon = parameters
     collapsed_TD, post_TS, mix_TSS = outputs
     tokens, streams, width = x_TSD.shape
@@ -84,7 +83,7 @@ def _pre(
 
 
 def pre(x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapsed input, post and mix in the dtype of `x_TSD`, float32 or float64 on the CPU."""
+    """Return collapsed input, post and mix in the dtype of `x_TSD` (float32 or float64, CPU)."""
     tokens, streams, width = x_TSD.shape
     m_TN = torch.mm(x_TSD.reshape(tokens, -1), weights.fn.T)
     x, real = x_TSD.numpy(), x_TSD.numpy().dtype.type
@@ -105,7 +104,7 @@ def pre(x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts) -> tuple[Tens
 
 
 def sinkhorn(logits_TSS: Tensor, iterations: int, epsilon: float) -> Tensor:
-    """As mixing.sinkhorn, for float32 and float64 on the CPU."""
+    """Do the same as mixing.sinkhorn, for float32 and float64 on the CPU."""
     mix = logits_TSS.clone(memory_format=torch.contiguous_format)
     values = mix.numpy()
     sums = np.empty(values.shape[1], values.dtype)

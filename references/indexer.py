@@ -1,10 +1,9 @@
-"""The lightning indexer: which entries or tokens a query may attend to.
+"""The lightning indexer: scores and top-k of the entries or tokens that a query may attend to.
 
 Legend: T tokens, N indexer heads, I indexer head width, W entries, K chosen entries.
 Score of entry w for token t: sum over heads of ReLU(q . k) * weight; entries not yet complete are
 -inf. Ties go to the lower index (the official code leaves them open). -1 marks "no entry".
 Sources: DeepSeek-V4 and V3.2-Exp inference/model.py, Indexer.
-Kept honest by suites/references/test_indexer.py.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _SCORE_BYTES = 64 << 20  # bounds the products [T, N, W] of one step; no result 
 
 
 def visible_entries(positions_T: Tensor, ratio: int) -> Tensor:
-    """How many entries are complete when token t has been seen: floor((t + 1) / ratio)."""
+    """Return how many entries are complete after token t: floor((t + 1) / ratio)."""
     return torch.div(positions_T + 1, ratio, rounding_mode="floor")
 
 
 def scores(
     q_TNI: Tensor, keys_WI: Tensor, weights_TN: Tensor, visible_T: Tensor | None, rounded: Numerics
 ) -> Tensor:
-    """Scores [T, W] in the working dtype, -inf where the entry is not visible; None sees all.
+    """Return scores [T, W] in the working dtype, -inf where an entry is not visible; None: all are.
 
     With `indexer_in_storage_dtype` products, weighted products and their sum are stored in turn.
     """
@@ -63,7 +62,7 @@ def _part(q_TNI: Tensor, keys_IW: Tensor, weights_TN: Tensor, rounded: Numerics)
 
 
 def top_k(score_TW: Tensor, count: int) -> Tensor:
-    """Indices [T, min(count, W)] of the largest scores, best first, ties to the lower index."""
+    """Return indices [T, min(count, W)] of the largest scores, best first, ties to the lower."""
     count = min(count, score_TW.shape[1])
     # A stable descending sort keeps the lower index first among equals, on every device.
     order = torch.sort(score_TW, dim=-1, descending=True, stable=True)

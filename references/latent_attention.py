@@ -1,12 +1,11 @@
-"""Multi-head latent attention of V3.2 in its two forms, equal in exact arithmetic.
+"""Multi-head latent attention (MLA) of V3.2 in two forms that are equal in exact arithmetic.
 
 Legend: T tokens, H heads, C latent width, P rotated width, n nope width, v value width, R rows.
 `wkv_b` [H * (n + v), C] holds, per head, n key rows and then v value rows. A cached row is the
 latent (C) followed by the rotated key (P).
 Naive: keys and values of every head are expanded. Absorbed: the query goes through the key rows and
-the result through the value rows, so the latent itself is attended to.
+the result through the value rows, so that attention runs over the latents themselves.
 Source: DeepSeek-V3.2-Exp inference/model.py, MLA.
-Kept honest by suites/references/test_latent_attention.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Form:
 
 
 def softmax_scale(config: V32Config) -> float:
-    """qk_head_dim^-1/2, times YaRN's mscale_all_dim squared where the context was extended."""
+    """Return qk_head_dim^-1/2, times YaRN's mscale_all_dim squared if the context was extended."""
     scale = float(config.qk_head_dim**-0.5)
     return scale if config.yarn is None else scale * config.yarn.logit_scale
 
@@ -49,7 +48,7 @@ def naive(
     form: Form,
     numerics: Numerics,
 ) -> Tensor:
-    """Output [T, H * v] over expanded keys and values [R, H * (n + v)]."""
+    """Return the output [T, H * v] over expanded keys and values [R, H * (n + v)]."""
     work, heads = numerics.work, q_THd.shape[1]
     both = expanded_RF.reshape(-1, heads, form.nope + form.value).to(work)
     q_THd = q_THd.to(work)
@@ -71,7 +70,7 @@ def absorbed(
     form: Form,
     numerics: Numerics,
 ) -> Tensor:
-    """Output [T, H * v] over the latents themselves."""
+    """Return the output [T, H * v] over the latents themselves."""
     work, heads = numerics.work, q_THd.shape[1]
     per_head = wkv_b.to(work).reshape(heads, form.nope + form.value, -1)
     key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
@@ -100,7 +99,7 @@ def _over(
 
 
 def row_softmax(logit_THR: Tensor) -> Tensor:
-    """Softmax over rows; a token that sees none has zeros, a NaN stays one."""
+    """Return the softmax over rows; a token that attends to none gets zeros, a NaN stays one."""
     if not logit_THR.shape[-1]:
         return logit_THR
     blind = torch.isneginf(logit_THR.amax(-1, keepdim=True))

@@ -1,11 +1,11 @@
-"""Matrix products with and without quantised operands, and the quantisation in front of them.
+"""Matrix products of a linear, with and without quantised operands, and quantised activations.
 
 Legend: T tokens, N outputs, K inputs.
-In the twin both operands are decoded exactly and summed in `numerics.products`; the output is
-rounded once. Activations arrive as values, or as `codes` beside `block_scale` and `tensor_scale`;
-what arrives decides, never a flag. An NVFP4 tensor scale is the checkpoint's input
-scale; where it has none, every token's own largest magnitude, so that no token depends on another.
-Refuses activation formats that it cannot make. Kept honest by suites/references/test_linears.py.
+In the twin (numerics.Mode) both operands are decoded exactly and summed in `numerics.products`; the
+output is rounded once. Activations arrive as values `x`, or as `codes` with `block_scale` and
+`tensor_scale`; the presence of codes decides, not a flag. An NVFP4 tensor scale is the checkpoint's
+input scale; without one, it follows from every token's own largest magnitude, so that no token
+depends on another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHUNK = 1 << 24  # elements of a weight that are converted at once
 def quantise_activations(
     x: Tensor, format_name: str, input_scale: Tensor | None
 ) -> dict[str, Tensor]:
-    """Codes and scales of inputs [..., K]; `input_scale` is one number or one per leading index."""
+    """Return codes and scales of inputs [..., K]; `input_scale`: one, or one per leading index."""
     if format_name not in BLOCK_FORMATS:
         raise UnknownName.among("activation format", format_name, BLOCK_FORMATS)
     form = BLOCK_FORMATS[format_name]
@@ -63,7 +63,7 @@ def quantise_activations(
 
 
 def largest_scale(weights: Iterable[Weight]) -> Tensor | None:
-    """The input scale of weights that share their input: the largest; None where one has none."""
+    """Return the largest input scale of weights that share their input; None where one has none."""
     scales = [weight.input_scale for weight in weights]
     known = [scale.to(torch.float32).reshape(()) for scale in scales if scale is not None]
     if not known or len(known) < len(scales):
@@ -72,14 +72,14 @@ def largest_scale(weights: Iterable[Weight]) -> Tensor | None:
 
 
 def holds_codes(inputs: Mapping[str, Tensor]) -> bool:
-    """Tell whether the input arrives as codes."""
+    """Return whether the input arrives as codes."""
     return CODES in inputs
 
 
 def decode_activations(
     inputs: Mapping[str, Tensor], format_name: str, dtype: torch.dtype
 ) -> Tensor:
-    """The values [..., K] of codes that `quantise_activations` made."""
+    """Return the values [..., K] of codes that `quantise_activations` made."""
     form = BLOCK_FORMATS[format_name]
     codes, block_scale, scale = inputs[CODES], inputs[BLOCK_SCALE], inputs.get(TENSOR_SCALE)
     per_row = scale is not None and scale.ndim > 0
@@ -107,7 +107,7 @@ def activation_values(
     dtype: torch.dtype,
     numerics: Numerics | None = None,
 ) -> Tensor:
-    """The input's numbers in `dtype`, decoded where codes arrived, as they are multiplied."""
+    """Return the input in `dtype` as it is multiplied, decoded where codes arrived."""
     if not holds_codes(inputs):
         return cast(inputs[X], dtype)
     assert format_name is not None, "codes arrive only where the recipe quantises activations"
@@ -118,23 +118,23 @@ def activation_values(
 
 
 def weight_values(weight: Weight, dtype: torch.dtype, numerics: Numerics | None) -> Tensor:
-    """A weight's numbers in `dtype`, as `numerics` multiplies them."""
+    """Return a weight's values in `dtype`, as `numerics` multiplies them."""
     if numerics is None or numerics.operands is DecodedOperands.EXACT or not weight.is_quantised:
         return weight.values(dtype)
     return cast(cast(weight.values(torch.float32), _DECODED), dtype)
 
 
 def matmul(x_TK: Tensor, weight: Weight, numerics: Numerics) -> Tensor:
-    """`x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
+    """Return `x @ w.T` summed in the dtype of products, rounded once to the stored dtype."""
     return cast(product(x_TK, weight, numerics.products, numerics), numerics.store)
 
 
 def product(
     x_TK: Tensor, weight: Weight, dtype: torch.dtype, numerics: Numerics | None = None
 ) -> Tensor:
-    """`x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces.
+    """Return `x @ w.T` in `dtype`; a large plain weight of another dtype is converted in pieces.
 
-    `numerics` may allow the compiled twin for a few tokens.
+    `numerics` may allow the compiled loop for a few tokens.
     """
     value, x = weight.value, cast(x_TK, dtype)
     if value is None or value.dtype is dtype:
@@ -154,14 +154,14 @@ def product(
 
 
 def reads_as_stored(x_TK: Tensor, value_NK: Tensor, numerics: Numerics) -> bool:
-    """Whether the compiled twin may multiply these few tokens by a weight's stored BF16."""
+    """Return whether the compiled loop may multiply these few tokens by a weight's stored BF16."""
     few = x_TK.ndim == 2 and x_TK.shape[0] <= FEW_TOKENS
     exact = x_TK.dtype is torch.float64 and value_NK.dtype is torch.bfloat16
     return few and exact and compiles(numerics, x_TK, value_NK)
 
 
 def table_rows(weight: Weight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a table in `dtype`; only these are converted."""
+    """Return rows of a table in `dtype`; only these are converted."""
     if weight.value is None:
         return weight.values(dtype)[numbers]
     return weight.value[numbers].to(dtype)

@@ -1,10 +1,9 @@
-"""mHC: how four residual streams collapse into a sublayer's input and take its output back.
+"""Hyper-connections (mHC): four residual streams collapse into a sublayer's input and expand again.
 
 Legend: T tokens, S streams (4), D hidden width, N coefficients (S + S + S*S).
 Parameters `fn` [N, S*D], `base` [N], `scale` [3] in float32; rows of `fn`: S pre, S post, S*S mix.
-The direction matters: new stream k takes old stream j with mix[j, k], a sum over the FIRST index.
+Trap: new stream k takes old stream j with mix[j, k], a sum over the FIRST index.
 Sources: DeepSeek-V4 inference/model.py and kernel.py (hc_split_sinkhorn).
-Kept honest by suites/references/test_mixing.py.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ def expand(h_TD: Tensor, streams: int) -> Tensor:
 def _projected(
     x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts, numerics: Numerics
 ) -> Tensor:
-    """`(fn . x) * rho`: the norm factor after the product, as the official code has it."""
+    """Return `(fn . x) * rho`: the norm factor after the product, as in the official code."""
     flat = x_TSD.flatten(1).to(numerics.work)
     rho = torch.rsqrt(flat.square().mean(-1, keepdim=True) + facts.norm_epsilon)
     return (flat @ weights.fn.to(numerics.work).T) * rho
 
 
 def sinkhorn(logits_TSS: Tensor, iterations: int, epsilon: float) -> Tensor:
-    """Row softmax, then alternating normalisation; the first pass counts as one iteration."""
+    """Return row softmax, then alternate normalisation; the first pass counts as one iteration."""
     mix = torch.softmax(logits_TSS, dim=-1) + epsilon
     mix = mix / (mix.sum(dim=-2, keepdim=True) + epsilon)
     for _ in range(iterations - 1):
@@ -62,7 +61,7 @@ def sinkhorn(logits_TSS: Tensor, iterations: int, epsilon: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _scale_of_row(streams: int, device: torch.device) -> Tensor:
-    """Say which of the three scales each of the N rows takes."""
+    """Return which of the three scales each of the N rows takes."""
     rows = [0] * streams + [1] * streams + [2] * (streams * streams)
     return torch.tensor(rows, device=device)
 
@@ -70,9 +69,9 @@ def _scale_of_row(streams: int, device: torch.device) -> Tensor:
 def mixing_pre(
     x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts, numerics: Numerics
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapsed input [T, D], post [T, S] and mix [T, S, S]; the latter two stay in `work`.
+    """Return collapsed input [T, D], post [T, S] and mix [T, S, S]; the last two stay in `work`.
 
-    A few tokens on the CPU take the compiled twin.
+    A few tokens on the CPU take the compiled loop.
     """
     parts = (x_TSD, weights.fn, weights.base, weights.scale)
     few = x_TSD.shape[0] <= _FEW_TOKENS and x_TSD.device.type == "cpu"
@@ -92,7 +91,7 @@ def mixing_pre(
 def mixing_pre_definition(
     x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts, numerics: Numerics
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As mixing_pre, in torch, for any number of tokens and with gradients."""
+    """Compute mixing_pre in torch, for any number of tokens and with gradients."""
     streams = facts.streams
     m = _projected(x_TSD, weights, facts, numerics)
     scale, base = weights.scale.to(numerics.work), weights.base.to(numerics.work)
@@ -107,7 +106,7 @@ def mixing_pre_definition(
 def mixing_post(
     v_TD: Tensor, x_TSD: Tensor, post_TS: Tensor, mix_TSS: Tensor, numerics: Numerics
 ) -> Tensor:
-    """New streams: `post_k * v + sum_j mix[j, k] * x_j`, one rounding at the end."""
+    """Return new streams: `post_k * v + sum_j mix[j, k] * x_j`, one rounding at the end."""
     work = numerics.work
     if numerics.switches.mixing_in_storage_dtype:
         work = numerics.store
@@ -119,7 +118,7 @@ def mixing_post(
 def collapse(
     x_TSD: Tensor, weights: MixingWeights, facts: MixingFacts, numerics: Numerics
 ) -> Tensor:
-    """Collapse the streams for good [T, D]: gates only, no Sinkhorn."""
+    """Collapse the streams after the last layer [T, D]: gates only, no Sinkhorn."""
     m = _projected(x_TSD, weights, facts, numerics)
     scale, base = weights.scale.to(numerics.work), weights.base.to(numerics.work)
     pre = torch.sigmoid(m * scale + base) + facts.epsilon

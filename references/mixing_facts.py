@@ -1,4 +1,4 @@
-"""What mHC is told: its sizes and its weights; its compiled twin needs them as well."""
+"""Sizes and weights of the hyper-connections (mHC), shared by mixing.py and its compiled form."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""In which arithmetic a reference computes: definition, official rounding points, or twin.
-
-Owns the record that every component receives, and one switch for each point on which the sources
-disagree. A component never asks for a mode: it asks for a working dtype, a stored dtype and a
-switch. Refuses dtypes in which no definition is possible.
+"""The arithmetic of a reference: definition, official rounding points (bf16), or twin.
 
 * definition: everything in float64 (or float32), nothing rounded and nothing quantised on the way;
 * bf16: float32 inside a component, BF16 where the official code stores;
 * twin: as bf16, with operands quantised by recipe and products summed in float64.
 
-The defaults are the official code of each family, except that caches are exact: their rounding is
-chosen by name, with a source of SOURCES or a switch. In the definition switches that only round
-change nothing. Kept honest by suites/references/test_numerics_switches.py: both sides of each.
+Every component receives a Numerics record: a working dtype, a stored dtype, and one switch for each
+point on which the sources disagree. Components never branch on the mode itself. The defaults are
+the official code of each family, except that caches are exact: choose their rounding with a source
+of SOURCES or a switch. In the definition, switches that only round change nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ FEW_TOKENS = 4  # up to here compiled loops do what calls of torch would mostly 
 
 
 class Mode(StrEnum):
-    """Which of the three arithmetics."""
+    """The three arithmetics."""
 
     DEFINITION = "definition"
     BF16 = "bf16"
@@ -66,7 +63,7 @@ class HeadNorm(StrEnum):
 
 
 class DecodedOperands(StrEnum):
-    """What becomes of a number behind its decoding, in front of the product."""
+    """What happens to a decoded number before the product."""
 
     EXACT = "exact"  # block and tensor scales are applied in the product
     WEIGHTS = "weights_bf16"  # a BF16 model on decoded weights
@@ -75,7 +72,7 @@ class DecodedOperands(StrEnum):
 
 @dataclass(frozen=True)
 class Switches:
-    """What the sources disagree about. `None` means: as the official code of the family."""
+    """Points on which the sources disagree. `None` means: as the official code of the family."""
 
     kv_cache: KeyValueCache = KeyValueCache.EXACT
     cache_scale_floored: bool = False  # FlashMLA's helper: scale >= 1e-4; official: amax >= 1e-4
@@ -108,7 +105,7 @@ class Switches:
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:
-        """What stands under the root of V3.2's norms of latents."""
+        """Return the epsilon under the root of V3.2's norms of latents."""
         return configured if self.latent_norm_epsilon is None else self.latent_norm_epsilon
 
 
@@ -158,7 +155,7 @@ SOURCES: Mapping[str, Switches] = MappingProxyType(
 
 
 def switches_of(source: str) -> Switches:
-    """Look up the choices of one source; an unknown name is refused."""
+    """Return the switches of one source; raise on an unknown name."""
     if source not in SOURCES:
         raise UnknownName.among("source of switches", source, SOURCES)
     return SOURCES[source]
@@ -179,7 +176,7 @@ class Numerics:
     def definition(
         cls, dtype: torch.dtype = torch.float64, switches: Switches | None = None, **changes: Any
     ) -> Numerics:
-        """Nothing is rounded on the way; float64 unless float32 is asked for."""
+        """Make the arithmetic without rounding; float64 unless float32 is requested."""
         if dtype not in (torch.float64, torch.float32):
             raise DtypeMismatch(
                 "dtype", dtype, "float64 or float32", "Use Numerics.bf16() for stored BF16."
@@ -188,7 +185,7 @@ class Numerics:
 
     @classmethod
     def bf16(cls, switches: Switches | None = None, **changes: Any) -> Numerics:
-        """Float32 inside a component and one BF16 rounding where the official code stores."""
+        """Make float32 inside a component and one BF16 rounding where the official code stores."""
         chosen = _chosen(switches, changes)
         return cls(Mode.BF16, torch.float32, torch.bfloat16, torch.float32, chosen)
 
@@ -199,35 +196,35 @@ class Numerics:
         products: torch.dtype = torch.float64,
         **changes: Any,
     ) -> Numerics:
-        """Exact products of quantised operands; `products` is the dtype they are summed in."""
+        """Make exact products of quantised operands; `products` is the dtype they are summed in."""
         chosen = _chosen(switches, changes)
         return cls(Mode.TWIN, torch.float32, torch.bfloat16, products, chosen)
 
     @property
     def exact(self) -> bool:
-        """Whether this is the definition, where no quantisation takes place."""
+        """Return whether this is the definition, where nothing is quantised."""
         return self.mode is Mode.DEFINITION
 
     @property
     def on_the_way(self) -> Numerics:
-        """The arithmetic of what attention stores before its output."""
+        """Return the arithmetic of what attention stores before its output."""
         return self if self.within is None else replace(self, store=self.within, within=None)
 
     @property
     def operands(self) -> DecodedOperands:
-        """What becomes of quantised operands behind their decoding."""
+        """Return what happens to quantised operands after their decoding."""
         return DecodedOperands.EXACT if self.exact else self.switches.decoded_operands
 
     @property
     def norm_stored_before(self) -> torch.dtype | None:
-        """In which format norms keep their rows in front of the weight; None where they do not."""
+        """Return the dtype in which norms store rows before the weight; None where they do not."""
         rounds = self.switches.norm_rounded_before_weight and not self.exact
         return self.store if rounds else None
 
     def transforms(self, width: int) -> bool:
-        """Whether the indexer's rows of this width go through a Hadamard transform.
+        """Return whether the indexer's rows of this width go through a Hadamard transform.
 
-        Only a power of two has one. The others pass as they are, which changes no exact score.
+        Only a power of two has one. Others are left unchanged, which changes no exact score.
         """
         return self.switches.indexer_hadamard and width & (width - 1) == 0
 
@@ -243,12 +240,12 @@ def _chosen(switches: Switches | None, changes: Mapping[str, Any]) -> Switches:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`; torch's own call takes longer to find that there is nothing to do."""
+    """Return `x` in `dtype`; torch's own call takes longer when there is nothing to convert."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def compiles(numerics: Numerics, *tensors: Tensor) -> bool:
-    """Whether compiled loops may take float64 tensors: not for the definition, nor gradients."""
+    """Return whether compiled float64 loops may run: not in the definition or with gradients."""
     if numerics.exact or numerics.work is not torch.float64:
         return False
     return all(

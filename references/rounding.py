@@ -1,12 +1,11 @@
-"""Quantise-and-decode of cache rows and of the indexer's operands, as the official kernels do it.
+"""Quantise and decode cache rows and the indexer's operands, as the official kernels do.
 
 Legend: the last axis is cut into blocks; a value becomes scale * nearest representable code.
 UE8M0 scales are rounded up by the bits of amax * (1 / largest), a float32 product, so exact powers
-of two stay. Everything computes in float32 and returns float32. Refuses rows that no whole number
-of blocks fills.
+of two stay. Everything computes in float32 and returns float32. Rows must be whole blocks.
+Written without harness.formats, which it equals for every code.
 Sources: DeepSeek-V4 inference/kernel.py (act_quant, fp4_act_quant); FlashMLA tests/quant.py for the
 floor of the scale; flashinfer experimental/deepseek_v41/cache.py for NVFP4 rows.
-Kept honest by suites/references/test_rounding.py: equal to harness.formats for every code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NVFP4_SCALE_FLOOR = 2.0**-9  # smallest positive E4M3
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 value, ties to even, saturating at 6."""
+    """Return the nearest E2M1 value, ties to even, saturating at 6."""
     magnitude = x.abs().clamp(max=E2M1_LARGEST)
     # The spacing is 1/2 below 2, 1 below 4 and 2 above; torch.round takes ties to even.
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
@@ -39,7 +38,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """Nearest E4M3 value, ties to even, saturating at 448."""
+    """Return the nearest E4M3 value, ties to even, saturating at 448."""
     clamped = x.clamp(-E4M3_LARGEST, E4M3_LARGEST)
     return clamped.to(torch.float8_e4m3fn).to(torch.float32)
 
@@ -52,7 +51,7 @@ def power_of_two_above(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The blocks [..., n, block] in float32 and each one's largest magnitude [..., n, 1]."""
+    """Return the blocks [..., n, block] in float32 and each one's largest magnitude [..., n, 1]."""
     count, rest = divmod(x.shape[-1], block)
     if rest:
         raise ShapeMismatch(
@@ -64,7 +63,7 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def through_fp8(x: Tensor, block: int, *, scale_floored: bool = False) -> Tensor:
-    """E4M3 with one UE8M0 scale per block: latent rows (64 or 128), the indexer (128)."""
+    """Round to E4M3 with one UE8M0 scale per block: latent rows (64 or 128), the indexer (128)."""
     blocks, amax = _blocks(x, block)
     if scale_floored:
         scale = power_of_two_above((amax * (1.0 / E4M3_LARGEST)).clamp(min=FP8_FLOOR))
@@ -74,21 +73,21 @@ def through_fp8(x: Tensor, block: int, *, scale_floored: bool = False) -> Tensor
 
 
 def through_fp8_f32(x: Tensor, block: int) -> Tensor:
-    """E4M3 with one float32 scale per block: the 656-byte rows of V3.2."""
+    """Round to E4M3 with one float32 scale per block: the 656-byte rows of V3.2."""
     blocks, amax = _blocks(x, block)
     scale = amax.clamp(min=FP8_FLOOR) / E4M3_LARGEST
     return (round_e4m3(blocks / scale) * scale).flatten(-2)
 
 
 def through_mxfp4(x: Tensor, block: int = 32) -> Tensor:
-    """E2M1 with one UE8M0 scale per block: the indexer's queries and keys."""
+    """Round to E2M1 with one UE8M0 scale per block: the indexer's queries and keys."""
     blocks, amax = _blocks(x, block)
     scale = power_of_two_above(amax.clamp(min=FP4_AMAX_FLOOR) * (1.0 / E2M1_LARGEST))
     return (round_e2m1(blocks / scale) * scale).flatten(-2)
 
 
 def through_nvfp4_row(x: Tensor, block: int = 16) -> Tensor:
-    """E2M1 with one E4M3 scale per block and no tensor scale: the NVFP4 cache rows."""
+    """Round to E2M1 with one E4M3 scale per block and no tensor scale: the NVFP4 cache rows."""
     blocks, amax = _blocks(x, block)
     scale = round_e4m3(amax.clamp(min=E2M1_LARGEST * NVFP4_SCALE_FLOOR) / E2M1_LARGEST)
     return (round_e2m1(blocks / scale) * scale).flatten(-2)

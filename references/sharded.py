@@ -1,12 +1,13 @@
-"""Runs of the references over several ranks: tensor, expert and pipeline parallel, by a plan.
+"""Run a reference over several ranks, tensor, expert and pipeline parallel, by a sharding plan.
 
-Every rank binds the same components to the boxes that harness.model.sharding gives it. What has
-to cross ranks is wrapped around single components (a sum behind wo_b, a gather behind head), so
-the wiring is that of one rank. Tokens are the same on all ranks; attention is repeated where ep is
-larger than tp. Sums run in the order of ranks, so all ranks have the same bits.
+Every rank binds the same components to the boxes that harness.model.sharding gives it. Exchanges
+between ranks are wrapped around single components (a sum after wo_b, a gather after head), so the
+wiring is that of one rank. Tokens are the same on all ranks; attention is repeated where ep is
+larger than tp. Sums run in the order of ranks, so all ranks have the same bits; in float64 the
+result equals that of one rank to 1e-12.
 
-Refuses worlds smaller than the plan and cuts through a scale block. Legend: T tokens, V vocabulary.
-Kept honest by suites/references/test_sharded.py: equal to one rank to 1e-12 in float64.
+The world may not be smaller than the plan. No cut may split a scale block.
+Legend: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Team:
     group: Any
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Everybody's tensor, in the order of ranks."""
+        """Return every rank's tensor, in the order of ranks."""
         if len(self.ranks) == 1:
             return [x]
         mine = x.contiguous().flatten().view(torch.uint8)  # gloo knows few dtypes
@@ -76,7 +77,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Teams:
-    """Where a rank stands: its stage, who shares attention, experts, and its pipeline."""
+    """The teams of one rank: attention, experts and pipeline, and its stage."""
 
     stage: int
     attention: Team
@@ -85,7 +86,7 @@ class Teams:
 
     @classmethod
     def of(cls, plan: Plan) -> Teams | None:
-        """Make the teams of a plan; every rank of the world calls this, outsiders get None."""
+        """Make the teams of a plan; every rank of the world calls this, ranks outside get None."""
         world, rank = distributed.get_world_size(), distributed.get_rank()
         if plan.ranks > world:
             raise InvalidArgument(
@@ -109,9 +110,9 @@ def _teams(members: list[tuple[int, ...]]) -> list[Team]:
 
 
 class RankWeights(Mapping[str, Weight]):
-    """What one rank holds of a mapping of whole weights, cut when it is read.
+    """One rank's part of a mapping of whole weights, cut when it is read.
 
-    Of experts elsewhere only the input scale is there, as vLLM keeps it on every rank.
+    Experts of other ranks have their input scale only, as vLLM keeps it on every rank.
     """
 
     def __init__(self, whole: Mapping[str, Weight], plan: Plan, rank: int) -> None:
@@ -137,7 +138,7 @@ class RankWeights(Mapping[str, Weight]):
         return self._cut[key]
 
     def _nothing(self, parameter: Parameter) -> Tensor:
-        """An empty piece: padding left nothing of this parameter for this rank."""
+        """Return an empty piece: padding left nothing of this parameter for this rank."""
         cut = STYLES[self._plan.config.family, self._plan.style][parameter.row.name].dim
         return torch.zeros([0 if i == cut else n for i, n in enumerate(parameter.shape)])
 
@@ -149,7 +150,7 @@ class RankWeights(Mapping[str, Weight]):
 
 
 def sliced(weight: Weight, box: Box, name: str) -> Weight:
-    """One box of a weight; codes are cut together with their scales."""
+    """Return one box of a weight; codes are cut together with their scales."""
     if weight.storage is None:
         value = weight.values(weight.value.dtype) if weight.value is not None else torch.empty(0)
         return Weight(value[tuple(slice(*r) for r in box.ranges)], input_scale=weight.input_scale)
@@ -198,7 +199,7 @@ class ShardedModel:
         self.layers = config.layers[start:stop]
 
     def forward(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
-        """Logits [T, V] of the new tokens, on every rank; the sequences move on."""
+        """Return logits [T, V] of the new tokens, on every rank, and advance the sequences."""
         step = Step.of([each.length for each in sequences], tokens)
         stage, line, last = self.teams.stage, self.teams.pipeline, self.plan.pp - 1
         state = self._entering(step)
@@ -216,7 +217,7 @@ class ShardedModel:
         return self._shared(logits, len(step.tokens))
 
     def _entering(self, step: Step) -> dict[str, Tensor]:
-        """What enters the stage: embedded tokens, or room for what the stage before sends."""
+        """Return the stage's input: embedded tokens, or a buffer for the stage before it."""
         model = self.model
         store, config = model.bound.numerics.store, self.plan.config
         if self.teams.stage:
@@ -243,7 +244,7 @@ class ShardedModel:
         return bound("head", x=bound("norm", **state)["out"])["out"]
 
     def _shared(self, logits: Tensor | None, tokens: int) -> Tensor:
-        """Hand the last stage's logits to every stage."""
+        """Send the last stage's logits to every stage."""
         line = self.teams.pipeline
         if logits is None:
             work = self.model.bound.numerics.work
@@ -269,7 +270,7 @@ def _receive(x: Tensor, rank: int) -> None:
 
 
 def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
-    """Wrap the components behind or in front of which ranks exchange something."""
+    """Wrap the components before or after which ranks exchange tensors."""
     cut = STYLES[plan.config.family, plan.style] if plan.tp > 1 else {}
     low = _first_row(plan, rank)
     summed = {
@@ -295,7 +296,7 @@ def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
 
 
 def _first_row(plan: Plan, rank: int) -> int:
-    """First row of the embedding that a rank holds; 0 where it holds none."""
+    """Return the first row of the embedding that a rank holds; 0 where it holds none."""
     table = next(p for p in parameters(plan.config) if p.name == "embed")
     box = plan.box_on(table, rank)
     return box.ranges[0][0] if box else 0
@@ -318,7 +319,7 @@ def _summed(
 def _gathered(
     call: ComponentCall, team: Team, inputs: Tensors, weights: Mapping[str, object]
 ) -> Tensors:
-    """Put the logits of all parts of the vocabulary side by side."""
+    """Concatenate the logits of all parts of the vocabulary."""
     return {"out": torch.cat(team.gather(call(inputs, weights)["out"]), dim=-1)}
 
 
@@ -330,7 +331,7 @@ def _embedded(
     inputs: Tensors,
     weights: Mapping[str, Weight],
 ) -> Tensors:
-    """Look tokens up where their row lies; elsewhere they are zero."""
+    """Look tokens up in the rows of this rank; all others are zero."""
     if len(team.ranks) == 1:
         return call(inputs, weights)
     rows = next(iter(weights.values())).shape[0]
@@ -343,7 +344,7 @@ def _embedded(
 def _local(
     call: ComponentCall, experts: range, inputs: Tensors, weights: Mapping[str, object]
 ) -> Tensors:
-    """Let a rank see its own experts only; the slots of others are nobody's here."""
+    """Keep the slots of a rank's own experts; set all others to -1."""
     if "experts" not in inputs:
         return call(inputs, weights)
     chosen = inputs["experts"]

@@ -1,7 +1,7 @@
-"""What a sequence carries from one call to the next: rows, entries, compressor state, position.
+"""State of a sequence between calls: cached rows, entries, compressor state, position.
 
-Owns growing buffers and nothing else; every number in them was produced by a component.
-Refuses calls without tokens, more token lists than sequences, and a sequence twice in one call.
+Every number in the buffers was produced by a component. A call needs tokens, one sequence for each
+token list, and no sequence twice.
 Legend: L latent width, n rows so far, R state rows, T tokens.
 """
 
@@ -45,12 +45,12 @@ class Rows:
         self.count += new
 
     def last(self, count: int) -> Tensor:
-        """The last `count` rows, or all there are."""
+        """Return the last `count` rows, or all there are."""
         assert self._buffer is not None, "rows are written before they are read"
         return self._buffer[max(0, self.count - count) : self.count]
 
     def all(self) -> Tensor:
-        """Every row that is kept."""
+        """Return every row that is kept."""
         return self.last(self.count if self._keep is None else self._keep)
 
     def copy(self) -> Rows:
@@ -63,7 +63,7 @@ class Rows:
 
 @dataclass
 class BlockState:
-    """One block's memory of one sequence.
+    """State of one block for one sequence.
 
     `rows`: V4 the window, V3.2 every cached row; `entries`: V4's compressed rows, V3.2's expanded
     keys and values (naive form); `keys`: the indexer's.
@@ -83,7 +83,7 @@ class BlockState:
 
 @dataclass
 class Sequence:
-    """One sequence: how many tokens it has seen, and each block's memory."""
+    """State of one sequence: how many tokens it has, and the state of each block."""
 
     length: int = 0
     blocks: dict[str, BlockState] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Sequence:
     def block(
         self, prefix: str, dtype: torch.dtype | None = None, window: int | None = None
     ) -> BlockState:
-        """The memory of one block, made on first use; rows beyond `window` may go."""
+        """Return the state of one block, made on first use; rows beyond `window` may go."""
         if prefix not in self.blocks:
             made = (Rows(window, dtype), Rows(dtype=dtype), Rows(dtype=dtype))
             self.blocks[prefix] = BlockState(*made)

@@ -1,20 +1,19 @@
-"""What a tensor core returns, bit for bit: the steps of wgmma and tcgen05, and GEMMs made of them.
+"""Bit-exact model of tensor cores: the steps of wgmma and tcgen05, and GEMMs made of them.
 
-Owns the arithmetic of the instructions in INSTRUCTIONS. One step adds the products of `step`
-elements of K to C: every term is exact; all are aligned to the largest *nominal* exponent (the sum
-of the operands' exponents; a product is not normalised first); each is truncated to
-`fraction_bits` below it; the rest is added exactly and truncated once to fp32. A GEMM is these
-steps in the order of K, so tiles and clusters change no bit unless they split K.
+INSTRUCTIONS lists the instructions. One step adds the products of `step` elements of K to C: every
+term is exact; all are aligned to the largest *nominal* exponent (the sum of the operands'
+exponents; a product is not normalised first); each is truncated to `fraction_bits` below it; the
+rest is added exactly and truncated once to fp32. A GEMM is these steps in the order of K, so tiles
+and clusters change no bit unless they split K.
 
 Fixed point: a term is an integer times 2**(exponent - fraction_bits). 16-bit products are below
 4 * 2**25 (int32); a group of mxf4nvf4 is below 576 * 3.52 * 2**35 < 2**46, a sum of all below
 2**49 (int64). Hence nothing rounds but the two truncations.
 
-Refuses K that is not whole steps, 16-bit formats mixed, fp8 operands and accumulators other than
-fp32; K = 96, sparse forms and negated operands have no parameter. The fp32 tensor scales of NVFP4
-belong to the epilogue of a kernel, not here. Kept honest by suites/references/test_tensor_core.py
-(package mmasim, rational arithmetic) and, for wgmma, by suites/support/probes/sm90_probe_wgmma.py
-on an H200. Source of the constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1.
+Not covered: K that is not whole steps, mixed 16-bit formats, fp8 operands, accumulators other than
+fp32, K = 96, sparse forms, negated operands. The fp32 tensor scales of NVFP4 belong to a kernel's
+epilogue. Constants: MMA-Sim (arXiv 2511.10909), package mmasim 2.1.1; checked against that package
+and rational arithmetic, and wgmma on an H200 (sm90_probe_wgmma.py).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _LARGEST_SHIFT = 63  # a shift by the width of the integer or more is undefined
 
 @dataclass(frozen=True)
 class StepRule:
-    """One instruction: what it takes, how much of K is one step, and how it aligns.
+    """One instruction: its operands, how much of K is one step, and how it aligns.
 
     `block` is the extent of K under one scale; 0 says that the instruction takes no scales.
     """
@@ -153,9 +152,9 @@ class Parts(NamedTuple):
 
 
 def split_codes(codes: Tensor, fmt: ElementFormat) -> Parts:
-    """Cut int32 codes into signed significands and unbiased exponents; subnormals keep the least.
+    """Split int32 codes into signed significands and unbiased exponents; subnormals keep the least.
 
-    What NaN and infinities become means nothing: callers overwrite their results.
+    The result of NaN and infinities is meaningless: callers overwrite it.
     """
     field = (codes >> fmt.mantissa_bits) & fmt.exponent_mask
     fraction = codes & fmt.mantissa_mask
@@ -219,7 +218,7 @@ def _scaled_step(a: _Scaled, b: _Scaled, c_MN: Tensor, rule: StepRule) -> Tensor
 
 
 def all_products_zero(a_TMK: Tensor, b_TNK: Tensor) -> Tensor:
-    """Tell groups of zeros, which align as zeros, from groups that cancel, which do not."""
+    """Return which sums have only zero products: these align as zeros, sums that cancel do not."""
     return torch.bmm(a_TMK.abs(), b_TNK.abs().mT) == 0
 
 

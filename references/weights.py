@@ -1,11 +1,9 @@
-"""Weights for models that no checkpoint holds: random ones, and quantised ones made from others.
+"""Weights for models without a checkpoint: random ones, and quantised ones made from others.
 
-Owns two mappings from logical parameter names to Weight records, `random_weights` of a config and
-`quantised_weights` of a mapping under a recipe, and InputAmax, the observer that finds the input
-scales. Random values depend on seed and parameter name alone: a rank may make only what it holds.
-Gate and up of one expert share their tensor scale and input scale, as ModelOpt's exports have it.
-Refuses nothing of its own: formats and shapes are judged by harness.formats.
-Kept honest by suites/references/test_weights.py.
+`random_weights` and `quantised_weights` return mappings from logical parameter names to Weight
+records; the observer InputAmax finds the input scales. Random values depend on seed and parameter
+name alone, so a rank may make only what it holds. Gate and up of one expert share their tensor
+scale and input scale, as in ModelOpt's exports.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ NVFP4_LARGEST = 6.0 * 448.0  # a decode scale is amax over this: E2M1's largest 
 def random_weights(
     config: Config, seed: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Weight]:
-    """Weights of every parameter, scaled so that activations keep their size through the layers.
+    """Return random weights of every parameter, scaled so that activations keep their size.
 
     Values are rounded to what a checkpoint stores (BF16 or F32), then held as `dtype`, or as F32
     and int64 where the checkpoint has these.
@@ -49,7 +47,7 @@ def random_weights(
 
 
 def _random(parameter: Parameter, config: Config, seed: int, dtype: torch.dtype) -> Tensor:
-    """One parameter's values, from a generator that its name seeds."""
+    """Return one parameter's values, from a generator that its name seeds."""
     digest = hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     shape, row = parameter.shape, parameter.row
@@ -81,7 +79,7 @@ def quantised_weights(
 ) -> dict[str, Weight]:
     """Quantise plain weights by recipe; formats that `dialect` does not write are canonical.
 
-    With `input_amax`, linears behind NVFP4 activations get an input scale; an expert that no
+    With `input_amax`, linears with NVFP4 activations get an input scale; an expert that no
     token visited takes the largest of the same projection over all layers, as ModelOpt does.
     """
     made = {}
@@ -108,7 +106,7 @@ def _writes(dialect: Dialect, form: BlockFormat) -> bool:
 
 
 def _partner(parameter: Parameter, weights: Mapping[str, Weight]) -> Weight | None:
-    """The up projection of a gate projection, and the reverse."""
+    """Return the up projection of a gate projection, and the reverse."""
     stem, _, part = parameter.name.rpartition(".")
     other = {"w1": "w3", "w3": "w1"}.get(part)
     return weights.get(f"{stem}.{other}") if other else None
@@ -117,7 +115,7 @@ def _partner(parameter: Parameter, weights: Mapping[str, Weight]) -> Weight | No
 def _input_scale(
     parameter: Parameter, formats: Formats, input_amax: Mapping[str, Tensor] | None
 ) -> Tensor | None:
-    """Amax / (6 * 448) of the activations in front of a linear, where they become NVFP4."""
+    """Return amax / (6 * 448) of a linear's activations, where they become NVFP4."""
     if input_amax is None or formats.activation != "NVFP4":
         return None
     amax = input_amax.get(parameter.name)
@@ -131,7 +129,7 @@ def _input_scale(
 
 
 class InputAmax:
-    """An observer that keeps the largest magnitude in front of every linear, expert by expert."""
+    """An observer that keeps the largest input magnitude of every linear, expert by expert."""
 
     def __init__(self, config: Config) -> None:
         self.largest: dict[str, Tensor] = {}
@@ -147,7 +145,7 @@ class InputAmax:
     def __call__(
         self, component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> None:
-        """Look at the input of a component that reads linears."""
+        """Record the input of a component that reads linears."""
         del outputs
         names = self._linears.get(component, ())
         if not names or "x" not in inputs:

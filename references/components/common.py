@@ -1,4 +1,4 @@
-"""Components that both families have: ends, norms, linears, quantisation in front of them, router.
+"""Components that V4 and V3.2 share: embedding, head, norms, linears, quantisation, router.
 
 Legend: T tokens, D hidden, V vocabulary, F expert width, N indexer heads.
 Each is a pure function from named tensors to named tensors, bound to its facts by binding.py.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def embed(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Rows of the embedding table."""
+    """Return rows of the embedding table."""
     return {"out": table_rows(single(weights), inputs["tokens"], facts.numerics.store)}
 
 
 def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """RMSNorm with weight."""
+    """Apply RMSNorm with weight."""
     (name,) = weights
     weight = weights[name].values(facts.numerics.work)
     out = elementary.rms_norm(inputs["x"], weight, facts.norm_epsilon(name), facts.numerics)
@@ -42,12 +42,12 @@ def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def head(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Logits [T, V] in the working dtype: the official product is float32 by float32."""
+    """Return logits [T, V] in the working dtype; the official product is in float32."""
     return {"out": product(inputs["x"], single(weights), facts.numerics.work, facts.numerics)}
 
 
 def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """One linear; codes in place of values where the recipe quantises its input."""
+    """Apply one linear; its input is codes where the recipe quantises it."""
     (name,) = weights
     numerics = facts.numerics
     x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
@@ -55,7 +55,7 @@ def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Linears that share their input, outputs side by side: gate and up [T, 2F], gate first."""
+    """Apply linears of one input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
     form = facts.activation(next(iter(weights)))
     x = activation_values(inputs, form, numerics.products, numerics)
@@ -71,13 +71,13 @@ def act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def gate(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Router logits."""
+    """Return router logits."""
     weight = single(weights).values(facts.numerics.work)
     return {"out": routing.logits(inputs["x"], weight, facts.numerics)}
 
 
 def shared_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """SwiGLU of the shared expert, or of a dense layer."""
+    """Apply SwiGLU of the shared expert, or of a dense layer."""
     del weights
     gate_up = cast(inputs["x"], facts.numerics.work)
     width = gate_up.shape[-1] // 2

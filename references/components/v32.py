@@ -1,10 +1,10 @@
-"""The components that only DeepSeek-V3.2 has, each a pure function on named tensors.
+"""Components of DeepSeek-V3.2 alone, each a pure function on named tensors.
 
+They are the fused residual, MLA in two forms, the indexer's keys, and expert groups; what V4 has as
+well is in components/common.py and experts.py.
 Legend: T tokens, H heads, C latent width (kv_lora_rank), P rotated width, n nope width,
 v value width, R rows of a sequence, N indexer heads, I indexer width, K experts a token.
-A cached row is the latent (C) followed by the rotated key (P). What V4 has as well is in
-components_common and experts; here are the fused residual, MLA in two forms, the indexer's keys,
-and expert groups. Kept honest by suites/references/test_v32_against_transformers.py.
+A cached row is the latent (C) followed by the rotated key (P).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOKENS_AT_ONCE = 128
 def residual_norm(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Add to the residual in the working dtype and norm that sum; the sum is stored rounded.
 
-    There is no residual in front of the first layer.
+    The first layer has no residual.
     """
     numerics = facts.numerics
     total = inputs["x"].to(numerics.work)
@@ -69,14 +69,14 @@ def rope(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def kv_write(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Rows [T, C + P] as they are read back: latent rounded in blocks of 128, key as it is."""
+    """Return rows [T, C + P] as read back: latent rounded in blocks of 128, key unchanged."""
     del weights
     latent = rounding.through_cache(inputs["latent"], 128, facts.numerics)
     return {"out": torch.cat((latent, inputs["key"]), dim=-1)}
 
 
 def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Attention over chosen tokens; absorbed where no expanded keys and values arrive.
+    """Attend to the chosen tokens, in absorbed form unless expanded keys and values arrive.
 
     `rows` is what this call wrote, `state_rows` all that earlier ones did; `expanded` likewise.
     """
@@ -106,7 +106,7 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def _memories(spans: Sequence[Span], before: Tensor | None, made: Tensor) -> list[Tensor]:
-    """Each sequence's rows: those of earlier calls, then those of this one."""
+    """Return each sequence's rows: those of earlier calls, then those of this one."""
     found, old = [], 0
     for span in spans:
         own = made[span.tokens]
@@ -118,7 +118,7 @@ def _memories(spans: Sequence[Span], before: Tensor | None, made: Tensor) -> lis
 
 
 def indexer_q(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Indexer queries [T, N, I]."""
+    """Return indexer queries [T, N, I]."""
     del weights
     x = inputs["x"]
     q_TNI = x.reshape(x.shape[0], -1, facts.config.index_head_dim)
@@ -126,7 +126,7 @@ def indexer_q(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def indexer_k(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Indexer keys [T, I]: LayerNorm, then the transforms of the queries."""
+    """Return indexer keys [T, I]: LayerNorm, then the transforms of the queries."""
     work = facts.numerics.work
     by_part = {name.rpartition(".")[2]: weights[name].values(work) for name in weights}
     weight, bias = by_part["k_norm"], by_part["bias"]
@@ -155,14 +155,14 @@ def _index_operand(facts: V32Facts, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def indexer_weights(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Head weights [T, N], scaled by (I * N)^-1/2; float32 throughout in the official code."""
+    """Return head weights [T, N], scaled by (I * N)^-1/2; the official code computes in float32."""
     c = facts.config
     made = product(inputs["x"], single(weights), facts.numerics.work, facts.numerics)
     return {"out": made * (c.index_head_dim * c.index_n_heads) ** -0.5}
 
 
 def indexer_scores(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Scores [T, longest sequence], -inf beyond the token's own position."""
+    """Return scores [T, longest sequence], -inf beyond the token's own position."""
     del weights
     spans, q = spans_of(inputs), inputs["q"]
     keys = _memories(spans, inputs.get("state_keys"), inputs["keys"])
@@ -177,13 +177,13 @@ def indexer_scores(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs
 
 
 def indexer_topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Token numbers [T, K] within the token's own sequence, -1 for none."""
+    """Return token numbers [T, K] within the token's own sequence, -1 for none."""
     del weights
     return {"out": indexer.top_k(inputs["scores"], facts.config.index_topk)}
 
 
 def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Sigmoid scores, choice inside the best groups by biased score, weights by plain score."""
+    """Choose experts by biased sigmoid scores inside the best groups; weight them by plain ones."""
     c = facts.config
     score_TE = torch.sigmoid(inputs["logits"])
     biased = score_TE + single(weights).values(facts.numerics.work)
@@ -195,7 +195,7 @@ def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def join(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """The drafter's input: normed embedding, then normed hidden state."""
+    """Return the drafter's input: normed embedding, then normed hidden state."""
     del facts, weights
     return {"out": torch.cat((inputs["e"], inputs["h"]), dim=-1)}
 

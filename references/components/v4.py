@@ -1,10 +1,9 @@
-"""The components that only DeepSeek-V4 has, each a pure function on named tensors.
+"""Components of DeepSeek-V4 alone, each a pure function on named tensors.
 
 Legend: T tokens, B sequences, D hidden, S streams, H heads, L latent width, N indexer heads,
 I indexer width, K experts a token, W entries, R rows of a sequence.
-The tables at the end map the component names of harness.model to functions; the model
-(model/v4.py) is composed of exactly these, so replaying one and running the model are the same
-code. Kept honest by suites/references/test_v4_against_transformers.py.
+The tables at the end map the component names of harness.model to functions. model/v4.py is composed
+of exactly these, so replaying one component and running the model execute the same code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _TOKENS_AT_ONCE = 128  # attended to together; bounds how many masked rows a ste
 
 
 def draft_embed(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """The embedding for the drafter; one source zeroes it at position 0."""
+    """Return the embedding for the drafter; one source zeroes it at position 0."""
     outputs = common.embed(facts, inputs, weights)
     if facts.numerics.switches.first_draft_embedding_zeroed:
         outputs["out"] = outputs["out"].masked_fill(inputs["positions"][:, None] == 0, 0.0)
@@ -51,7 +50,7 @@ def draft_embed(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def join(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """The drafter's streams: the embedding's projection is added to every stream's."""
+    """Return the drafter's streams: the embedding's projection is added to every stream's."""
     del weights
     work = facts.numerics.work
     total = cast(inputs["e"], work).unsqueeze(1) + cast(inputs["h"], work)
@@ -82,14 +81,14 @@ def hc_post(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def hc_head(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Collapse the streams for good."""
+    """Collapse the streams after the last layer."""
     coefficients = _mixing_weights(weights, facts.numerics.work)
     out = mixing.collapse(inputs["streams"], coefficients, facts.mixing, facts.numerics)
     return {"out": out}
 
 
 def q_head_norm_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Heads [T, H, L]: weightless RMS, rotation."""
+    """Return heads [T, H, L] after weightless RMS and rotation."""
     del weights
     x = inputs["x"]
     q_THL = x.reshape(x.shape[0], -1, facts.config.head_dim)
@@ -98,14 +97,14 @@ def q_head_norm_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Output
 
 
 def kv_norm_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """The shared latent row [T, L]."""
+    """Return the shared latent row [T, L]."""
     table = elementary.rotation_table(facts.rope, inputs["positions"], facts.numerics)
     weight, epsilon = single(weights).values(facts.numerics.work), facts.config.rms_norm_eps
     return {"out": attention.latent(inputs["x"], weight, table, epsilon, facts.numerics)}
 
 
 def cache_write(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Rows as they are read back from the cache: the leading dims rounded, the rotated ones not."""
+    """Return rows as read back from the cache: leading dims rounded, rotated ones unchanged."""
     del weights
     x, plain = inputs["x"], facts.config.nope_head_dim
     rounded = rounding.through_cache(x[..., :plain], 64, facts.numerics)
@@ -113,7 +112,7 @@ def cache_write(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def compressor_proj(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Latent and gate projections, kept in the working dtype."""
+    """Return latent and gate projections, kept in the working dtype."""
     numerics = facts.numerics
     kept = numerics.store if numerics.switches.pooling_in_storage_dtype else numerics.work
     form = facts.activation(next(iter(weights)))
@@ -126,7 +125,7 @@ def compressor_proj(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
 
 
 def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Entries that this call completes, sequence after sequence, and the carried state."""
+    """Return the entries that this call completes, by sequence, and the carried state."""
     numerics, ratio = facts.numerics, facts.decoder_block.ratio
     by_part = {name.rpartition(".")[2]: weights[name].values(numerics.work) for name in weights}
     norm_E = by_part["norm"]
@@ -150,7 +149,7 @@ def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
 
 
 def indexer_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """As the main compressor, then Hadamard and rounding of the keys."""
+    """Pool as the main compressor does, then apply Hadamard and rounding of the keys."""
     outputs = compressor_pool(facts, inputs, weights)
     outputs["out"] = _indexer_operand(facts, outputs["out"])
     return outputs
@@ -166,7 +165,7 @@ def _indexer_operand(facts: V4Facts, x: Tensor) -> Tensor:
 
 
 def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Indexer queries [T, N, I]: rotation, Hadamard, rounding."""
+    """Return indexer queries [T, N, I]: rotation, Hadamard, rounding."""
     del weights
     x, numerics = inputs["x"], facts.numerics
     q_TNI = x.reshape(x.shape[0], -1, facts.config.index_head_dim).to(numerics.work)
@@ -178,7 +177,7 @@ def indexer_q(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def indexer_weights(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Head weights [T, N], scaled by (I * N)^-1/2; the projection is stored before."""
+    """Return head weights [T, N], scaled by (I * N)^-1/2; the projection is stored first."""
     c, numerics = facts.config, facts.numerics
     made = cast(product(inputs["x"], single(weights), numerics.work, numerics), numerics.store)
     scaled = cast(made, numerics.work) * (c.index_head_dim * c.index_n_heads) ** -0.5
@@ -187,7 +186,7 @@ def indexer_weights(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
 
 
 def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Scores [T, most entries of a sequence], -inf where nothing is to be seen."""
+    """Return scores [T, most entries of a sequence], -inf where no entry is visible."""
     del weights
     ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
     q, visible = inputs["q"], None
@@ -210,7 +209,7 @@ def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def _memories(
     spans: Sequence[Span], before: Tensor | None, made: Tensor, ratio: int
 ) -> list[Tensor]:
-    """Each sequence's entries: those of earlier calls, then those of this one."""
+    """Return each sequence's entries: those of earlier calls, then those of this one."""
     found, old, new = [], 0, 0
     for span in spans:
         kept, added = span.entries_before(ratio), span.entries_made(ratio)
@@ -224,13 +223,13 @@ def _memories(
 
 
 def indexer_topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Entry numbers [T, K] within the token's own sequence, -1 for none."""
+    """Return entry numbers [T, K] within the token's own sequence, -1 for none."""
     del weights
     return {"out": indexer.top_k(inputs["scores"], facts.config.index_topk)}
 
 
 def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Attention over each token's window and its entries: the chosen, or else all visible ones.
+    """Attend to each token's window and its entries: the chosen ones, or all visible ones.
 
     `window` and `compressed` are what this call wrote; `state_window` holds the rows of the
     window - 1 tokens before it, or of all there are, `state_compressed` all earlier entries.
@@ -261,9 +260,9 @@ def _attend_some(
     memory: tuple[list[Tensor], Tensor, int],
     sink: Tensor,
 ) -> Tensor:
-    """Some tokens of one sequence over their window rows, in parts, and the entries.
+    """Attend from some tokens of one sequence to their window rows, in parts, and the entries.
 
-    `memory` ends with the position behind these tokens.
+    `memory` ends with the position after these tokens.
     """
     near, entries, stop = memory
     positions, window = inputs["positions"][tokens], facts.config.sliding_window
@@ -287,7 +286,7 @@ def _attend_some(
 
 
 def _near_rows(before: Tensor, since: Tensor, tokens: slice, reach: int) -> list[Tensor]:
-    """The rows that the windows of some tokens span, of `before` the call and `since` it began."""
+    """Return the rows that some tokens' windows span, `before` the call and `since` it began."""
     missing = tokens.stop - tokens.start + reach - since.shape[0]
     if missing <= 0:
         return [since[-missing:]]
@@ -302,7 +301,7 @@ def inverse_rope(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def wo_a(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """One matrix per output group."""
+    """Multiply each output group by its matrix."""
     (name,) = weights
     numerics, rank = facts.numerics, facts.config.o_lora_rank
     x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
@@ -316,7 +315,7 @@ def wo_a(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
-    """Chosen experts [T, K], by score or by the table of token ids, and their weights."""
+    """Return chosen experts [T, K], by score or by the table of token ids, and their weights."""
     c, numerics = facts.config, facts.numerics
     ((name, source),) = weights.items()
     score_TE = routing.sqrt_softplus(inputs["logits"])

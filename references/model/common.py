@@ -1,7 +1,7 @@
-"""What the two models have in common: linears behind their quantisation, experts, memory.
+"""Wiring that V4 and V3.2 share: linears after their quantisation, experts, state of earlier calls.
 
-Owns the part of the wiring that is the same in both families. It decides which output feeds which
-input and computes nothing. Legend: T tokens, B sequences, R rows of a sequence.
+It decides which output feeds which input and computes nothing.
+Legend: T tokens, B sequences, R rows of a sequence.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Wiring:
         self._config = config
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """One linear, behind its act_quant where the recipe has one."""
+        """Call one linear, after its act_quant where the recipe has one."""
         return self.bound(name, **self.quantised(name, x))["out"]
 
     def quantised(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """The input of linear `name`: as it is, or as codes and scales."""
+        """Return the input of linear `name`: values, or codes and scales."""
         if not self.bound.quantises(name):
             return {"x": x}
         return dict(self.bound(f"{name}.act_quant", x=x))
 
     def ffn(self, block: Block, x: Tensor, step: Step) -> Tensor:
-        """The feed-forward half: a dense MLP, or routed experts beside a shared one."""
+        """Call the feed-forward half: a dense MLP, or routed experts and a shared one."""
         p, bound = f"{block.prefix}.ffn.", self.bound
         if block.mlp_type is MlpType.DENSE:
             both = self.linear(f"{p}w13", x)
@@ -66,7 +66,7 @@ class Wiring:
 
 
 def memory(name: str, rows: Iterable[Rows]) -> dict[str, Tensor]:
-    """Earlier rows of all sequences as the input `name`, or nothing where there are none."""
+    """Return earlier rows of all sequences as the input `name`, or nothing where there are none."""
     kept = [each.all() for each in rows if each.count]
     if not kept:
         return {}

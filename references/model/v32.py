@@ -1,10 +1,8 @@
-"""DeepSeek-V3.2 as a composition of its components: wiring and caches, nothing that computes.
+"""DeepSeek-V3.2 as a composition of its components: wiring and caches, no arithmetic.
 
 Legend: T tokens of all sequences, D hidden, C latent width, P rotated width.
 `absorbed` chooses MLA's form: the naive one expands keys and values of every row, the absorbed one
 attends to the latents. The official code expands in prefill and absorbs in decode.
-Kept honest by suites/references/test_models.py, test_common_drafters.py and
-test_v32_against_transformers.py.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class ModelV32(Wiring):
     def forward(
         self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
     ) -> Tensor:
-        """Logits of the new tokens (or of each sequence's last one); the sequences move on."""
+        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
         step = Step.of([each.length for each in sequences], tokens)
         hidden = self.hidden(step, sequences)
         if last_only:
@@ -44,7 +42,7 @@ class ModelV32(Wiring):
         return self.bound("head", x=hidden)["out"]
 
     def hidden(self, step: Step, sequences: list[Sequence]) -> Tensor:
-        """The normed hidden states [T, D] behind the last layer."""
+        """Return the normed hidden states [T, D] after the last layer."""
         given = {"x": self.bound("embed", tokens=step.tokens)["out"]}
         for block in self.config.layers:
             given = self.block(block, given, step, sequences)
@@ -53,7 +51,7 @@ class ModelV32(Wiring):
     def draft(
         self, sequences: list[Sequence], hidden: Tensor, tokens: list[Tensor], drafter: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of the MTP block: `hidden` of token t, the id of token t + 1."""
+        """Return logits and hidden states of the MTP block: `hidden` of token t, id of t + 1."""
         block = self.config.blocks[len(self.config.layers) + drafter]
         p = f"{block.prefix}."
         step = Step.of([each.drafted.get(drafter, 0) for each in sequences], tokens)
@@ -69,7 +67,7 @@ class ModelV32(Wiring):
     def block(
         self, block: Block, given: dict[str, Tensor], step: Step, sequences: list[Sequence]
     ) -> dict[str, Tensor]:
-        """One layer; its output `x`, and the residual that it was not yet added to."""
+        """Run one layer; return its output `x`, and the residual that it was not yet added to."""
         p, work = f"{block.prefix}.", self.bound.numerics.work
         states = [each.block(block.prefix, work) for each in sequences]
         normed = self.bound(f"{p}attn.norm", **given)
@@ -103,7 +101,7 @@ class ModelV32(Wiring):
     def _chosen(
         self, block: Block, x: Tensor, qr: Tensor, step: Step, states: list[BlockState]
     ) -> Tensor:
-        """Token numbers [T, K] within each token's own sequence, -1 for none."""
+        """Return token numbers [T, K] within each token's own sequence, -1 for none."""
         p, at = f"{block.prefix}.attn.indexer.", {"positions": step.positions}
         k = self.bound(f"{p}k", x=self.linear(f"{p}wk", x), **at)["out"]
         given = memory("state_keys", (state.keys for state in states))

@@ -1,10 +1,8 @@
-"""DeepSeek-V4 as a composition of its components: wiring, caches, and nothing that computes.
+"""DeepSeek-V4 as a composition of its components: wiring and caches, no arithmetic.
 
 Legend: T tokens of all sequences, B sequences, S streams, D hidden, L latent width.
 Every number comes from a component call through Bound, so a backend may replace any of them and an
-observer sees all of them. This file decides only which output feeds which input.
-Kept honest by suites/references/test_models.py, test_common_drafters.py and
-test_v4_against_transformers.py.
+observer gets all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class ModelV4(Wiring):
     def forward(
         self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
     ) -> Tensor:
-        """Logits of the new tokens (or of each sequence's last one); the sequences move on."""
+        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
         step = Step.of([each.length for each in sequences], tokens)
         streams = self.streams(step, sequences)
         logits = self.logits(streams[step.token_offsets[1:] - 1] if last_only else streams)
@@ -50,7 +48,7 @@ class ModelV4(Wiring):
         return logits
 
     def streams(self, step: Step, sequences: list[Sequence]) -> Tensor:
-        """The residual streams [T, S, D] behind the last layer."""
+        """Return the residual streams [T, S, D] after the last layer."""
         h = self.bound("embed", tokens=step.tokens)["out"]
         streams = mixing.expand(h, self.config.hc_mult)
         for block in self.config.layers:
@@ -58,16 +56,16 @@ class ModelV4(Wiring):
         return streams
 
     def logits(self, streams: Tensor) -> Tensor:
-        """Logits from the streams behind the last layer."""
+        """Return logits from the streams after the last layer."""
         y = self.bound("hc_head", streams=streams)["out"]
         return self.bound("head", x=self.bound("norm", x=y)["out"])["out"]
 
     def draft(
         self, sequences: list[Sequence], streams: Tensor, tokens: list[Tensor], drafter: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Logits and streams of the MTP block: `streams` of token t beside the id of token t + 1.
+        """Return logits and streams of the MTP block: `streams` of token t, id of token t + 1.
 
-        Call it with the streams of a forward pass, one id a row. Its memory lies beside that of
+        Call it with the streams of a forward pass, one id a row. Its state is separate from that of
         the layers; positions continue where its last call ended.
         """
         p = f"{self.config.blocks[len(self.config.layers) + drafter].prefix}."
@@ -86,7 +84,7 @@ class ModelV4(Wiring):
         return logits, streams
 
     def block(self, block: Block, streams: Tensor, step: Step, sequences: list[Sequence]) -> Tensor:
-        """One layer: attention, then experts, each between its hc_pre and hc_post."""
+        """Run one layer: attention, then experts, each between its hc_pre and hc_post."""
         window, work = self.config.sliding_window - 1, self.bound.numerics.work
         states = [each.block(block.prefix, work, window) for each in sequences]
         for half in ("attn", "ffn"):
@@ -123,7 +121,7 @@ class ModelV4(Wiring):
     def _remember(
         self, block: Block, made: Mapping[str, Tensor], step: Step, states: list[BlockState]
     ) -> None:
-        """Keep each sequence's window rows and entries for the calls to come."""
+        """Keep each sequence's window rows and entries for later calls."""
         for state, span in zip(states, step.spans, strict=True):
             state.rows.append(made["window"][span])
         if block.ratio:
@@ -175,7 +173,7 @@ class ModelV4(Wiring):
     def _chosen(
         self, block: Block, x: Tensor, qr: Tensor, step: Step, states: list[BlockState]
     ) -> Tensor:
-        """Entry numbers [T, K] within each token's own sequence, -1 for none."""
+        """Return entry numbers [T, K] within each token's own sequence, -1 for none."""
         p, at = f"{block.prefix}.attn.indexer.", {"positions": step.positions}
         made = self._pooled(block, f"{p}compressor.", x, step, [s.key_pool for s in states])
         given = memory("state_keys", (state.keys for state in states))

@@ -1,1 +1,1 @@
-"""The small trained models: their language, how they were trained, and their files."""
+"""Small trained models: their language, their training, and their files."""

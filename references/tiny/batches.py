@@ -1,7 +1,7 @@
-"""Training data by step number, made ahead by worker processes.
+"""Training batches by step number, prepared by worker processes.
 
-A batch is a function of its number alone, so a run that was interrupted sees what an uninterrupted
-one sees.
+A batch is a function of its number alone, so a run that was interrupted trains on the same data as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Made = tuple[np.ndarray, np.ndarray]
 
 
 def example(seed: int, mixture: Mixture) -> tuple[list[int], list[int]]:
-    """Token ids [length] and the kind of each next token [length - 1]."""
+    """Return token ids [length] and the kind of each next token [length - 1]."""
     made = document(seed, mixture)
     kinds = [0] * (mixture.length - 1)
     for probe in made.probes:
@@ -36,7 +36,7 @@ def _examples(first: int, count: int, mixture: Mixture) -> _Made:
 
 
 class Batches:
-    """Call it with consecutive step numbers."""
+    """Batches by worker processes. Call it with consecutive step numbers."""
 
     def __init__(self, batch: int, mixture: Mixture, first: int, step: int, workers: int) -> None:
         self.batch, self.mixture, self.first = batch, mixture, first
@@ -52,7 +52,7 @@ class Batches:
         self.next += 1
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Ids [B, T + 1] and kinds [B, T]."""
+        """Return ids [B, T + 1] and kinds [B, T]."""
         self._submit()
         ids, kinds = self.jobs.pop(step).result()
         return torch.from_numpy(ids).long(), torch.from_numpy(kinds).long()

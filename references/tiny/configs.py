@@ -1,4 +1,4 @@
-"""The geometry of the small models: real heads and cache rows, few and narrow everything else."""
+"""Configs of the small trained models: real heads and cache rows, few and narrow otherwise."""
 
 from __future__ import annotations
 

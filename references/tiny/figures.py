@@ -1,10 +1,7 @@
-"""What a small model knows: answers at probes, sentences that it speaks, and what ablations cost.
+"""Score a small trained model: answers at probes, grammatical sentences, and the cost of ablations.
 
-Owns the judging of a model by documents and by its own text, and the two ablations as patches of a
-bound model. How logits and text come about is the caller's business.
-
-Legend: T tokens, V vocabulary. Kept honest by suites/references/tiny/test_figures.py, with an
-oracle that knows the language and a guesser that does not.
+The two ablations are patches of a bound model. Callers supply logits and text.
+Legend: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ _OCTAVES = (WINDOW, 256, 512, 1024)
 
 @dataclass
 class Score:
-    """Right answers by kind of probe, and the surprise of all tokens."""
+    """Right answers by kind of probe, and the surprise (negative log-likelihood) of all tokens."""
 
     asked: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
@@ -43,17 +40,17 @@ class Score:
     tokens: int = 0
 
     def share(self, *kinds: str) -> float:
-        """Share of right answers over some kinds; NaN where nothing was asked."""
+        """Return the share of right answers over some kinds; NaN where nothing was asked."""
         asked = sum(self.asked[kind] for kind in kinds)
         return sum(self.right[kind] for kind in kinds) / asked if asked else math.nan
 
     def chance(self, *kinds: str) -> float:
-        """Share of right answers of who knows which words are possible, and nothing else."""
+        """Return the share of right answers when guessing among the possible words."""
         asked = sum(self.asked[kind] for kind in kinds)
         return sum(self.guessed.get(kind, 0.0) for kind in kinds) / asked if asked else math.nan
 
     def interval(self, *kinds: str) -> tuple[float, float]:
-        """Where the true share lies at 95 %, by Wilson's score: from, to."""
+        """Return the 95 % interval of the true share by Wilson's score: from, to."""
         asked, share = sum(self.asked[kind] for kind in kinds), self.share(*kinds)
         if not asked:
             return 0.0, 1.0
@@ -63,18 +60,18 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean surprise."""
+        """Return the exponential of the mean surprise."""
         return math.exp(self.surprise / self.tokens)
 
 
 def possible(probe: language.Probe) -> int:
-    """How many words may answer a question about a fact: the values of its relation."""
+    """Return how many words may answer a question about a fact: the values of its relation."""
     word = words.WORDS[probe.answer]
     return next(len(values) for values in words.RELATIONS.values() if word in values)
 
 
 def kind_of(probe: language.Probe) -> str:
-    """Recall is told by its distance in octaves; the rest by what it is."""
+    """Return the kind of a probe; recall is named by its distance in octaves."""
     if probe.kind != "recall":
         return probe.kind
     reach = next((each for each in _OCTAVES if probe.distance <= each), _OCTAVES[-1])
@@ -88,7 +85,7 @@ NEAR = f"recall {WINDOW}"
 def score(
     documents: Iterable[language.Document], logits_of: Callable[[list[int]], Tensor]
 ) -> Score:
-    """Judge a model by documents; `logits_of` gives [T, V] for the ids of one."""
+    """Score a model on documents; `logits_of` gives [T, V] for the ids of one."""
     made = Score()
     for document in documents:
         logits_TV = logits_of(document.ids).float()
@@ -107,9 +104,9 @@ def score(
 
 
 def sentences_in(text: str) -> list[str]:
-    """The sentences of a text that a model spoke: items that are no fact, question, sum or list.
+    """Return the sentences of generated text: items that are no fact, question, sum or list.
 
-    The last item counts only where its full stop has come.
+    The last item counts only if it ends with its full stop.
     """
     items = [f"{item.strip()} ." for item in text.split(" .")[:-1]]
     return [item for item in items if _claims_to_be_a_sentence(item.split())]
@@ -122,20 +119,20 @@ def _claims_to_be_a_sentence(item: list[str]) -> bool:
 
 
 def grammatical(texts: Iterable[str]) -> tuple[int, int]:
-    """How many sentences of the texts are in the grammar, and how many there are."""
+    """Return how many sentences of the texts are in the grammar, and how many there are."""
     found = [item for text in texts for item in sentences_in(text)]
     return sum(language.is_sentence(item) for item in found), len(found)
 
 
 def window_only(bound: Bound) -> None:
-    """Take away everything that lies beyond the window, in every layer."""
+    """Ablate: remove everything beyond the window, in every layer."""
     for name, call in list(bound.calls.items()):
         if name.endswith("attn.attend"):
             bound.calls[name] = _near(call)
 
 
 def random_choice(bound: Bound, seed: int) -> None:
-    """Let chance choose what the indexer would choose, among what is visible."""
+    """Ablate: choose at random, among what is visible, in place of the indexer."""
     generator = torch.Generator().manual_seed(seed)
     for name, call in list(bound.calls.items()):
         if name.endswith("attn.indexer.topk"):

@@ -1,7 +1,7 @@
-"""The small language: sentences from a grammar, facts to recall, arithmetic, copying.
+"""The training language of the small models: sentences, facts to recall, arithmetic, copying.
 
-Owns the generator of documents and the judge of sentences, which are written apart from each other:
-the judge parses words, it does not know how they were drawn. Everything is a function of a seed.
+The generator of documents and the judge of sentences are written independently: the judge parses
+words and does not know how they were drawn. Everything is a function of a seed.
 
 Sentences agree in number and tense, and choose a or an by the next word. A fact is `recall : anna
 paints blue .`; it is stated once and asked for again up to 1,024 tokens later. Sums and differences
@@ -27,7 +27,7 @@ _VERB_FORM = {
 
 @dataclass(frozen=True)
 class Probe:
-    """A place where the model must know the answer: `answer` stands at `position`."""
+    """A position at which the model must know the answer."""
 
     kind: str  # recall, sum or copy
     position: int
@@ -37,7 +37,7 @@ class Probe:
 
 @dataclass
 class Document:
-    """Token ids and the places where an answer is to be known."""
+    """Token ids and the probes in them."""
 
     ids: list[int] = field(default_factory=lambda: [w.BOS])
     probes: list[Probe] = field(default_factory=list)
@@ -70,7 +70,7 @@ def _clause(rng: random.Random, *, past: bool) -> list[str]:
 
 
 def sentence(rng: random.Random) -> str:
-    """One sentence, with its full stop."""
+    """Return one sentence, with its full stop."""
     past = rng.random() < 0.3
     words = ["yesterday"] if past else []
     words += _clause(rng, past=past)
@@ -80,7 +80,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def _take_noun_phrase(words: list[str]) -> tuple[str, list[str]] | None:
-    """Number of the leading noun phrase and what follows it, or None where there is none."""
+    """Return the number of the leading noun phrase and the rest, or None where there is none."""
     if not words:
         return None
     determiner, rest = words[0], words[1:]
@@ -102,7 +102,7 @@ def _take_noun_phrase(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _take_clause(words: list[str], *, past: bool) -> list[str] | None:
-    """What follows the leading clause, or None where there is none."""
+    """Return what follows the leading clause, or None where there is none."""
     subject = _take_noun_phrase(words)
     if subject is None:
         return None
@@ -122,7 +122,7 @@ def _take_clause(words: list[str], *, past: bool) -> list[str] | None:
 
 
 def is_sentence(text: str) -> bool:
-    """Whether `text`, with its full stop, is a sentence of the grammar."""
+    """Return whether `text`, with its full stop, is a sentence of the grammar."""
     words = text.split()
     if not words or words[-1] != ".":
         return False
@@ -135,7 +135,7 @@ def is_sentence(text: str) -> bool:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer."""
+    """Return a question and its answer."""
     first, second = rng.randrange(50), rng.randrange(50)
     if rng.random() < 0.5:
         return f"{first} plus {second} is", str(first + second)
@@ -148,10 +148,10 @@ _COPIED = (*w.COLOURS, *w.FOODS, *w.CITIES, *w.PETS, *w.ADJECTIVES)
 
 @dataclass(frozen=True)
 class Mixture:
-    """How long a document is, how many facts it states, and how often each kind of item comes.
+    """The length of a document, how many facts it states, and how often each kind of item comes.
 
     `single` is the share of documents whose facts have one relation, so that only the name tells
-    them apart: a lesson for a model that looks at relations alone.
+    them apart: training against models that look at relations alone.
     """
 
     length: int = 1280
@@ -182,7 +182,7 @@ class _Writer:
         self.stated: dict[tuple[str, str, str], int] = {}
 
     def write(self) -> Document:
-        """Items until the length is reached; facts come early, questions about them later."""
+        """Write items until the length is reached; facts come early, questions about them later."""
         spread = self.mixture.length // 4
         while len(self.document.ids) < self.mixture.length:
             here = len(self.document.ids)
@@ -245,5 +245,5 @@ class _Writer:
 
 
 def document(seed: int, mixture: Mixture | None = None) -> Document:
-    """One document of at least the mixture's length, a function of the seed alone."""
+    """Return one document of at least the mixture's length, a function of the seed alone."""
     return _Writer(random.Random(seed), mixture or Mixture()).write()  # noqa: S311  no secrets

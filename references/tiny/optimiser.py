@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, AdamW for the rest: one learning rate, and steps that a graph can hold.
+"""Muon for hidden matrices, AdamW for the rest, with one learning rate, in CUDA-graph-safe steps.
 
 Muon replaces a matrix's momentum by the nearest matrix with equal singular values (five
 Newton-Schulz steps), scaled so that its entries are as large as AdamW's (0.2 in root mean square).
@@ -25,7 +25,7 @@ _OTHERS = ("embed", "head", "gate", "_fn", "ape", "weights_proj", "tid2eid")
 
 
 def orthogonal(x_NRC: Tensor) -> Tensor:
-    """Matrices with the same singular vectors and singular values near 1."""
+    """Return matrices with the same singular vectors and singular values near 1."""
     a, b, c = _COEFFICIENTS
     x: Tensor = x_NRC.to(torch.bfloat16)
     tall = x.shape[-2] > x.shape[-1]
@@ -38,7 +38,7 @@ def orthogonal(x_NRC: Tensor) -> Tensor:
 
 
 class Optimiser:
-    """Steps on gradients. `state` and `load` carry it from one process to the next."""
+    """Optimiser steps on gradients. `state` and `load` carry it from one process to the next."""
 
     def __init__(self, weights: nn.ParameterDict, *, muon: bool = True) -> None:
         trained = {name: p for name, p in weights.named_parameters() if p.requires_grad}
@@ -66,20 +66,20 @@ class Optimiser:
         )
 
     def set_rate(self, rate: float) -> None:
-        """For the next step."""
+        """Set the learning rate of the next step."""
         self.rate.fill_(rate)
         if self.rate.device.type != "cuda":
             for group in self.adam.param_groups:
                 group["lr"] = rate
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for parameter in self.trained.values():
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the weights."""
+        """Update the weights."""
         self.adam.step()
         for names, momentum in zip(self.groups, self.momenta, strict=True):
             parameters: list[Tensor] = [self.trained[name] for name in names]
@@ -91,7 +91,7 @@ class Optimiser:
             torch._foreach_sub_(parameters, list(update.unbind()))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Moments by kind and name."""
+        """Return the moments by kind and name."""
         found: dict[str, dict[str, Tensor]] = {"exp_avg": dict(self._momenta()), "exp_avg_sq": {}}
         for name, parameter in self.trained.items():
             for kind, kept in found.items():
@@ -105,7 +105,7 @@ class Optimiser:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
-        """Put moments back."""
+        """Restore the moments."""
         momenta = dict(self._momenta())
         for name, value in state["exp_avg"].items():
             if name in momenta:

@@ -1,11 +1,9 @@
-"""Outlier channels as large models have them, put into a small one without changing its function.
+"""Put outlier channels, as large models have them, into a small one without changing its function.
 
-Owns which norm weight feeds which matrices, and the rescaling of chosen channels: a norm weight
-grows by a power of two, the columns that read the channel shrink by it. Powers of two move no bit
-of a BF16 mantissa, so every output stays as it was. The clamped SwiGLU is left alone: gate and up
-may not grow.
-
-Legend: D hidden, Q the query latent. Kept honest by suites/references/tiny/test_outliers.py.
+The weight of a norm grows by a power of two in chosen channels, and the columns that read the
+channel shrink by it. Powers of two change no bit of a BF16 mantissa, so every output stays as it
+was. SwiGLU's output gets no outliers: it is clamped, so gate and up may not grow.
+Legend: D hidden, Q the query latent.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _FLOOR = 2.0**-90  # a product below would lose bits; no weight of a trained mod
 
 
 def readers_of(norm: str, names: Mapping[str, Tensor]) -> list[str]:
-    """The matrices whose columns read the output of this norm."""
+    """Return the matrices whose columns read the output of this norm."""
     for pattern, readers in _READERS:
         match = re.fullmatch(pattern, norm)
         if match:
@@ -45,7 +43,7 @@ def readers_of(norm: str, names: Mapping[str, Tensor]) -> list[str]:
 
 
 def with_outliers(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The same model, with outlier channels behind its norms."""
+    """Return the same model, with outlier channels after its norms."""
     made = dict(weights)
     generator = torch.Generator().manual_seed(seed)
     for norm in weights:

@@ -41,12 +41,12 @@ _EAGER = 8  # steps before a graph is captured; they compile what is compiled
 
 
 def model_named(name: str, seed: int) -> Trainable:
-    """The small model of that name, at its start."""
+    """Return the small model of that name, with initial weights."""
     return TrainableV4(TINY_V4, seed) if name == "v4" else TrainableV32(TINY_V32, seed)
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over 200 steps, flat to six tenths, then straight down to a hundredth."""
+    """Return the learning rate: warm-up over 200 steps, flat to 0.6, then linear to a hundredth."""
     if step < 200:
         return peak * (step + 1) / 200
     left = (steps - step) / max(1.0, 0.4 * steps)
@@ -54,7 +54,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 class Trainer:
-    """One step on one batch, captured as a graph where there is a GPU."""
+    """Trains one step on one batch, captured as a graph where there is a GPU."""
 
     def __init__(self, model: Trainable, optimiser: Optimiser, *, graphs: bool) -> None:
         self.model, self.optimiser, self.graphs = model, optimiser, graphs
@@ -66,12 +66,12 @@ class Trainer:
         self.calls = 0
 
     def switch(self, ablation: Ablation) -> None:
-        """Train with or without something; what was captured no longer holds."""
+        """Train with or without an ablation; the captured graph is dropped."""
         if ablation != self.model.ablation:
             self.model.ablation, self.graph, self.calls = ablation, None, 0
 
     def __call__(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        """Loss, the indexers' loss, gradient norm, and each kind's loss."""
+        """Return the loss, the indexers' loss, the gradient norm, and each kind's loss."""
         if self.inputs is None:
             device = self.outcome.device
             self.inputs = (
@@ -104,7 +104,7 @@ class Trainer:
         self.outcome.copy_(torch.cat((torch.stack((total, extra, norm)).detach(), by_kind)))
 
     def losses(self, ids: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss, indexers' loss, and the mean loss of each kind."""
+        """Return the weighted loss, the indexers' loss, and the mean loss of each kind."""
         logits, extra = self.model(ids[:, :-1])
         targets, kind = ids[:, 1:].flatten(), kinds.flatten()
         each = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
@@ -124,7 +124,7 @@ def balance(model: Trainable, step_size: float) -> None:
 
 
 def save(out: Path, model: Trainable, optimiser: Optimiser, step: int) -> None:
-    """Weights and moments in float32, as separate files of bounded size."""
+    """Write weights and moments in float32, as separate files of bounded size."""
     out.mkdir(parents=True, exist_ok=True)
     names = sorted(name for name, _ in model.weights.named_parameters())
     parts: dict[str, dict[str, Tensor]] = {
@@ -140,7 +140,7 @@ def save(out: Path, model: Trainable, optimiser: Optimiser, step: int) -> None:
 
 
 def resume(source: Path, model: Trainable, optimiser: Optimiser) -> int:
-    """Put weights and moments back; returns the next step."""
+    """Load weights and moments; return the next step."""
     step = int((source / "step.txt").read_text())
     with torch.no_grad():
         for part in ("weights_0", "weights_1"):
@@ -152,7 +152,7 @@ def resume(source: Path, model: Trainable, optimiser: Optimiser) -> int:
 
 
 def compile_parts() -> None:
-    """Fuse what is bound by memory traffic; about a minute once."""
+    """Compile what memory traffic bounds; takes about a minute once."""
     torch._dynamo.config.recompile_limit = 64  # noqa: SLF001  each block is a case of its own
     mixing.mixing_post = torch.compile(mixing.mixing_post)
     trainable.mixing_pre = torch.compile(trainable.mixing_pre)
@@ -163,7 +163,7 @@ def compile_parts() -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     model: str
     out: Path
@@ -186,7 +186,7 @@ class Plan:
 
 
 def plan_from(arguments: list[str] | None = None) -> Plan:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("v4", "v32"), default="v4")
     parser.add_argument("--out", type=Path, required=True)
@@ -210,7 +210,7 @@ def plan_from(arguments: list[str] | None = None) -> Plan:
 
 
 def report(step: int, spent: float, shown: list[float]) -> None:
-    """Print one line; stop when a number is no number."""
+    """Print one line; stop when a loss is not finite."""
     if not math.isfinite(sum(shown)):
         raise SystemExit(f"step {step}: loss or gradient is not finite: {shown}")
     names = ("loss", "index", "gradient", *KINDS)
@@ -219,7 +219,7 @@ def report(step: int, spent: float, shown: list[float]) -> None:
 
 
 def train(plan: Plan) -> int:
-    """Train until the steps or the minutes are over; returns the next step."""
+    """Train until the steps or the minutes are over; return the next step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_named(plan.model, plan.seed).to(device)
     if plan.compile:

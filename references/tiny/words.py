@@ -1,7 +1,7 @@
 """The 512 words of the small language, in classes, with their ids.
 
-Owns the vocabulary and nothing else. One word is one token; ids follow the order of the classes.
-Not to be imported when a word appears twice or the count is not 512.
+One word is one token; ids follow the order of the classes. Importing this raises if a word appears
+twice or the count is not 512.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ BOS, EOS, PAD = (IDS[word] for word in SPECIALS)
 
 
 def encode(text: str) -> list[int]:
-    """Ids of blank-separated words."""
+    """Return ids of blank-separated words."""
     return [IDS[word] for word in text.split()]
 
 
 def decode(ids: list[int]) -> str:
-    """Blank-separated words of ids."""
+    """Return blank-separated words of ids."""
     return " ".join(WORDS[number] for number in ids)

@@ -1,1 +1,1 @@
-"""The small models for training."""
+"""The small models in trainable form."""

@@ -2,7 +2,6 @@
 
 Legend: B sequences, T tokens, D hidden, W entries or tokens that an indexer ranks, E experts.
 Rotations are written in real numbers here, because a compiler cannot fuse complex ones.
-Kept honest by suites/references/tiny, where the trainable models equal the references.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EXPERT_PARTS = ("w1", "w2", "w3")
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is taken away to prove that it works."""
+    """What is removed to prove that it matters."""
 
     window_only: bool = False
     random_indexer: bool = False
@@ -38,13 +37,13 @@ class Ablation:
 
 
 class Turn(NamedTuple):
-    """Cos and sin [T, P] of the angles that P pairs turn by."""
+    """Cos and sin [T, P] of the rotation angles of P pairs."""
 
     cos: Tensor
     sin: Tensor
 
     def over_heads(self) -> Turn:
-        """The same angles for every head."""
+        """Return the same angles for every head."""
         return Turn(self.cos[:, None], self.sin[:, None])
 
 
@@ -80,13 +79,13 @@ class Trainable(nn.Module):
         return weight
 
     def named(self) -> dict[str, Tensor]:
-        """Every parameter by its logical name."""
+        """Return every parameter by its logical name."""
         return {p.name: self[p.name].detach() for p in self._named}
 
     def initial(
         self, name: str, shape: tuple[int, ...], kind: Kind, generator: torch.Generator
     ) -> Tensor:
-        """Starting value of one parameter."""
+        """Return the starting value of one parameter."""
         if kind is Kind.NORM:
             return torch.ones(shape)
         if name.endswith("bias"):
@@ -97,11 +96,11 @@ class Trainable(nn.Module):
         return drawn.mul(0.7 * shape[-1] ** -0.5)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMS norm with the weight of that name."""
+        """Apply RMS norm with the weight of that name."""
         return elementary.rms_norm(x, self[name], self._epsilon, NUMERICS)
 
     def turn(self, rope: Rope, count: int, stride: int, device: torch.device) -> Turn:
-        """The angles at `count` positions, `stride` apart; made once."""
+        """Return the angles at `count` positions, `stride` apart; computed once."""
         key = (rope, count, stride, device)
         if key not in self._turns:
             positions = torch.arange(count, device=device) * stride
@@ -110,7 +109,7 @@ class Trainable(nn.Module):
         return self._turns[key]
 
     def routed(self, x_TD: Tensor, prefix: str, share_TE: Tensor, limit: float | None) -> Tensor:
-        """All experts on all tokens, weighted by their share, which is 0 where not chosen."""
+        """Run all experts on all tokens, weighted by their share, which is 0 where not chosen."""
         stacked = {
             part: torch.stack([self[f"{prefix}experts.{e}.{part}"] for e in range(self._experts)])
             for part in EXPERT_PARTS
@@ -121,23 +120,23 @@ class Trainable(nn.Module):
         return torch.einsum("tef,edf->td", act, stacked["w2"])
 
     def dense(self, x_TD: Tensor, prefix: str, limit: float | None) -> Tensor:
-        """A dense gated layer."""
+        """Apply a dense gated layer."""
         w1, w2, w3 = (self[f"{prefix}{part}"] for part in EXPERT_PARTS)
         return elementary.swiglu(x_TD @ w1.T, x_TD @ w3.T, limit) @ w2.T
 
     def share(self, score_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Each expert's weight [T, E], 0 where it is not chosen."""
+        """Return each expert's weight [T, E], 0 where it is not chosen."""
         weight = routing.weights(score_TE, chosen_TK, self._routed_scale, 0.0)
         return torch.zeros_like(score_TE).scatter(-1, chosen_TK, weight)
 
     def load(self, chosen_TK: Tensor) -> Tensor:
-        """Tokens per expert. Trap: bincount asks the host, which a captured graph forbids."""
+        """Return tokens per expert. Trap: bincount synchronises, which a captured graph forbids."""
         numbers = torch.arange(self._experts, device=chosen_TK.device)
         return (chosen_TK.flatten()[:, None] == numbers).sum(0)
 
 
 def chosen_bias(score_BTW: Tensor, bias_TW: Tensor, count: int, ablation: Ablation) -> Tensor:
-    """The visibility with everything but the top-k at -inf: [B, T, W]."""
+    """Return the visibility with everything but the top-k at -inf: [B, T, W]."""
     if ablation.dense_entries:
         return bias_TW.expand(score_BTW.shape)
     score = score_BTW.detach()
@@ -149,7 +148,7 @@ def chosen_bias(score_BTW: Tensor, bias_TW: Tensor, count: int, ablation: Ablati
 
 
 def _largest(score_BTW: Tensor, count: int) -> Tensor:
-    """Where the largest scores are. Ties go to the lower index as in the reference.
+    """Return the indices of the largest scores. Ties go to the lower index as in the reference.
 
     They are frequent, since ReLU makes zeros; a GPU, where models are only trained, leaves them
     open, because that is much faster.
@@ -160,7 +159,7 @@ def _largest(score_BTW: Tensor, count: int) -> Tensor:
 
 
 def index_loss(index_BTW: Tensor, mass_BTW: Tensor, visible_TW: Tensor) -> Tensor:
-    """Divergence of the indexer's softmax from the mass that the heads paid, where any is seen."""
+    """Return the divergence of the indexer's softmax from the heads' attention mass."""
     some = torch.isfinite(visible_TW).any(-1)
     # Trap: the softmax of nothing is NaN, and its gradient stays NaN although the row is left out.
     bias_TW = torch.where(some[:, None], visible_TW, torch.zeros_like(visible_TW))
@@ -171,13 +170,13 @@ def index_loss(index_BTW: Tensor, mass_BTW: Tensor, visible_TW: Tensor) -> Tenso
 
 
 def index_scores(q_BTNI: Tensor, keys_BWI: Tensor, weights_BTN: Tensor) -> Tensor:
-    """The indexer's scores [B, T, W]: sum over heads of ReLU(q . k) * weight."""
+    """Return the indexer's scores [B, T, W]: sum over heads of ReLU(q . k) * weight."""
     dots = torch.relu(torch.einsum("btni,bwi->bntw", narrow(q_BTNI), narrow(keys_BWI)))
     return torch.einsum("bntw,btn->btw", dots, narrow(weights_BTN)).float()
 
 
 def narrow(x: Tensor) -> Tensor:
-    """BF16 on a GPU, where attention is bound by memory traffic; as it is elsewhere."""
+    """Cast to BF16 on a GPU, where memory traffic bounds attention; elsewhere change nothing."""
     return x.to(torch.bfloat16) if x.is_cuda else x
 
 

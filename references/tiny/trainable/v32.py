@@ -2,8 +2,8 @@
 
 Legend: B sequences, T tokens, D hidden, H heads, C latent width, P rotated width, n nope width,
 v value width, N indexer heads, I indexer width, E experts.
-The same formulas as the components in MLA's naive form; suites/references/tiny proves that the two
-agree. The indexer learns from its own loss, as in V4.
+The same formulas as the components in MLA's naive form. The indexer learns from its own loss, as in
+V4.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class TrainableV32(Trainable):
-    """The whole model; `forward` gives logits and the indexers' loss."""
+    """The whole model; `forward` returns logits and the indexers' loss."""
 
     def __init__(self, config: V32Config, seed: int = 0) -> None:
         self.config = config
         super().__init__(config, seed)
 
     def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and the indexers' loss."""
+        """Return logits [B, T, V] and the indexers' loss."""
         batch, length = ids_BT.shape
         h = self["embed"][ids_BT]
         extra = h.new_zeros(())
@@ -120,10 +120,10 @@ def _turn_first(x: Tensor, turn: Turn) -> Tensor:
 
 
 def _causal(length: int, device: torch.device) -> Tensor:
-    """0 up to the token itself, -inf behind it: [T, T]."""
+    """Return 0 up to the token itself, -inf after it: [T, T]."""
     return torch.full((length, length), -torch.inf, device=device).triu(1)
 
 
 def _far(length: int, device: torch.device) -> Tensor:
-    """-inf where a key is 128 tokens or more back: [T, T]."""
+    """Return -inf where a key is 128 tokens or more back: [T, T]."""
     return torch.full((length, length), -torch.inf, device=device).tril(-128)

@@ -2,9 +2,9 @@
 
 Legend: B sequences, T tokens (a multiple of the window), D hidden, S streams, H heads, L latent
 width, N indexer heads, I indexer width, W entries, E experts, n window length, C window chunks.
-The same formulas as the components, laid out for a GPU; suites/references/tiny proves that the two
-agree. Top-k passes no gradient, so the indexer learns from its own loss: the divergence of its
-softmax from the attention that the heads really paid to the entries.
+The same formulas as the components, laid out for a GPU. Top-k passes no gradient, so the indexer
+learns from its own loss: the divergence of its softmax from the attention mass that the heads put
+on the entries.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _Turns = tuple[Turn, Turn]  # of the tokens, and of the entries
 
 
 class TrainableV4(Trainable):
-    """The whole model; `forward` gives logits and the indexers' loss."""
+    """The whole model; `forward` returns logits and the indexers' loss."""
 
     def __init__(self, config: V4Config, seed: int = 0) -> None:
         self.config = config
         super().__init__(config, seed)
 
     def forward(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and the indexers' loss."""
+        """Return logits [B, T, V] and the indexers' loss."""
         batch, length = ids_BT.shape
         h = self["embed"][ids_BT].flatten(0, 1)
         streams = mixing.expand(h, self.config.hc_mult)
@@ -106,7 +106,7 @@ class TrainableV4(Trainable):
         return z.float() @ self[f"{p}wo_b"].T, loss
 
     def _pooled(self, block: Block, prefix: str, x_BTD: Tensor, turn: Turn) -> Tensor:
-        """Entries [B, W, E] of all complete windows."""
+        """Return entries [B, W, E] of all complete windows."""
         ratio = block.ratio
         latent = (x_BTD @ self[f"{prefix}wkv"].T).unflatten(1, (-1, ratio))
         gate = (x_BTD @ self[f"{prefix}wgate"].T).unflatten(1, (-1, ratio)) + self[f"{prefix}ape"]
@@ -120,7 +120,7 @@ class TrainableV4(Trainable):
         return turn_tail(self.norm(pooled, f"{prefix}norm"), turn)
 
     def _visible(self, block: Block, length: int, entries: Tensor) -> Tensor:
-        """0 where the entry is complete at the token, -inf elsewhere: [T, W]."""
+        """Return 0 where the entry is complete at the token, -inf elsewhere: [T, W]."""
         positions = torch.arange(length, device=entries.device)
         number = torch.arange(entries.shape[1], device=entries.device)
         hidden = number >= torch.div(positions + 1, block.ratio, rounding_mode="floor")[:, None]
@@ -144,7 +144,7 @@ class TrainableV4(Trainable):
         bias: Tensor | None,
         sink_H: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, T, H, L] and the mass [B, T, W] that all visible entries would receive."""
+        """Return outputs [B, T, H, L] and the mass [B, T, W] that all visible entries would get."""
         n = self.config.sliding_window
         scale = self.config.head_dim**-0.5
         q = q_BTHL.unflatten(1, (-1, n))
@@ -184,7 +184,7 @@ class TrainableV4(Trainable):
     def initial(
         self, name: str, shape: tuple[int, ...], kind: Kind, generator: torch.Generator
     ) -> Tensor:
-        """Starting value of one parameter."""
+        """Return the starting value of one parameter."""
         if name.endswith("tid2eid"):
             ids = [
                 torch.randperm(self.config.n_routed_experts, generator=generator)[: shape[1]]
@@ -203,7 +203,7 @@ class TrainableV4(Trainable):
 def mixing_pre(
     x_TSD: Tensor, weights: mixing.MixingWeights, facts: mixing.MixingFacts
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapsed input, post and mix as the component has them, in calls that a graph can hold."""
+    """Return collapsed input, post and mix as the component does; a graph can hold the calls."""
     count, flat = facts.streams, x_TSD.flatten(1)
     rho = torch.rsqrt(flat.square().mean(-1, keepdim=True) + facts.norm_epsilon)
     parts = ((flat @ weights.fn.T) * rho).split([count, count, count * count], dim=1)
@@ -217,7 +217,7 @@ def mixing_pre(
 
 
 def _band(n: int, chunks: int, device: torch.device) -> Tensor:
-    """0 where a key of this and the previous chunk is in the window, -inf elsewhere: [C, n, 2n]."""
+    """Return 0 for keys of this or the previous chunk in the window, else -inf: [C, n, 2n]."""
     query = torch.arange(n, device=device)[:, None] + n
     key = torch.arange(2 * n, device=device)[None]
     seen = (key <= query) & (key > query - n)
@@ -228,7 +228,7 @@ def _band(n: int, chunks: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def _dense_mass(far: Tensor, n: int) -> Tensor:
-    """Mean over heads of the softmax over all visible entries: [B, T, W]."""
+    """Return the mean over heads of the softmax over all visible entries: [B, T, W]."""
     length, count = far.shape[1] * n, far.shape[-1]
     number = torch.arange(count, device=far.device)
     position = torch.arange(length, device=far.device)
