@@ -1,14 +1,11 @@
-"""A checkpoint beside another one: every weight's values against the reference's.
+"""Compare every weight of a checkpoint with a reference's, value by value.
 
-Owns the walk over both (`measure_against`: one pass over the bytes of either side, by threads of
-this process) and `audit_against`, which judges the table that the walk makes. The two are apart, so
-that tables of several machines can be joined and judged as one; `places` shares the work out as in
-numbers.py. Layouts, formats, names, fusing and sharding may differ: weights are paired by
-against/pairs.py and compared as float32 values. Memory is bounded by a window of rows a worker.
+`measure_against` reads both sides once, with threads of this process. `judge_against` is separate,
+so that tables of several machines can be joined and judged as one; `places` splits the work as in
+numbers.py. Layouts, formats, names, fusing and sharding may differ: against/pairs.py matches the
+weights, and they are compared as float32 values. Memory is bounded by a window of rows a worker.
 
-Refuses references of another model, and checkpoints without a weight in common.
-Kept honest by suites/checkpoint/audit/against/test_against.py: every planted fault is named, and a
-healthy conversion by any of our jobs raises no alarm.
+A reference of another model, or without a weight in common, is rejected.
 """
 
 from __future__ import annotations
@@ -38,19 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgainstAudit:
-    """What a comparison found: findings, the worst first, and the table behind them."""
+    """Result of a comparison: findings, the worst first, and their table."""
 
     findings: list[Finding]
     table: AgainstTable
 
 
 def bytes_against(checkpoint: Checkpoint, reference: Checkpoint) -> int:
-    """Return how many bytes a comparison reads, of both sides; `progress` adds up to it."""
+    """Return how many bytes a comparison reads on both sides, for a progress bar."""
     return pairs_of(named_alike(checkpoint, reference), reference).nbytes
 
 
 def named_alike(checkpoint: Checkpoint, reference: Checkpoint) -> Checkpoint:
-    """Spell the checkpoint's names by the reference's config.
+    """Return the checkpoint with its names resolved by the reference's config.
 
     A config that is damaged, or counts other layers, must not decide what is compared.
     """
@@ -66,9 +63,9 @@ def measure_against(
     places: Collection[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AgainstTable:
-    """Compare all weights, or those of some `places` (Unit.place), by so many threads.
+    """Compare all weights, or those of some `places` (Unit.place), with `workers` threads.
 
-    `progress` is told of bytes that are done, of both sides, by the thread that did them.
+    `progress` receives the number of bytes done on both sides, from the thread that did them.
     """
     if workers < 1:
         raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
@@ -97,7 +94,7 @@ def measure_against(
 def judge_against(
     checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
 ) -> list[Finding]:
-    """Judge a table of the whole checkpoint; the worst findings first."""
+    """Judge the table of a whole checkpoint; return findings, the worst first."""
     configs = judge_configs(checkpoint, reference)
     values = judge_table(named_alike(checkpoint, reference), reference, table)
     return in_order([*configs, *values])
@@ -110,13 +107,13 @@ def audit_against(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> AgainstAudit:
-    """Compare a checkpoint with the reference and judge what was found."""
+    """Compare a checkpoint with the reference and judge the differences."""
     table = measure_against(checkpoint, reference, workers=workers, progress=progress)
     return AgainstAudit(judge_against(checkpoint, reference, table), table)
 
 
 class _Walk:
-    """The pairs that wait, shared by threads."""
+    """The queue of pairs, shared by threads."""
 
     def __init__(
         self,
@@ -131,11 +128,11 @@ class _Walk:
         self._waiting = deque(range(len(table)))
 
     def stop(self) -> None:
-        """Let every thread end with the pair that it is at."""
+        """Empty the queue: every thread ends after its current pair."""
         self._waiting.clear()
 
     def work(self) -> None:
-        """Take pairs until none is left."""
+        """Compare pairs until the queue is empty."""
         here, there = self._sides
         with PositionedReader(_sizes(here)) as ours, PositionedReader(_sizes(there)) as theirs:
             while True:

@@ -1,12 +1,10 @@
-"""What a comparison says about each weight: judged by how much its formats explain.
+"""Judge the difference of each weight from its reference by the error that its formats explain.
 
-Owns the thresholds. `explained` is the error of an ideal conversion to the stored format, joined
-(as squares) with what the reference's own format leaves of a common origin, if it is quantised
-itself. A weight that is farther off than that is looked at again: a gain, another tensor, another
-order, lost signs, or a coarser format on its way. What nothing explains is an error above a fifth
-of the weight, which no chain of 4-bit formats reaches, and a warning below.
-
-Kept honest by suites/checkpoint/audit/against/test_against.py.
+The explained error is that of an ideal conversion to the stored format, joined (as squares) with
+the error that a quantised reference may have itself against the common source. A weight beyond it
+is searched for a cause: a gain, another tensor, another order, lost signs, or a coarser format on
+its way. An unexplained error is an error above a fifth of the weight, which no chain of 4-bit
+formats reaches, and a warning below.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _AGAIN = "Convert it again from its source, and compare once more."
 def judge_table(
     checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable
 ) -> list[Finding]:
-    """Judge every row of a table."""
+    """Judge every row of a table; return findings, the worst first."""
     judging = _Judging(checkpoint, reference, table)
     judging.unpaired()
     judging.not_finite()
@@ -62,7 +60,7 @@ def judge_table(
 
 
 def explained_errors(table: AgainstTable) -> NDArray[np.float64]:
-    """Return for each row the relative error that formats explain."""
+    """Return each row's relative error that formats explain."""
     own = np.array([_own_error(row) for row in table["reference_format"]])
     floor = np.nan_to_num(table["floor"], nan=0.0)
     explained: NDArray[np.float64] = np.hypot(floor, own)
@@ -75,7 +73,7 @@ def _own_error(number: int) -> float:
 
 
 class _Judging:
-    """A table that is judged, and what was found."""
+    """A table under judgement, with its findings."""
 
     def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
         self.table = table
@@ -93,7 +91,7 @@ class _Judging:
         self.findings.add(rule, place, f"{shown(unit.name)} {message}", remedy, **evidence, **more)
 
     def unpaired(self) -> None:
-        """Report shapes that differ; tell what only one side has."""
+        """Report shapes that differ, missing weights, and weights that were not compared."""
         for name, told in self.table.unlike.items():
             self.findings.add(
                 rules.SHAPE, Place(None, name), f"{shown(name)} has the shape {told}.", _AGAIN
@@ -122,7 +120,7 @@ class _Judging:
                 )
 
     def _missing(self) -> list[str]:
-        """Name what the reference has and no tensor here could hold under another name."""
+        """Return the reference's weights that nothing here could hold under another name."""
         table = self.table
         if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_SHARD]:
             return []  # what a lost shard held is told by the shard
@@ -138,7 +136,7 @@ class _Judging:
         ]
 
     def _is_left_out(self, name: str) -> bool:
-        """Tell what a healthy conversion leaves out: drafters, an engine's buffers, a tied head."""
+        """Return whether healthy conversions omit it: drafters, engine buffers, a tied head."""
         config, model = self._checkpoint.config, self._reference.model
         if model is not None:
             parameter = self._reference.names and self._reference.names.present.get(name)
@@ -153,7 +151,7 @@ class _Judging:
         return bool(tied) or name.startswith("mtp.")
 
     def not_finite(self) -> None:
-        """Report values that are finite in the reference alone."""
+        """Report values that are finite only in the reference."""
         for index in indices(self.table["odd_here"] > 0):
             count = int(self.table["odd_here"][index])
             self.report(
@@ -165,7 +163,7 @@ class _Judging:
             )
 
     def integers(self) -> None:
-        """Report tables of integers that differ."""
+        """Report integer tensors that differ."""
         whole = self.table["format"] == 1
         for index in indices(whole & (self.table["equal"] < 1) & (self.table["elements"] > 0)):
             share = 1 - float(self.table["equal"][index])
@@ -195,7 +193,7 @@ class _Judging:
         self._slightly(indices(slightly & (error > NEXT_TO_NOTHING)))
 
     def _reason(self, index: int, reason: Reason) -> None:
-        """Report what elements have in common; a factor by its name, if it has one."""
+        """Report a cause; name the factor if it is a known one."""
         if reason.rule is rules.GAIN:
             gain = float(self.table["gain"][index]) / float(_ideal_gains(self.table)[index])
             named = self._reasons.of_gain(index, gain)
@@ -227,7 +225,7 @@ class _Judging:
             self._above(index, error / explained)
 
     def _above(self, index: int, times: float) -> None:
-        """Tell a coarser format on the way, bytes of another rounding, or nothing known."""
+        """Report a coarser format on the way, another rounding, or an unknown cause."""
         coarser = self._reasons.coarser(index)
         reason = None if coarser else self._reasons.of_elements(index, last=True)
         if coarser is not None:
@@ -260,7 +258,7 @@ class _Judging:
         )
 
     def _coarser(self, index: int, formats: str) -> None:
-        """Tell once a role: layers are made alike."""
+        """Report once for each role, because layers are converted alike."""
         name = self.table.pairs[index].unit.name
         self.findings.add(
             rules.COARSER,
@@ -271,7 +269,7 @@ class _Judging:
         )
 
     def _slightly(self, rows: list[int]) -> None:
-        """Tell once a role: layers are made alike."""
+        """Report once for each role, because layers are converted alike."""
         for index in rows:
             unit, over = self.table.pairs[index].unit, float(self.table["over_floor"][index])
             self.findings.add(
@@ -290,10 +288,10 @@ def _ideal_gains(table: AgainstTable) -> NDArray[np.float64]:
 
 
 def _gain_is_off(table: AgainstTable) -> NDArray[np.bool_]:
-    """Tell which gains no rounding explains: between a least-squares optimal one's and 1.
+    """Return a mask of gains outside the range from 1 to the least-squares optimum.
 
-    Where nothing but the stored format explains the rest, a gain is measured sharply; where another
-    format was on the way, or in the reference, its own gain may be off by a few parts in a hundred.
+    The range is narrow where the stored format alone explains the rest. If another format was on
+    the way, or is the reference's own, the gain may be off by a few parts in a hundred.
     """
     ideal = _ideal_gains(table)
     floor = np.nan_to_num(table["floor"], nan=0.0)

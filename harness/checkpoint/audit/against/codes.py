@@ -1,10 +1,12 @@
-"""Judge codes and plain values element by element: each is the nearest to the reference's value.
+"""Judge each code or plain value: it must be the nearest to the reference's value.
 
 Whatever rule chose a scale (amax, mse, four-over-six), a code is then the nearest to value / scale.
-So each code bounds the scale that it was made with: value / upper end of its rounding interval up
-to value / lower end. The bounds of a block's codes meet in the scale that made them, or nowhere if
-a code was changed. No step of this asks which rule or tool it was. Where the values went through
-another format first, or were rounded otherwise (GPTQ), misfits are everywhere and prove nothing.
+So each code bounds the scale that it was made with: from value / upper end of its rounding interval
+to value / lower end. The bounds of a block's codes intersect at the scale that made them; if a code
+was changed, they do not intersect. No step needs to know the rule or the tool.
+
+Where values went through another format first, or were rounded otherwise (GPTQ), misfits are
+everywhere and prove nothing.
 
 Shape letters: M rows, K columns, B rows of blocks, C columns of blocks.
 """
@@ -46,9 +48,9 @@ _APART = 0.12  # by which a block scale is off that no coarser format on the way
 
 
 class Misfits(NamedTuple):
-    """Elements of a weight that are not what the reference's value rounds to.
+    """Counts of elements that are not what the reference's value rounds to.
 
-    `beyond`: of them, what no FP8 on the way explains. `first`: row of the first.
+    `beyond`: those that FP8 on the way does not explain either. `first`: row of the first.
     """
 
     judged: int = 0
@@ -67,11 +69,12 @@ class Misfits(NamedTuple):
 
 @cache
 def bounds_of(element: ElementFormat) -> NDArray[np.float64]:
-    """Return the rounding interval [2, codes] of every code; NaN codes have none."""
+    """Return the rounding interval [2, codes] of every code; infinite for NaN codes."""
     with np.errstate(all="ignore"):
         values = values_of(element).astype(np.float64)
     known = np.unique(values[np.isfinite(values)])
     middle = (known[1:] + known[:-1]) / 2
+    # The outermost codes also stand for clipped values, up to _CLIPPED times their own.
     ends = np.concatenate([[known[0] * _CLIPPED], middle, [known[-1] * _CLIPPED]])
     place = np.searchsorted(known, np.nan_to_num(values))
     found = np.stack([ends[place], ends[place + 1]])
@@ -80,7 +83,7 @@ def bounds_of(element: ElementFormat) -> NDArray[np.float64]:
 
 
 def codes_of(weight: Weight) -> Tensor | None:
-    """Return the codes of a matrix as bytes [M, K]; None for what is none."""
+    """Return the codes of a matrix as bytes [M, K]; None for other weights."""
     storage, codes = weight.storage, weight.codes
     if storage is None or codes is None or len(storage.shape) != 2:
         return None
@@ -91,7 +94,7 @@ def codes_of(weight: Weight) -> Tensor | None:
 
 
 def scales_of(weight: Weight) -> tuple[Tensor, float]:
-    """Return what codes are multiplied by [B, C], and the tensor scale in it."""
+    """Return the full scale of each block [B, C], and the tensor scale in it."""
     assert weight.storage is not None, "quantised weights have a storage"
     assert weight.block_scale is not None, "codes have scales"
     fmt, scale = weight.storage.format, weight.block_scale
@@ -160,9 +163,9 @@ def _plain_misfits(ours: Weight, theirs: Weight, y_MK: Tensor, begin: int) -> Mi
 
 @dataclass
 class Blocks:
-    """Blocks of a weight: bounds [B, C] of the scale that made their codes, and the stored one.
+    """Bounds [B, C] of the scale that made each block's codes, and the stored scale.
 
-    `bad`: blocks with a misfit. `empty`: blocks whose codes are all zero, values are not.
+    `bad`: blocks with a misfit. `empty`: blocks whose codes are all zero though values are not.
     """
 
     low: Tensor
@@ -178,7 +181,7 @@ class Blocks:
 
     @property
     def fits(self) -> Tensor:
-        """Which blocks one scale explains that can be stored."""
+        """Mask of the blocks that one storable scale explains."""
         found = (self.low <= self.high) & ~self.empty
         if self.grid is None:
             return found
@@ -187,7 +190,7 @@ class Blocks:
         return found & known & (self.grid[place.clamp(max=len(self.grid) - 1)] <= self.high)
 
     def factor(self, chosen: Tensor) -> float | None:
-        """Find the factor on the stored scales that explains nearly all chosen blocks, not 1."""
+        """Return a factor other than 1 on stored scales that explains nearly all chosen blocks."""
         kept = chosen & (self.stored > 0) & ~self.empty
         low = (self.low / self.stored)[kept].numpy()
         high = (self.high / self.stored)[kept].numpy()
@@ -210,7 +213,7 @@ class Blocks:
         return float(1 / factor) if factor else None
 
     def are_scaled(self, *, apart: bool) -> bool:
-        """Tell whether other scales explain the bad blocks; `apart`: far from the stored ones."""
+        """Return whether other scales explain bad blocks; `apart`: far from the stored ones."""
         bad, fits = self.bad, self.fits
         if int((bad & fits).sum()) < _MOSTLY * int(bad.sum()):
             return False
@@ -221,7 +224,7 @@ class Blocks:
         return float(off.median()) > math.log2(1 + _APART)
 
     def arranged(self) -> str | None:
-        """Name the order in which the stored scales lie; None for their own, or no known one."""
+        """Return the order of the stored scales; None for row-major or an unknown order."""
         rows, columns = self.stored.shape
         orders = {"reversed in their rows": self.stored.flip(1), "reversed": self.stored.flip(0)}
         if min(rows, columns) > 1:
@@ -238,7 +241,7 @@ class Blocks:
         return None
 
     def shifted(self) -> str | None:
-        """Say which neighbour's scales the bad blocks have; None for nobody's."""
+        """Return which neighbour's scales the bad blocks have; None if no neighbour's."""
         if int(self.bad.sum()) < _FEWEST:
             return None
         for told, step in _NEIGHBOURS.items():
@@ -275,6 +278,7 @@ def blocks_of(weight: Weight, y_MK: Tensor, slack: float) -> Blocks | None:
     agrees = (y < 0) == negative
     least = torch.where(negative, -upper, lower)
     most = torch.where(negative, -lower, upper)
+    # [M, K]: bounds on the scale from each element; a zero code bounds it from below only.
     low = torch.where(zero, size / upper, size / most) * (1 - slack)
     high = torch.where(zero, torch.full_like(size, math.inf), size / least * (1 + slack))
     known = y.isfinite()
@@ -283,6 +287,7 @@ def blocks_of(weight: Weight, y_MK: Tensor, slack: float) -> Blocks | None:
     scales, tensor = scales_of(weight)
     spread = scales.repeat_interleave(height, 0)[: len(y)].repeat_interleave(width, 1)
     spread = spread[:, : y.shape[1]]
+    # Distance of the value outside the code's interval under the stored scale.
     gap = torch.maximum(lower * spread - y, y - upper * spread)
     flushed = (spread == 0) & (size <= _flushed(weight.storage.format, tensor))
     wrong = (gap > slack * size) & ~flushed & known

@@ -1,7 +1,7 @@
 """Compare two configs: every number and choice that changes what a model computes.
 
-Two spellings of one known family are compared as records. Otherwise the JSON is compared key by
-key, rotary keys brought to one spelling first: tools that save a config again add keys with their
+Two spellings of one known family are compared as records. Other configs are compared as JSON, key
+by key, with rotary keys brought to one spelling. Tools that save a config again add keys with their
 defaults, so a key that only the checkpoint states is no difference.
 """
 
@@ -42,7 +42,7 @@ _NEUTRAL: tuple[object, ...] = (None, False, 0, 1, 10000, 1e-6, [], {}, "", "def
 
 
 def judge_configs(checkpoint: Checkpoint, reference: Checkpoint) -> list[Finding]:
-    """Report what two configs state differently."""
+    """Report the keys that two configs state differently."""
     findings = Findings()
     unread = checkpoint.problems.counts[ProblemKind.UNREADABLE_CONFIG]
     if not checkpoint.config or not reference.config:
@@ -64,7 +64,7 @@ def judge_configs(checkpoint: Checkpoint, reference: Checkpoint) -> list[Finding
 
 
 def differences(checkpoint: Checkpoint, reference: Checkpoint) -> Iterator[Difference]:
-    """Yield each key that two configs state differently, and what either says."""
+    """Yield each key that two configs state differently, with both values."""
     here, there = checkpoint.model, reference.model
     if here is None or there is None or type(here) is not type(there):
         yield from _of_json(checkpoint.config, reference.config)
@@ -109,7 +109,7 @@ def _is_neutral(value: object) -> bool:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Spell a config in one level; rotary numbers lie together, whatever wraps them."""
+    """Return a config as one level of keys, with rotary keys in one spelling."""
     found: dict[str, object] = {}
     for key, value in config.items():
         if key in _ROPE:

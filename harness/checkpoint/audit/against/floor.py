@@ -1,13 +1,12 @@
-"""What an ideal conversion of the reference to a format leaves: values that went there and back.
+"""Compute the error floor of a format: reference values quantised ideally and dequantised again.
 
-Owns the round trips, each from the definition of its format: scale by the largest magnitude of a
-block, round to nearest. The scale rule is that of the stored tensor where it shows: powers of two
-or not; exponents of MXFP4 rounded up (DeepSeek) or down (OCP MX), whichever more stored scales
-agree with; NVFP4's own tensor scale as long as the reference could have led to it. A scale that is
-wrong must not explain the error that it makes.
+Each round trip follows the definition of its format: scale by the largest magnitude of a block,
+round to nearest. The scale rule is the stored tensor's where it can be recognised: powers of two or
+not; exponents of MXFP4 rounded up (DeepSeek) or down (OCP MX), whichever more stored scales agree
+with; NVFP4's own tensor scale if the reference could have led to it. A wrong scale must not explain
+the error that it causes.
 
-Refuses nothing: rows that are not finite have no round trip, and the caller leaves them out.
-Kept honest by suites/checkpoint/audit/against/test_against.py, against the quantisers.
+Rows that are not finite have no round trip; the caller leaves them out.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ CHAINS = ((FP8_128X128_F32,), (NVFP4,), (MXFP4,), (MXFP4, NVFP4))
 
 
 def ideal_like(weight: Weight, there: Tensor, rows: Tensor) -> Tensor:
-    """Convert rows of the reference to the format of a stored weight and back; both float32.
+    """Convert rows of the reference to a stored weight's format and back, in float32.
 
-    `rows`: which rows of the weight they stand beside.
+    `rows`: indices of the matching rows of the stored weight.
     """
     if weight.storage is None:
         assert weight.value is not None, "a weight without codes has values"
@@ -71,7 +70,7 @@ def ideal_in(fmt: BlockFormat, there: Tensor) -> Tensor:
 
 
 def fits(fmt: BlockFormat, width: int) -> bool:
-    """Tell whether rows of a width can be stored in a format."""
+    """Return whether rows of a width can be stored in a format."""
     return fmt.ragged or width % fmt.block[1] == 0
 
 
@@ -87,6 +86,7 @@ def _decode_scale(weight: Weight) -> float | None:
 
 
 def _nvfp4(there: Tensor, scale: float | None) -> Tensor:
+    # The tensor scale of the amax rule, the smallest that clips nothing.
     least = largest_magnitude(there.contiguous()) / _NVFP4_FULL
     chosen = scale if scale is not None and _LEAST * least <= scale <= _MOST * least else least
     if not SMALLEST_SCALE <= chosen <= LARGEST_SCALE:
@@ -111,7 +111,7 @@ def _mxfp4(there: Tensor, block: int, stored: Tensor | None) -> Tensor:
 
 
 def _exponent_up(scale: Tensor) -> Tensor:
-    """Return the exponent of the least power of two that is not below a scale."""
+    """Return the exponent of the smallest power of two that is at least a scale."""
     parts = torch.frexp(scale)
     return parts.exponent - (parts.mantissa == 0.5).int()
 

@@ -1,10 +1,8 @@
-"""The compiled loop of a comparison: what two rows have in common, in one pass over both.
+"""Run the compiled inner loops of a comparison: sums over two rows, and misfits of codes.
 
-Owns the inner loop only: float32 arrays in, sums of float64 out, no checks, no threads (it releases
-the GIL). Elements that are not finite on either side are counted and left out of every sum.
-
-Importing this imports numba; the loop is compiled at first use and cached. Kept honest by
-suites/checkpoint/audit/against/test_against.py.
+float32 arrays in, sums of float64 out; no checks and no threads (the loops release the GIL).
+Elements that are not finite on either side are counted, and excluded from every sum. Importing this
+module imports numba; a loop is compiled at first use and cached.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ SUMS = 7
 
 @compiled_sums
 def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
-    """Set, for each row: squares there and here, products, squared differences, and three counts.
+    """Set sums [rows, SUMS]: squares there and here, products, squared errors, three counts.
 
     The counts: equal elements, not finite here though finite there, not finite there.
     """
@@ -55,9 +53,9 @@ def compare_rows(here: Floats, there: Floats, sums: Any) -> None:
 def count_misfits(
     codes: Any, scales: Any, how: Any, bounds: Any, there: Floats, counts: Any
 ) -> None:
-    """Count, for each row, codes that are not the nearest: by a small slack, and by a large one.
+    """Count, for each row, codes that are not the nearest: by a small and by a large slack.
 
-    `how`: height and width of blocks, both slacks, and what may be under a scale of zero.
+    `how`: height and width of blocks, both slacks, and the magnitude that a zero scale may replace.
     """
     height, width, near, beyond, flushed = how
     for r in range(codes.shape[0]):

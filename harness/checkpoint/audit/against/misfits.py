@@ -1,8 +1,8 @@
-"""Say what elements that do not fit the reference have in common: a factor, scales, rows, codes.
+"""Find what misfitting elements have in common: a factor, scales, rows, columns or single codes.
 
 Misfits in most rows prove nothing by themselves: values that went through another format first, or
-were rounded otherwise, have them everywhere. They count where a cause explains all of them (one
-factor, scales of a neighbour), or where most of the rows or columns have none.
+were rounded otherwise, have them everywhere. They count where one cause explains them all (a
+factor, a neighbour's scales), or where most rows or columns have none.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SPARSE = {SLACK: 0.005, FP8_SLACK: 0.03}
 
 
 class Reason(NamedTuple):
-    """The rule that is broken, and what to say behind the weight's name."""
+    """A broken rule, and the text that follows the weight's name."""
 
     rule: Rule
     message: str
 
 
 def lines_told(what: str, numbers: list[int]) -> str:
-    """Tell rows or columns by their runs: `64 rows (rows 16-79)`."""
+    """Format rows or columns by their runs: `64 rows (rows 16-79)`."""
     runs = ranges_told(numbers).split(", ")
     more = f" and {len(runs) - _MOST_RUNS} runs more" if len(runs) > _MOST_RUNS else ""
     if len(numbers) == 1:
@@ -47,10 +47,11 @@ def lines_told(what: str, numbers: list[int]) -> str:
 
 
 def codes_told(weight: Weight, y_MK: Tensor, first: int) -> Reason | None:
-    """Find the cause of misfits in some rows of codes; None where there is none to name.
+    """Return the cause of misfits in some rows of codes, or None.
 
     `first`: number of the first row.
     """
+    # First for values quantised directly, then for values that were FP8 before.
     for slack in (SLACK, FP8_SLACK):
         blocks = blocks_of(weight, y_MK, slack)
         if blocks is None or not bool(blocks.bad.any()):
@@ -65,7 +66,7 @@ def codes_told(weight: Weight, y_MK: Tensor, first: int) -> Reason | None:
 
 
 def _is_local(blocks: Blocks) -> bool:
-    """Tell whether more rows, or columns, are without a misfit than chance leaves."""
+    """Return whether more rows, or columns, are free of misfits than chance explains."""
     for axis in (0, 1):
         lines = blocks.bad.any(axis)
         clean = 1 - float(lines.double().mean())
@@ -77,7 +78,7 @@ def _is_local(blocks: Blocks) -> bool:
 
 
 def _factor_told(blocks: Blocks, first: int) -> Reason | None:
-    """Tell one factor on all blocks, on those of some rows, or on those of some columns."""
+    """Return a factor common to all blocks, to those of some rows, or of some columns."""
     everywhere = torch.ones_like(blocks.bad)
     factor = blocks.factor(everywhere)
     if factor is not None:
@@ -99,7 +100,7 @@ def _times(factor: float) -> str:
 
 
 def _scales_told(blocks: Blocks, first: int, *, local: bool) -> Reason | None:
-    """Tell block scales that are not those that the codes were made with."""
+    """Return a reason if block scales differ from those that made the codes."""
     count = int(blocks.bad.sum())
     if not bool((blocks.bad & blocks.fits).any()):
         return None
@@ -151,7 +152,7 @@ def _codes_told(weight: Weight, blocks: Blocks, y_MK: Tensor, first: int) -> Rea
 
 
 def values_told(x_MK: Tensor, y_MK: Tensor, wrong: Tensor, first: int) -> Reason:
-    """Tell plain values that are not the reference's."""
+    """Return the reason for plain values that differ from the reference's."""
     rows = [first + int(i) for i in wrong.any(1).nonzero()]
     row, column = (int(each) for each in wrong.nonzero()[0])
     here, there = float(x_MK[row, column]), float(y_MK[row, column])
@@ -163,5 +164,5 @@ def values_told(x_MK: Tensor, y_MK: Tensor, wrong: Tensor, first: int) -> Reason
 
 
 def _spread(lines: Tensor, size: int) -> list[int]:
-    """Number the rows, or columns, of some lines of blocks."""
+    """Return the element rows, or columns, that some rows or columns of blocks cover."""
     return [int(i) * size + k for i in lines.nonzero() for k in range(size)]

@@ -1,11 +1,10 @@
-"""Which weight of a checkpoint is which weight of the reference.
+"""Match each weight of a checkpoint with its counterpart in the reference.
 
-Owns the pairing. Where both have a config that is known, by logical name, whatever the spelling,
-the fusing and the stacking on either side; otherwise by the name of the stored module. A stack that
-a config knows as one matrix (wo_a in three axes) is compared member by member with its rows.
-
-Refuses references of another family, or with no tensor in common. What cannot be paired is listed
-with the reason, never dropped. Kept honest by suites/checkpoint/audit/against/test_against.py.
+If both have a known config, weights are matched by logical name, whatever the spelling, fusing and
+stacking on either side; otherwise by the name of the stored module. A stack that a config knows as
+one matrix (wo_a in three axes) is compared member by member with its rows. Weights without a
+counterpart are listed with the reason. A reference of another family, or with no tensor in common,
+is rejected.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """One weight on both sides: `there` is a name in the reference.
+    """A weight on both sides; `there` is its name in the reference.
 
-    `member`: of a stack there; `rows`: first and last row there, where it is a part of it.
+    `member`: its index in a stack there; `rows`: half-open row range, where it is part of a weight
+    there.
     """
 
     unit: Unit
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Pairs:
-    """All pairs, and what has none: name and reason. `unlike`: pairs of different shapes."""
+    """All pairs, and unmatched weights with reasons. `unlike`: pairs of different shapes."""
 
     pairs: list[Pair] = field(default_factory=list)
     unlike: dict[str, str] = field(default_factory=dict)
@@ -49,12 +49,12 @@ class Pairs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a comparison reads, of both sides."""
+        """Bytes that a comparison reads on both sides."""
         return sum(pair.nbytes for pair in self.pairs)
 
 
 def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
-    """Pair every weight of a checkpoint with its counterpart."""
+    """Match every weight of a checkpoint with its counterpart."""
     _require_one_family(checkpoint, reference)
     found, pairing = Pairs(), _Pairing(checkpoint, reference)
     for unit in units_of(checkpoint).units:
@@ -82,7 +82,7 @@ def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
 
 
 def stored_there(reference: Checkpoint, pair: Pair) -> StoredWeight:
-    """Find the reference's side of a pair; of `rows`, the whole that they are a part of."""
+    """Return the reference's weight of a pair, whole even where `rows` selects a part."""
     stored = reference.stored(pair.there)
     return stored if pair.member is None else stored.member(pair.member)
 
@@ -99,6 +99,7 @@ def _take(pairing: _Pairing, unit: Unit, place: _Place, found: Pairs) -> None:
     height = there.shape[0] if there.shape else 1
     rows = place.rows(here.shape[0] if here.shape else 1)
     shape = there.shape if rows is None else (rows[1] - rows[0], *there.shape[1:])
+    # A row range must begin and end at whole blocks of the reference's format.
     unit_rows = there.format.block[0] if there.format else 1
     is_cut = rows is not None and (
         rows[0] % unit_rows or (rows[1] % unit_rows and rows[1] < height)
@@ -113,7 +114,7 @@ def _take(pairing: _Pairing, unit: Unit, place: _Place, found: Pairs) -> None:
 
 
 def _share(stored: StoredWeight, size: int, shape: tuple[int, ...]) -> int:
-    """Return about how many bytes of a shared module a weight takes."""
+    """Return roughly how many bytes of a shared module belong to a weight."""
     whole = elements = 1
     for extent in stored.form.shape:
         whole *= extent
@@ -123,7 +124,7 @@ def _share(stored: StoredWeight, size: int, shape: tuple[int, ...]) -> int:
 
 
 class _Place(NamedTuple):
-    """Where the reference has something; `part`: which member of a stack that is rows there."""
+    """A weight's location in the reference; `part`: index of a member stored as rows there."""
 
     name: str
     member: int | None
@@ -134,7 +135,7 @@ class _Place(NamedTuple):
 
 
 class _Pairing:
-    """Both checkpoints, and the tables that names are looked up in."""
+    """Both checkpoints, with their name tables."""
 
     def __init__(self, checkpoint: Checkpoint, reference: Checkpoint) -> None:
         self.checkpoint, self.reference = checkpoint, reference
@@ -176,7 +177,7 @@ class _Pairing:
 
 
 def _require_one_family(checkpoint: Checkpoint, reference: Checkpoint) -> None:
-    """Refuse another family; a config that only says so, over the same names, is a finding."""
+    """Raise for another family, unless more than half of the module names agree."""
     here, there = checkpoint.model, reference.model
     common = len(checkpoint.table.suffixes.keys() & reference.table.suffixes.keys())
     if common * 2 > len(checkpoint.table.suffixes):

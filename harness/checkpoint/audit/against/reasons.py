@@ -1,12 +1,11 @@
-"""Why a weight is not the reference's: causes that are tried on its values, until one undoes it.
+"""Search for the cause of a wrong weight: undo each candidate until the reference's values appear.
 
-Owns the trials. On some panels of rows from the middle of the weight: signs, packing orders, block
-scales that belong to other blocks, rows in another order, another tensor of the reference (found by
-sketch, then read). A cause is named only where undoing it leaves the weight like the reference;
-without one there is no reason, and the numbers stand for themselves. Gains are named when they are
-a number that stands in the weight, or a power of two.
+Candidates are tried on some panels of rows from the middle of the weight: signs, packing orders,
+block scales of other blocks, rows in another order, another tensor of the reference (found by
+sketch, then read). A cause is reported only if undoing it makes the weight match; otherwise the
+measured error stands alone. A gain is named if it is a number stored with the weight, or a power of
+two.
 
-Kept honest by suites/checkpoint/audit/against/test_against.py, where each cause is planted.
 Shape letters: M rows, K columns.
 """
 
@@ -62,7 +61,7 @@ _FINER, _COARSER = 0.75, 1.1  # how far a rule may be from the ideal one's error
 
 
 class Reasons:
-    """The causes of one comparison. Weights are read again, a panel each."""
+    """The search for causes in one comparison. It reads panels of weights again."""
 
     def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
         self._checkpoint, self._reference, self._table = checkpoint, reference, table
@@ -72,7 +71,7 @@ class Reasons:
         self._coarser: dict[tuple[str, str], list[str | None]] = {}
 
     def of_values(self, index: int) -> Reason | None:
-        """Return why the values of a weight are wrong, if any cause undoes it."""
+        """Return the cause of a weight's wrong values, if undoing one restores them."""
         if not self._table["energy"][index] and not self._table["odd_here"][index]:
             return Reason(rules.VALUES, "is zero throughout; the reference is not.")
         unit = self._table.pairs[index].unit
@@ -90,7 +89,7 @@ class Reasons:
         return self._last[key]
 
     def of_rows(self, index: int) -> Reason | None:
-        """Return why rows of a weight are not the reference's: turned signs, or nothing known."""
+        """Return the cause of wrong rows: flipped signs, zeros, moved rows, or elements."""
         here, there, first = self._both(index)
         if len(here.shape) != 2:
             return None
@@ -106,9 +105,9 @@ class Reasons:
         return self._zero_lines(index) or self._moved_lines(index) or self.of_elements(index)
 
     def of_elements(self, index: int, *, last: bool = False) -> Reason | None:
-        """Return what elements that do not fit have in common; None where they prove nothing.
+        """Return what misfitting elements have in common; None where they prove nothing.
 
-        `last`: nothing else explains them.
+        `last`: no other cause was found.
         """
         table = self._table
         height, rows = int(table["height"][index]), int(table["misfit_rows"][index])
@@ -133,7 +132,7 @@ class Reasons:
         return codes_told(ours, theirs, begin)
 
     def _window(self, index: int) -> tuple[int, int, int]:
-        """Return the rows that are looked at: all of a small matrix, else from the first misfit."""
+        """Return the rows to examine: all of a small matrix, else from the first misfit on."""
         here, _, first = self._both(index)
         height, width = here.shape
         begin = 0
@@ -143,9 +142,10 @@ class Reasons:
         return begin, min(begin + step, height), first
 
     def _values_told(self, index: int, *, last: bool) -> Reason | None:
-        """Tell plain values that differ: a few of them, or any number if nothing else explains it.
+        """Report plain values that differ: a few, or any number if no other cause is left.
 
-        Another rounding on the way leaves many in another dtype, and none in the reference's own.
+        Another rounding on the way changes many values of another dtype, and none of the
+        reference's own.
         """
         here, there, _ = self._both(index)
         stored = here.form.parts[Part.VALUE].dtype
@@ -166,7 +166,7 @@ class Reasons:
         return values_told(x, y, wrong, begin) if bool(wrong.any()) else None
 
     def _zero_lines(self, index: int) -> Reason | None:
-        """Tell rows, or columns, of zeros that are none in the reference."""
+        """Report zero rows, or columns, that are not zero in the reference."""
         here, there, first = self._both(index)
         if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
             return None
@@ -182,7 +182,7 @@ class Reasons:
         return None
 
     def _moved_lines(self, index: int) -> Reason | None:
-        """Tell some rows that are other rows of the reference, or packed in another order."""
+        """Report rows that are other rows of the reference, or packed in another order."""
         here, there, first = self._both(index)
         if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
             return None
@@ -207,7 +207,7 @@ class Reasons:
         )
 
     def of_gain(self, index: int, gain: float) -> str:
-        """Name a gain, as `, which is ...`; empty for one without a name."""
+        """Return a known name for a gain, as `, which is ...`; empty for an unknown one."""
         inputs = float(self._table["input_scale"][index])
         decode = float(self._table["decode_scale"][index])
         if decode == 1.0:
@@ -231,7 +231,7 @@ class Reasons:
         return ""
 
     def coarser(self, index: int) -> str | None:
-        """Name the coarser format whose error a weight has, or two; None if none explains it."""
+        """Return the coarser format, or chain of two, that explains a weight's error, or None."""
         unit = self._table.pairs[index].unit
         known = self._coarser.setdefault((unit.role, unit.place), [])
         if len(known) >= LOOKED_AT and len(set(known)) == 1:
@@ -273,7 +273,7 @@ class Reasons:
         )
 
     def _other_order(self, index: int) -> Reason | None:
-        """Look for columns in other places, a transposed matrix, and a vector in another order."""
+        """Search for permuted columns, a transposed matrix, or a permuted vector."""
         here, there, first = self._both(index)
         if math.prod(here.shape) > _MOST_ELEMENTS:
             return None
@@ -312,7 +312,7 @@ class Reasons:
         return row_values(pair[0]).float(), row_values(pair[1]).float()
 
     def _first(self, index: int) -> int:
-        """Return the number of the first row of the panels."""
+        """Return the first row of the panels."""
         shape = stored_of(self._checkpoint, self._table.pairs[index].unit).shape
         return _first_row(shape[0]) if len(shape) == 2 else 0
 
@@ -323,7 +323,7 @@ class Reasons:
         return here, stored_there(self._reference, pair), first
 
     def _other_tensor(self, index: int) -> Reason | None:
-        """Look for the weight among the reference's others of its shape."""
+        """Search for the weight among the reference's others of its shape."""
         table, pairs = self._table, self._table.pairs
         own = table.sketches[index, 0].astype(np.float32)
         same = table["elements"] == table["elements"][index]
@@ -347,7 +347,7 @@ class Reasons:
         return Reason(rules.OTHER_TENSOR, f"holds what the reference calls {name}.")
 
     def _block_scales(self, index: int, ours: Tensor, theirs: Tensor) -> Reason | None:
-        """Tell whether every block is right up to a factor of its own."""
+        """Report block scales if every block is right up to a factor of its own."""
         here, _, _ = self._both(index)
         if here.format is None or len(here.shape) != 2:
             return None
@@ -375,7 +375,7 @@ class Reasons:
         )
 
     def _row_order(self, index: int, ours: Tensor) -> Reason | None:
-        """Look for some rows among all rows of the reference's weight."""
+        """Search for some rows among all rows of the reference's weight."""
         here, there, first = self._both(index)
         if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
             return None
@@ -407,6 +407,7 @@ def _packing(ours: Tensor, theirs: Tensor) -> Reason | None:
         return None
     blocks = ours.reshape(ours.shape[0], -1, BLOCK)
     for name, order in list(ORDERS.items())[1:]:
+        # Try the order and its inverse: the codes may have been moved either way.
         for places in (order, np.argsort(order)):
             moved = blocks[:, :, torch.from_numpy(np.ascontiguousarray(places))]
             if cosine(moved.reshape(ours.shape), theirs) >= ALIKE:
@@ -428,7 +429,7 @@ def _unit_rows(values: Tensor) -> Tensor:
 
 
 def _order_of(cosines: Tensor, rows: list[int], height: int) -> str:
-    """Name the known order that takes every row to one that is alike; `cosines` [rows, height]."""
+    """Return the known order that maps every row to one like it; `cosines` [rows, height]."""
     for name, order in ROW_ORDERS.items():
         if name == "as_stored" or height % order.multiple:
             continue

@@ -1,11 +1,10 @@
-"""One weight on both sides, row block by row block, and what an ideal conversion would leave.
+"""Compare one weight with its reference by blocks of rows, and measure its error floor.
 
-Owns `compare`: sums over all values, sums by row, the round trip of one row (or panel of rows) in
-eight, and a sketch of each side. Memory is bounded by a window of rows on each side and five
-numbers a row. A row that is off by half of itself is looked at again, with its own round trip, so
-that rows too weak for their format are no fault.
+`compare` sums over all values and by row, converts one row (or panel of rows) in eight of the
+reference there and back, and keeps a sketch of each side. Memory is bounded by a window of rows on
+each side and a few numbers a row. A row that is off by half of itself is measured again with its
+own round trip, because a row too weak for its format is no fault.
 
-Judges nothing but rows. Kept honest by suites/checkpoint/audit/against/test_against.py.
 Shape letters: M rows, K columns.
 """
 
@@ -46,7 +45,7 @@ _SKETCH_ROWS = 16
 
 @dataclass
 class Compared:
-    """What a comparison of one weight found."""
+    """Measurements of one weight against its reference."""
 
     format: str
     reference_format: str
@@ -61,7 +60,7 @@ class Compared:
     misfits: Misfits = field(default_factory=Misfits)
 
     def facts(self) -> dict[str, float]:
-        """Return the columns of a table."""
+        """Return the measurements by column of the table."""
         there, here, product, error, equal, odd_here, odd_there = map(float, self.sums)
         cosine = product / math.sqrt(there * here) if there and here else math.nan
         sampled, own, ideal, ideal_product = map(float, self.floor)
@@ -97,7 +96,7 @@ class Compared:
         }
 
     def _worst(self) -> tuple[int, float]:
-        """Return the row of the largest relative error among those that are not weak."""
+        """Return the row with the largest relative error, weak rows excluded."""
         if not self.rows:
             return -1, math.nan
         rows = np.concatenate(self.rows)
@@ -132,7 +131,7 @@ def compare(here: StoredWeight, there: StoredWeight, first: int = 0) -> Compared
 
 
 def _format_name(stored: StoredWeight) -> str:
-    """Name the format; what integers are is known when they are read."""
+    """Return the format's name; integers are recognised only when they are read."""
     return stored.format.name if stored.format else "plain"
 
 
@@ -182,7 +181,7 @@ def _floats(weight: Weight) -> Tensor:
 def _take_floor(
     found: Compared, begin: int, ours: Weight, y_MK: Tensor, sums: NDArray[np.float64]
 ) -> None:
-    """Add the round trip of the rows that are due."""
+    """Add the round trip of the sampled rows."""
     from degarble.harness.checkpoint.audit.against import loops  # noqa: PLC0415  numba
 
     rows = _due(found, begin, ours, sums[:, loops.ODD_HERE] + sums[:, loops.ODD_THERE] > 0)
@@ -202,9 +201,9 @@ def _take_floor(
 
 
 def _due(found: Compared, begin: int, ours: Weight, odd: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Choose the rows of a block whose round trip is made: one, or one panel, in so many.
+    """Choose the sampled rows of a block: one row, or one panel, in SAMPLED.
 
-    Rows, or panels, in which something is not finite have none.
+    Rows, or panels, that hold something not finite are left out.
     """
     numbers = np.arange(begin, begin + len(odd))
     by_panel = ours.storage is not None and ours.storage.format.block[0] > 1
@@ -216,12 +215,13 @@ def _due(found: Compared, begin: int, ours: Weight, odd: NDArray[np.bool_]) -> N
 
 
 def _take_sketch(found: Compared, begin: int, x_MK: Tensor, y_MK: Tensor) -> None:
-    """Keep a few values of a few rows, the same places whatever the rest of the tensor is."""
+    """Keep a few values of a few rows, at places that depend on the shape alone."""
     columns = SKETCH // _SKETCH_ROWS
     for number in range(_SKETCH_ROWS):
         row = (2 * number + 1) * found.height // (2 * _SKETCH_ROWS) - begin
         if not 0 <= row < len(x_MK):
             continue
+        # Primes spread the sampled columns, in the same way for every tensor of this width.
         places = (np.arange(columns) * 7919 + number * 104729) % x_MK.shape[1]
         kept = slice(number * columns, (number + 1) * columns)
         for side, values in enumerate((x_MK, y_MK)):
@@ -230,7 +230,7 @@ def _take_sketch(found: Compared, begin: int, x_MK: Tensor, y_MK: Tensor) -> Non
 
 
 def _scales(weight: Weight) -> tuple[float, float]:
-    """Return the input scale and what codes are multiplied by; NaN for what is not there."""
+    """Return the input scale and the decode scale; NaN for absent ones."""
     inputs, scale = weight.input_scale, weight.tensor_scale
     decode = float(scale) if scale is not None and scale.numel() == 1 else math.nan
     if weight.storage is not None and weight.storage.direction is ScaleDirection.ENCODE:
@@ -241,7 +241,7 @@ def _scales(weight: Weight) -> tuple[float, float]:
 def _bad_rows(
     found: Compared, here: StoredWeight, there: StoredWeight, first: int
 ) -> tuple[int, int]:
-    """Count rows that are off by half of themselves, if their own round trips are not."""
+    """Count rows that are off by half of themselves though their own round trips are not."""
     rows = np.concatenate(found.rows)
     strong = rows[:, 0] > _WEAK * rows[:, 0].max(initial=0.0)
     off = np.flatnonzero(strong & (rows[:, 1] > _ROW_OFF * rows[:, 0]))
@@ -256,6 +256,7 @@ def _bad_rows(
         ideal = ideal_like(ours, values, torch.arange(len(values)))[row - begin]
         wanted = values[row - begin]
         trip = float((ideal - wanted).double().square().sum())
+        # The round trip alone leaves more than half of the row's error (a quarter of its square).
         if 4 * trip > rows[row, 1]:
             explained.append(row)
     left = np.setdiff1d(off, explained)

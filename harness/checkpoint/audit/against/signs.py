@@ -1,10 +1,8 @@
-"""Signs that are not the reference's: all of them, those of some rows or columns, or no pattern.
+"""Recognise a weight whose magnitudes match the reference's but whose signs do not.
 
-Owns the trial of a weight whose magnitudes are the reference's. A row or column is called turned
-where it is the reference's with every sign turned, and only where nearly all others are kept.
+Signs may be flipped in all of it, in some rows or columns, or without a pattern. A row or column
+counts as flipped if every sign in it is, and only where nearly all others keep theirs.
 
-Refuses nothing: what does not look like lost signs has no message.
-Kept honest by suites/checkpoint/audit/against/test_signs.py.
 Shape letters: M rows, K columns.
 """
 
@@ -35,7 +33,7 @@ def cosine(ours: Tensor, theirs: Tensor) -> float:
 
 
 def signs_told(x_MK: Tensor, y_MK: Tensor, first: int = 0) -> str | None:
-    """Say what is wrong with the signs of `x_MK`; None for nothing. `first`: number of its row."""
+    """Describe what is wrong with the signs of `x_MK`, or None. `first`: number of its row."""
     if cosine(x_MK.abs(), y_MK.abs()) < ALIKE:
         return None
     if cosine(x_MK, -y_MK) >= ALIKE:
@@ -51,7 +49,7 @@ def signs_told(x_MK: Tensor, y_MK: Tensor, first: int = 0) -> str | None:
 
 
 def turned_lines(x_MK: Tensor, y_MK: Tensor, first: int = 0) -> str | None:
-    """Name the rows, or else the columns, in which every sign is turned; None without any."""
+    """Name the rows, or else the columns, in which every sign is flipped, or None."""
     if x_MK.ndim != 2:
         return None
     for what, axis, start in (("row", 1, first), ("column", 0, 0)):
@@ -64,7 +62,7 @@ def turned_lines(x_MK: Tensor, y_MK: Tensor, first: int = 0) -> str | None:
 
 
 def _turned(x_MK: Tensor, y_MK: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Tell which lines are turned, and which are kept; one of zeros is kept."""
+    """Return masks of flipped and of kept lines; a line of zeros counts as kept."""
     x, y = x_MK.double(), y_MK.double()
     lengths = (x.square().sum(axis) * y.square().sum(axis)).sqrt()
     cosines = (x * y).sum(axis) / lengths.clamp(min=1e-300)

@@ -1,10 +1,8 @@
-"""The table of a comparison: one row a weight that both checkpoints have.
+"""Store a comparison as a table: one row for each weight that both checkpoints have.
 
-Owns the columns, the making of a row from a comparison, and the joining of tables that several
-workers or machines made. `row` gives one weight as plain data, for pages and JSON; `sketches` are
-a few values of each side, by which a tensor under another one's name is found again.
-
-Kept honest by suites/checkpoint/audit/against/test_against.py.
+Tables of several workers or machines can be joined; `row` returns one weight as plain data for
+pages and JSON. `sketches` keep a few values of each side, by which a tensor stored under another
+one's name is found.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ _DTYPE = np.dtype([(name, kind) for name, kind, _ in _COLUMNS])
 
 @dataclass
 class AgainstTable:
-    """Pairs and their numbers, row by row; what has no pair, by name, with the reason."""
+    """Pairs with their measurements, by row; unmatched weights by name, with the reason."""
 
     pairs: list[Pair] = field(default_factory=list)
     data: NDArray[Any] = field(default_factory=lambda: np.zeros(0, _DTYPE))
@@ -76,7 +74,7 @@ class AgainstTable:
 
     @classmethod
     def empty(cls, pairs: Iterable[Pair]) -> AgainstTable:
-        """Make a table with a row for each pair, to be set."""
+        """Return a table with an unset row for each pair."""
         listed = list(pairs)
         sketches = np.zeros((len(listed), 2, SKETCH), np.float16)
         return cls(listed, np.zeros(len(listed), _DTYPE), sketches)
@@ -107,6 +105,7 @@ class AgainstTable:
         for name, value in found.facts().items():
             row[name] = value
         self.data[index] = row
+        # Sketches are stored as float16, so each side is scaled to a largest magnitude of 1.
         largest = np.abs(np.nan_to_num(found.sketches, posinf=0, neginf=0)).max(1, keepdims=True)
         self.sketches[index] = found.sketches / np.where(largest > 0, largest, 1.0)
 

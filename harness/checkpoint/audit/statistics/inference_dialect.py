@@ -1,14 +1,13 @@
-"""Which producer wrote NVFP4 tensors, told from the traces that its rules leave in the bytes.
+"""Infer which producer wrote NVFP4 tensors, by excluding those whose rules leave other bytes.
 
-Owns the inference of the dialect, by exclusion. Three traces: the scale byte of blocks of zeros;
-the smallest scales (one producer has none below 2^-6, one alone has zeros over codes); and the
-tensor scale itself: when weights were bfloat16, amax has eight significant bits, and only the
-arithmetic of its producer leads from such a number to the stored float32. A scale fits by chance
-with a probability of 2^-15; but two producers' arithmetic agrees for three amax in four, so it
-takes a dozen tensors. Producers that leave the same traces are one answer: Transformer Engine,
-FlashInfer and vLLM cannot be told apart. Undecided where no trace excludes enough.
+Three traces: the scale byte of blocks of zeros; the smallest scales (one producer has none below
+2^-6, only one has zeros over codes); and the tensor scale. The amax of bfloat16 weights has eight
+significant bits, and only the producer's own arithmetic leads from such a number to the stored
+float32. A scale fits by chance with a probability of 2^-15, but two producers' arithmetic agrees
+for three amax in four, so it takes a dozen tensors.
 
-Kept honest by suites/checkpoint/audit/statistics/test_inference_dialect.py.
+Producers with the same traces share one answer: Transformer Engine, FlashInfer and vLLM cannot be
+told apart. The result is undecided where no trace excludes enough.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _UNEXPLAINED = 2  # tensors whose scale one producer explains and another does n
 
 @dataclass(frozen=True)
 class Producer:
-    """What one group of dialects leaves behind. `zero_byte`: scale of a block of zeros."""
+    """The traces of one group of dialects. `zero_byte`: scale byte of a block of zeros."""
 
     name: str
     zero_byte: int
@@ -82,7 +81,7 @@ LOSSLESS = "modelopt, cast from MXFP4 without loss"
 
 @dataclass(frozen=True)
 class Traces:
-    """What a group of NVFP4 tensors shows together. `scales`: tensor scales, as stored."""
+    """The traces of a group of NVFP4 tensors. `scales`: tensor scales, as stored."""
 
     scales: Sequence[float]
     direction: ScaleDirection
@@ -93,7 +92,7 @@ class Traces:
 
 
 def infer_dialect(traces: Traces) -> Inferred:
-    """Infer who wrote these tensors."""
+    """Return the one producer that no trace excludes, or undecided."""
     if not traces.scales:
         return undecided(ABOUT, "no tensors")
     if traces.powers_only:
@@ -122,7 +121,7 @@ def candidates(traces: Traces) -> tuple[str, ...]:
 
 
 def _excluded(producer: Producer, traces: Traces, fit: float, best: float) -> str:
-    """Say what excludes a producer; nothing if nothing does."""
+    """Return why a producer is excluded; empty if it is not."""
     others = [byte for byte in traces.zero_bytes if byte != producer.zero_byte]
     if len(others) * 2 > len(traces.zero_bytes):
         return f"zero blocks have the scale 0x{others[0]:02x}"
@@ -136,7 +135,7 @@ def _excluded(producer: Producer, traces: Traces, fit: float, best: float) -> st
 
 
 def _distinct(traces: Traces) -> NDArray[np.float32]:
-    """Return the usable scales, one for each significand: others say nothing new."""
+    """Return the usable scales, one for each significand: equal ones add no evidence."""
     stored = np.array(traces.scales, np.float32)
     stored = stored[np.isfinite(stored) & (stored > 0)]
     _, first = np.unique(np.frexp(stored)[0], return_index=True)
@@ -160,10 +159,11 @@ def _fit(producer: Producer, traces: Traces) -> float:
 def _near(
     producer: Producer, amax: NDArray[np.float32], stored: NDArray[np.float32]
 ) -> NDArray[np.bool_]:
-    """Tell which scales follow from this bfloat16 amax or from one of its neighbours."""
+    """Return a mask of scales that follow from this bfloat16 amax or one of its neighbours."""
     bits = amax.view(np.uint32)
     found = np.zeros(len(amax), np.bool_)
     for step in (-1, 0, 1):
+        # One step of bfloat16 is 2^16 in the bits of a float32.
         neighbour = (bits + np.uint32((step << 16) & 0xFFFFFFFF)).view(np.float32)
         found |= producer.scale_of(neighbour) == stored
     return found

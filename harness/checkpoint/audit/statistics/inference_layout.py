@@ -1,16 +1,16 @@
-"""In which order block scales are stored, told from codes and scales alone.
+"""Infer the layout of block scales from codes and scales alone, by trying every known order.
 
-Owns the inference of the scale layout. Where a quantiser scales by the largest value of a block,
-an outlier raises its block's scale and shrinks the codes beside it, so the logarithms of scale and
-code energy correlate negatively, whatever the model. In any other order scales stand beside codes
-that they do not belong to, and the correlation vanishes. So every known order is tried: the one
-that is right stands out by tens of standard deviations. Rows' and columns' means are taken out
+A quantiser scales by the largest value of a block, so an outlier raises its block's scale and
+shrinks the other codes: the logarithms of scale and code energy correlate negatively, whatever the
+model. In any other order scales are paired with foreign codes and the correlation vanishes; the
+right order stands out by tens of standard deviations. Means of rows and columns are subtracted
 first, because outlier channels make neighbouring rows alike.
 
-Undecided where blocks do not vary (weights of one magnitude), where most weights are zero (more
-of them raise scale and energy alike), or where blocks are too few. Kept honest by
-suites/checkpoint/audit/statistics/test_inference_layout.py; derivation and power in
+Undecided where blocks do not vary (weights of one magnitude), where most weights are zero (more of
+them raise scale and energy alike), or where blocks are too few. Derivation and power:
 docs/design-notes/audit_statistics.md.
+
+Shape letters: R rows, C columns of blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_ROWS = 512  # as many rows, from the whole height, tell enough
 
 
 def infer_layout(weight: Weight) -> Inferred:
-    """Infer how the block scales of a quantised matrix lie, by trying every known order."""
+    """Infer the order of a quantised matrix's block scales by trying every known one."""
     if weight.storage is None or weight.codes is None or weight.block_scale is None:
         return undecided(ABOUT, "no block scales")
     fmt = weight.storage.format
@@ -78,7 +78,7 @@ def infer_layout(weight: Weight) -> Inferred:
 
 
 def orders_for(rows: int, columns: int) -> Mapping[str, Callable[[Tensor], Tensor]]:
-    """Return, by name of an order, what turns stored scales [R, C] into logical ones."""
+    """Return, by name, functions from stored scales [R, C] to logical ones."""
     found: dict[str, Callable[[Tensor], Tensor]] = {
         LINEAR: lambda stored: stored,
         "transposed": lambda stored: stored.reshape(columns, rows).t().contiguous(),
@@ -128,7 +128,7 @@ def _scale_logs(fmt: BlockFormat) -> NDArray[np.float64]:
 
 
 def _deviations(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Correlate two matrices about rows' and columns' means, in standard deviations of chance."""
+    """Return the correlation about rows' and columns' means, in standard deviations."""
     known = np.isfinite(a) & np.isfinite(b)
     if known.sum() < _FEWEST_BLOCKS:
         return float("nan")

@@ -1,17 +1,14 @@
-"""In which order the two codes of a byte follow each other along K, told from energies by column.
+"""Infer the packing order of nibbles along K from energies by column.
 
-Owns the inference of the packing order. Swapping nibbles moves codes inside their block of 16:
-nothing that one matrix says about itself changes. But matrices that read the same input share its
-channels: where a channel is large or small, all of them answer to it. So the profile of a packed
-matrix (energy by column) is compared, inside blocks, with a profile whose order is known: linears
-on the same input that are not packed; the norm in front; the rows of the linear that makes the
-input. Of the last two, the sign of the relation is not known; it is read off the means of blocks,
-which no order inside a block changes. A matrix without channels that stand out, or without such
-company, is UNDECIDED.
+Swapping nibbles moves codes inside their block of 16, which changes no statistic of one matrix
+alone. But matrices that read the same input share its channels: where a channel is large or small,
+it is so in all of them. So the profile of a packed matrix (energy by column) is compared, inside
+blocks, with profiles of known order: linears on the same input that are not packed; the norm before
+it; the rows of the linear that produces the input. For the last two the sign of the relation is
+unknown; it is taken from the means of blocks, which no order inside a block changes.
 
-Kept honest by suites/checkpoint/audit/statistics/test_inference_order.py, which also measures how
-strong channels must be. Power, derivation and what cannot be told:
-docs/design-notes/audit_statistics.md.
+A matrix without outstanding channels, or without a reference profile, is undecided. Derivation,
+power and limits: docs/design-notes/audit_statistics.md.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ ORDER_NAMES = tuple(ORDERS)
 
 
 class Kinship(StrEnum):
-    """How a profile of known order is related to a packed matrix."""
+    """Relation of a reference profile to a packed matrix."""
 
     SIBLING = "linears on the same input that are not packed"
     NORM = "the norm in front"
@@ -58,26 +55,26 @@ class Kinship(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A profile of known order: a logarithm for each column."""
+    """A profile of known order: one logarithm for each column."""
 
     kinship: Kinship
     logs: NDArray[np.float64]
 
     @cached_property
     def templates(self) -> NDArray[np.float64]:
-        """What a profile read low nibble first would look like, for each order; of length 1."""
+        """The profile as each order would show it, read low nibble first; unit length."""
         blocks = _inside(self.logs).reshape(-1, BLOCK)
         stacked = np.stack([blocks[:, np.argsort(p)].reshape(-1) for p in ORDERS.values()])
         return _of_length_one(stacked)
 
     @cached_property
     def means(self) -> NDArray[np.float64]:
-        """Means of blocks, of length 1."""
+        """Means of blocks, at unit length."""
         return _of_length_one(_means(self.logs))
 
 
 def logs_of(energies: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return binary logarithms of a profile; columns that are zero take its smallest one."""
+    """Return binary logarithms of a profile; zero columns take its smallest value."""
     wide = energies.astype(np.float64)
     positive = wide[(wide > 0) & np.isfinite(wide)]
     if not len(positive):
@@ -102,10 +99,10 @@ def infer_order(columns: NDArray[np.float32], references: Sequence[Reference]) -
 def infer_shared_order(
     columns: Sequence[NDArray[np.float32]], references: Sequence[Reference]
 ) -> Inferred:
-    """Infer the one order of several matrices, each beside a reference of its own.
+    """Infer the common order of several matrices, each with a reference of its own.
 
-    Each is weak evidence; together they are one long profile. Matrices count alike: a dead expert,
-    whose logarithms are wide on both sides, must not decide for all of them.
+    Each is weak evidence; together they form one long profile. Matrices have equal weight: a dead
+    expert, whose logarithms are wide on both sides, must not decide for all of them.
     """
     pairs = [
         (_standard(logs_of(ours)), _standard(each.logs))
@@ -119,7 +116,7 @@ def infer_shared_order(
 
 
 def _standard(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bring a profile to mean 0 and deviation 1; what hardly varies becomes zero."""
+    """Return a profile with mean 0 and deviation 1; a nearly constant one becomes zero."""
     return _of_length_one(logs - logs.mean()) * math.sqrt(len(logs))
 
 
@@ -127,6 +124,7 @@ def _judge(profile: NDArray[np.float64], reference: Reference) -> Inferred:
     sign = 1.0
     if reference.kinship not in (Kinship.SIBLING, Kinship.PACKED):
         means = _of_length_one(_means(profile))
+        # Both vectors have unit length: the product is a correlation, here in standard deviations.
         between = float(reference.means @ means) * math.sqrt(len(means))
         if abs(between) < FAR:
             because = f"blocks show no relation to {reference.kinship} ({between:+.1f} deviations)"
@@ -151,7 +149,7 @@ def _inside(profile: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _of_length_one(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale vectors to length 1; what hardly varies becomes zero."""
+    """Scale vectors to length 1; nearly constant ones become zero."""
     lengths = np.sqrt((vectors * vectors).sum(-1, keepdims=True))
     scaled: NDArray[np.float64] = np.where(lengths > 1e-6, vectors / np.maximum(lengths, 1e-6), 0.0)
     return scaled

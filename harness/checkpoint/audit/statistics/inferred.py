@@ -1,10 +1,9 @@
-"""What statistics say about how bytes are to be read, and how sure that is. Imports no sibling.
+"""Define the result of an inference from statistics: a value, its confidence and the evidence.
 
-Owns the record of an inference and its one rule: a value is given only where the evidence for it
-and the distance to the next best value are both far beyond chance; otherwise there is none, and
-`because` says what was missing. `confidence` is one minus the probability of such evidence by
-chance, counted for all values that were tried and for independent draws, which real weights are
-only nearly: hence the wide margin, and never more than CERTAIN.
+A value is given only where both its evidence and its lead over the next best value are far beyond
+chance; otherwise `because` says what was missing. `confidence` is one minus the probability of such
+evidence by chance, over all values tried and for independent draws. Real weights are only nearly
+independent: hence the wide margin, and never more than CERTAIN. Imports no sibling.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ FAR = 6.0  # standard deviations of evidence, and of its distance to the next be
 
 @dataclass(frozen=True)
 class Inferred:
-    """One inference. `value` None: undecided. `evidence`: a figure for each value tried.
+    """One inference. `value` None: undecided. `evidence`: a score for each value tried.
 
-    `lead`: of the best over the next best one, or over nothing, in standard deviations.
+    `lead`: of the best over the next best, or over zero, in standard deviations.
     """
 
     about: str
@@ -49,7 +48,7 @@ def undecided(
 
 
 def best_of(about: str, scores: Mapping[str, float], because: str) -> Inferred:
-    """Choose the value of highest score, in standard deviations, if it is FAR from the others."""
+    """Return the value of highest score, in standard deviations, if it leads by FAR."""
     evidence = MappingProxyType(dict(scores))
     ranked = sorted(
         (name for name in scores if math.isfinite(scores[name])), key=lambda name: -scores[name]
@@ -66,5 +65,5 @@ def best_of(about: str, scores: Mapping[str, float], because: str) -> Inferred:
 
 
 def confidence_of(deviations: float, tried: int = 1) -> float:
-    """Return the confidence that so many standard deviations give, among so many values tried."""
+    """Return the confidence of a lead in standard deviations, over the number of values tried."""
     return max(0.0, min(CERTAIN, 1.0 - tried * math.erfc(deviations / math.sqrt(2))))

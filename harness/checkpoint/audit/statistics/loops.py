@@ -1,13 +1,13 @@
-"""The compiled loops of the audit: histograms, block facts and row digests in one pass over bytes.
+"""Run the compiled loops of the audit: histograms, block statistics and row digests in one pass.
 
-Owns the inner loops only: flat arrays in, sums added to arrays that the caller owns, no checks, no
-threads (they release the GIL). Sixteen E2M1 codes are one 64-bit word here and are counted by bit
-planes, so that a loop over words is vectorised: a byte-wise table costs five times as much. A block
-is one word (16 codes) or several. Floats are handled by their bits; NaN and infinities are counted
-and left out of every sum. Refuses nothing: harness.checkpoint.audit.statistics.tensor has checked.
+Flat arrays in, sums added to arrays of the caller; no checks and no threads (the loops release the
+GIL). statistics/passes.py prepares the arrays.
 
-Importing this imports numba; the loops are compiled at first use and cached. Kept honest by
-suites/checkpoint/audit/statistics/test_tensor.py, against numpy and the definition of the formats.
+Sixteen E2M1 codes are one 64-bit word, counted by bit planes, so that a loop over words vectorises:
+a byte-wise table costs five times as much. A block is one word (16 codes) or several. Floats are
+handled by their bits; NaN and infinities are counted and excluded from every sum.
+
+Importing this module imports numba; the loops are compiled at first use and cached.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ compiled_sums = compiled_with(fastmath={"reassoc", "nsz"})
 
 
 def _population_ir(_typing_context: Any, word: Any) -> tuple[Any, Callable[..., Any]]:
-    """Count the bits that are set."""
+    """Emit LLVM's population count."""
 
     def generate(context: Any, build: Any, sig: Any, args: Any) -> Any:
         del context, sig
@@ -84,7 +84,7 @@ class E2M1Tally(NamedTuple):
 
 @compiled
 def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> None:
-    """Of each word: its sum of squares in quarters, its largest code; counts [16] of bit planes.
+    """Set each word's sum of squares in quarters and largest code; add counts [16] of planes.
 
     A plane has one bit a code: where bits 0, 1, 2 are set, and every product of them. counts[p] is
     the number of codes with all bits of p set, counts[p + 8] of those that are negative too.
@@ -123,7 +123,7 @@ def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> Non
 
 @compiled
 def _of_planes(planes: Words) -> Any:
-    """Return the counts of codes [8] that have exactly the bits of k, from those that have them."""
+    """Return counts [8] of codes equal to k, from counts of codes that contain the bits of k."""
     found = planes.copy()
     for bit in (1, 2, 4):
         for k in range(8):
@@ -134,7 +134,7 @@ def _of_planes(planes: Words) -> Any:
 
 @compiled
 def _joined(values: Words, size: int, greatest: bool) -> None:
-    """Make the first entries of `values` the sums, or the maxima, of `size` entries each."""
+    """Replace the first entries of `values` by the sum, or maximum, of each `size` entries."""
     for b in range(values.size // size):
         found = values[b * size]
         for k in range(b * size + 1, (b + 1) * size):
@@ -153,7 +153,7 @@ def _energy(scales: Bytes, quarters: Words, square: Any) -> Any:
 
 @compiled_sums
 def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: Any) -> Any:
-    """Set the logarithms of scales and energies, 0 for blocks that lack one; return the others."""
+    """Set logarithms of scales and energies, 0 for blocks without; return how many have both."""
     count = np.int64(0)
     for b in range(scales.size):
         first = tables.scale_log[np.intp(scales[b])]
@@ -166,7 +166,7 @@ def _logarithms(scales: Bytes, quarters: Words, tables: E2M1Tables, x: Any, y: A
 
 @compiled_sums
 def _add_pairing(x: Any, y: Any, count: int, pairing: Any) -> None:
-    """Add the products of a row, about its means."""
+    """Add the sums of squares and products of a row, about its means."""
     x1, y1, xx, yy, xy = 0.0, 0.0, 0.0, 0.0, 0.0
     for b in range(x.size):
         first, second = np.float64(x[b]), np.float64(y[b])
@@ -185,7 +185,8 @@ def e2m1_rows(
 ) -> None:
     """Tally rows of blocks: words [rows, n], scales [rows, blocks]; energies [rows] are set.
 
-    `paired` (first, every): the pairing is taken from every so-manieth row, `first` rows in.
+    `paired` (first, every): the pairing samples rows whose number is divisible by `every`; `first`
+    is the number of the first row here.
     """
     first, every = paired
     rows, count = words.shape
@@ -211,6 +212,7 @@ def e2m1_rows(
         for b in range(whole, blocks):
             by_scale[0, np.intp(row_scales[b]) * 8 + np.intp(tops[b])] += 1
     tally.tops[:] += by_scale.sum(0).reshape(256, 8)
+    # Every code contains the empty set of bits: 16 codes a word.
     planes[0] = U64(16 * rows * count)
     either, negative = _of_planes(planes[:8]), _of_planes(planes[8:])
     for k in range(8):
@@ -220,7 +222,7 @@ def e2m1_rows(
 
 @compiled
 def e2m1_columns(packed: Bytes, scales: Bytes, square: Any, every: int, energies: Any) -> None:
-    """Add the squares of every so-manieth row to energies [K]: low nibble even; square over 4."""
+    """Add squares / 4 of one row in `every` to energies [K]; low nibbles are even columns."""
     quarters = np.array([0, 1, 4, 9, 16, 36, 64, 144] * 2, np.float32)
     width = packed.shape[1] // scales.shape[1]
     for r in range(0, packed.shape[0], every):
@@ -262,7 +264,7 @@ def e4m3_panel(codes: Bytes, width: int, squares: Any, counts: Any, blocks: Any)
 
 @compiled_sums
 def _float_row(bits: Bits, shift: Any) -> Any:
-    """Return of a row: sum of squares, elements that are not finite, zeros, largest finite bits."""
+    """Return a row's sum of squares, non-finite count, zeros, and largest finite bits."""
     energy, largest = 0.0, U32(0)
     odd, zeros = np.int64(0), np.int64(0)
     for i in range(bits.size):
@@ -291,6 +293,7 @@ def float_rows(bits: Bits, shift: Any, exponents: Any, facts: Any, energies: Any
         facts[0] += odd
         facts[1] += zeros
         facts[2] = max(facts[2], np.int64(largest))
+        # Position of the exponent field: bit 23 in float32, bit 7 in bfloat16.
         field = U32(23) - shift
         for i in range(row.size):
             four[i & 3, (U32(row[i]) >> field) & U32(255)] += 1
@@ -303,8 +306,8 @@ def float_rows(bits: Bits, shift: Any, exponents: Any, facts: Any, energies: Any
 def _digest(words: Words, mask: Any) -> Any:
     """Return a digest of a row, and the union of all bits of `mask` in it.
 
-    Each word is scrambled with its place, and the scrambled ones are added: a loop over them is
-    vectorised, because no word waits for the one before it.
+    Each word is mixed with its position and the results are added: the loop vectorises, because no
+    word depends on the one before it.
     """
     total, seen = U64(words.size), U64(0)
     for i in range(words.size):

@@ -1,11 +1,9 @@
-"""Profiles of one block's weights, gathered while they are counted, and judged together.
+"""Collect the column profiles of a block's weights, and infer the packing orders from them.
 
-Owns the bringing together of a packed matrix and the profiles that can tell its packing order: who
-shares its input, which norm stands in front, whose rows make its columns. Anatomy's wiring says so;
-without a config, matrices of equal width under one layer have no known relation, and nothing is
-judged. Profiles are dropped with their block: a layer of 384 experts has 50 MB of them.
-
-Kept honest by suites/checkpoint/audit/numbers/test_numbers.py.
+For each packed matrix it finds the profiles that can decide: linears with the same input, the norm
+before it, and the rows of the linear that produces its columns. The model's wiring gives these
+relations; without a config, matrices of equal width have no known relation and nothing is inferred.
+Profiles are dropped with their block: a layer of 384 experts has 50 MB of them.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _HOPS = 2  # from an input back to the linear whose rows make it: over an activa
 
 
 class Profile(NamedTuple):
-    """What one weight contributes: energies by column and by row, float32."""
+    """One weight's energies by column and by row, float32."""
 
     row: int
     unit: Unit
@@ -50,7 +48,7 @@ class Profile(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The order of one packed weight; `kinship` is that of the reference which decided."""
+    """The inferred order of one packed weight; `kinship`: relation of the deciding reference."""
 
     row: int
     inferred: Inferred
@@ -59,7 +57,7 @@ class Judged(NamedTuple):
 
 @dataclass
 class Block:
-    """The profiles of one block; `feeds` says what feeds each component."""
+    """The profiles of one block; `feeds` maps each component to the site that feeds it."""
 
     feeds: Mapping[str, str]
     profiles: list[Profile] = field(default_factory=list)
@@ -68,7 +66,7 @@ class Block:
     )
 
     def add(self, row: int, unit: Unit, found: TensorStatistics) -> None:
-        """Keep the profile of a weight, if it can tell or be told anything."""
+        """Keep the profile of a weight if it can serve as evidence or be judged."""
         if found.columns is not None and (unit.feed or unit.kind is Kind.NORM):
             is_packed = found.blocks is not None and len(found.counts) == 16
             self.profiles.append(Profile(row, unit, is_packed, found.columns, found.rows))
@@ -91,9 +89,9 @@ class Block:
             yield from _with_company(packed, found)
 
     def _pool(self, feed: str, packed: list[Profile], found: list[Inferred]) -> None:
-        """Judge the undecided experts of a layer as one, beside the rows of each one's makers.
+        """Judge the undecided experts of a layer together, each by its own producers' rows.
 
-        Trap: makers that experts share would count the same chance as often as there are experts.
+        Trap: a producer shared by all experts would count the same chance once for each expert.
         """
         members, references = [], []
         for i, each in enumerate(packed):
@@ -110,7 +108,7 @@ class Block:
                 found[i] = together
 
     def _shared(self, feed: str) -> Iterator[Reference]:
-        """Yield what tells of an input, whichever matrix reads it."""
+        """Yield the references for an input, whichever matrix reads it."""
         siblings = [p for p in self.profiles if p.unit.feed == feed and not p.is_packed]
         yield from _reference(Kinship.SIBLING, (each.columns for each in siblings))
         maker = _component(feed)
@@ -121,9 +119,9 @@ class Block:
     def _producers(
         self, feed: str, expert: int | None, *, alone: bool = False
     ) -> Iterator[Reference]:
-        """Yield the rows of the linears that make an input, the same expert's where it has one.
+        """Yield the rows of the linears that produce an input, the same expert's where it has one.
 
-        `alone`: of that expert's own linears.
+        `alone`: only that expert's own linears.
         """
         experts = (expert,) if alone or expert is None else (None, expert)
         for _ in range(_HOPS + 1):
@@ -136,7 +134,7 @@ class Block:
 
 
 def _with_company(packed: list[Profile], found: list[Inferred]) -> Iterator[Judged]:
-    """Yield each inference; an undecided one is judged by the mean of the other packed ones."""
+    """Yield each inference; undecided ones are compared with the mean of the other packed ones."""
     open_ones = [i for i, inferred in enumerate(found) if not inferred.is_decided]
     if open_ones and len(packed) > _FEWEST_PACKED:
         total = sum(logs_of(each.columns) for each in packed)
@@ -149,12 +147,12 @@ def _with_company(packed: list[Profile], found: list[Inferred]) -> Iterator[Judg
 
 
 def _reference(kinship: Kinship, energies: Iterable[NDArray[np.float32]]) -> Iterator[Reference]:
-    """Yield the mean of profiles of one width; nothing without any, or for widths that differ."""
+    """Yield the mean of profiles of one width; nothing if there are none or widths differ."""
     logs = [logs_of(each) for each in energies]
     if logs and len({len(each) for each in logs}) == 1:
         yield Reference(kinship, np.mean(logs, axis=0))
 
 
 def _component(site: str) -> str:
-    """Return the component that puts out at a site such as `layers.3.ffn.norm.out`."""
+    """Return the component whose output is a site such as `layers.3.ffn.norm.out`."""
     return site.rpartition(".out")[0]

@@ -1,8 +1,8 @@
-"""One pass over the rows of a weight, by kind: packed E2M1, E4M3, plain numbers.
+"""Accumulate the statistics of a weight over its rows, by kind: packed E2M1, E4M3 or plain values.
 
-Owns what is added up row block by row block, through the compiled loops, and the record that is
-made of it in the end. The loops are imported where they are needed, because numba takes long to
-load. Kept honest by suites/checkpoint/audit/statistics/test_tensor.py.
+A pass adds row blocks through the compiled loops and makes the record at the end. The loops are
+imported inside functions, because numba takes long to load.
+
 Shape letters: M rows, K columns, R and C blocks along M and K, b bytes.
 """
 
@@ -53,7 +53,7 @@ _FINITE_MASK = {16: 0x7FFF7FFF7FFF7FFF, 0: 0x7FFFFFFF7FFFFFFF}  # signs do not c
 
 
 def pass_over(stored: StoredWeight, *, profile: bool) -> Pass:
-    """Make the pass that a weight of this kind needs."""
+    """Return the pass for a weight of this kind."""
     fmt = stored.format
     if fmt is None:
         return PlainPass(stored, profile)
@@ -61,7 +61,7 @@ def pass_over(stored: StoredWeight, *, profile: bool) -> Pass:
 
 
 class Pass(ABC):
-    """What every kind of weight has: rows with digests, energies, bytes, a profile."""
+    """The statistics common to all kinds: digests by row, energies, bytes, a profile."""
 
     def __init__(self, stored: StoredWeight, profile: bool) -> None:
         shape = stored.shape
@@ -81,14 +81,14 @@ class Pass(ABC):
 
     @abstractmethod
     def add(self, weight: Weight) -> None:
-        """Take the next rows in."""
+        """Add the next rows."""
 
     @abstractmethod
     def finish(self) -> TensorStatistics:
-        """Return what was gathered."""
+        """Return the accumulated statistics."""
 
     def take_rows(self, data_Mb: NDArray[np.uint8], mask: int) -> NDArray[np.uint64]:
-        """Digest rows of bytes; return them as words, filled up with zeros."""
+        """Digest rows of bytes; return them as words, padded with zeros."""
         from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
         words = row_facts.as_words(data_Mb)
@@ -100,11 +100,11 @@ class Pass(ABC):
         return words
 
     def take_energies(self, energies: NDArray[np.float64]) -> None:
-        """Keep the squares of the rows just taken, or of rows of blocks."""
+        """Keep the sums of squares of the latest rows, or rows of blocks."""
         self._energies.append(energies)
 
     def common(self) -> dict[str, Any]:
-        """Return the fields that every kind has."""
+        """Return the fields common to all kinds."""
         zero, digests = joined(self._zero, np.bool_), joined(self._digests, np.uint64)
         if self.height == 1:  # a vector, of which each piece counted as a row
             zero = np.array([bool(zero.all())][: len(zero)], np.bool_)
@@ -128,7 +128,7 @@ class Pass(ABC):
 
 
 def _narrowed(energies: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return energies as float32; what is too large, as only garbage is, becomes the largest."""
+    """Return energies as float32, clipped to its largest; only garbage is larger."""
     return np.minimum(energies, np.finfo(np.float32).max).astype(np.float32)
 
 
@@ -149,7 +149,7 @@ class E2M1Pass(Pass):
         self._pair_every = max(1, self.height // PAIRED_ROWS)
 
     def add(self, weight: Weight) -> None:
-        """Take the next rows in: codes and the scales of their blocks."""
+        """Add the next rows: codes and the scales of their blocks."""
         from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
         assert weight.codes is not None, "a quantised weight has codes"
@@ -169,7 +169,7 @@ class E2M1Pass(Pass):
             loops.e2m1_columns(codes_Mb, scales_MC, square, self.every, self.columns)
 
     def finish(self) -> TensorStatistics:
-        """Return what was gathered."""
+        """Return the accumulated statistics."""
         tally, scale_format = self._tally, self._format.scale
         values, reached = _reached(scale_format.name)
         freedom, xx, yy, xy = map(float, tally.pairing)
@@ -194,7 +194,7 @@ class E2M1Pass(Pass):
 
 @cache
 def _reached(scale_format: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Each scale byte's value, and the largest magnitude [256, 8] under it by largest code."""
+    """Return each scale byte's value, and the magnitude [256, 8] of its product with each code."""
     values = values_of(ELEMENT_FORMATS[scale_format]).astype(np.float64)
     kept = np.where(np.isfinite(values), np.abs(values), 0.0)
     return values, kept[:, None] * values_of(E2M1)[:8].astype(np.float64)
@@ -214,7 +214,7 @@ class E4M3Pass(Pass):
         self._squares = np.where(np.isfinite(values), values * values, 0.0)
 
     def add(self, weight: Weight) -> None:
-        """Take the next rows in, whole panels of blocks but for the last."""
+        """Add the next rows, in whole panels of blocks except for the last."""
         assert weight.codes is not None, "a quantised weight has codes"
         assert weight.block_scale is not None, "and scales"
         codes_MK = bytes_by_row(weight.codes)
@@ -231,7 +231,7 @@ class E4M3Pass(Pass):
             self._take_columns(codes_MK[:: self.every], square_RC)
 
     def _tallied(self, codes_MK: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float64]:
-        """Return sum of squares and largest code of each block, and count the codes."""
+        """Return sum of squares and largest code of each block; count the codes."""
         from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
         height, width = self._format.block
@@ -257,7 +257,7 @@ class E4M3Pass(Pass):
         return finite
 
     def finish(self) -> TensorStatistics:
-        """Return what was gathered."""
+        """Return the accumulated statistics."""
         scales = np.concatenate(self._scales) if self._scales else np.zeros((0, 1), np.uint8)
         blocks = np.concatenate(self._blocks) if self._blocks else np.zeros((0, 1, 2))
         energy, top = blocks[..., 0], blocks[..., 1].astype(np.int64)
@@ -299,7 +299,7 @@ class E4M3Pass(Pass):
 
 
 class PlainPass(Pass):
-    """Values: floats by their bits, or integers."""
+    """Plain values: floats, counted by their bits, or integers."""
 
     def __init__(self, stored: StoredWeight, profile: bool) -> None:
         super().__init__(stored, profile)
@@ -309,7 +309,7 @@ class PlainPass(Pass):
         self._extremes: tuple[float, float] | None = None
 
     def add(self, weight: Weight) -> None:
-        """Take the next rows in; integers are counted by torch."""
+        """Add the next rows."""
         assert weight.value is not None, "a plain weight has values"
         value = weight.value
         if not value.numel():
@@ -322,7 +322,7 @@ class PlainPass(Pass):
         self._add_floats(self._as_rows(value), _PLAIN_SHIFT[value.dtype])
 
     def _as_rows(self, value: Tensor) -> Tensor:
-        """Shape a piece by rows; of a long vector, a piece is a row."""
+        """Return a piece as rows; a piece of a long vector is one row."""
         return value.reshape(1, -1) if self.height == 1 else value.reshape(-1, self.width)
 
     def _add_floats(self, value_MK: Tensor, shift: int) -> None:
@@ -347,7 +347,7 @@ class PlainPass(Pass):
         self._zeros += int((numbers == 0).sum())
 
     def finish(self) -> TensorStatistics:
-        """Return what was gathered."""
+        """Return the accumulated statistics."""
         largest = np.array([self._facts[2]], np.uint32).view(np.float32)
         is_integer = self._extremes is not None
         return TensorStatistics(

@@ -1,6 +1,6 @@
-"""What is known of one weight after one pass: the records. Imports the records of scales alone.
+"""Define the statistics of one weight after one pass over its bytes.
 
-Values are those of codes times block scales; the tensor scale stands beside them.
+Values are codes times block scales; the tensor scale is a separate field.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class TensorStatistics:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it holds nothing but zeros."""
+        """Whether all elements are zero."""
         return self.zeros == self.elements
 
     @property
     def code_entropy(self) -> float:
-        """Bits a code, or an exponent field."""
+        """Entropy in bits a code, or an exponent field."""
         return row_facts.entropy(self.counts)
 
     @property
     def far(self) -> float:
-        """Share of floats whose exponent is 40 or more away from the median; zeros do not count."""
+        """Share of non-zero floats whose exponent is 40 or more from the median."""
         return share_far(np.arange(1, 255), self.counts[1:255], 40) if len(self.counts) else 0.0

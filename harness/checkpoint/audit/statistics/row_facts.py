@@ -1,10 +1,9 @@
-"""Rows of bytes: their digests, runs of zero rows, and how random bytes are.
+"""Digest rows of bytes, find runs of zero rows, and measure the entropy of bytes.
 
-Owns the views that the compiled loops read, and what is made of the digests of rows: one number for
-the matrix that depends on the order of its rows, and one that does not: a matrix and its rows in
-another order are told from each other, and from everything else. Digests are 64 bits: that two
-different ones of 300,000 agree by chance has a probability of 2e-9. They are no defence against
-intent. Kept honest by suites/checkpoint/audit/statistics/test_tensor.py.
+Two digests of a matrix are made from those of its rows: one depends on the order of the rows, the
+other does not. Together they tell a matrix from its permuted copy, and both from everything else.
+Digests are 64 bits: two different ones of 300,000 agree by chance with a probability of 2e-9. They
+are no defence against intent.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _SHIFT = np.uint64(31)
 
 
 def bytes_by_row(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor [..., K] as rows; no copy where it has no gaps."""
+    """Return the bytes of a tensor [..., K] as rows, without a copy if it is contiguous."""
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).contiguous()
     found: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
     return found
 
 
 def as_words(data_Mb: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return rows of bytes as 64-bit words, filled up with zero bytes where needed."""
+    """Return rows of bytes as 64-bit words, padded with zero bytes."""
     rows, width = data_Mb.shape
     if width % 8 == 0 and data_Mb.flags.c_contiguous and _address(data_Mb) % 8 == 0:
         return data_Mb.view(np.uint64)
@@ -43,7 +42,7 @@ def as_words(data_Mb: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def _address(array: NDArray[Any]) -> int:
-    """Where an array begins; `ctypes.data` takes ten times as long."""
+    """Return an array's address; `ctypes.data` takes ten times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -63,7 +62,7 @@ def digested(words: NDArray[np.uint64], mask: int) -> tuple[NDArray[np.uint64], 
 
 
 def matrix_digest(digests: NDArray[np.uint64], *, ordered: bool) -> int:
-    """Join the digests of rows to one number."""
+    """Combine the digests of rows into one number."""
     mixed = digests.copy()
     if ordered:
         mixed ^= np.arange(1, len(digests) + 1, dtype=np.uint64) * _STEP
@@ -92,5 +91,5 @@ def entropy(counts: NDArray[Any]) -> float:
 
 
 def joined(pieces: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-    """Concatenate, also nothing at all."""
+    """Concatenate arrays, possibly none."""
     return np.concatenate(pieces) if pieces else np.zeros(0, dtype)

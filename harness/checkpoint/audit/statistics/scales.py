@@ -1,10 +1,9 @@
-"""Block scales in numbers, and how they go together with the codes that they scale.
+"""Summarise block scales, and how they correlate with the codes that they scale.
 
-Owns ScaleStatistics (from counts of scale bytes, or from float32 scales) and Pairing, with the
-tables that the compiled loop over E2M1 blocks looks up. A scale is ordinary where it is above the
-smallest normal number of its format: there it was rounded by a relative step, and the largest code
-of its block follows from the quantiser's rule. Judges nothing.
-Kept honest by suites/checkpoint/audit/statistics/test_tensor.py.
+ScaleStatistics come from counts of scale bytes or from float32 scales. A scale is ordinary if it is
+above the smallest normal number of its format: there it was rounded by a relative step, and the
+largest code of its block follows from the quantiser's rule. The lookup tables of the compiled E2M1
+loop are made here too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ScaleStatistics:
 
 @dataclass(frozen=True)
 class Pairing:
-    """How scale and energy of a block go together: a correlation and its degrees of freedom."""
+    """Correlation of scale and energy over the blocks, with its degrees of freedom."""
 
     freedom: float
     correlation: float
@@ -60,12 +59,12 @@ class Pairing:
 def of_bytes(
     counts: NDArray[np.int64], used: NDArray[np.int64], fmt: ElementFormat
 ) -> ScaleStatistics:
-    """Summarise scales of a byte format, by how often each byte occurs: at all, and over codes."""
+    """Summarise byte scales from the counts of all scales, and of those over codes."""
     return _summary(values_of(fmt).astype(np.float64), counts, used, fmt)
 
 
 def of_floats(scales: NDArray[np.float32], used: NDArray[np.bool_]) -> ScaleStatistics:
-    """Summarise float32 scales; `used`: those over more than zeros."""
+    """Summarise float32 scales; `used`: those of blocks that are not all zero."""
     values, at, counts = np.unique(
         scales.reshape(-1), return_inverse=True, return_counts=True, equal_nan=False
     )
@@ -101,7 +100,7 @@ def _summary(
 
 
 def share_far(places: NDArray[Any], counts: NDArray[Any], distance: float) -> float:
-    """Return the share of a histogram that lies so far, or farther, from its median."""
+    """Return the share of a histogram at least `distance` away from its median."""
     total = counts.sum()
     if not total:
         return 0.0
@@ -111,14 +110,14 @@ def share_far(places: NDArray[Any], counts: NDArray[Any], distance: float) -> fl
 
 
 def ordinary(fmt: ElementFormat) -> NDArray[np.bool_]:
-    """Tell of each byte of a scale format whether it is an ordinary scale."""
+    """Return a mask of the bytes of a scale format that are ordinary scales."""
     values = values_of(fmt)
     return np.isfinite(values) & (values > fmt.smallest_normal)
 
 
 @cache
 def e2m1_tables(scale_format: str, block: int) -> E2M1Tables:
-    """Make what the loop over E2M1 blocks looks up."""
+    """Return the lookup tables of the loop over E2M1 blocks."""
     from degarble.harness.checkpoint.audit.statistics.loops import E2M1Tables  # noqa: PLC0415  numba
 
     values = values_of(ELEMENT_FORMATS[scale_format]).astype(np.float64)
@@ -128,14 +127,14 @@ def e2m1_tables(scale_format: str, block: int) -> E2M1Tables:
 
 
 def _log2(numbers: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return binary logarithms, NaN for what has none."""
+    """Return binary logarithms; NaN for numbers that are not positive."""
     logs = np.full(numbers.shape, np.nan)
     np.log2(numbers, out=logs, where=numbers > 0)
     return logs.astype(np.float32)
 
 
 def pairing_of(scale_RC: NDArray[np.float64], energy_RC: NDArray[np.float64]) -> Pairing:
-    """Correlate the logarithms of scales and of code energies, about the means of their rows."""
+    """Correlate the logarithms of scales and of code energies, about the means of rows."""
     kept = (scale_RC > 0) & (energy_RC > 0)
     counts = kept.sum(1, keepdims=True)
     centred = []

@@ -1,18 +1,13 @@
-"""What the bytes of one weight say, gathered in one pass: counts, extremes, energies, digests.
+"""Compute the statistics of one weight in one pass: counts, extremes, energies, digests.
 
-Owns `statistics_of`: it walks a stored weight by row blocks (memory stays bounded, pages are given
-back behind it) and returns a TensorStatistics. Values are those of codes times block scales; the
-tensor scale, one number that may itself be wrong, is left to the caller. NaN and infinities are
-counted and kept out of every sum. Nothing is judged here, and nothing refused: what a checkpoint
-can hold can be counted.
+`statistics_of` walks a stored weight by row blocks; memory stays bounded and pages are released as
+it goes. Values are codes times block scales. The tensor scale, one number that may itself be wrong,
+is left to the caller. NaN and infinities are counted and excluded from every sum.
 
-The pairing of a block format is the correlation, inside rows, between the logarithm of a block's
-scale and that of its codes' energy. A quantiser that scales by the block's largest value makes it
-negative: an outlier raises the scale and shrinks its neighbours. It vanishes when scales stand
-beside codes that are not theirs. docs/design-notes/audit_statistics.md has the derivation.
-
-Kept honest by suites/checkpoint/audit/statistics/test_tensor.py, against the definition of the
-formats.
+The pairing of a block format is the correlation, inside rows, between the logarithms of a block's
+scale and of its codes' energy. A quantiser that scales by the block's largest value makes it
+negative: an outlier raises the scale and shrinks the other codes. It vanishes when scales are
+paired with other blocks' codes. Derivation: docs/design-notes/audit_statistics.md.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ WINDOW_ELEMENTS = 1 << 23  # of one row block: 4 MiB of E2M1 codes
 
 
 def statistics_of(stored: StoredWeight, *, profile: bool = False) -> TensorStatistics:
-    """Walk one weight; `profile`: also gather squares by row and, from some rows, by column."""
+    """Return a weight's statistics; `profile`: with squares by row and by (sampled) column."""
     found = pass_over(stored, profile=profile)
     if not found.elements:  # rows of nothing can be many
         return found.finish()
@@ -44,5 +39,5 @@ def statistics_of(stored: StoredWeight, *, profile: bool = False) -> TensorStati
 
 
 def _scalar(scale: Tensor | None) -> float | None:
-    """Return one number; of several, which only a stack has, none."""
+    """Return the number in a scale; None for several, which only a stack has."""
     return float(scale) if scale is not None and scale.numel() == 1 else None
