@@ -123,7 +123,7 @@ class _Judging:
         """Return the reference's weights that nothing here could hold under another name."""
         table = self.table
         if self._checkpoint.problems.counts[ProblemKind.UNREADABLE_SHARD]:
-            return []  # what a lost shard held is told by the shard
+            return []  # the unreadable shard has its own finding
         names = self._checkpoint.names
         there = {*self._checkpoint.table.suffixes, *(names.present if names else ())}
         roles = {without_numbers(pair.there) for pair in table.pairs}

@@ -38,6 +38,7 @@ _NEVER = re.compile(
     r"|num_return|num_beams|chunk_size|pretraining|top_k$|_token|max_window_layers|transformers"
 )
 _ROPE = ("rope_parameters", "rope_scaling")
+# Values that mean the same as a key that is absent.
 _NEUTRAL: tuple[object, ...] = (None, False, 0, 1, 10000, 1e-6, [], {}, "", "default", "silu")
 
 

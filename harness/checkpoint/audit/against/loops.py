@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
+# Columns of the sums that compare_rows sets for each row.
 REFERENCE, HERE, PRODUCT, ERROR, EQUAL, ODD_HERE, ODD_THERE = range(7)
 SUMS = 7
 

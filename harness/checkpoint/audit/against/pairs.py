@@ -180,6 +180,7 @@ def _require_one_family(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     """Raise for another family, unless more than half of the module names agree."""
     here, there = checkpoint.model, reference.model
     common = len(checkpoint.table.suffixes.keys() & reference.table.suffixes.keys())
+    # Mostly equal names: a wrong family in the config is a finding, not another model.
     if common * 2 > len(checkpoint.table.suffixes):
         return
     if here is not None and there is not None and here.family != there.family:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PANEL, PANELS = 128, 8  # rows that are looked at, from the middle of a weight
 SKETCHES_ALIKE = 0.9
 NAMED_GAIN = 0.01
-LOOKED_AT = 3  # weights of one role in one block; others like them have the same cause
+LOOKED_AT = 3  # weights of one role in one block; the cause found last is used for the others
 GAIN_SPREAD = 0.1  # of blocks under scales that are not theirs
 _PROBES = 16  # rows that are looked for among all rows
 _MOST_ELEMENTS = 1 << 25  # of a matrix whose rows are searched
@@ -340,7 +340,7 @@ class Reasons:
             return None
         ours, theirs = self._panels(index)[0], self._panels(best)[1]
         if bool((ours == ours.flatten()[0]).all()):
-            return None  # one number throughout is nobody's
+            return None  # a constant panel matches any other constant one
         if ours.shape != theirs.shape or cosine(ours, theirs) < ALIKE:
             return None
         name = shown(pairs[best].there)

@@ -38,7 +38,7 @@ PANEL = 128  # rows: a multiple of every block's height
 SAMPLED = 8  # one row, or panel, in so many has a round trip, where there are enough
 _FEW_ROWS = 512
 _ROW_OFF = 0.25  # of a row's squares
-_WEAK = 2.0**-20  # of the strongest row's squares: nothing is said about weaker rows
+_WEAK = 2.0**-20  # of the strongest row's squares: weaker rows are not judged
 _LOOKED_AT = 8  # rows that are looked at again
 _SKETCH_ROWS = 16
 

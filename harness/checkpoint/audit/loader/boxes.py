@@ -56,6 +56,7 @@ def _sweep(
     shape: tuple[int, ...], held: tuple[Ranges, ...]
 ) -> tuple[tuple[Ranges, ...], tuple[Ranges, ...]]:
     """Return the ranges that none of `held` covers, and those that two do."""
+    # No dimension is left: one element, in as many boxes as there are.
     if not shape:
         return ((),) if not held else (), ((),) if len(held) > 1 else ()
     if not held:
@@ -74,6 +75,7 @@ def _slabs(
 ) -> Iterator[tuple[tuple[int, int], tuple[Ranges, ...]]]:
     """Cut the first dimension where boxes begin or end; merge neighbours with equal rests."""
     events: dict[int, list[tuple[int, Ranges]]] = {0: [], extent: []}
+    # Each box has two events: the first makes it active, the second removes it.
     for number, ((first, last), *rest) in enumerate(held):
         inner = tuple(rest)
         events.setdefault(first, []).append((number, inner))

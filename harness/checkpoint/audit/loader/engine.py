@@ -54,6 +54,7 @@ ENGINES = ("vllm",)
 _DEQUANTISED = "attn.indexer.wk"
 _DIVISORS = "compressed-tensors"
 _NO_DRAFTER = "the checkpoint has no drafter"
+# The spelling that vLLM's own mapper reads, by family.
 _READS = {V4Config.family: Spelling.DEEPSEEK, V32Config.family: Spelling.HUGGINGFACE}
 
 
@@ -100,7 +101,7 @@ def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[
     """Return the formats that vLLM builds, and the conversions that it makes on loading."""
     config, stored = inventory.config, source.recipe_for(inventory.config)
     if inventory.fused:
-        return stored, ()  # somebody wrote it for this engine: as what it is built
+        return stored, ()  # fused for this engine already, so it is built in the stored formats
     formats = {each.weight for each in inventory.linears}
     if isinstance(config, V4Config) and source.suffixes != _DIVISORS:
         if formats == {BF16}:

@@ -184,6 +184,7 @@ class LoaderFindings:
     def sorted(self) -> list[Finding]:
         """Return all findings."""
         for (_, target, wrong), (source, ranks) in self._wrong.items():
+            # Narrowing is one cause for all layers; other wrong writes are reported by layer.
             spread = wrong.told if wrong.rule is rules.NARROWED else None
             layer = self._layer(source.parameter, source.name)
             self._findings.add(

@@ -31,6 +31,7 @@ AS_STORED = "as stored"
 EXPERT_GROUP = "expert"
 VALUES, FP8 = "BF16", "FP8"  # what a conversion can make
 ONE_SCALE = "tensor"  # in place of a block shape: one scale for the whole weight
+# Bounds on numbers in a map, so that a hostile one cannot exhaust memory.
 _MOST_RANKS = 4096
 _MOST_EXPERTS = 1 << 16
 _MOST_RULES = 1000  # of one kind

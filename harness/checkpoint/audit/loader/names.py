@@ -50,7 +50,7 @@ def needed_literal(pattern: str) -> str:
     """Return the longest text that every match of a pattern contains, or an empty one."""
     runs, run, depth, index = [""], "", 0, 0
     if "(?" in pattern.replace("(?P<", "").replace("(?=", "").replace("(?:", ""):
-        return ""  # flags and lookbehinds: not judged
+        return ""  # flags and lookbehinds are not parsed
     while index < len(pattern):
         sign, step = pattern[index], 1
         following = pattern[index + 1 : index + 2]
@@ -68,7 +68,7 @@ def needed_literal(pattern: str) -> str:
         optional = pattern[index + step : index + step + 1] in {"*", "?", "{"}
         if sign and depth == 0 and not optional:
             run += sign
-            # `a+` may go on with more of it, so the run ends behind it.
+            # `a+` may match more than one, so the run ends after it.
             if pattern[index + step : index + step + 1] != "+":
                 index += step
                 continue
@@ -125,7 +125,7 @@ class NameRules:
         for pattern in self._elsewhere:
             if pattern.search(name):
                 return Resolved(Outcome.ELSEWHERE, by=pattern.text)
-        # The literals are looked at here too: a full model asks eight million times.
+        # Checking the literal here saves a call; a full model runs this eight million times.
         for pattern, replacement in self._rename:
             if pattern.literal in name and pattern.search(name):
                 name = pattern.expression.sub(replacement, name)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.layouts import Layout
 
 _ARRANGED = "experts are stored in the order of {} kernels; rows inside them are not judged"
-_MOST_FATES = 8  # tensors that one finding tells the fate of
+_MOST_FATES = 8  # tensors whose outcome one finding lists
 
 
 @dataclass(frozen=True)

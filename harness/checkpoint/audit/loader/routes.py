@@ -129,6 +129,7 @@ class Routes:
         resolved = self._rules.resolve(source.name)
         if resolved.outcome is Outcome.PLACED:
             expert, slot = resolved.expert, resolved.slot
+            # A stored fused tensor goes to the engine's fused parameter slot by slot.
             if source.inside is not None and slot is None and source.parameter is not None:
                 expert, slot = source.parameter.expert, source.order
             by_expert = self.placed.setdefault(resolved.target, {})

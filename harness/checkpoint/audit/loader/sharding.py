@@ -73,6 +73,7 @@ def _share(held: RankTargets) -> RankShare:
 
 def _kind(held: RankTargets, target: Target) -> str:
     if target.stacked:
+        # Only routed experts are stacked.
         return KINDS[0]
     member = next(iter(target.members.values()))
     if member.position is None:
@@ -93,6 +94,7 @@ def share_rows(shares: Sequence[RankShare]) -> tuple[tuple[str, ...], ...]:
 
 def _row(group: Sequence[RankShare]) -> tuple[str, ...]:
     sizes = [group[0].by_kind[kind] for kind in KINDS]
+    # Ranks of one row may hold different experts: show how many, not which.
     every = len({share.experts for share in group}) > 1
     first, stop = group[0].experts
     experts = f"{stop - first} each" if every else ranges_told(range(first, stop))

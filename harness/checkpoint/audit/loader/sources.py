@@ -86,7 +86,7 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
         found = by_module.get(module)
         try:
             parts = table.parts(module)
-        except Refused:  # two tensors for one part: the structure audit tells
+        except Refused:  # two tensors for one part: the structure audit reports it
             yield from (_source(entry, None, None) for entry in table.tensors(module))
             continue
         for part, entry in parts.items():
@@ -94,7 +94,7 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
             if slots_here and _extents(slots_here) == entry.shape:
                 yield from (_slot_source(entry, *each) for each in slots_here)
             elif inventory is not None and module in inventory.fused:
-                yield _source(entry, None, None)  # of other extents: the structure audit tells
+                yield _source(entry, None, None)  # of other extents: the structure audit reports it
             else:
                 yield _source(entry, part, found)
 
@@ -124,6 +124,7 @@ def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> Source:
 def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Source:
     if found is None:
         return Source(entry.name, entry.dtype, entry.shape, None, None)
+    # A plain `.weight` has the suffix of codes: only the format tells them apart.
     plain = part is Part.CODES and found.weight == BF16
     known = Part.VALUE if plain else part
     return Source(entry.name, entry.dtype, entry.shape, found.parameter, known)

@@ -108,6 +108,7 @@ class Writer:
     def _belong(self, held: RankTargets, target: Target, experts: range | None) -> bool:
         """Return whether every source belongs in its slot; cached for ranks that are alike."""
         known = self._belongs.get(target.name)
+        # Ranks that hold equal parameters share one list, so identity is enough.
         if known is None or known[0] is not held.held or known[1] != experts:
             known = held.held, experts, self._compare(held, target, experts)
             self._belongs[target.name] = known

@@ -194,6 +194,7 @@ def check_codes(judging: Judging) -> None:
     for index in indices(filled):
         judging.report(rules.CODES_CONSTANT, index, "holds one code alone.", _AGAIN, Part.CODES)
     exact = table["scale_powers"] * 10 > table["blocks"] * 9  # MXFP4 cast without loss
+    # Scaling by a block's maximum brings its largest code to 4 or 6.
     low = table.of_format("NVFP4") & ~exact & (table["ordinary"] >= FEW_BLOCKS)
     for index in indices(low & (table["top_low"] > LOW_TOPS)):
         share = float(table["top_low"][index])

@@ -19,6 +19,7 @@ from degarble.harness.model.types import Kind
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Matrices below these sizes may agree by right.
 FEWEST_ELEMENTS = 4096
 FEWEST_ROWS = 16
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.storage import Part
 
-# What memory looks like that nobody wrote, or that a tool marked: bits of one float32.
+# Bits of a float32 in memory that was never written, or that a tool marked.
 _SENTINELS = {
     0x7F7F7F7F: "every byte 0x7F",
     0xFFFFFFFF: "every bit set",

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import Unit
 
-_AHEAD = 64 << 20  # bytes that the system is asked to fetch before they are needed
+_AHEAD = 64 << 20  # bytes to prefetch beyond the current unit
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,11 @@ class _Walk:
         self._table = table
         self._progress = progress
         self._waiting = deque(range(len(table)))
+        # Units of each block that are not measured yet.
         self._open = Counter(unit.place for unit in table.units)
         self._blocks: dict[str, Block] = {}
         self._feeds = feeds_of(checkpoint.names.config) if checkpoint.names else {}
+        # Offset in each file up to which a prefetch was requested.
         self._asked: dict[Path, int] = {}
         self._lock = threading.Lock()
 

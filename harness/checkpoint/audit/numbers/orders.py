@@ -40,9 +40,9 @@ KINSHIPS = tuple(Kinship)
 STRONG = -0.25  # a pairing that cannot be chance, nor an order that is nearly right
 WEAKER = 0.6  # of the siblings' pairing: something is wrong in parts
 FEWEST_BLOCKS = 1536  # chance correlates fewer by more than 0.025
-FEWEST_TOLD = 64  # fewer say nothing, and are not told either
+FEWEST_TOLD = 64  # matrices with fewer blocks are not even reported as undecided
 _MOST_ROLES = 8  # named in evidence
-LOOKED_AT = 3  # of the matrices of one role in one block; others like them are told alike
+LOOKED_AT = 3  # matrices of one role in one block; the others share the last one's result
 
 
 def check_layouts(judging: Judging) -> None:

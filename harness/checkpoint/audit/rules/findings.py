@@ -140,6 +140,7 @@ class Findings:
         name = place.tensor or place.module or ""
         anywhere = place.layer is None or place.spread is not None
         numbers = _NUMBER if place.spread is None else _INDEX
+        # Names that differ only in the replaced indices share a key, and so a finding.
         alike = numbers.sub("*", name) if anywhere else _EXPERT.sub(r"\1*", name)
         layer = None if anywhere else place.layer
         key = (rule.id, layer, f"{alike or message} {place.spread or ''}")

@@ -76,7 +76,7 @@ AMAX_UNUSED = _rule(
     "a tensor scale from another tensor's amax wastes range",
 )
 
-# Scales beside siblings
+# Scales compared with siblings
 SCALE_DIRECTION = _rule(
     "scale_direction",
     Level.ERROR,

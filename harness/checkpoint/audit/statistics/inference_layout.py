@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 ABOUT = "scale layout"
 LINEAR = "linear"
-UNRELATED = "unrelated"  # told by numbers.py, where company says that an order should stand out
+UNRELATED = "unrelated"  # decided in numbers/orders.py, by comparison with siblings
 _FEWEST_BLOCKS = 512
 _MOST_ROWS = 512  # as many rows, from the whole height, tell enough
 

@@ -50,7 +50,7 @@ class Kinship(StrEnum):
     NORM = "the norm in front"
     PRODUCER = "the rows of what makes its input"
     EXPERTS = "the rows of what makes the inputs of all experts of its layer, taken together"
-    PACKED = "packed linears on the same input"  # tells of a difference, not which of them is right
+    PACKED = "packed linears on the same input"  # shows a difference, not which of them is right
 
 
 @dataclass(frozen=True, eq=False)

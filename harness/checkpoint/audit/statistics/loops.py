@@ -56,7 +56,7 @@ _population: Any = intrinsic(_population_ir)
 
 
 class E2M1Tables(NamedTuple):
-    """What the loop over E2M1 blocks looks up; a scale byte that is no positive number has 0, NaN.
+    """Lookup tables of the loop over E2M1 blocks; scale bytes that are not positive have 0, NaN.
 
     square        float64 [256]: square of the scale, over 4: sums of squares count quarters
     scale_log     float32 [256]: binary logarithm of the scale, NaN where it has none
@@ -69,7 +69,7 @@ class E2M1Tables(NamedTuple):
 
 
 class E2M1Tally(NamedTuple):
-    """What the loop adds to.
+    """Sums that the loop over E2M1 blocks adds to.
 
     counts   int64 [16]: codes
     tops     int64 [256, 8]: blocks, by scale byte and largest magnitude code
@@ -194,7 +194,8 @@ def e2m1_rows(
     quarters, tops = np.empty(count, np.uint64), np.empty(count, np.uint64)
     planes = np.zeros(16, np.uint64)
     x, y = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
-    by_scale = np.zeros((4, 2048), np.int64)  # four tables: equal neighbours do not wait
+    # Four tables: increments of equal neighbours do not wait for each other.
+    by_scale = np.zeros((4, 2048), np.int64)
     whole = blocks // 4 * 4
     for r in range(rows):
         row_scales = scales[r]
@@ -245,7 +246,8 @@ def e4m3_panel(codes: Bytes, width: int, squares: Any, counts: Any, blocks: Any)
         for r in range(codes.shape[0]):
             row = codes[r, b * width : (b + 1) * width]
             whole = row.size // 4 * 4
-            for j in range(0, whole, 4):  # four tables: equal neighbours do not wait
+            # Four tables: increments of equal neighbours do not wait for each other.
+            for j in range(0, whole, 4):
                 four[0, row[j]] += 1
                 four[1, row[j + 1]] += 1
                 four[2, row[j + 2]] += 1

@@ -124,6 +124,7 @@ class Block:
         `alone`: only that expert's own linears.
         """
         experts = (expert,) if alone or expert is None else (None, expert)
+        # Walk back over activations and norms, which have no rows, to the linear before them.
         for _ in range(_HOPS + 1):
             component = _component(feed)
             makers = [rows for each in experts for rows in self._rows.get((component, each), ())]

@@ -225,6 +225,7 @@ class E4M3Pass(Pass):
         blocks_RC2 = self._tallied(codes_MK, scales_RC.shape)
         self._blocks.append(blocks_RC2)
         self._scales.append(scales_RC.copy())
+        # The counts are of codes: squares of values need the square of each block's scale.
         square_RC = self._scale_values(scales_RC) ** 2
         self.take_energies((blocks_RC2[..., 0] * square_RC).sum(1))
         if self.wants_profile:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """What the blocks of a quantised weight say.
+    """Statistics of a quantised weight's blocks.
 
     zero_blocks  all codes are zero; `zero_scales` counts their scale bytes [256]
     underflown   codes that are not zero under a scale that is
@@ -38,11 +38,11 @@ class BlockStatistics:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """One weight in numbers; `amax` and `sum_squares` are without its tensor scale.
+    """Statistics of one weight; `amax` and `sum_squares` exclude its tensor scale.
 
     counts      codes by bit pattern, or floats by exponent field; empty for integers
     row_digest  does not depend on the order of rows; `digest` and `scale_digest` do
-    columns     squares by column over some rows, `rows` squares by row; None if not asked for
+    columns     squares by column over some rows, `rows` squares by row; None if not requested
     """
 
     elements: int

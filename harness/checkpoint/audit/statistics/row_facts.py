@@ -64,6 +64,7 @@ def digested(words: NDArray[np.uint64], mask: int) -> tuple[NDArray[np.uint64], 
 def matrix_digest(digests: NDArray[np.uint64], *, ordered: bool) -> int:
     """Combine the digests of rows into one number."""
     mixed = digests.copy()
+    # The sum below ignores the order of rows, unless each digest is mixed with its index.
     if ordered:
         mixed ^= np.arange(1, len(digests) + 1, dtype=np.uint64) * _STEP
     for _ in range(2):

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScaleStatistics:
-    """Block scales by kind. From `subnormal` on, of blocks alone that hold more than zeros.
+    """Counts of block scales. From `subnormal` on, only of blocks that are not all zero.
 
     subnormal    below the smallest normal number of the scale's format
-    at_largest   the largest number of the format: where a scale was cut off, or just fits
+    at_largest   the largest number of the format: where a scale was clipped, or just fits
     distinct     different positive values; `powers_of_two` counts scales, not values
     far          share that is 2^20 or more away from the median
     """
@@ -122,6 +122,7 @@ def e2m1_tables(scale_format: str, block: int) -> E2M1Tables:
 
     values = values_of(ELEMENT_FORMATS[scale_format]).astype(np.float64)
     kept = np.where(np.isfinite(values), values, 0.0)
+    # E2M1 values are multiples of 1/2, so sums of their squares are multiples of 1/4.
     quarters = np.arange(4 * int(E2M1.largest) ** 2 * block + 1, dtype=np.float64)
     return E2M1Tables(kept * kept / 4, _log2(kept), _log2(quarters))
 

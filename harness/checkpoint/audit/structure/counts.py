@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"^(.*?\b)layers\.(\d{1,6})\.")
 _EXPERT = re.compile(r"\bexperts\.(\d{1,6})\.")
+# Prefixes of stacks that num_hidden_layers does not count.
 _OTHER_TOWERS = re.compile(r"vision|visual|audio|encoder|decoder|tower|mtp|draft|perceiver")
+# Modules that only drafter layers have (DeepSeek's multi-token prediction).
 _DRAFTER = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|shared_head|embed_tokens|mtp\w*)\.")
+# Spellings of the number of layers, and of experts, in configs of different families.
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Where the config of a multimodal model nests that of its language model.
 _TEXT = ("text_config", "llm_config", "language_config")
 
 
@@ -53,6 +57,7 @@ def report_counts(checkpoint: Checkpoint, findings: Findings) -> None:
 
 
 def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    # Not isinstance: a JSON `true` would count as 1.
     found = next((config[key] for key in keys if type(config.get(key)) is int), None)
     return found if found is None or found > 0 else None
 

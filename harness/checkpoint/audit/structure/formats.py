@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.types import Block
 
+# Elements of a block: along K, or rows and columns.
 _BLOCKS = {NVFP4: (16,), "MXFP4": (32,), "MXFP8": (32,), FP8_BLOCKS: (128, 128)}
 
 

@@ -28,6 +28,7 @@ def check_fused(names: LogicalNames, module: str, members: list[Parameter]) -> M
         check.weight = BF16 if form.format is None else form.format.name
         check.has_input_scale = Part.INPUT_SCALE in form.parts
         activation = check.weight if check.has_input_scale and check.weight == "NVFP4" else BF16
+        # All members of a fused module share its format.
         recipe = Recipe("as stored", (Rule("*", check.weight, activation),))
         expected = tensors_of(names.config, names.layout.with_recipe(recipe), members)
     except Refused as error:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.view import Checkpoint
 
+# Bytes of a sample, and bytes that the full comparison takes at a time.
 _SAMPLE = 256
 _STEP = 1 << 20
 
@@ -60,6 +61,7 @@ def _same_rows(checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry) -> 
         if sample != bytes(second[begin : begin + len(sample)]):
             return False
         differs = differs or len(set(sample)) > 1
+    # Constant samples (holes of a sparse file) prove nothing.
     if not differs:
         return False
     same = all(

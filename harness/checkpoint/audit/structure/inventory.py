@@ -128,6 +128,7 @@ def stored_recipe(inventory: Inventory) -> Recipe:
             formats = found.most_common(1)[0][0]
             if formats != common:
                 exceptions.append(Rule(here, *formats))
+    # Exceptions come first: the first rule that matches decides.
     return Recipe("as stored", (*exceptions, *rules))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
 
-_COMPARED = frozenset({CONFIG, HF_QUANT_CONFIG})  # of the files beside the shards
+_COMPARED = frozenset({CONFIG, HF_QUANT_CONFIG})  # files other than shards that a comparison reads
 _REMEDY = "Write or copy the checkpoint again; remove manifest.json where the change was meant."
 
 
@@ -127,6 +127,7 @@ def _changed_files(
     def verify(name: str) -> str | None:
         path, (nbytes, sha256) = checkpoint.root / name, stated[name]
         try:
+            # A wrong size spares the hash.
             if path.stat().st_size != nbytes:
                 return f"{path.stat().st_size} bytes, {nbytes} stated"
             if sha256 is None:
@@ -134,6 +135,7 @@ def _changed_files(
             found = hash_of_file(path)
         except (OSError, Refused) as error:
             return f"not readable ({error})"
+        # bytes_hashed counts shards alone, so progress does too.
         if name in manifest.shards:
             progress(nbytes)
         return None if found == sha256 else f"SHA-256 {found[:16]}..., {sha256[:16]}... stated"

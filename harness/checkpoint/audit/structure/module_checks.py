@@ -151,6 +151,8 @@ def _deepgemm_form(parameter: Parameter, parts: Parts) -> str:
     codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or len(codes.shape) != _BY_GROUPS or scales is None:
         return ""
+    # Scales of DeepGEMM's grouped wo_a: [groups, blocks / 4, rows] words of four UE8M0 bytes, or
+    # fp32 [groups, rows / 128, blocks].
     groups, rows, columns = codes.shape
     if (groups * rows, columns) != parameter.shape:
         return ""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.parameters import Parameter
 
 _ENGINE = "vllm"
+# w1 is the gate, w3 the up projection, of dense, shared and routed experts alike.
 _GATE_AND_UP = (".w1", ".w3")
 
 
@@ -46,6 +47,7 @@ def fusable(config: Config) -> tuple[Fusable, ...]:
     found = []
     for fusion in layout_named(_ENGINE, config).fusions:
         rows = tuple(row for row in fusion.members if row in formats)
+        # Partners that the release stores in different formats are not comparable.
         if len(rows) > 1 and len({formats[row] for row in rows}) == 1:
             found.append(Fusable(rows, all(row.endswith(_GATE_AND_UP) for row in rows)))
     return tuple(found)

@@ -163,6 +163,7 @@ def _report_factor(
         common = _is_common(members, usual)
         for found, weight, inputs in members:
             if common:
+                # The largest weight that codes can reach once the factor is removed.
                 restored = weight / inputs * _LARGEST_CODED
                 inside = _TINIEST_MATRIX < restored < 1 / _TINIEST_MATRIX
             else:

@@ -190,7 +190,7 @@ def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]
         try:
             form = table.form(module)
         except Refused:
-            continue  # told by itself
+            continue  # reported on its own
         if form.format is not None:
             suffix = suffix_of(form.parts[Part.BLOCK_SCALE])
             named[form.format.name][suffix].append(module)
@@ -289,6 +289,8 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
             rule, extra = issue.rule, ""
             if _is_main_compressors(inventory, parameter, issue):
                 rule, extra = rules.INDEXER_PREFIX, ", which is the main compressor's shape"
+            # Whole checkpoints are narrowed or in an engine's form: without a layer all these
+            # merge.
             layer = (
                 None
                 if rule in (rules.NARROWED, rules.ENGINE_FORM)
