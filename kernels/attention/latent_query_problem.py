@@ -45,7 +45,7 @@ class QueryProblem:
 
     @property
     def chunks_of_head(self) -> int:
-        """Return the chunks of a head as it arrives."""
+        """Return the number of chunks of a head as it arrives."""
         return self.width // rows.HALF
 
     @property
@@ -57,7 +57,7 @@ class QueryProblem:
 
 @dataclass(frozen=True)
 class QueryForm:
-    """The compile-time parameters of a kernel; extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
 

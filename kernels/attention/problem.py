@@ -55,7 +55,7 @@ MASK_BYTES = 2 * TILE // 8 * STAGES  # bits of keys that are present, then of th
 
 @dataclass(frozen=True)
 class Family:
-    """The attention of a model family: the width of a key, of which the first 512 are the value."""
+    """Attention of a model family: the width of a key, of which the first 512 are the value."""
 
     name: str
     key: int
@@ -88,7 +88,7 @@ class KeyList:
 
     @property
     def tiles(self) -> int:
-        """Return the tiles of the list; the last one may be ragged."""
+        """Return the number of tiles of the list; the last one may be ragged."""
         made: int = ceil_div(self.width, TILE)
         return made
 
@@ -172,7 +172,7 @@ class AttentionProblem:
 
     @property
     def tiles(self) -> int:
-        """Return the tiles of all lists; no tile has keys of two lists."""
+        """Return the number of tiles of all lists; no tile has keys of two lists."""
         return sum(each.tiles for each in self.lists)
 
     @property
@@ -194,7 +194,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The compile-time parameters of a kernel; extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     entry: str
     lengths: bool
@@ -204,18 +204,18 @@ class AttentionForm:
 
     @property
     def format(self) -> EntryFormat:
-        """The record of the entry's format."""
+        """Return the record of the entry's format."""
         return entry_format(self.entry, self.width)
 
     @property
     def sinks(self) -> bool:
-        """Whether each head has a sink."""
+        """Return whether each head has a sink."""
         return FAMILIES[self.width].sinks
 
 
 @dataclass(frozen=True)
 class MergeForm:
-    """The compile-time parameters of the merge kernel; the number of splits is free."""
+    """Compile-time parameters of the merge kernel; the number of splits is free."""
 
     target: str
     sinks: bool = True
@@ -248,17 +248,17 @@ class Bringing:
 
     @property
     def threads(self) -> int:
-        """Return the producer threads."""
+        """Return the number of producer threads."""
         return self.warpgroups * WARPGROUP
 
     @property
     def warps(self) -> int:
-        """Return the producer warps."""
+        """Return the number of producer warps."""
         return self.threads // rows.LANES
 
     @property
     def rows_of_warp(self) -> int:
-        """Return the rows of a tile that a warp brings."""
+        """Return the number of rows of a tile that a warp brings."""
         return TILE // self.warps
 
     @property
@@ -268,7 +268,7 @@ class Bringing:
 
     @property
     def rows_at_once(self) -> int:
-        """Return the rows that a warp covers with 16 bytes of codes a lane."""
+        """Return the number of rows that a warp covers with 16 bytes of codes a lane."""
         return rows.LANES * 16 // self.entry.code_bytes if self.entry.code_bytes else 0
 
     @property
@@ -299,7 +299,7 @@ def bringing(entry: EntryFormat) -> Bringing:
 
 
 def threads(entry: EntryFormat) -> int:
-    """Return the threads of a thread block: consumers and producers."""
+    """Return the number of threads of a thread block: consumers and producers."""
     return CONSUMER_THREADS + bringing(entry).threads
 
 
@@ -346,7 +346,7 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
 
 
 def tiles_each(problem: AttentionProblem) -> int:
-    """Return the tiles of a split; prefill has enough thread blocks without splits."""
+    """Return the number of tiles of a split; prefill has enough thread blocks without splits."""
     each: int = problem.tiles
     if problem.splits:
         each = ceil_div(problem.tiles, problem.splits)

@@ -46,7 +46,7 @@ ELEMENTS = (Uint32, Uint32, Uint32, Int64, Uint32)
 
 
 class Operands(NamedTuple):
-    """The tensors that a launch reads."""
+    """Tensors that a launch reads."""
 
     latent: Tensor  # BF16 [T, H, 512]
     heads: Tensor  # BF16 [T, H, width], the last 64 not turned yet
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The kernel's tensors, as vectors of 16 bytes; positions one by one."""
+    """Kernel's tensors, as vectors of 16 bytes; positions one by one."""
 
     latent: Any
     heads: Any

@@ -67,7 +67,7 @@ class Addresses(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The token, split and heads of a thread block; extents T, H and the splits."""
+    """Token, split and heads of a thread block; extents T, H and the splits."""
 
     token: Any
     split: Any
@@ -78,7 +78,7 @@ class Place(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The position of a thread in its multiplying warpgroup and in the wgmma fragment."""
+    """Position of a thread in its multiplying warpgroup and in the wgmma fragment."""
 
     half: Any  # the warpgroup
     row: Any  # of the fragment, the first of two that are eight apart

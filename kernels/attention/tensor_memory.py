@@ -67,17 +67,17 @@ def first_columns() -> tuple[int, int]:
 
 
 def columns_held() -> int:
-    """Return the columns that output and logits take."""
+    """Return the number of columns that output and logits take."""
     return facts.COLUMNS + LOGITS * facts.TILE
 
 
 def columns_allocated() -> int:
-    """Return the columns to allocate: a power of two."""
+    """Return the number of columns to allocate: a power of two."""
     return max(LEAST_ALLOCATED, 1 << (columns_held() - 1).bit_length())
 
 
 def repeats(columns: int) -> int:
-    """Return the repeats of a read of so many columns."""
+    """Return the number of repeats of a read of so many columns."""
     return columns // REPEAT_COLUMNS
 
 

@@ -66,34 +66,34 @@ class PoolProblem:
 
     @property
     def overlap(self) -> bool:
-        """Whether a window pools the one before it as well."""
+        """Return whether a window pools the one before it as well."""
         return overlaps(self.ratio)
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a ring."""
+        """Return the number of rows of a ring."""
         return rows_of_ring(self.ratio)
 
     @property
     def columns(self) -> int:
-        """Columns of latents, and of gates."""
+        """Return the number of columns of latents, and of gates."""
         return self.width * (2 if self.overlap else 1)
 
     @property
     def alone(self) -> bool:
-        """Whether every sequence has one token: then one kernel pools and keeps."""
+        """Return whether every sequence has one token: then one kernel pools and keeps."""
         return self.tokens == self.sequences == self.windows
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: all projections read once, what is carried written, entries stored."""
+        """Return the fewest bytes: projections read once, carried rows written, entries stored."""
         kept = min(self.tokens, self.sequences * self.ring_rows)
         return 8 * self.columns * (self.tokens + kept) + self.windows * (2 * self.width + 16)
 
 
 @dataclass(frozen=True)
 class PoolForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     ratio: int
     width: int
@@ -103,44 +103,44 @@ class PoolForm:
 
     @property
     def ring_rows(self) -> int:
-        """Rows that a window pools."""
+        """Return the number of rows that a window pools."""
         return rows_of_ring(self.ratio)
 
     @property
     def parts(self) -> int:
-        """Threads that share the rows of a channel."""
+        """Return the number of threads that share the rows of a channel."""
         return self.ring_rows // AT_ONCE
 
     @property
     def columns(self) -> int:
-        """Columns of latents, and of gates."""
+        """Return the number of columns of latents, and of gates."""
         return self.width * (2 if overlaps(self.ratio) else 1)
 
     @property
     def channels(self) -> int:
-        """Channels of a thread block."""
+        """Return the channels of a thread block."""
         if self.few:
             return FEW_CHANNELS[self.parts == 1]
         return self.width if self.parts == 1 else NARROW
 
     @property
     def groups(self) -> int:
-        """Thread blocks that share a window."""
+        """Return the number of thread blocks that share a window."""
         return self.width // self.channels
 
     @property
     def threads(self) -> int:
-        """Threads of a thread block."""
+        """Return the number of threads of a thread block."""
         return self.parts * self.channels // CHANNELS
 
 
 def overlaps(ratio: int) -> bool:
-    """Whether windows of so many tokens pool the one before as well."""
+    """Return whether windows of so many tokens pool the one before as well."""
     return ratio == RATIOS[0]
 
 
 def rows_of_ring(ratio: int) -> int:
-    """Rows that are carried, and that a window pools."""
+    """Return the carried rows, as many as a window pools."""
     return 2 * ratio if overlaps(ratio) else ratio
 
 

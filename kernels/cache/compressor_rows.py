@@ -15,7 +15,7 @@ from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, PoolFor
 
 
 class Tensors(NamedTuple):
-    """The kernels' tensors; float32 in pairs."""
+    """Kernels' tensors; float32 in pairs."""
 
     projected: Any
     ape: Any
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The rows of a sequence: first new position and its token, token count, ring; all Int32."""
+    """Rows of a sequence: first new position and its token, token count, ring; all Int32."""
 
     start: Any
     begin: Any

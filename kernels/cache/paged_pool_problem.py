@@ -46,17 +46,17 @@ class StatePages:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's latents and gates."""
+        """Return the bytes of a token's latents and gates."""
         return 8 * self.columns
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page."""
+        """Return the bytes from page to page."""
         return self.page_bytes or self.rows * self.row_bytes
 
     @property
     def slots(self) -> int:
-        """Rows of all pages."""
+        """Return the number of rows of all pages."""
         return self.rows * self.count
 
 
@@ -84,13 +84,13 @@ class PagedPoolProblem:
 
     @property
     def columns(self) -> int:
-        """Columns of latents, and of gates."""
+        """Return the number of columns of latents, and of gates."""
         return self.pages.columns
 
 
 @dataclass(frozen=True)
 class PagedForm:
-    """The compile-time parameters of the kernels; extents come with the launch."""
+    """Compile-time parameters of the kernels; extents come with the launch."""
 
     pool: PoolForm
     rows: int  # of a page of states
@@ -98,7 +98,7 @@ class PagedForm:
 
     @property
     def keeping_threads(self) -> int:
-        """Return the threads that store a token's row, four columns each at a time."""
+        """Return the number of threads that store a token's row, four columns each at a time."""
         return min(MOST_THREADS, self.pool.columns * 4 // VECTOR)
 
 

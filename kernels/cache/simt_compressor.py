@@ -82,7 +82,7 @@ class Windows(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The pooled operands: projections of this call, the gates' bias, and the rings."""
+    """Pooled operands: projections of this call, the gates' bias, and the rings."""
 
     projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
     ape: Tensor  # float32 [ratio, F]
@@ -90,7 +90,7 @@ class Carried(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The results of `pool`."""
+    """Results of `pool`."""
 
     values: Tensor  # BF16 [W, E], pooled
     positions: Tensor  # int64 [W], of the window's first token
@@ -450,7 +450,7 @@ def require_operands(
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     floats, words = (Float32, 16), (Int32, 4)
     kinds = (*[floats] * 3, words, words, (Int64, 8), *[words] * 3, (Uint32, 16), *[(Int64, 8)] * 2)
     return tuple(

@@ -54,7 +54,7 @@ NAN_PAIR = 0x7FC0_7FC0
 
 
 class Tensors(NamedTuple):
-    """The kernel's tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+    """Kernel's tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     indices: Any
     out: Any
@@ -179,7 +179,7 @@ def launch(kernel: CompiledKernel, problem: ReadProblem, tensors: tuple[Tensor, 
 def require_operands(
     problem: ReadProblem, indices_R: Tensor, out: Tensor, cache_NB: Tensor
 ) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     pages = problem.pages
     require_tensor("indices", indices_R, torch.int32, (problem.count,), ALIGNMENTS[0])
     require_tensor("rows", out, torch.bfloat16, (problem.count, problem.pages.width), ALIGNMENTS[1])
@@ -198,7 +198,7 @@ def _extents(problem: ReadProblem | None) -> tuple[Any, ...]:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     indices_R, out, cache_NB = tensors
     views = ((Uint32, 16), (Uint32, 8), (Uint32, 4), (Uint8, 1))
     return (

@@ -89,7 +89,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The kernels' tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
+    """Kernels' tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     values: Any
     weight: Any
@@ -366,7 +366,7 @@ def empty_claims(problem: WriteProblem, device: torch.device) -> Tensor:
 
 
 def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     latent, last = problem.source == "latent", problem.duplicates == "last"
     tokens, pages = (problem.tokens,), problem.pages
     of_weight = (facts.normed_width(pages.width),)
@@ -405,7 +405,7 @@ def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     *operands, cache_NB = tensors
     places = zip(ELEMENTS, operands, ALIGNMENTS, strict=False)
     made = [pointer(element, tensor, alignment) for element, tensor, alignment in places]

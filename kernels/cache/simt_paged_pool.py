@@ -45,7 +45,7 @@ FOUR = facts.VECTOR // 4  # columns of a load where rows are kept
 
 
 class Operands(NamedTuple):
-    """The tensors that a launch reads: projections, sequences, positions, slots and tables."""
+    """Tensors that a launch reads: projections, sequences, positions, slots and tables."""
 
     projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
     ape: Tensor  # float32 [ratio, F]
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The kernels' tensors; floats of states in pairs, or in fours."""
+    """Kernels' tensors; floats of states in pairs, or in fours."""
 
     projected: Any
     ape: Any
@@ -267,7 +267,7 @@ def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
 def require_operands(
     problem: PagedPoolProblem, operands: Operands, states_NB: Tensor, out: Entries
 ) -> None:
-    """Refuse tensors that the kernels would misread."""
+    """Raise on tensors that the kernels would misread."""
     tokens, pages = (problem.tokens,), problem.pages
     # Trap: for a column beyond the table the first is read, so there has to be one.
     listed = max((1, *operands.table.shape[-1:]))
@@ -291,7 +291,7 @@ def require_operands(
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     floats, words, places = (Float32, facts.VECTOR), (Int32, 4), (Int64, 8)
     of_tokens = (words, places, places, words, places)
     kinds = (floats, floats, *of_tokens, floats, (Uint32, facts.VECTOR), places, places)

@@ -34,7 +34,7 @@ FLAT = 1 << 40
 
 
 class Told(NamedTuple):
-    """The tensors that a launch reads."""
+    """Tensors that a launch reads."""
 
     positions: Tensor  # int64 [T]
     owners: Tensor  # int32 [T], rows of the table; below 0: none
@@ -43,14 +43,14 @@ class Told(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The result: int32 lists [T, W]; for a window also the tokens' own int64 slots [T]."""
+    """Result: int32 lists [T, W]; for a window also the tokens' own int64 slots [T]."""
 
     listed: Tensor
     own: Tensor | None
 
 
 class Tensors(NamedTuple):
-    """The kernel's tensors, flat."""
+    """Kernel's tensors, flat."""
 
     positions: Any
     owners: Any
@@ -137,14 +137,14 @@ def slots(
 
 
 def empty_slots(problem: SlotsProblem, device: torch.device) -> Slots:
-    """Allocate what a launch writes; every number of it is written."""
+    """Allocate the result; a launch writes every number of it."""
     listed = torch.empty(problem.tokens, problem.width, dtype=torch.int32, device=device)
     own = torch.empty(problem.tokens, dtype=torch.int64, device=device)
     return Slots(listed, own if problem.kind == WINDOW else None)
 
 
 def require_operands(problem: SlotsProblem, told: Told, out: Slots) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     tokens, listed = (problem.tokens,), (problem.tokens, problem.width)
     require_tensor("positions", told.positions, torch.int64, tokens, 8)
     require_tensor("owners", told.owners, torch.int32, tokens, 4)
@@ -167,7 +167,7 @@ def require_operands(problem: SlotsProblem, told: Told, out: Slots) -> None:
 
 
 def _pointers(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     kinds = ((Int64, 8), (Int32, 4), (Int32, 4), (Int32, 4), (Int32, 4), (Int64, 8))
     return tuple(
         pointer(element, tensor, size)

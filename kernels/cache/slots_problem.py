@@ -53,13 +53,13 @@ class SlotsProblem:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Thread blocks: a token, and parts of its list."""
+        """Return the thread blocks: a token, and parts of its list."""
         return self.tokens, ceil_div(self.width, THREADS)
 
 
 @dataclass(frozen=True)
 class SlotsForm:
-    """What a kernel is compiled for; extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     kind: str
     target: str

@@ -81,12 +81,12 @@ class OperandProblem:
 
     @property
     def rows(self) -> int:
-        """Rows of 128 values."""
+        """Return the number of rows of 128 values."""
         return self.tokens * self.heads
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: rows in, values or codes out, a table's row a token."""
+        """Return the fewest bytes: rows in, values or codes out, a table's row a token."""
         out = WIDTH + 4 if self.coded else 2 * WIDTH
         turns = (4 * TABLE_WIDTH + 8) * (self.pairing != "none")
         return self.rows * (2 * WIDTH + out) + self.tokens * turns
@@ -94,7 +94,7 @@ class OperandProblem:
 
 @dataclass(frozen=True)
 class OperandForm:
-    """What a kernel is compiled for; extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
     pairing: str
@@ -105,13 +105,13 @@ class OperandForm:
 
 
 def choose_form(problem: OperandProblem, target: str) -> OperandForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     p = problem
     return OperandForm(target, p.pairing, p.format, p.hadamard, p.coded, p.normed)
 
 
 def grid(problem: OperandProblem) -> int:
-    """Thread blocks: a warp has four rows."""
+    """Return the number of thread blocks: a warp has four rows."""
     found: int = ceil_div(problem.rows, ROWS)
     return found
 

@@ -45,7 +45,7 @@ WAVES = 2
 
 @dataclass(frozen=True)
 class KeyOperands:
-    """The number format of queries and keys, and whether a page has scales after its rows."""
+    """Number format of queries and keys, and whether a page has scales after its rows."""
 
     name: str
     bytes: int
@@ -53,7 +53,7 @@ class KeyOperands:
 
     @property
     def halves(self) -> int:
-        """Rows of 128 bytes that a key fills."""
+        """Return the number of rows of 128 bytes that a key fills."""
         return WIDTH * self.bytes // ROW_BYTES
 
 
@@ -99,18 +99,18 @@ class KeyPages:
 
     @property
     def used(self) -> int:
-        """Bytes of a page that hold something."""
+        """Return the used bytes of a page."""
         kind = OPERANDS[self.operands]
         return self.entries * (WIDTH * kind.bytes + SCALE_BYTES * kind.scaled)
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page."""
+        """Return the bytes from page to page."""
         return self.stride_bytes or round_up(self.used, PAGE_ALIGNMENT)
 
     @property
     def box(self) -> int:
-        """Keys that one TMA box brings: they lie in one page and in one piece of 64."""
+        """Return the number of keys of one TMA box: they lie in one page and in one piece of 64."""
         return gcd(self.entries, PIECE)
 
 
@@ -146,18 +146,18 @@ class ScoresProblem:
 
     @property
     def pages_of_sequence(self) -> int:
-        """Columns of the table of pages."""
+        """Return the number of columns of the table of pages."""
         found: int = ceil_div(self.entries, self.pages.entries)
         return found
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of all products, masked ones included."""
+        """Return the number of floating-point operations of all products, masked ones included."""
         return 2 * self.tokens * self.entries * self.heads * WIDTH
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: queries, weights and one sequence's keys once, scores once."""
+        """Return the fewest bytes: queries, weights and one sequence's keys once, scores once."""
         size = OPERANDS[self.pages.operands].bytes
         rows = self.tokens * self.heads + self.sequences * self.entries
         return rows * WIDTH * size + 4 * self.tokens * (self.heads + self.entries)
@@ -165,7 +165,7 @@ class ScoresProblem:
 
 @dataclass(frozen=True)
 class ScoresForm:
-    """The compile-time parameters of a kernel; extents, tables and pages come with the launch."""
+    """Compile-time parameters of a kernel; extents, tables and pages come with the launch."""
 
     target: str
     operands: str
@@ -176,7 +176,7 @@ class ScoresForm:
 
     @property
     def columns(self) -> int:
-        """Columns of a tile."""
+        """Return the number of columns of a tile."""
         return self.padded * self.at_once
 
 
@@ -197,7 +197,7 @@ def choose_form(problem: ScoresProblem, target: str) -> ScoresForm:
 
 
 def threads(form: ScoresForm) -> int:
-    """Threads of a thread block: a warpgroup that loads, then those that multiply."""
+    """Return the threads of a thread block: a warpgroup that loads, then those that multiply."""
     del form
     return WARPGROUP * (1 + CONSUMERS)
 
@@ -208,12 +208,12 @@ def stage_bytes(form: ScoresForm) -> int:
 
 
 def query_bytes(form: ScoresForm) -> int:
-    """Bytes that the barrier of the queries expects."""
+    """Return the bytes that the barrier of the queries expects."""
     return form.columns * WIDTH * OPERANDS[form.operands].bytes
 
 
 def boxes_of_stage(form: ScoresForm) -> int:
-    """TMA boxes of a stage, along keys and along a row."""
+    """Return the number of TMA boxes of a stage, along keys and along a row."""
     return KEYS // form.box * OPERANDS[form.operands].halves
 
 

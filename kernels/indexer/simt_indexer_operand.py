@@ -73,7 +73,7 @@ class Norm(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The result: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
+    """Result: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
 
     values: Tensor
     scales: Tensor | None
@@ -83,7 +83,7 @@ class Operand(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The kernel's tensors: words in pairs, numbers in fours, or singly."""
+    """Kernel's tensors: words in pairs, numbers in fours, or singly."""
 
     rows: Any
     turns: Any
@@ -330,7 +330,7 @@ def indexer_operand(
 def launch(
     kernel: CompiledKernel, problem: OperandProblem, tensors: tuple[Tensor | None, ...]
 ) -> None:
-    """Launch on checked tensors: rows, turns, positions, weight, bias, values, scales."""
+    """Launch on checked tensors: rows, RoPE table, positions, weight, bias, values, scales."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
     numbers = (problem.rows, problem.heads, problem.positions, facts.grid(problem))
     extents = tuple(Int32(number) for number in numbers)
@@ -386,7 +386,7 @@ def require_output(problem: OperandProblem, out: Operand) -> None:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     elements = (Uint32, Uint32, Int64, Uint32, Uint32, Uint32, Float32)
     alignments = (16, 16, 8, 16, 16, 16, 4)
     places = zip(elements, tensors, alignments, strict=True)

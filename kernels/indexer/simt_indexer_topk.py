@@ -57,7 +57,7 @@ AT_ONCE = 4  # vectors that a thread asks for before it uses the first
 
 
 class Tensors(NamedTuple):
-    """The kernel's tensors: scores in vectors of four or singly, flat."""
+    """Kernel's tensors: scores in vectors of four or singly, flat."""
 
     scores: Any
     positions: Any
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of a thread block."""
+    """Shared memory of a thread block."""
 
     keys: Any  # of its segment
     bins: Any  # (bins, levels)
@@ -502,7 +502,7 @@ def indexer_topk(
 def require_operands(
     problem: TopkProblem, score_TW: Tensor, positions_T: Tensor | None, out: Tensor
 ) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     shape = (problem.rows, problem.entries)
     alignment = 16 if problem.entries % 4 == 0 else 4
     require_tensor("scores", score_TW, torch.float32, shape, alignment)
@@ -525,7 +525,7 @@ def launch(
 
 
 def _pointers(form: TopkForm, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     places = ((Float32, 16 if form.by_four else 4), (Int64, 8), (Int32, 4))
     return tuple(
         pointer(element, tensor, alignment)

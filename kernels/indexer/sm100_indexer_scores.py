@@ -48,7 +48,7 @@ CHAINS = 4  # sums of a key side by side: the threads of a quad on Hopper
 
 
 class Rings(NamedTuple):
-    """The rings that TMA fills, and the ring that the matrix unit fills."""
+    """Rings that TMA fills, and the ring that the matrix unit fills."""
 
     queries: Any
     keys: Any
@@ -332,7 +332,7 @@ def put_row(
     entries: Any,
     form: cutlass.Constexpr,
 ) -> None:
-    """Write the scores of (tile, thread's key) up to an end: neighbours write side by side."""
+    """Write the scores of (tile, thread's key) up to an end; neighbours write adjacent ones."""
     tile, entry, end = place
     for j in cutlass.range_constexpr(form.at_once):
         if (limits[j] >= 0) & (entry < end):

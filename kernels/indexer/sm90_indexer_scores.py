@@ -60,7 +60,7 @@ FLAT = 1 << 40
 
 
 class Scored(NamedTuple):
-    """The tensors that a launch reads; all on one GPU, contiguous."""
+    """Tensors that a launch reads; all on one GPU, contiguous."""
 
     queries: Tensor  # [T, N, 128], bf16 or float8_e4m3fn
     weights: Tensor  # [T, N], float32; bf16 where the arithmetic is stored
@@ -75,7 +75,7 @@ class Scored(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The work of a thread block: its tile's tokens and a range of keys."""
+    """Work of a thread block: its tile's tokens and a range of keys."""
 
     tokens: Any  # (sequence and visible entries, token) in shared memory
     tile: Any

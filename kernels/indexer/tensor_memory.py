@@ -24,42 +24,42 @@ WORD_BYTES, BARRIER_BYTES, ADDRESS_BYTES = 4, 8, 16
 
 
 def threads_that_weigh() -> int:
-    """Threads of both warpgroups that weigh."""
+    """Return the number of threads of both epilogue warpgroups."""
     return facts.CONSUMERS * facts.WARPGROUP
 
 
 def columns_held(form: ScoresForm) -> int:
-    """Columns of tensor memory that the sums take."""
+    """Return the number of columns of tensor memory that the sums take."""
     return SUMS * form.columns
 
 
 def columns_allocated(form: ScoresForm) -> int:
-    """Columns that are allocated: a power of two."""
+    """Return the number of columns that are allocated: a power of two."""
     return max(LEAST_ALLOCATED, 1 << (columns_held(form) - 1).bit_length())
 
 
 def columns_read(form: ScoresForm) -> int:
-    """Columns of one read."""
+    """Return the number of columns of one read."""
     return min(READ_AT_ONCE, form.columns)
 
 
 def reads(form: ScoresForm) -> int:
-    """Reads of a stage's sums."""
+    """Return the number of reads of a stage's sums."""
     return form.columns // columns_read(form)
 
 
 def instructions(form: ScoresForm) -> int:
-    """Matrix instructions of a stage: each takes all keys and all columns."""
+    """Return the number of matrix instructions of a stage: each takes all keys and all columns."""
     return facts.WIDTH * facts.OPERANDS[form.operands].bytes // INSTRUCTION_BYTES
 
 
 def words_of_weights(form: ScoresForm) -> int:
-    """Words of shared memory that weights take: a head in float32, two heads in BF16."""
+    """Return the words of shared memory that weights take: a head in float32, two heads in BF16."""
     return form.columns // 2 if form.arithmetic == "stored" else form.columns
 
 
 def barriers(form: ScoresForm) -> int:
-    """Barriers: full and empty of every stage of keys, of the queries, and of the sums."""
+    """Return the number of barriers: full and empty, of key stages, queries and sums."""
     return 2 * (facts.stages(form) + 1 + SUMS)
 
 

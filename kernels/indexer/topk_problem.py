@@ -50,13 +50,13 @@ class TopkProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: every score once, every chosen entry once."""
+        """Return the fewest bytes: every score once, every chosen entry once."""
         return 4 * self.rows * (self.entries + self.count)
 
 
 @dataclass(frozen=True)
 class TopkForm:
-    """What a kernel is compiled for; extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
     threads: int
@@ -67,7 +67,7 @@ class TopkForm:
 
     @property
     def warps(self) -> int:
-        """Warps of a thread block."""
+        """Return the number of warps of a thread block."""
         return self.threads // WARP
 
 
@@ -94,7 +94,7 @@ def segment(entries: int, cluster: int) -> int:
 
 
 def grid(problem: TopkProblem, form: TopkForm) -> int:
-    """Thread blocks, cluster after cluster."""
+    """Return the number of thread blocks, cluster after cluster."""
     return problem.rows * form.cluster
 
 

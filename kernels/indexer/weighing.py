@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """The run-time extents of a launch."""
+    """Run-time extents of a launch."""
 
     tokens: Any
     heads: Any

@@ -1,9 +1,7 @@
-"""What a processor approximates in float32 and how near: exponential, reciprocal, inverse root.
+"""Approximate float32 instructions of the GPU: exponential, reciprocal and inverse square root.
 
-Owns the device side alone; the arithmetic that is built of these takes them as primitives, so that
-it runs on tensors as well. Refuses nothing: a kernel cannot. Kept honest by
-suites/kernels/rows/test_simt_mhc.py and test_simt_compressor.py, which compare results with
-float64.
+Device side only. Arithmetic that uses them takes them as primitives, so that it also runs on
+tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ LARGEST_POWER = 88.0  # of e; what lies outside of it and its negative gives 0 o
 
 
 def exponential(number: Any) -> Any:
-    """Return e to a number, within two steps of float32; a NaN stays one."""
+    """Return e**number, at most two float32 steps off; a NaN stays one."""
     bound = Float32(LARGEST_POWER)
     number = emit("min.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, bound)
     number = emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(-LARGEST_POWER))
@@ -33,18 +31,18 @@ def exponential(number: Any) -> Any:
 
 
 def power(number: Any) -> Any:
-    """Return e to a number not above 0, within 2**-22 and 2**-23 of the number's own size.
+    """Return e**number of a number not above 0: within 2**-22, plus 2**-23 of the number's size.
 
-    As a softmax's weight: what it lacks for large numbers, it lacks of next to nothing.
+    Meant for softmax weights: the error grows only where the weight is next to nothing.
     """
     return emit("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, ops.multiply_rn(number, LOG2_E))
 
 
 def reciprocal(number: Any) -> Any:
-    """Return the processor's reciprocal, good to a step of float32."""
+    """Return the GPU's reciprocal, at most one float32 step off."""
     return emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, number)
 
 
 def inverse_root(number: Any) -> Any:
-    """Return the processor's inverse square root, good to two steps of float32."""
+    """Return the GPU's inverse square root, at most two float32 steps off."""
     return emit("rsqrt.approx.ftz.f32 {$w0}, {$r0};", Float32, number)

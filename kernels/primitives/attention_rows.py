@@ -1,16 +1,16 @@
-"""Rows of 512 or 128 values as attention has them: which lane holds what, the turn of the last 64.
+"""How a warp holds attention rows of 512 or 128 values, the order of their sums, and RoPE.
 
-Owns the geometry that kernels of latent rows and query heads share. A warp has a row; a lane holds
-two halves of a block, values 8 lane to 8 lane + 7 and the same 256 further on, so that loads of 16
-bytes lie side by side, both halves of a 16-wide block are neighbours, and pairs that turn together
-are in one lane. The last 64 values are what lanes 24 to 31 hold second. The sum of squares has one
-order: a lane sums each half from its first value on by fma, then both; lanes are folded by distance
-16, 8, 4, 2, 1. So the bits of a row depend on nothing but the row. A row of 128, the small models'
-and the indexer's, has one half in each of 16 lanes; the others hold zeros.
+A lane holds two slots of 8 values: 8 lane to 8 lane + 7, and the same 256 further on. So 16-byte
+loads are adjacent, both halves of a 16-wide block are in neighbouring lanes, and the pairs that
+RoPE rotates are in one lane. Lanes 24 to 31 hold the last 64 values, the rotated ones, in their
+second slot. A row of 128 (small models, the indexer) has one slot in each of 16 lanes; the others
+hold zeros.
 
-A table of turns is float32 [positions, 64]: 32 cosines, then 32 sines, as vLLM keeps it. Pure host
-arithmetic, no GPU and no DSL. Refuses heads, tokens and tables that do not fit. Kept honest by
-suites/kernels/primitives/test_attention_rows.py, against the references.
+The sum of squares has one order: a lane sums each slot from its first value on by fma, then both;
+lanes are folded by distance 16, 8, 4, 2, 1. So a row's bits depend on the row alone.
+
+A RoPE table is float32 [positions, 64]: 32 cosines, then 32 sines, as vLLM keeps it. Importable
+without the DSL.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ MOST_HEADS = 1 << 16  # CUDA C++ Programming Guide 13.0: a grid has fewer thread
 
 
 def require_extent(name: str, extent: int, least: int = 0) -> None:
-    """Refuse an extent that a kernel's 32-bit numbers do not hold."""
+    """Raise on an extent that a kernel's 32-bit numbers do not hold."""
     if not least <= extent < LARGEST:
         raise ShapeMismatch(name, extent, f"from {least} to below 2**31", "Split the launch.")
 
 
 def require_epsilon(epsilon: float) -> None:
-    """Refuse an epsilon that no norm has."""
+    """Raise on an epsilon outside [0, 1)."""
     if not 0 <= epsilon < 1:
         raise InvalidArgument(
             "epsilon", epsilon, "a number from 0 up to 1", "Models have 1e-6 or 1e-20."
@@ -57,38 +57,38 @@ def require_epsilon(epsilon: float) -> None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a warp holds a row of so many values."""
+    """How a warp holds a row of `width` values."""
 
     width: int
 
     @property
     def plain(self) -> int:
-        """Values that are not turned, the leading ones."""
+        """Return the number of values that are not rotated, the leading ones."""
         return self.width - ROTATED
 
     @property
     def chunks(self) -> int:
-        """Loads of 16 bytes of a row."""
+        """Return the number of 16-byte loads of a row."""
         return self.width // HALF
 
     @property
     def slots(self) -> int:
-        """Halves that a lane holds."""
+        """Return the number of slots of a lane, of eight values each."""
         held: int = ceil_div(self.chunks, LANES)
         return held
 
     @property
     def lanes(self) -> int:
-        """Lanes that hold values."""
+        """Return the number of lanes that hold values."""
         return min(self.chunks, LANES)
 
     @property
     def first_turned_lane(self) -> int:
-        """Lane that holds the first turned values, in the last slot."""
+        """Return the lane that holds the first rotated values, in the last slot."""
         return self.lanes_of(self.slots - 1) - ROTATED // HALF
 
     def lanes_of(self, slot: int) -> int:
-        """Lanes that hold values in a slot, the first ones."""
+        """Return the number of lanes that hold values in a slot, the first ones."""
         return min(self.chunks - slot * LANES, LANES)
 
 
@@ -98,7 +98,7 @@ GEOMETRIES: Mapping[int, Geometry] = MappingProxyType(
 
 
 def geometry(width: int) -> Geometry:
-    """Return how a row is held; a width without a kernel is refused."""
+    """Return how a row is held; raise on a width without a kernel."""
     if width not in GEOMETRIES:
         raise ShapeMismatch(
             "width of a row",
@@ -110,7 +110,7 @@ def geometry(width: int) -> Geometry:
 
 
 def cached_geometry(width: int) -> Geometry:
-    """Return how a cached row is held, which may have V3.2's key beside the latent."""
+    """Return how a cached row is held; V3.2's key follows the latent."""
     return Geometry(width) if width == WITH_KEY else geometry(width)
 
 
@@ -124,7 +124,7 @@ def folded(numbers: Sequence[Any]) -> Any:
 
 
 def lane_sum(halves: Sequence[Sequence[Any]]) -> Any:
-    """Return the sum of squares of what a lane holds."""
+    """Return the sum of squares of a lane's values."""
     sums = []
     for numbers in halves:
         total = ops.multiply_rn(numbers[0], numbers[0])
@@ -137,20 +137,20 @@ def lane_sum(halves: Sequence[Sequence[Any]]) -> Any:
 def row_factor(
     lanes: Sequence[Any], epsilon: Any, root: Callable[[Any], Any], width: int = WIDTH
 ) -> Any:
-    """Return what a row is multiplied by, from the sums of its lanes; each step is rounded once."""
+    """Return a row's norm factor from the sums of its lanes; each step is rounded once."""
     mean = ops.multiply_rn(folded(lanes), 1.0 / width)
     return ops.divide_rn(1.0, root(ops.add_rn(mean, epsilon)))
 
 
 def normed(number: Any, weight: Any, factor: Any) -> Any:
-    """Return a normed value in float32; rounding it to BF16 is the caller's."""
+    """Return a normed value in float32; the caller rounds it to BF16."""
     return ops.multiply_rn(weight, ops.multiply_rn(number, factor))
 
 
 def turned(
     numbers: Sequence[Any], cos: Sequence[Any], sin: Sequence[Any], *, back: bool
 ) -> list[Any]:
-    """Turn pairs that lie side by side, or turn them back; each product and sum is rounded."""
+    """Rotate adjacent pairs, or rotate them back; each product and sum is rounded."""
     made: list[Any] = []
     for pair in range(len(numbers) // 2):
         even, odd = numbers[2 * pair], numbers[2 * pair + 1]

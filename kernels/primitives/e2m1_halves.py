@@ -1,19 +1,16 @@
-"""Eight BF16 values in words of two to a word of E2M1 codes, two values an instruction.
+"""Encode eight BF16 values as a word of E2M1 codes by packed BF16 arithmetic, two values at a time.
 
-Owns the arithmetic of a processor that has packed BF16 but no conversion to E2M1. The inverse of an
-E4M3 scale comes as two BF16 numbers whose sum is good to 16 bits, both positive, or a zero would
-lose its sign: a quotient is an fma on a product, rounded to BF16 at the end. E2M1's boundaries
-times a scale have 7 bits, a value has 8: what is no tie is more than half a BF16 step from it, so
-the rounding leaves ties ties and everything else on its side.
+For a processor with packed BF16 but without a conversion to E2M1 (sm_90a). The inverse of an E4M3
+scale is two BF16 numbers whose sum is good to 16 bits. Both are positive, or a zero would lose its
+sign. A quotient is an fma on a product, rounded to BF16 at the end. E2M1's boundaries times a scale
+have 7 bits, a value has 8: what is no tie is more than half a BF16 step from it, so the rounding
+keeps ties ties and everything else on its side.
 
 Then a quotient's power E = 2**e, e = 0, 1, 2, times 67, plus the quotient: the sum has the step
 E / 2, so its mantissa is 6 + k, with code = k + 2 e, and its exponent field is 133 + e. A product
 with 2**12 + 2**6 + 1 adds mantissa, twice the exponent and eight times the sign in bits 12 to 15:
-6 + k + 2 (5 + e) + 8 sign = 16 + code, and the addend takes the exponent's constant bit out of it,
-so that no carry of the lower half reaches the upper half's code.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/primitives/test_e2m1_halves.py:
-every BF16 value by every scale against the true quotient's codes.
+6 + k + 2 (5 + e) + 8 sign = 16 + code. The addend takes the exponent's constant bit out of it, so
+that no carry of the lower half reaches the upper half's code.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ _SIGNS_AND_EXPONENTS: Final = 0xFF80_FF80
 _ONES: Final = 0x3F80_3F80
 _SUMMANDS: Final = 0x4286_4286  # 67
 _MOVES: Final = (1 << 12) + (1 << 6) + 1
+# Bit 14 of both halves (the exponent's constant bit), moved by _MOVES and subtracted.
 _WITHOUT_CONSTANT: Final = -0x4000_4000 * _MOVES % (1 << 32)
 _IN_ORDER: Final = (1 << 12) + 1
 _CODES: Final = 0xF0F0_F0F0
@@ -40,7 +38,7 @@ _UPPER_BF16: Final = 0xFFFF_0000
 
 @dataclass(frozen=True)
 class Primitives:
-    """What differs between operators and instructions; arguments are words of two BF16."""
+    """Operations that differ between operators and instructions, on words of two BF16."""
 
     product: Callable[[Any, Any], Any]  # each rounded to nearest even
     fused: Callable[[Any, Any, Any], Any]  # product and sum, rounded once
@@ -88,7 +86,7 @@ OPERATORS = Primitives(
 def inverse_terms(scale: Any, estimate: Any) -> tuple[Any, Any]:
     """Return 1 / scale as two positive numbers, from any estimate that is good to 21 bits.
 
-    The first is a BF16 number; the second is the rest, which is yet to be rounded to one.
+    The first is a BF16 number; the second is the rest, which the caller rounds to BF16.
     """
     error = ops.fma_rn(ops.multiply_rn(scale, -1.0), estimate, 1.0)
     inverse = ops.fma_rn(estimate, error, estimate)
@@ -99,7 +97,7 @@ def inverse_terms(scale: Any, estimate: Any) -> tuple[Any, Any]:
 def quotients(
     words: Sequence[Any], inverse: tuple[Any, Any], primitives: Primitives = OPERATORS
 ) -> list[Any]:
-    """Return values divided by a scale, of which `inverse` has both terms twice, in words."""
+    """Return values divided by a scale; `inverse` has each term twice, in words."""
     first, second = inverse
     rest = [primitives.product(word, second) for word in words]
     return [primitives.fused(word, first, r) for word, r in zip(words, rest, strict=True)]

@@ -1,13 +1,10 @@
-"""A word of eight E2M1 codes to four words of two BF16 numbers, by one product of integers a pair.
+"""Decode a word of eight E2M1 codes to four words of two BF16 numbers, one integer product a pair.
 
-Owns the arithmetic by which a kernel without a conversion decodes. A code's sign belongs into bit
-15 of a BF16 number, its two exponent bits and its mantissa bit into bits 8 to 6: the number is then
-the value times 2**-126, subnormal 0.5 included. Both moves are one multiplication by two powers of
-two; codes j and j + 4 share it, because they lie 16 bits apart. A product of BF16 numbers with the
-block scale times 2**118 gives value times scale times 2**-8, exactly: six bits at most.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/primitives/test_e2m1_pairs.py: all
-codes in all places against scalar_codecs, all codes times all scales.
+For kernels without a conversion. A code's sign belongs in bit 15 of a BF16 number, its two exponent
+bits and its mantissa bit in bits 8 to 6: the number is then the value times 2**-126, subnormal 0.5
+included. Both moves are one multiplication by two powers of two; codes j and j + 4 share it,
+because they lie 16 bits apart. A product of BF16 numbers with the block scale times 2**118 gives
+value times scale times 2**-8, exactly: six bits at most.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ _MOVES: Final = ((1 << 12) + (1 << 6), (1 << 8) + (1 << 2))  # from bits 0 and 4
 
 
 def bf16_pairs(word: Any, constant: Callable[[int], Any] = int) -> list[Any]:
-    """Return four words; word j has codes j and j + 4, times 2**-126 as BF16, the first one low.
+    """Return four words; word j has codes j (low) and j + 4, times 2**-126, as BF16.
 
-    `constant` makes an integer that stays one of 32 bits beside the word.
+    `constant` keeps an integer at 32 bits when it is combined with the word.
     """
     upper = ops.shift_right(word, 8)  # codes 2 and 3 in the places of 0 and 1
     return [

@@ -1,16 +1,13 @@
-"""Eight float32 numbers to one word of E2M1 codes, without a comparison and without a conversion.
+"""Encode eight float32 numbers as a word of E2M1 codes, without comparisons or conversions.
 
-Owns the arithmetic by which an sm_90a kernel encodes: seven comparisons a number, as the definition
-counts them, would keep the integer pipe busy for longer than memory takes. E2M1 has one mantissa
-bit, so adding 2**22 times the number's power of two (1 at least) leaves the rounded code in the low
-bits, nearest even, tie and all: the adder does the rounding. The exponent then counts two codes a
-binade; both meet, with the sign, in four bits. The formulas below say it number by number.
+For sm_90a: seven comparisons a number, as in the definition, would occupy the integer pipe for
+longer than memory takes. E2M1 has one mantissa bit, so adding 2**22 times the number's power of two
+(at least 1) leaves the rounded code in the low bits, nearest even: the adder does the rounding. The
+exponent then counts two codes a binade; both meet, with the sign, in four bits. The comment on
+_SUMMAND derives it.
 
-The primitives are passed in, because one instruction of a GPU does what takes three operators here.
-Not defined: the sign of a NaN's code, which is the NaN's own; a GPU makes positive ones.
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/primitives/test_e2m1_words.py: equal
-to scalar_codecs.e2m1_encode at every boundary and its neighbours, and on strides of all bit
-patterns.
+The primitives are parameters, because one GPU instruction does what takes three operators here. Not
+defined: the sign of a NaN's code, which is the NaN's own here; a GPU makes positive ones.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _SUMMAND: Final = 2.0**22 + 1
 
 @dataclass(frozen=True)
 class Primitives:
-    """What differs between operators and instructions; halves are of two words, first one low."""
+    """Operations that differ between operators and instructions; halves: first word low."""
 
     limited: Callable[[Any], Any]  # magnitude at most 6, sign kept, NaN to 6
     at_least_one: Callable[[Any], Any]  # magnitude at least 1, sign kept

@@ -1,8 +1,7 @@
-"""What quantising to FP8 in blocks of 128 of a row is asked for, and what follows from it.
+"""Problem and form of quantising rows to FP8 in blocks of 128, and the numbers of the recipe.
 
-Owns the problem, its form, and the numbers of the canonical recipe. Rows may be heads side by side,
-whose last values are turned back first. Pure host arithmetic. Refuses columns that leave a block
-unfilled, or a head. Kept honest by suites/kernels/quantise/test_simt_quantise_fp8.py.
+Rows may be adjacent heads, whose last values are rotated back first. Importable without the
+DSL.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LARGEST = 1 << 31
 
 @dataclass(frozen=True)
 class Fp8Problem:
-    """M rows of K values, after whatever is fused in front."""
+    """M rows of K values, after the fused input step."""
 
     rows: int
     columns: int
@@ -74,23 +73,23 @@ class Fp8Problem:
 
     @property
     def width(self) -> int:
-        """Values of a head that kernels know."""
+        """Return the number of values of a head that kernels know."""
         return heads.geometry(self.turned).width
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Return the number of blocks of a row."""
         return self.columns // BLOCK
 
     @property
     def input_columns(self) -> int:
-        """Columns of the matrix that is read."""
+        """Return the number of columns of the matrix that is read."""
         return self.columns * SOURCES[self.source].read_for_one
 
 
 @dataclass(frozen=True)
 class Fp8Form:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     scales: str
     source: str
@@ -100,11 +99,11 @@ class Fp8Form:
 
 
 def choose_form(problem: Fp8Problem, target: str) -> Fp8Form:
-    """Return the form that answers a problem: extents are no part of it."""
+    """Return the form for a problem; extents are no part of it."""
     return Fp8Form(problem.scales, problem.source, problem.limit, target, problem.turned)
 
 
 def group_of(part: Any, width: int) -> Any:
-    """Return which sixteen of the values that turn a thread has; below 0: none of them."""
+    """Return which sixteen of the rotated values a thread has; below 0: none."""
     of_head = width // VALUES
     return part % of_head - (of_head - heads.ROTATED // VALUES)

@@ -1,17 +1,13 @@
-"""What writing into and reading from the paged latent cache is asked for, and what follows.
+"""Entry formats, addresses, problems and forms of the paged latent cache.
 
-Owns the entry formats (bytes, which values are quantised, in what blocks), the address of each part
-of an entry, written once for ints and kernels, the problems, the choice of a form and the grid. How
-a block is scaled and coded is in kv_rules.
+A page holds the values of all its entries, then the scales of all its entries, then padding.
+Formats: fp8 (584 bytes, FlashMLA), nvfp4 (384, FlashInfer), nvfp4-v41 (288, FlashInfer: pages of
+64), bf16; fp8-key for an indexer's keys (132, DeepGEMM: one float32 scale). V3.2's rows of 576 are
+fp8-v32 (656, FlashMLA: 512 codes, four float32 scales, the BF16 key, entry by entry), fp8-v32-ue8m0
+(scales are powers of two) or bf16. How a block is scaled and coded is in kv_rules.
 
-A page holds the values of all its entries, then the scales of all its entries, then padding. The
-formats are fp8 (584 bytes, FlashMLA), nvfp4 (384, FlashInfer), nvfp4-v41 (288, FlashInfer: pages of
-64) and bf16; an indexer's keys have fp8-key (132, DeepGEMM: one float32 scale). V3.2's rows of 576
-are fp8-v32 (656, FlashMLA: 512 codes, four float32 scales, the BF16 key, entry by entry),
-fp8-v32-ue8m0 (scales are powers of two) or bf16.
-
-Refuses unknown names and extents that do not fit. Kept honest by
-suites/kernels/primitives/test_kv_problem.py: every byte of a page belongs to one entry.
+Importable without the DSL; addresses are written once, for ints and kernels. Every byte of a page
+belongs to one entry or to the padding.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ DUPLICATES = ("absent", "last")  # of slots: promised not to occur, or the last 
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How one row is kept."""
+    """Layout of one cached row."""
 
     name: str
     width: int
@@ -54,36 +50,36 @@ class EntryFormat:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes of an entry."""
+        """Return the bytes of the codes of an entry."""
         return self.quantised * self.code_bits // 8
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of codes and BF16 values of an entry, which lie together."""
+        """Return the bytes of codes and BF16 values of an entry, which lie together."""
         return self.code_bytes + 2 * (self.width - self.quantised)
 
     @property
     def entry_bytes(self) -> int:
-        """All bytes of an entry."""
+        """Return all bytes of an entry."""
         return self.value_bytes + self.scale_bytes
 
     @property
     def rest_at(self) -> int:
-        """Bytes of an entry before its BF16 values."""
+        """Return the bytes of an entry before its BF16 values."""
         return self.code_bytes + self.inside * self.scale_bytes
 
     @property
     def step(self) -> int:
-        """Bytes from values to values of neighbouring entries."""
+        """Return the bytes between the values of neighbouring entries."""
         return self.value_bytes + self.inside * self.scale_bytes
 
     @property
     def scales(self) -> int:
-        """Scales of an entry, padding not included."""
+        """Return the number of scales of an entry, padding not included."""
         return self.quantised // self.block if self.block else 0
 
     def page_bytes(self, entries: int) -> int:
-        """Bytes of a page of so many entries."""
+        """Return the bytes of a page of so many entries."""
         size: int = round_up(entries * self.entry_bytes, self.page_step)
         return size
 
@@ -101,7 +97,7 @@ _KINDS_WITH_KEY = {"fp8-v32": False, "fp8-v32-ue8m0": True}  # of rows of 576; p
 
 @cache
 def entry_format(name: str, width: int = rows.WIDTH) -> EntryFormat:
-    """Return how an entry of a row of 512, 128 or 576 is kept; unknown names are refused."""
+    """Return the layout of an entry of a row of 512, 128 or 576; raise on unknown names."""
     if name in _KINDS_WITH_KEY:
         if width != rows.WITH_KEY:
             raise ShapeMismatch(
@@ -157,23 +153,23 @@ class Pages:
 
     @property
     def format(self) -> EntryFormat:
-        """The record of the entry's format."""
+        """Return the record of the entry's format."""
         return entry_format(self.entry, self.width)
 
     @property
     def slots(self) -> int:
-        """Entries of all pages."""
+        """Return the number of entries of all pages."""
         return self.entries * self.count
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page."""
+        """Return the bytes from page to page."""
         return self.page_bytes or self.format.page_bytes(self.entries)
 
 
 @dataclass(frozen=True)
 class WriteProblem:
-    """T tokens' rows go to their slots."""
+    """Write T tokens' rows to their slots."""
 
     tokens: int
     pages: Pages
@@ -204,7 +200,7 @@ class WriteProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes that have to be read and written: every input and output once."""
         entry = self.pages.format
         read = 2 * self.pages.width + 8
         if self.source == "latent":
@@ -214,7 +210,7 @@ class WriteProblem:
 
 @dataclass(frozen=True)
 class ReadProblem:
-    """N entries are gathered and decoded to BF16 rows."""
+    """Gather N entries and decode them to BF16 rows."""
 
     count: int
     pages: Pages
@@ -224,14 +220,14 @@ class ReadProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written."""
+        """Return the fewest bytes that have to be read and written."""
         entry = self.pages.format
         return self.count * (4 + entry.value_bytes + entry.scale_bytes + 2 * self.pages.width)
 
 
 @dataclass(frozen=True)
 class WriteForm:
-    """What a writing kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a writing kernel; extents come with the launch."""
 
     entry: str
     source: str
@@ -243,13 +239,13 @@ class WriteForm:
 
     @property
     def format(self) -> EntryFormat:
-        """The record of the entry's format."""
+        """Return the record of the entry's format."""
         return entry_format(self.entry, self.width)
 
 
 @dataclass(frozen=True)
 class ReadForm:
-    """What a reading kernel is compiled for."""
+    """Compile-time parameters of a reading kernel."""
 
     entry: str
     target: str
@@ -257,12 +253,12 @@ class ReadForm:
 
     @property
     def format(self) -> EntryFormat:
-        """The record of the entry's format."""
+        """Return the record of the entry's format."""
         return entry_format(self.entry, self.width)
 
 
 def choose_write_form(problem: WriteProblem, target: str) -> WriteForm:
-    """Return the form that answers a problem: few and many tokens differ, other extents do not."""
+    """Return the form for a problem: few and many tokens differ, other extents do not."""
     weight = problem.weight if problem.source == "latent" else rows.WEIGHTS[0]
     pages = problem.pages
     few = problem.tokens <= FEW_TOKENS or pages.width == rows.WITH_KEY  # which has one form
@@ -272,7 +268,7 @@ def choose_write_form(problem: WriteProblem, target: str) -> WriteForm:
 
 
 def choose_read_form(problem: ReadProblem, target: str) -> ReadForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     return ReadForm(problem.pages.entry, target, problem.pages.width)
 
 
@@ -282,30 +278,30 @@ def normed_width(width: int) -> int:
 
 
 def normed_slots(form: WriteForm) -> int:
-    """Return the slots of a row that are normed, the first ones."""
+    """Return the number of slots of a row that are normed, the first ones."""
     return rows.geometry(normed_width(form.width)).slots
 
 
 def coded_at_all(entry: EntryFormat, slot: int) -> bool:
-    """Whether a lane may hold quantised values in a slot."""
+    """Return whether a lane may hold quantised values in a slot."""
     return entry.quantised > slot * rows.LANES * rows.HALF
 
 
 def coded_only(entry: EntryFormat, slot: int) -> bool:
-    """Whether every lane holds quantised values in a slot."""
+    """Return whether every lane holds quantised values in a slot."""
     return entry.quantised >= (slot + 1) * rows.LANES * rows.HALF
 
 
 def grid(count: int) -> int:
-    """Thread blocks for so many entries."""
+    """Return the number of thread blocks for so many entries."""
     blocks: int = ceil_div(count, WARPS)
     return blocks
 
 
 def bound_blocks(form: WriteForm) -> int:
-    """Thread blocks a processor by which ptxas bounds registers: 32 a thread, or 0 for no bound.
+    """Return thread blocks a processor by which ptxas bounds registers: 32 a thread; 0: no bound.
 
-    All threads that a processor can hold then have a token: 8,448 of them on an H200 at once.
+    All threads that a processor can hold then have a token: 8,448 at once on an H200.
     """
     return 0 if form.few else 16
 
@@ -314,10 +310,10 @@ def bound_blocks(form: WriteForm) -> int:
 
 
 def page_magic(entries: int) -> tuple[int, int]:
-    """Return multiplier and shift by which a slot is divided by the entries of a page.
+    """Return multiplier and shift that divide a slot by the entries of a page.
 
     With s = ceil(log2(entries)) the multiplier is 2**(31 + s) / entries, rounded up: below 2**32,
-    and off by less than 2**s, which 31-bit slots do not notice.
+    and off by less than 2**s, which does not affect 31-bit slots.
     """
     shift = (entries - 1).bit_length()
     return ceil_div(1 << (31 + shift), entries), shift
@@ -330,7 +326,7 @@ def place_of(slot: Any, magic: tuple[Any, Any], entries: Any, high: Any) -> tupl
 
 
 def value_piece(place: tuple[Any, Any], pieces: Any, entry: EntryFormat) -> Any:
-    """Return which 16-byte piece of a cache an entry's values begin with; a page has `pieces`."""
+    """Return the 16-byte piece of a cache where an entry's values begin; a page has `pieces`."""
     page, within = place
     return page * pieces + within * (entry.step // VECTOR)
 

@@ -1,9 +1,7 @@
-"""What a warp does with a row of 512 values: fold a sum, read and write words, turn pairs, code.
+"""Device code for a warp's attention row: load, fold, rotate, code and decode words of two BF16.
 
-Owns the device side of attention_rows and kv_rules: loads into registers, butterflies, and the
-instructions that the rules leave to a processor. Runs inside a kernel that is being traced, and
-nowhere else. Refuses nothing: a kernel cannot. Kept honest by the suites of the kernels of latent
-rows and heads, which on an H200 compare bytes with the stated rules and the references.
+The device side of attention_rows and kv_rules. Only for use inside a kernel that is being
+traced.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ _larger_magnitude = _pairwise("max.NaN.xorsign.abs.bf16x2")
 
 
 def vectors(address: Any, words: int) -> Any:
-    """View a pointer as vectors of so many elements, one after the other; 0: single elements."""
+    """View a pointer as adjacent vectors of `words` elements; 0: single elements."""
     if not words:
         return cute.make_tensor(address, cute.make_layout(FLAT))
     return cute.make_tensor(address, cute.make_layout((words, FLAT), stride=(1, words)))
@@ -85,7 +83,7 @@ def put(registers: Any, slot: int, words: list[Any]) -> None:
 
 
 def warp_folded(number: Any) -> Any:
-    """Fold a number over the lanes of a warp; every lane has the result."""
+    """Sum a number over the lanes of a warp; every lane has the result."""
     for distance in (16, 8, 4, 2, 1):
         number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
     return number
@@ -97,7 +95,7 @@ def root_of(number: Any) -> Any:
 
 
 def factor_of_row(registers: Any, epsilon: Any, width: int = rows.WIDTH) -> Any:
-    """Return what the row that a warp holds is multiplied by."""
+    """Return the norm factor of the row that a warp holds."""
     halves = [numbers_of(words_at(registers, slot)) for slot in range(rows.GEOMETRIES[width].slots)]
     total = warp_folded(rows.lane_sum(halves))
     return rows.row_factor([total], epsilon, root_of, width)
@@ -125,7 +123,7 @@ def load_turn(table: Any, registers: Any, place: tuple[Any, Any]) -> None:
 
 
 def ask_for_turn(table: Any, place: tuple[Any, Any]) -> None:
-    """Have the cache fetch what load_turn will read."""
+    """Prefetch what load_turn will read."""
     for part in (0, rows.TABLE_WIDTH // 8):
         address = table[None, turn_group(place) + part].iterator
         text = "prefetch.global.L2 [{$r0}];"
@@ -139,7 +137,7 @@ def turn_group(place: tuple[Any, Any]) -> Any:
 
 
 def turned_words(numbers: list[Any], registers: Any, *, back: bool) -> list[Any]:
-    """Return a lane's numbers turned by what load_turn read, rounded to BF16."""
+    """Return a lane's numbers rotated by load_turn's cosines and sines, rounded to BF16."""
     cos, sin = ([ops.number_of(word) for word in words_at(registers, part)] for part in (0, 1))
     return rounded_words(rows.turned(numbers, cos, sin, back=back))
 
@@ -210,7 +208,7 @@ def e4m3_words(scaled: list[Any]) -> list[Any]:
 
 
 def nvfp4_scale_code(amax: Any) -> Any:
-    """Return the E4M3 code of a block's scale; a block that holds a NaN has the NaN's."""
+    """Return the E4M3 code of a block's scale; NaN's code if the block holds a NaN."""
     number = rules.nvfp4_scale_number(amax, _larger_or_nan)
     text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
     return Uint32(emit(text, Uint16, number, Float32(0.0)))
@@ -221,7 +219,7 @@ def _larger_or_nan(number: Any, least: float) -> Any:
 
 
 def e4m3_number(code: Any) -> Any:
-    """Return the number of an E4M3 code by the processor's own conversion."""
+    """Return the number of an E4M3 code by the GPU's conversion."""
     text = """{
         .reg .b16 c, h0, h1; .reg .b32 d;
         cvt.u16.u32 c, {$r0};
@@ -233,9 +231,9 @@ def e4m3_number(code: Any) -> Any:
 
 
 def nvfp4_word(words: list[Any], scale_code: Any, target: str) -> Any:
-    """Return the codes of a half; none where the scale is NaN.
+    """Return the codes of a half; 0 where the scale is NaN.
 
-    Values are bounded by six scales first, two at once, so that no quotient has to be.
+    Values are clamped to six scales first, two at once, so that quotients need no clamp.
     """
     scale = e4m3_number(scale_code)
     estimate = emit("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, scale)

@@ -1,11 +1,8 @@
-"""Blocks of sixteen BF16 values in registers: read, clamp, gate, quantise to NVFP4 words, write.
+"""Device code for blocks of sixteen BF16 values: load, clamp, SwiGLU, quantise to NVFP4, store.
 
-Owns what every kernel does with a block that it holds as eight words of two BF16: its largest
-magnitude, the code of its scale, the codes of its values, SwiGLU in front, and the way to memory.
-Numbers are rounded where a function says so; nothing is contracted that is not an fma by name.
-Runs inside a kernel that is being traced, and nowhere else. Refuses nothing: a kernel cannot.
-Kept honest by suites/kernels/quantise/test_simt_quantise_nvfp4.py and test_simt_rmsnorm.py: on an
-H200 equal to harness.formats byte for byte.
+A block is eight words of two BF16. Numbers are rounded only where a function says so; nothing is
+contracted to an fma unless it is one by name. Only for use inside a kernel that is being
+traced.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ def words_of(registers: Any) -> list[Any]:
 
 
 def warp_folded(number: Any) -> Any:
-    """Fold a number over the lanes of a warp; every lane has the result."""
+    """Sum a number over the lanes of a warp; every lane has the result."""
     for distance in (16, 8, 4, 2, 1):
         number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
     return number
@@ -72,7 +69,7 @@ def square_root(number: Any) -> Any:
 
 
 def block_amax(words: list[Any]) -> Any:
-    """Return the largest magnitude of eight words of two BF16; a NaN is left out."""
+    """Return the largest magnitude of eight words of two BF16; a NaN is ignored."""
     largest = words[0]
     for word in words[1:]:
         largest = emit("max.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, largest, word)
@@ -82,7 +79,7 @@ def block_amax(words: list[Any]) -> Any:
 
 
 def numbers_of(words: list[Any]) -> list[Any]:
-    """Return the float32 numbers of words of two BF16, first the low half."""
+    """Return the float32 numbers of words of two BF16, the low half first."""
     found = []
     for word in words:
         found += [ops.number_of(ops.shift_left(word, 16)), ops.number_of(word & Uint32(HIGH_HALF))]
@@ -90,7 +87,7 @@ def numbers_of(words: list[Any]) -> list[Any]:
 
 
 def scale_code_of(amax: Any, share: Any) -> Any:
-    """Return the E4M3 code of a block's scale by the processor's own conversion."""
+    """Return the E4M3 code of a block's scale by the GPU's conversion."""
     raw = ops.multiply_rn(amax, share)
     pair = emit("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", Uint16, raw, Float32(0.0))
     return Uint32(pair)
@@ -126,7 +123,7 @@ def rounded_words(numbers: list[Any]) -> list[Any]:
 
 
 def _clamped(bound: str, word: Any, limit: float) -> Any:
-    """Bound both BF16 numbers of a word; as with torch, a NaN stays NaN."""
+    """Clamp both BF16 numbers of a word; as with torch, a NaN stays NaN."""
     pair = int(codecs.bf16_encode(limit)) * 0x1_0001
     text = f"{{ .reg .b32 at; mov.b32 at, {pair}; {bound}.NaN.bf16x2 {{$w0}}, {{$r0}}, at; }}"
     return emit(text, Uint32, word)
@@ -167,7 +164,7 @@ def fill(registers: Any, words: list[Any]) -> None:
 
 
 class Scaling(NamedTuple):
-    """How blocks are scaled: the encode scale, a sixth of it, and a table of factors or None."""
+    """A tensor's scaling: the encode scale, a sixth of it, and a table of factors or None."""
 
     encode: Any
     share: Any
@@ -175,6 +172,6 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(decode_scale: Any, factors: Any) -> Scaling:
-    """Return what follows from a decode scale."""
+    """Return the scaling that follows from a decode scale."""
     encode = ops.divide_rn(1.0, decode_scale)
     return Scaling(encode, ops.multiply_rn(encode, codecs.ONE_SIXTH), factors)

@@ -1,15 +1,9 @@
-"""What a quantising kernel is asked for, which of its forms answers, and what follows from both.
+"""Problem, form, tactic and grid of the NVFP4 quantising kernels. Importable without the DSL.
 
-Owns the problem (what is read, extents, layout of the scales), the choice by table, and the derived
-facts: grid, threads, bytes moved, what registers allow. Pure host arithmetic, no GPU and no DSL, so
-that a suite checks every number. M may be anything at a launch; a form is compiled once for all.
-
-Refuses extents that have no blocks, unknown layouts and sources. Kept honest by
-suites/kernels/primitives/test_quantise_problem.py, which walks the tiles of a launch and counts.
-
-A tile is 8 rows x 32 blocks. For swizzled scales a warp holds 8 rows x 4 blocks, the 32 scale bytes
-that lie side by side: every sector that it reads or writes is whole. For linear ones, 32 blocks of
-one row. Padding is part of the tiles, so it is written without a second pass.
+M may be anything at a launch; a form is compiled once for all extents. A tile is 8 rows x 32
+blocks. For swizzled scales a warp holds 8 rows x 4 blocks, the 32 scale bytes that are adjacent in
+memory: every sector that it reads or writes is whole. For linear scales, 32 blocks of one row.
+Padding is part of the tiles, so it is written without a second pass.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Source:
-    """Where the 16 values of a block come from: how many numbers are read for one of them."""
+    """Where the 16 values of a block come from: how many numbers are read for each."""
 
     name: str
     read_for_one: int
@@ -62,7 +56,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType({s.name: s for s in (VALUES, SW
 
 @dataclass(frozen=True)
 class QuantiseProblem:
-    """M rows of K values, after whatever is fused in front; scales in `layout`."""
+    """M rows of K values, after the fused input step; scales in `layout`."""
 
     rows: int
     columns: int
@@ -97,28 +91,28 @@ class QuantiseProblem:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Return the number of blocks of a row."""
         return self.columns // BLOCK
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """The record of the layout."""
+        """Return the record of the layout."""
         return LAYOUTS[self.layout]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales, padding included."""
+        """Return the bytes of the scales, padding included."""
         size: int = self.scale_layout.storage_size(self.rows, self.blocks)
         return size
 
     @property
     def input_columns(self) -> int:
-        """Columns of the matrix that is read."""
+        """Return the number of columns of the matrix that is read."""
         return self.columns * SOURCES[self.source].read_for_one
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes that have to be read and written: every input and output once."""
         numbers = self.rows * self.columns
         read = 2 * self.rows * self.input_columns
         kept = 2 * numbers * self.keeps_values
@@ -127,7 +121,7 @@ class QuantiseProblem:
 
 @dataclass(frozen=True)
 class QuantiseForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     layout: str
     source: str
@@ -139,7 +133,7 @@ class QuantiseForm:
 
 @dataclass(frozen=True)
 class Tactic:
-    """One row of the table: thread blocks a processor that walk down the rows; 0: one a tile."""
+    """A row of the table: thread blocks a processor that walk down the rows; 0: one a tile."""
 
     tiles: float  # problems of up to so many
     walkers: int
@@ -150,7 +144,7 @@ TACTICS = (Tactic(tiles=2_112, walkers=0), Tactic(tiles=float("inf"), walkers=8)
 
 
 def choose_form(problem: QuantiseProblem, target: str) -> QuantiseForm:
-    """Return the form that answers a problem: extents are no part of it."""
+    """Return the form for a problem; extents are no part of it."""
     return QuantiseForm(
         layout=problem.layout,
         source=problem.source,
@@ -162,13 +156,13 @@ def choose_form(problem: QuantiseProblem, target: str) -> QuantiseForm:
 
 
 def choose_tactic(problem: QuantiseProblem) -> Tactic:
-    """Return how to walk, by the table."""
+    """Return the tactic by the table."""
     rows, columns = tiles(problem)
     return next(tactic for tactic in TACTICS if rows * columns <= tactic.tiles)
 
 
 def tiles(problem: QuantiseProblem) -> tuple[int, int]:
-    """Tiles along rows and columns, those that hold nothing but padding included."""
+    """Return the tiles along rows and columns, tiles of padding included."""
     layout = problem.scale_layout
     rows: int = ceil_div(round_up(problem.rows, layout.row_tile), TILE_ROWS)
     columns: int = ceil_div(round_up(problem.blocks, layout.column_tile), TILE_BLOCKS)
@@ -176,21 +170,21 @@ def tiles(problem: QuantiseProblem) -> tuple[int, int]:
 
 
 def grid(problem: QuantiseProblem, tactic: Tactic, processors: int) -> tuple[int, int, int]:
-    """Thread blocks: along y one for each tile of a row, along x those that walk down the rows."""
+    """Return the grid: along y one block for each tile of a row, along x those that walk down."""
     rows, columns = tiles(problem)
     at_once = processors * tactic.walkers if tactic.walkers else rows * columns
     return min(rows, max(1, at_once // columns)), columns, 1
 
 
 def registers_allowed(thread_blocks: int) -> int:
-    """Registers a thread where so many thread blocks share a processor; in steps of 8."""
+    """Return the registers a thread if so many blocks share a processor; in steps of 8."""
     return min(255, REGISTERS_OF_PROCESSOR // (thread_blocks * THREADS) // 8 * 8)
 
 
 def place_of(tile: Any, lane: Any, warp: Any, layout: str) -> tuple[Any, Any]:
-    """Return row, and block within the tile, of a thread: what its layout stores side by side.
+    """Return row, and block within the tile, of a thread, as its layout stores them.
 
-    Runs on ints and inside the kernel: non-negative integers, // % * + alone.
+    Runs on ints and inside the kernel: non-negative integers, only // % * +.
     """
     if layout == LINEAR.name:
         return tile * TILE_ROWS + warp, lane
@@ -203,7 +197,7 @@ def place_of(tile: Any, lane: Any, warp: Any, layout: str) -> tuple[Any, Any]:
 
 
 def resident_blocks(form: QuantiseForm) -> int:
-    """Thread blocks that a processor is expected to hold at once; suites read it off the cubin."""
+    """Return the number of thread blocks that a processor is expected to hold at once."""
     if form.keeps_values:
         return 4
     if form.source == SWIGLU.name:
@@ -212,9 +206,9 @@ def resident_blocks(form: QuantiseForm) -> int:
 
 
 def bound_blocks(form: QuantiseForm) -> int:
-    """Thread blocks a processor by which ptxas bounds registers; 0 leaves it alone.
+    """Return thread blocks a processor by which ptxas bounds registers; 0 sets no bound.
 
-    Plain 8x4 misses the eight of the walk by one register; elsewhere the bound makes spills.
+    Plain 8x4 misses the walk's eight blocks by one register; elsewhere the bound causes spills.
     """
     plain = form.source == VALUES.name and not form.by_expert and not form.keeps_values
     return resident_blocks(form) if plain and form.layout == SWIZZLE_8X4.name else 0

@@ -1,1 +1,1 @@
-"""Kernels over rows: norms, rotations, mHC, router, embedding."""
+"""Row kernels: norms, RoPE, mHC, router, embedding, scaling."""

@@ -1,11 +1,7 @@
-"""What looking rows up in an embedding means: extents, dtype of ids, what an id outside becomes.
+"""Problem and form of embedding lookup.
 
-Owns the problem, the choice and the derived facts. Pure host arithmetic, no GPU and no DSL.
-
-An id that lies outside the table gives a row of zeros on the GPU: a kernel cannot refuse, and what
-a wrong id reads has to be the same every time. Ids on the CPU are looked at before anything runs.
-Refuses extents that 16-byte vectors do not fill, and other dtypes of ids. Kept honest by
-suites/kernels/rows/test_embed_problem.py.
+An id outside the table gives a row of zeros on the GPU: a kernel cannot raise, and the result has
+to be the same every time. Ids on the CPU are checked before the launch.
 """
 
 from __future__ import annotations
@@ -50,35 +46,35 @@ class EmbedProblem:
 
     @property
     def vectors(self) -> int:
-        """Vectors of a row."""
+        """Return the number of vectors of a row."""
         return self.columns // VECTOR
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and written where every id is another one."""
+        """Return the bytes read and written if every id is different."""
         return self.tokens * (4 * self.columns + (8 if self.ids == "int64" else 4))
 
 
 @dataclass(frozen=True)
 class EmbedForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     ids: str
     target: str
 
 
 def choose_form(problem: EmbedProblem, target: str) -> EmbedForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     return EmbedForm(problem.ids, target)
 
 
 def threads(problem: EmbedProblem) -> int:
-    """Threads of a thread block: four vectors each, until there are 256."""
+    """Return the number of threads of a thread block: four vectors each, until there are 256."""
     needed: int = round_up(ceil_div(problem.vectors, VECTORS_OF_THREAD), LANES)
     return min(MOST_THREADS, needed)
 
 
 def grid(problem: EmbedProblem) -> tuple[int, int]:
-    """Thread blocks: one a token along x, and along y as many as a row needs."""
+    """Return the thread blocks: one a token along x, and along y as many as a row needs."""
     across: int = ceil_div(problem.vectors, threads(problem) * VECTORS_OF_THREAD)
     return problem.tokens, across

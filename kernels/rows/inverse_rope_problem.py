@@ -1,9 +1,7 @@
-"""What turning attention's outputs back is asked for, and what follows from it.
+"""Problem, forms and thread mapping of rotating attention's outputs back (inverse RoPE).
 
-Owns the problem (T tokens of H heads of 512 or 128), two forms (into other memory, where all values
-move, or in place, where the last 64 do and the others stay as they are), the chunk that a thread
-has, and the grid. Pure host arithmetic; the arithmetic of a pair is that of attention_rows.
-Refuses extents that do not fit. Kept honest by suites/kernels/rows/test_inverse_rope_problem.py.
+T tokens of H heads of 512 or 128. Two forms: out of place, where all values are copied, and in
+place, where only the last 64 are touched. The arithmetic of a pair is that of attention_rows.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ AT_ONCE = 2  # chunks of a thread, a thread block's width apart
 
 @dataclass(frozen=True)
 class BackProblem:
-    """T tokens of H heads; positions are rows of the table of turns."""
+    """T tokens of H heads; positions are rows of the RoPE table."""
 
     tokens: int
     heads: int
@@ -45,18 +43,18 @@ class BackProblem:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a token that the launch moves."""
+        """Return the number of chunks of a token that the launch moves."""
         return self.heads * chunks_of_head(self.width, in_place=self.in_place)
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written."""
+        """Return the fewest bytes that have to be read and written."""
         return self.tokens * (2 * 16 * self.chunks + 8 + 4 * rows.TABLE_WIDTH)
 
 
 @dataclass(frozen=True)
 class BackForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     in_place: bool
     target: str
@@ -64,12 +62,12 @@ class BackForm:
 
 
 def chunks_of_head(width: int, *, in_place: bool) -> int:
-    """Chunks of a head that a form moves."""
+    """Return the number of chunks of a head that a form moves."""
     return TURNED_CHUNKS if in_place else rows.geometry(width).chunks
 
 
 def first_turned(width: int) -> int:
-    """Return the first chunk of a head that is turned."""
+    """Return the first rotated chunk of a head."""
     return rows.geometry(width).chunks - TURNED_CHUNKS
 
 
@@ -86,5 +84,5 @@ def place_of(chunk: Any, width: int, *, in_place: bool) -> tuple[Any, Any]:
 
 
 def grid(problem: BackProblem) -> tuple[int, int]:
-    """Thread blocks: along x tokens, along y the chunks of a token."""
+    """Return the thread blocks: along x tokens, along y the chunks of a token."""
     return problem.tokens, ceil_div(problem.chunks, THREADS * AT_ONCE)

@@ -1,14 +1,12 @@
-"""What mixing four residual streams is asked for, which part answers, and its arithmetic.
+"""Problem, parts, grid and arithmetic of mHC: mixing four residual streams (hyper-connections).
 
-Owns the parts around the projection: gates and Sinkhorn, the collapse, both in one launch, the
-collapse at the model's end, and the spreading of a sublayer's output; the grid of each; and the
-arithmetic of a token, written once for scalars, tensors and kernels. Exponential, reciprocal and
-inverse root come in as primitives: a processor has its own. Pure host arithmetic, no GPU, no DSL.
+Parts: coefficients (gates and Sinkhorn), collapse, both in one launch, the collapse at the model's
+end, and spreading a sublayer's output over the streams. The arithmetic of a token is written once
+for scalars, tensors and kernels; exponential, reciprocal and inverse root are parameters, because a
+GPU has its own instructions.
 
-What the projection gives is read as it is: products `fn . x` [T, 24] before the norm's factor, and
-the sum of squares [T]; one pass over the streams has both. Sums over streams begin with stream 0.
-Refuses extents that do not fit. Kept honest by suites/kernels/rows/test_mhc_problem.py, against
-references.mixing.
+Inputs come from one pass over the streams: products `fn . x` [T, 24] before the norm's factor, and
+the sum of squares [T]. Sums over streams begin with stream 0.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ PARTS = ("all", "coefficients", "collapse", "head", SPREADS_OUT)
 
 @dataclass(frozen=True)
 class MixProblem:
-    """T tokens of four streams of D values each; `part` says what is done with them."""
+    """T tokens of four streams of D values each; `part` names the operation."""
 
     tokens: int
     width: int
@@ -68,12 +66,12 @@ class MixProblem:
 
     @property
     def products(self) -> int:
-        """Products of the projection that are read for a token."""
+        """Return the number of products of the projection that are read for a token."""
         return {"collapse": 0, SPREADS_OUT: 0, "head": STREAMS}.get(self.part, COEFFICIENTS)
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes that have to be read and written: every input and output once."""
         row, gates = 2 * self.width, 4 * STREAMS
         mix = 4 * STREAMS * STREAMS
         read_products = 4 * (self.products + 1)
@@ -89,36 +87,36 @@ class MixProblem:
 
 @dataclass(frozen=True)
 class MixForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     part: str
     target: str
 
     @property
     def makes_coefficients(self) -> bool:
-        """Whether post and mix are written."""
+        """Return whether post and mix are written."""
         return self.part in {"all", "coefficients"}
 
     @property
     def touches_streams(self) -> bool:
-        """Whether streams are read."""
+        """Return whether streams are read."""
         return self.part != "coefficients"
 
 
 def groups_of_chunks(problem: MixProblem) -> int:
-    """Thread blocks that share a token's streams."""
+    """Return the number of thread blocks that share a token's streams."""
     groups: int = ceil_div(problem.width, CHUNK * THREADS)
     return groups
 
 
 def leading_blocks(problem: MixProblem) -> int:
-    """Thread blocks that make coefficients, four lanes a token; they come first in a launch."""
+    """Return the number of thread blocks of coefficients, four lanes a token; first in a launch."""
     blocks: int = ceil_div(problem.tokens * STREAMS, THREADS)
     return blocks if MixForm(problem.part, "").makes_coefficients else 0
 
 
 def grid(problem: MixProblem) -> int:
-    """Thread blocks of a launch; refused where a grid does not hold them."""
+    """Return the number of thread blocks of a launch; raise where a grid does not hold them."""
     form = MixForm(problem.part, "")
     of_streams = problem.tokens * groups_of_chunks(problem) * form.touches_streams
     blocks = leading_blocks(problem) + of_streams
@@ -131,7 +129,7 @@ def grid(problem: MixProblem) -> int:
 
 @dataclass(frozen=True)
 class Primitives:
-    """What a processor has its own instruction for."""
+    """Functions for which a processor has its own instruction."""
 
     exponential: Callable[[Any], Any]
     reciprocal: Callable[[Any], Any]
@@ -139,7 +137,7 @@ class Primitives:
 
 
 def norm_factor(squares: Any, share: Any, epsilon: Any, primitives: Primitives) -> Any:
-    """Return what products are multiplied by, from a sum of squares and one over their number."""
+    """Return 1 / sqrt(squares * share + epsilon); `share` is one over the number of values."""
     return primitives.inverse_root(ops.add_rn(ops.multiply_rn(squares, share), epsilon))
 
 
@@ -176,9 +174,9 @@ def reciprocals(numbers: Sequence[Any], primitives: Primitives) -> list[Any]:
 def divisors(
     lines: Sequence[Sequence[Any]], factors: Sequence[Any], before: Sequence[Any], epsilon: Any
 ) -> list[Any]:
-    """Return what lines are divided by, given the factors across and the divisors before.
+    """Return the divisors of lines, given the factors across and the previous divisors.
 
-    A line of the mix is its powers times factors over the divisor before; its sum plus epsilon
+    A line of the mix is its powers times factors over its previous divisor. Its sum plus epsilon
     divides it again, so the divisor becomes the sum without it, plus epsilon of itself.
     """
     made = []
@@ -191,7 +189,7 @@ def divisors(
 
 
 def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any]:
-    """Return the columns' divisors where nothing was divided yet: their sums and epsilon."""
+    """Return the columns' divisors before any division: their sums and epsilon."""
     made = []
     for column in columns:
         number = epsilon
@@ -204,7 +202,7 @@ def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any
 def rows_divided(
     powers: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: Primitives
 ) -> tuple[list[Any], list[Any]]:
-    """Return the rows' divisors and factors; told: columns' factors, divisors before, epsilon."""
+    """Return the rows' divisors and factors; told: columns' factors, last divisors, epsilon."""
     found = divisors(powers, *told)
     return found, reciprocals(found, primitives)
 
@@ -212,7 +210,7 @@ def rows_divided(
 def columns_divided(
     columns: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: Primitives
 ) -> tuple[list[Any], list[Any]]:
-    """Return the columns' divisors and factors; told: rows' factors, divisors before, epsilon."""
+    """Return the columns' divisors and factors; told: rows' factors, last divisors, epsilon."""
     found = divisors(columns, *told)
     return found, reciprocals(found, primitives)
 
@@ -228,7 +226,7 @@ def scaled_row(row: Sequence[Any], share: Any, factors: Sequence[Any]) -> list[A
 def sinkhorn(
     logits: Sequence[Any], iterations: int, epsilon: Any, primitives: Primitives
 ) -> list[list[Any]]:
-    """Return the rows of the mix; what is divided again and again are factors, not the mix."""
+    """Return the rows of the mix; the iterations update factors, not the mix itself."""
     starts = range(0, STREAMS * STREAMS, STREAMS)
     powers = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
     columns = list(zip(*powers, strict=True))

@@ -1,15 +1,13 @@
-"""What projecting four streams onto mHC's coefficients is asked for, and how K is cut.
+"""Problem, split weights and sum order of projecting four streams onto mHC's coefficients.
 
-Owns the problem (T tokens of K = 4 D values against 24 rows, the head's 4), the split of a float32
-weight into three BF16 parts whose sum it is, so that matrix units multiply it without loss, and the
-order of the sums. K is cut into pieces by its length alone; a piece is summed by the matrix unit,
-sixteen values at a time, all three parts into one float32 sum; pieces are added in groups, four
-groups in a span, spans to the whole, each in turn from zero. Who computes a piece, and which of
-these sums go through memory, depends on T; no bit of the result does.
+T tokens of K = 4 D values against 24 rows (the head: 4). A float32 weight is split into three BF16
+parts whose sum it is, so that matrix units multiply it without loss.
 
-Pure host arithmetic, no GPU, no DSL. Refuses extents that do not fit. Kept honest by
-suites/kernels/rows/test_mhc_projection_problem.py. Shape letters: T tokens, S streams, D width,
-N rows, K = S D.
+K is cut into pieces by its length alone. A piece is summed by the matrix unit, sixteen values at a
+time, all three parts into one float32 sum. Pieces are added in groups, four groups in a span, spans
+to the whole, each in turn from zero. Which thread block computes a piece, and which sums go through
+memory, depends on T; no bit of the result does. Shape letters: T tokens, S streams, D width, N
+rows, K = S D.
 """
 
 from __future__ import annotations
@@ -63,28 +61,28 @@ class ProjectProblem:
 
     @property
     def inner(self) -> int:
-        """Values that are summed."""
+        """Return K, the number of summed values."""
         return STREAMS * self.width
 
     @property
     def products(self) -> int:
-        """Products of a token."""
+        """Return the number of products of a token."""
         return WEIGHTS[self.kind]
 
     @property
     def weight_rows(self) -> int:
-        """Rows of the split weight, padding included."""
+        """Return the number of rows of the split weight, padding included."""
         return rows_of(self.kind)
 
     @property
     def partials(self) -> int:
-        """Partial sums of a token in memory."""
+        """Return the number of partial sums of a token in memory."""
         cut = Cut(self.inner)
         return {"pieces": cut.pieces, "groups": cut.groups, "spans": cut.spans}[self.lines]
 
     @property
     def lines(self) -> str:
-        """Which sums of a token go through memory."""
+        """Return which partial sums of a token go through memory."""
         if self.tokens <= LEAST_TOKENS:
             return "pieces"
         blocks = Cut(self.inner).spans * ceil_div(self.tokens, ROWS_OF_BLOCK)
@@ -92,57 +90,57 @@ class ProjectProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes: streams and weight read once, products and squares written."""
+        """Return the fewest bytes: streams and weight read once, products and squares written."""
         weight = 2 * PARTS * self.products * self.inner
         return self.tokens * (2 * self.inner + 4 * (self.products + 1)) + weight
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How K is cut; a function of K alone."""
+    """Cut of K into steps, pieces, groups and spans; a function of K alone."""
 
     inner: int
 
     @property
     def steps(self) -> int:
-        """Steps of K; the last may have half of its values."""
+        """Return the number of steps of K; the last may have half of its values."""
         steps: int = ceil_div(self.inner, STEP)
         return steps
 
     @property
     def per_piece(self) -> int:
-        """Steps of a piece; the last may have fewer."""
+        """Return the number of steps of a piece; the last may have fewer."""
         steps: int = ceil_div(self.steps, MOST_PIECES)
         return steps
 
     @property
     def pieces(self) -> int:
-        """Pieces of K."""
+        """Return the number of pieces of K."""
         count: int = ceil_div(self.steps, self.per_piece)
         return count
 
     @property
     def per_group(self) -> int:
-        """Pieces of a group; the last may have fewer."""
+        """Return the number of pieces of a group; the last may have fewer."""
         pieces: int = ceil_div(self.pieces, MOST_GROUPS)
         return pieces
 
     @property
     def groups(self) -> int:
-        """Groups of pieces."""
+        """Return the number of groups of pieces."""
         count: int = ceil_div(self.pieces, self.per_group)
         return count
 
     @property
     def spans(self) -> int:
-        """Spans of groups."""
+        """Return the number of spans of groups."""
         count: int = ceil_div(self.groups, SPAN)
         return count
 
 
 @dataclass(frozen=True)
 class ProjectForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     kind: str
     few: bool
@@ -151,37 +149,37 @@ class ProjectForm:
 
     @property
     def tiles(self) -> int:
-        """Tiles of weight rows, of each part."""
+        """Return the number of tiles of weight rows, of each part."""
         return rows_of(self.kind) // TILE
 
     @property
     def tokens_of_warp(self) -> int:
-        """Tokens of a warp."""
+        """Return the number of tokens of a warp."""
         return ROWS_OF_TILE * (1 if self.few else 2)
 
     @property
     def warps(self) -> int:
-        """Warps of a thread block: they share the weight's lines."""
+        """Return the number of warps of a thread block: they share the weight's lines."""
         return 1 if self.few else 4
 
     @property
     def stage_rows(self) -> int:
-        """Rows of a stage: tokens, then all parts of the weight."""
+        """Return the number of rows of a stage: tokens, then all parts of the weight."""
         return self.tokens_of_block + PARTS * rows_of(self.kind)
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a stage that a thread block fetches at once, 16 bytes a thread."""
+        """Return the rows of a stage that a thread block fetches at once, 16 bytes a thread."""
         return 32 * self.warps * 16 // ROW_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a thread block."""
+        """Return the shared memory of a thread block."""
         return STAGES * self.stage_rows * ROW_BYTES
 
     @property
     def tokens_of_block(self) -> int:
-        """Tokens of a thread block."""
+        """Return the number of tokens of a thread block."""
         return self.tokens_of_warp * self.warps
 
 
@@ -192,20 +190,20 @@ def rows_of(kind: str) -> int:
 
 
 def choose_form(problem: ProjectProblem, target: str) -> ProjectForm:
-    """Return the form that answers a problem: numbers of tokens differ."""
+    """Return the form for a problem; it depends on the number of tokens."""
     return ProjectForm(problem.kind, problem.tokens <= FEW_TOKENS, target, problem.lines)
 
 
 def chunk_place(row: Any, chunk: Any) -> Any:
     """Return where a row's 16-byte chunk lies in its 128 bytes.
 
-    Eight neighbouring rows have a chunk at eight places: a matrix is read from all banks at once.
+    Eight neighbouring rows have a chunk at eight places, so ldmatrix reads from all banks.
     """
     return chunk ^ (row % TILE)
 
 
 def grid(problem: ProjectProblem, form: ProjectForm) -> tuple[int, int]:
-    """Thread blocks: along x pieces, groups or spans, along y tokens."""
+    """Return the thread blocks: along x pieces, groups or spans, along y tokens."""
     return problem.partials, ceil_div(problem.tokens, form.tokens_of_block)
 
 

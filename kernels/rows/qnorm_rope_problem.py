@@ -1,9 +1,8 @@
-"""What norming and turning query heads is asked for, and what follows from it.
+"""Problem and grid of norming query heads and applying RoPE.
 
-Owns the problem (T tokens of 1 to 128 heads of 512, or of 128), the form and the grid: a warp has a
-head, a thread block eight heads of one token, so that they share the table's lines. Pure host
-arithmetic; the arithmetic of a row is that of attention_rows.
-Refuses extents that do not fit. Kept honest by suites/kernels/rows/test_qnorm_rope_problem.py.
+T tokens of 1 to 128 heads of 512, or of 128. A warp has a head, a thread block eight heads of one
+token, so that they share the table's cache lines. The arithmetic of a row is that of
+attention_rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FEWEST_HEADS, MOST_HEADS = 1, 128
 
 @dataclass(frozen=True)
 class HeadsProblem:
-    """T tokens of H query heads; positions are rows of the table of turns."""
+    """T tokens of H query heads; positions are rows of the RoPE table."""
 
     tokens: int
     heads: int
@@ -43,18 +42,18 @@ class HeadsProblem:
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes that have to be read and written: every input and output once."""
         return self.tokens * (4 * self.width * self.heads + 8 + 4 * rows.TABLE_WIDTH)
 
 
 @dataclass(frozen=True)
 class HeadsForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
     width: int = rows.WIDTH
 
 
 def grid(problem: HeadsProblem) -> tuple[int, int]:
-    """Thread blocks: along x tokens, along y eight heads each."""
+    """Return the thread blocks: along x tokens, along y eight heads each."""
     return problem.tokens, ceil_div(problem.heads, WARPS)

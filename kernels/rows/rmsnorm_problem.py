@@ -1,16 +1,11 @@
-"""What an RMSNorm kernel is asked for, which of its forms answers, and the order of its sum.
+"""Problem, form, tactic and arithmetic of RMSNorm, with or without NVFP4 quantisation.
 
-Owns the problem (extents, epsilon, dtype of the weight, whether and in which layout the normed
-values are quantised), the choice, the derived facts (threads, grid, bytes), and the arithmetic of a
-row, written once for kernels and tensors. Pure host arithmetic, no GPU and no DSL.
+Importable without the DSL; the arithmetic of a row is written once for kernels and tensors.
 
-The order of the sum is a fact of K alone. A lane holds two blocks of 16 values, T lanes apart. It
-sums each half of a block from its first value on by fma, adds both halves, then both blocks; 32
+The order of the sum is a function of K alone. A lane holds two blocks of 16 values, T lanes apart.
+It sums each half of a block from its first value on by fma, adds both halves, then both blocks; 32
 lanes are folded by distance 16, 8, 4, 2, 1, that is lane i and lane i + 16 first; 16 warps by 8, 4,
 2, 1, absent ones being 0. So a row's bits depend on neither M nor the other rows.
-
-Refuses extents that have no blocks, other layouts and weights. Kept honest by
-suites/kernels/rows/test_rmsnorm_problem.py, where the sum is compared with float64.
 """
 
 from __future__ import annotations
@@ -85,28 +80,28 @@ class NormProblem:
 
     @property
     def writes_values(self) -> bool:
-        """Whether normed BF16 values are among the outputs."""
+        """Return whether normed BF16 values are among the outputs."""
         return self.layout is None or self.keeps_values
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row that share a scale."""
+        """Return the number of blocks of a row that share a scale."""
         return self.columns // BLOCK
 
     @property
     def padded_rows(self) -> int:
-        """Rows that the launch walks: scale padding is written like the rest."""
+        """Return the rows that the launch walks: scale padding is written like the rest."""
         return round_up(self.rows, LAYOUTS[self.layout].row_tile) if self.layout else self.rows
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales, padding included."""
+        """Return the bytes of the scales, padding included."""
         size: int = LAYOUTS[self.layout].storage_size(self.rows, self.blocks) if self.layout else 0
         return size
 
     @property
     def bytes_moved(self) -> int:
-        """The fewest bytes that have to be read and written: every input and output once."""
+        """Return the fewest bytes that have to be read and written: every input and output once."""
         numbers = self.rows * self.columns
         weight = self.columns * (4 if self.weight == "fp32" else 2)
         codes = numbers // 2 if self.layout else 0
@@ -115,7 +110,7 @@ class NormProblem:
 
 @dataclass(frozen=True)
 class NormForm:
-    """What a kernel is compiled for; the extents come with the launch."""
+    """Compile-time parameters of a kernel; extents come with the launch."""
 
     weight: str
     layout: str | None
@@ -127,29 +122,29 @@ class NormForm:
 
     @property
     def writes_values(self) -> bool:
-        """Whether normed BF16 values are among the outputs."""
+        """Return whether normed BF16 values are among the outputs."""
         return self.layout is None or self.keeps_values
 
     @property
     def unpacks_twice(self) -> bool:
-        """Whether a row's numbers are unpacked again for the product, which saves registers."""
+        """Return whether a row is unpacked again for the product, which saves registers."""
         return not self.roomy and (self.narrow or self.layout is not None or self.weight == "fp32")
 
     @property
     def layout_walked(self) -> str:
-        """The layout of scales, or one without padding where there are none."""
+        """Return the layout of scales, or one without padding where there are none."""
         return self.layout or LINEAR.name
 
 
 @dataclass(frozen=True)
 class Tactic:
-    """How many thread blocks a processor walk down the rows; 0: one a row."""
+    """Number of thread blocks a processor that walk down the rows; 0: one a row."""
 
     walkers: int
 
 
 def choose_form(problem: NormProblem, target: str) -> NormForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     return NormForm(
         weight=problem.weight,
         layout=problem.layout,
@@ -162,7 +157,7 @@ def choose_form(problem: NormProblem, target: str) -> NormForm:
 
 
 def choose_tactic(problem: NormProblem) -> Tactic:
-    """Walk with as many thread blocks as a processor holds at once.
+    """Return the tactic: as many walking thread blocks as a processor holds at once.
 
     Measured on an H200 at 7168 columns: docs/design-notes/row_kernels.md.
     """
@@ -172,13 +167,13 @@ def choose_tactic(problem: NormProblem) -> Tactic:
 
 
 def is_roomy(problem: NormProblem) -> bool:
-    """Whether codes of a row take seven warps: two such rows leave 128 registers a thread."""
+    """Return whether codes of a row take seven warps: two rows leave 128 registers a thread."""
     seven = lanes_of_row(problem.columns) == USUAL_WARPS * LANES
     return seven and problem.layout is not None and problem.weight == "bf16"
 
 
 def is_narrow(columns: int) -> bool:
-    """Whether one warp holds a row."""
+    """Return whether one warp holds a row."""
     return columns <= LANES * SLOTS * BLOCK
 
 
@@ -190,26 +185,26 @@ def most_warps(columns: int) -> int:
 
 
 def lanes_of_row(columns: int) -> int:
-    """Lanes that share a row, a multiple of a warp."""
+    """Return the number of lanes that share a row, a multiple of a warp."""
     lanes: int = round_up(ceil_div(columns, SLOTS * BLOCK), LANES)
     return lanes
 
 
 def threads(problem: NormProblem) -> int:
-    """Threads of a thread block."""
+    """Return the number of threads of a thread block."""
     lanes = lanes_of_row(problem.columns)
     return NARROW_WARPS * lanes if is_narrow(problem.columns) else lanes
 
 
 def grid(problem: NormProblem, tactic: Tactic, processors: int) -> int:
-    """Thread blocks of a launch."""
+    """Return the number of thread blocks of a launch."""
     warps_apart = NARROW_WARPS if is_narrow(problem.columns) else 1
     needed: int = ceil_div(problem.padded_rows, warps_apart)
     return min(needed, processors * tactic.walkers) if tactic.walkers else needed
 
 
 def threads_declared(form: NormForm) -> int:
-    """Threads by which ptxas bounds registers: 640 leave 96 a thread, 512 leave 128."""
+    """Return the threads by which ptxas bounds registers: 640 leave 96 a thread, 512 leave 128."""
     few = 512 if form.roomy else 640
     return max(form.most_warps * LANES, few if form.weight == "bf16" else 0)
 
@@ -229,11 +224,11 @@ def sum_of_squares(numbers: Sequence[Any]) -> Any:
 
 
 def factor_of(total: Any, columns: Any, epsilon: Any, square_root: Callable[[Any], Any]) -> Any:
-    """Return what a row is multiplied by; each step is rounded once, to nearest even."""
+    """Return a row's norm factor; each step is rounded once, to nearest even."""
     mean = ops.divide_rn(total, columns)
     return ops.divide_rn(1.0, square_root(ops.add_rn(mean, epsilon)))
 
 
 def normed(number: Any, weight: Any, factor: Any) -> Any:
-    """Return a normed value in float32; rounding it to BF16 is the caller's."""
+    """Return a normed value in float32; the caller rounds it to BF16."""
     return ops.multiply_rn(weight, ops.multiply_rn(number, factor))

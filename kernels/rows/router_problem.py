@@ -1,16 +1,13 @@
-"""What a router's choice is asked for, and the arithmetic of its scores, written once for all.
+"""Problem and arithmetic of a router: scores of experts, top-k choice, weights.
 
-Owns the problem (experts, how many are chosen, groups or a table of token ids), the choice, the
-derived facts, and the scores: sqrt(softplus) and sigmoid from an exponential and a logarithm whose
-every rounding is stated, so that tensors and kernels give the same bits. Pure host arithmetic.
+Scores are sqrt(softplus) or sigmoid, from an exponential and a logarithm whose every rounding is
+stated, so that tensors and kernels give the same bits. Experts are chosen by score plus bias,
+within the best groups where there are groups, or by a table of token ids.
 
-The tie rule: the lower expert id first; -0 equals +0; a NaN lies above every number. So it is in
-torch's stable descending sort, by which references choose. The bias takes part in the choice alone.
-Weights are shares of the chosen scores, summed from the first chosen one on, times a scale. An id
-outside (of a token in the table, or of an expert that the table names) gives expert -1, weight 0.
-
-Refuses counts that no form serves. Kept honest by suites/kernels/rows/test_router_problem.py:
-scores against float64 within stated ulps, order against the references'.
+Ties: the lower expert id first; -0 equals +0; a NaN lies above every number. That is torch's stable
+descending sort, by which the references choose. The bias affects the choice alone. Weights are
+shares of the chosen scores, summed from the first chosen one on, times a scale. An id outside (a
+token's in the table, or an expert's that the table names) gives expert -1, weight 0.
 """
 
 from __future__ import annotations
@@ -91,13 +88,13 @@ class RouterProblem:
 
     @property
     def experts_of_group(self) -> int:
-        """Experts that lie side by side in a group."""
+        """Return the number of adjacent experts in a group."""
         return self.experts // self.groups
 
 
 @dataclass(frozen=True)
 class RouterForm:
-    """What a kernel is compiled for; tokens, experts and table rows come with the launch."""
+    """Compile-time parameters of a kernel; tokens, experts and table come with the launch."""
 
     slots: int  # experts of a lane
     chosen: int
@@ -111,7 +108,7 @@ class RouterForm:
 
 
 def choose_form(problem: RouterProblem, target: str) -> RouterForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     by_table = problem.vocabulary > 0
     return RouterForm(
         slots=0 if by_table else round_up(ceil_div(problem.experts, LANES), SLOT_STEP),
@@ -127,7 +124,7 @@ def choose_form(problem: RouterProblem, target: str) -> RouterForm:
 
 
 def grid(problem: RouterProblem) -> int:
-    """Thread blocks of a launch."""
+    """Return the number of thread blocks of a launch."""
     blocks: int = ceil_div(problem.tokens, WARPS)
     return blocks
 
@@ -193,7 +190,7 @@ def score_of(logit: Any, scoring: str, square_root: Callable[[Any], Any]) -> Any
 
 
 def key_of(number: Any) -> Any:
-    """Return an integer in the order of float32: NaN on top, -0 as +0, none is 0."""
+    """Return an integer that sorts as float32: NaN on top, -0 as +0; no key is 0."""
     bits = ops.bits_of(number)
     magnitude = bits & _MAGNITUDE
     negative = ops.select(magnitude == 0, 0x8000_0000, _WORD - bits)

@@ -1,9 +1,7 @@
-"""What multiplying numbers by one factor is asked for: the weights of the indexer's heads.
+"""Problem and grid of multiplying numbers by one factor (the weights of the indexer's heads).
 
-value * factor in float32, the factor rounded to float32, the product rounded once more where BF16
-leaves. A factor of 1 widens BF16 exactly. Owns the problem, the form and the grid. Pure host
-arithmetic, no GPU and no DSL. Refuses unknown dtypes, factors that are no finite number, and more
-numbers than a launch counts. Kept honest by suites/kernels/rows/test_scale_problem.py.
+value * factor in float32, the factor rounded to float32, the product rounded again if the output is
+BF16. A factor of 1 widens BF16 exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ KINDS = ("bf16", "fp32")
 
 @dataclass(frozen=True)
 class ScaleProblem:
-    """So many numbers times a factor."""
+    """`count` numbers times a factor."""
 
     count: int
     factor: float
@@ -40,14 +38,14 @@ class ScaleProblem:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of a launch."""
+        """Return the number of thread blocks of a launch."""
         made: int = ceil_div(self.count, THREADS)
         return made
 
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """What a kernel is compiled for; factor and count come with the launch."""
+    """Compile-time parameters of a kernel; factor and count come with the launch."""
 
     source: str
     out: str
@@ -55,5 +53,5 @@ class ScaleForm:
 
 
 def choose_form(problem: ScaleProblem, target: str) -> ScaleForm:
-    """Return the form that answers a problem."""
+    """Return the form for a problem."""
     return ScaleForm(problem.source, problem.out, target)

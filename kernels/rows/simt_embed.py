@@ -1,13 +1,11 @@
-"""Rows of a BF16 embedding by token id, copied in 16-byte vectors.
+"""Embedding lookup: out[t] = table[id[t]], BF16 rows copied in 16-byte vectors.
 
-Owns one kernel source for sm_90a and sm_100a. A token belongs to a thread block, each thread has
-four vectors in flight. Ids are int32 or int64. On the GPU an id outside the table gives a row of
-zeros, the same every time; ids on the CPU are refused there and then copied, which waits.
+One source for sm_90a and sm_100a. A token has one thread block, or several for a long row; each
+thread has four vectors in flight. Ids are int32 or int64. On the GPU an id outside the table gives
+a row of zeros; ids on the CPU are checked there and then copied, which waits.
 
-With ids on the GPU the wrapper never waits for it, so it may be captured in a graph. Refuses other
-dtypes, shapes, strides and alignments by name. Kept honest by
-suites/kernels/rows/test_simt_embed.py: compiled for every target, and on an H200 equal to indexing
-bit for bit. Shape letters: T tokens, V rows of the table, K columns.
+With ids on the GPU it never waits, so it may be captured in a graph. Shape letters: T tokens, V
+rows of the table, K columns.
 """
 
 from functools import cache
@@ -63,7 +61,7 @@ def embed_kernel(
 def launch_embed(
     pointers: tuple[cute.Pointer, ...], extents: tuple[Int32, ...], stream: CUstream
 ) -> None:
-    """Launch on rows of the table, vectors of a row, tokens, parts of a row, and threads."""
+    """Launch; extents are table rows, vectors of a row, tokens, parts of a row, threads."""
     vocabulary, vectors, tokens, parts, threads = extents
     ids, table, out = pointers
     flat = 1 << 30
@@ -102,7 +100,7 @@ def embed(
 ) -> Tensor:
     """Return the rows [T, K] that the ids name, on the table's GPU; ids outside give zeros.
 
-    Ids on the CPU that lie outside are refused, the others are copied to the GPU, which waits.
+    Ids on the CPU raise if outside; the others are copied to the GPU, which waits.
     """
     shape = (problem.tokens, problem.columns)
     if out is None:
@@ -122,7 +120,7 @@ def embed(
 
 
 def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:
-    """Refuse ids on the CPU that no row has."""
+    """Raise on ids on the CPU that are outside the table."""
     outside = (id_T < 0) | (id_T >= problem.vocabulary)
     if bool(outside.any()):
         at = int(outside.nonzero()[0])
@@ -148,7 +146,7 @@ def launch(
 
 
 def _pointers(ids: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
     places = zip((of_ids, (Uint32, 16), (Uint32, 16)), tensors, strict=True)
     return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -1,13 +1,12 @@
-"""Turn the last 64 values of attention's heads back, with one rounding to BF16.
+"""Inverse RoPE: rotate the last 64 values of attention's heads back, with one rounding to BF16.
 
-Owns two forms for sm_90a and sm_100a: into other memory, where the other values are copied, and
-in place, where they are neither read nor written. A thread has chunks of 16 bytes. A position
-outside of the table of turns makes the turned values NaN: seen, not hidden.
+Two forms for sm_90a and sm_100a: out of place, where the other values are copied, and in place,
+where they are neither read nor written. A thread has AT_ONCE chunks of 16 bytes of a token; all are
+loaded before the first is rotated. A position outside the RoPE table makes the rotated values NaN,
+so that the error shows.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_inverse_rope.py: compiled for every target, and on an
-H200 equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width, P positions.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: T tokens, H heads, L width, P positions.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as vectors of 16 bytes or single positions."""
+    """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any
     turns: Any
@@ -63,7 +62,7 @@ class Tensors(NamedTuple):
 
 @cute.kernel
 def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
-    """Give each thread chunks of a token: read, turn back where they are turned, store."""
+    """Process chunks of a token: load all, rotate back where rotated, store."""
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
     heads, positions = extents
@@ -100,7 +99,7 @@ def launch_back(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on extents that are known now: heads, positions, tokens, groups of chunks."""
+    """Launch; extents are heads, positions, tokens, groups of chunks."""
     heads, positions, tokens, groups = extents
     views = zip(pointers, (WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
@@ -128,7 +127,7 @@ def inverse_rope(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return heads turned back, on their GPU: in place, into `out`, or into new memory.
+    """Return heads rotated back, on their GPU: in place, into `out`, or into new memory.
 
     `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
     """
@@ -144,7 +143,7 @@ def inverse_rope(
 
 
 def launch(kernel: CompiledKernel, problem: BackProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: heads, turns, positions, turned heads."""
+    """Launch on checked tensors: heads, RoPE table, positions, rotated heads."""
     device = tensors[0].device.index or 0
     kernel(_pointers(tensors), _extents(problem), current_stream(device))
 
@@ -152,7 +151,7 @@ def launch(kernel: CompiledKernel, problem: BackProblem, tensors: tuple[Tensor, 
 def require_operands(
     problem: BackProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
 ) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     shape = (problem.tokens, problem.heads, problem.width)
     of_turns = (problem.positions, rows.TABLE_WIDTH)
     require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
@@ -169,7 +168,7 @@ def require_operands(
 
 
 def _extents(problem: BackProblem | None) -> tuple[Int32, ...]:
-    """Return what a launch is told; without a problem numbers to compile with."""
+    """Return the extents of a launch; without a problem, ones to compile with."""
     if problem is None:
         return tuple(Int32(1) for _ in range(4))
     numbers = (problem.heads, problem.positions, *facts.grid(problem))
@@ -177,6 +176,6 @@ def _extents(problem: BackProblem | None) -> tuple[Int32, ...]:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
     return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

@@ -1,15 +1,17 @@
-"""mHC without its projection: gates, Sinkhorn, collapse of four streams, and spreading out again.
+"""mHC (hyper-connections) after its projection: gates, Sinkhorn, collapse of four streams, spread.
 
-Owns the parts of mhc_problem in one source for sm_90a and sm_100a. Sinkhorn belongs to four lanes a
-token, each with a row; columns are summed across them. In the fused form the first thread blocks of
-a launch do that while the others collapse: these need the gates alone and make them themselves, so
-nobody waits, and what is written is bit for bit what the parts write one after the other.
+One source for sm_90a and sm_100a, a part of mhc_problem each:
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_mhc.py: compiled for every target, and on an H200
-within float32 of the references, fused equal to unfused. Shape letters: T tokens, S streams, D
-width.
+* coefficients: pre, post [T, S] and mix [T, S, S] from products and squares. Four lanes a token, a
+  row of the mix each; every lane has all powers of its token, so no step of Sinkhorn waits.
+* collapse, head: out[t] = sum_s pre[t, s] * streams[t, s]; a thread has a chunk of every stream.
+* all: both in one launch. The first `leading` thread blocks compute coefficients, the others
+  collapse and compute the gates that they need themselves, so no block waits for another. The bits
+  are those of the separate parts.
+* spreading: out[t, s] = sum_r mix[t, r, s] * streams[t, r] + post[t, s] * layer[t].
+
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: T tokens, S streams, D width.
 """
 
 from collections.abc import Sequence
@@ -48,7 +50,7 @@ ALIGNMENT = 16
 
 
 class Mixing(NamedTuple):
-    """Tensors of a launch; which of them there are depends on the part, see `wanted`."""
+    """Tensors of a launch; which ones are present depends on the part, see `wanted`."""
 
     streams: Tensor | None = None  # BF16 [T, S, D]
     products: Tensor | None = None  # float32 [T, 24], of the head [T, 4]
@@ -94,7 +96,7 @@ def logits_at(tensors: Any, place: tuple[Any, Any], scale: Any, products: int) -
 
 
 def gates_at(tensors: Any, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
-    """Return what the streams of a token are weighted by."""
+    """Return the weights of a token's streams in the collapse."""
     scale = (factor_at(tensors, token, told), tensors.scale[0])
     logits = logits_at(tensors, (token, 0), scale, products)
     return [ops.add_rn(facts.gate(number, PROCESSOR), told[3]) for number in logits]
@@ -143,7 +145,7 @@ def put_coefficients(
     told: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Make a stream's post and its row of mix, and pre where the parts come one after the other.
+    """Compute a stream's post and its row of mix, and pre in the part `coefficients`.
 
     Each lane has all powers of its token and divides all lines: no step waits for another lane.
     """
@@ -223,7 +225,7 @@ def mhc_kernel(
     told: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Make coefficients in the first thread blocks, go over the streams in the others."""
+    """Compute coefficients in the first thread blocks, process the streams in the others."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -285,7 +287,7 @@ def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def mhc(tensors: Mixing, problem: MixProblem, settings: CompileSettings) -> Mixing:
-    """Do a part on its GPU; outputs that are not given are allocated.
+    """Run a part on its GPU; allocate outputs that are not given.
 
     For `post`, `out` may be the streams themselves.
     """
@@ -315,7 +317,7 @@ def launch(kernel: CompiledKernel, problem: MixProblem, tensors: Mixing) -> None
 
 
 def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor that a part has."""
+    """Return dtype and shape of every tensor of a part."""
     tokens, width, products = problem.tokens, problem.width, problem.products
     scales = 1 if problem.part == "head" else 3
     known = {
@@ -359,7 +361,7 @@ def with_outputs(tensors: Mixing, problem: MixProblem) -> Mixing:
 
 
 def require_operands(problem: MixProblem, tensors: Mixing) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     kinds = wanted(problem)
     for name, tensor in tensors._asdict().items():
         alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
@@ -369,7 +371,7 @@ def require_operands(problem: MixProblem, tensors: Mixing) -> None:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     elements = (Uint32, *[Float32] * 7, Uint32, Uint32)
     small = {Mixing._fields.index(name) for name in ("squares", "scale")}
     return tuple(

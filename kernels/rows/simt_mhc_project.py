@@ -1,16 +1,18 @@
-"""Project four streams onto mHC's coefficients and sum their squares, in one pass over them.
+"""mHC's projection in one pass over x: products[t] = fn . x[t], squares[t] = sum(x[t]**2).
 
-Owns one kernel source for sm_90a and sm_100a, on mma.sync and a ring of stages in shared memory. A
-lane's 16 bytes of a row of streams and of the split weight are operands of two steps as they are,
-because K may be summed in any order. The three BF16 parts of the weight make products exact, so the
-result is that of float32 sums. A second, small kernel adds partial sums in a stated order: bits
-depend on nothing but a token's streams and the weight.
+One source for sm_90a and sm_100a. x [T, K = 4 D] in BF16; fn [24, K] (the head: [4, K]) as three
+BF16 parts, whose products are exact, so the result is that of float32 sums. mhc_projection_problem
+defines the order of the sums: bits depend on a token's streams and the weight alone.
 
-`mhc_project` gives products [T, 24] (the head's [T, 4]) and squares [T]: what simt_mhc reads.
-`mhc_pre` is both: streams in, collapsed input, post and mix out. Wrappers check and launch, never
-wait for the GPU, and may be captured. Refuse other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_mhc_project.py. Shape letters as in
-mhc_projection_problem.
+* project_kernel: a thread block has tokens and a piece, a group or a span of K. cp.async fills a
+  ring of STAGES stages (64 values of K of its tokens, then of the weight's parts, swizzled chunks);
+  ldmatrix; mma.sync m16n8k16. One barrier a stage: wait for the oldest copies, synchronise, request
+  the stage STAGES - 1 ahead, multiply. K may be summed in any order within a stage, so the chunks
+  serve as operands without rearrangement. Partial sums go to memory, a line a token.
+* add_kernel: adds the lines of a token in the stated order (PDL wait), a lane a column.
+
+`mhc_pre` is projection and mixing: streams in, collapsed input, post and mix out. Never waits for
+the GPU, so it may be captured in a graph. Shape letters as in mhc_projection_problem.
 """
 
 from collections.abc import Sequence
@@ -67,7 +69,7 @@ NAMES = ("streams", "weight", "partial sums", "products", "squares")
 
 
 class Tensors(NamedTuple):
-    """What the kernels read and write: bytes, pairs of float32, float32."""
+    """Kernels' tensors: bytes, pairs of float32, float32."""
 
     streams: Any
     weight: Any
@@ -78,7 +80,7 @@ class Tensors(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """What a thread fetches of every stage: one chunk of every sixteenth row or so.
+    """A thread's share of every stage: one chunk of every `rows_at_once`-th row.
 
     Addresses of its first row of streams and of the weight at step 0, bytes from row to row of
     either, its row and chunk, where that lies in shared memory, tokens left, chunks of a row.
@@ -107,7 +109,7 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
 
 
 def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm) -> Feed:
-    """Return what a thread fetches; `told` is first token of the block, tokens, chunks of a row."""
+    """Return a thread's share; `told` is first token of the block, tokens, chunks of a row."""
     first, tokens, of_row = told
     thread, _, _ = cute.arch.thread_idx()
     row, chunk = Int32(thread) // CHUNKS, Int32(thread) % CHUNKS
@@ -124,7 +126,7 @@ def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: Proje
 
 @cute.jit
 def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
-    """Have a stage fetched: place is step of K and slot of the ring; behind K and tokens zeros.
+    """Issue the copies of a stage (zeros past K and tokens); place is step and slot of the ring.
 
     A chunk lies at the same place in all rows of a thread where they are eight apart; of rows four
     apart every other one has it 64 bytes from there.
@@ -151,7 +153,7 @@ def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
 
 
 def fetch(to: Any, address: Any, wanted: Any) -> None:
-    """Copy 16 bytes into shared memory, or zeros."""
+    """Issue a 16-byte copy into shared memory, or zeros."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
     size = ops.select(wanted, Int32(16), Int32(0))
     cute.arch.inline_ptx(text, read_only_args=[to, address, size])
@@ -196,7 +198,7 @@ def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) ->
 
 @cute.jit
 def add_squares(streams: list[list[Any]], rSquares: Any) -> None:
-    """Add the squares of what a lane holds: of every tile two tokens, each in two words of four."""
+    """Add the squares of a lane's values: two tokens of every tile, two words of four each."""
     for each in cutlass.range_constexpr(cute.size(rSquares)):
         total = Float32(rSquares[each])
         for of_quarter in streams:
@@ -211,7 +213,7 @@ def add_part(
 ) -> None:
     """Add 32 values of K against one part of the weight.
 
-    Instructions of one sum wait for each other, so those of all sums take turns.
+    Consecutive instructions on one sum would wait for each other, so the sums alternate.
     """
     rSums, streams = operands
     first = part * form.tiles
@@ -309,7 +311,7 @@ def store_sums(
     place: tuple[Any, Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Leave a warp's partial sums; place is part, parts, tokens, first token of the block."""
+    """Write a warp's partial sums; place is part, parts, tokens, first token of the block."""
     rWhole, rSquares = registers
     part, partials, tokens, first = place
     thread, _, _ = cute.arch.thread_idx()
@@ -376,7 +378,7 @@ def lines_of(
 
 
 def in_turn(numbers: list[Any]) -> Any:
-    """Return a sum, from zero on; a zero that stands for nothing changes no bit of it."""
+    """Return the sum from zero on; the zeros of absent numbers change no bit of it."""
     whole = Float32(0.0)
     for number in numbers:
         whole = ops.add_rn(whole, number)
@@ -393,7 +395,7 @@ def in_spans(groups: list[Any]) -> Any:
 def store_whole(
     tensors: Tensors, token: Any, lane: Any, whole: Any, form: cutlass.Constexpr
 ) -> None:
-    """Leave a column of a token: a product, or the sum of squares."""
+    """Write a column of a token: a product, or the sum of squares."""
     products = facts.WEIGHTS[form.kind]
     if lane < products:
         tensors.products[Int64(token) * products + Int64(lane)] = whole
@@ -408,7 +410,7 @@ def launch_project(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch both: tokens, vectors of a row, steps, per piece, per group, the grid of the first."""
+    """Launch both kernels; extents are tokens, vectors, steps, per piece, per group, grid."""
     streams, weight, partials, products, squares = pointers
     sizes = (0, 0, 2, 0, 0, 0)
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
@@ -455,7 +457,7 @@ def mhc_project(
 ) -> tuple[Tensor, Tensor]:
     """Return products [T, 24 or 4] and sums of squares [T], both float32.
 
-    `split_NK` is split_weight of the weight. `out` takes partial sums, products and squares.
+    `split_NK` is split_weight of the weight. `out` receives partial sums, products and squares.
     """
     out = empty_outputs(problem, streams_TSD.device) if out is None else out
     require_operands(problem, streams_TSD, split_NK, out)
@@ -513,7 +515,7 @@ def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor
 def require_operands(
     problem: ProjectProblem, streams_TSD: Tensor, split_NK: Tensor, out: tuple[Tensor, ...]
 ) -> None:
-    """Refuse tensors that the kernels would misread."""
+    """Raise on tensors that the kernels would misread."""
     tokens, parts = problem.tokens, (problem.partials, LINE)
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
         (torch.bfloat16, (tokens, STREAMS, problem.width), 16),
@@ -528,7 +530,7 @@ def require_operands(
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     kinds = ((Uint32, 16), (Uint32, 16), (Float32, 16), (Float32, 16), (Float32, 4))
     return tuple(
         pointer(element, tensor, alignment)

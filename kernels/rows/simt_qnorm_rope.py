@@ -1,13 +1,12 @@
-"""Norm query heads without a weight and turn their last 64 values, with one rounding to BF16.
+"""Norm query heads without a weight and rotate their last 64 values, with one rounding to BF16.
 
-Owns one kernel source for sm_90a and sm_100a: a warp has a head of 512 or 128, whose values stay
-float32 from the load to the store. The result may be written where the heads were read. A position
-outside of the table of turns makes the turned values NaN: seen, not hidden.
+out = rope(x / sqrt(mean(x**2) + epsilon)). One source for sm_90a and sm_100a: a warp has a head of
+512 or 128, whose values stay float32 from load to store; eight heads of a token a thread block. The
+result may overwrite the input. A position outside the RoPE table makes the rotated values NaN, so
+that the error shows.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_qnorm_rope.py: compiled for every target, and on an
-H200 equal to the stated order bit for bit. Shape letters: T tokens, H heads, L width, P positions.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: T tokens, H heads, L width, P positions.
 """
 
 from collections.abc import Sequence
@@ -56,7 +55,7 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as vectors of 16 bytes or single positions."""
+    """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any
     turns: Any
@@ -68,7 +67,7 @@ class Tensors(NamedTuple):
 def heads_kernel(
     tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
-    """Give each head a warp: read, norm, turn, store."""
+    """Process a head per warp: read, norm, rotate, store."""
     held = rows.GEOMETRIES[form.width]
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
@@ -108,7 +107,7 @@ def launch_heads(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on extents that are known now: heads, positions, tokens, groups of heads."""
+    """Launch; extents are heads, positions, tokens, groups of heads."""
     heads, positions, tokens, groups = extents
     views = zip(pointers, (WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
     tensors = Tensors(*(vectors(address, words) for address, words in views))
@@ -136,7 +135,7 @@ def qnorm_rope(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return heads normed and turned, on their GPU; `out` may be the heads themselves.
+    """Return heads normed and rotated, on their GPU; `out` may be the heads themselves.
 
     `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
     """
@@ -152,7 +151,7 @@ def qnorm_rope(
 
 
 def launch(kernel: CompiledKernel, problem: HeadsProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: heads, turns, positions, normed heads."""
+    """Launch on checked tensors: heads, RoPE table, positions, normed heads."""
     device = tensors[0].device.index or 0
     kernel(_pointers(tensors), _extents(problem), Float32(problem.epsilon), current_stream(device))
 
@@ -160,7 +159,7 @@ def launch(kernel: CompiledKernel, problem: HeadsProblem, tensors: tuple[Tensor,
 def require_operands(
     problem: HeadsProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
 ) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     shape = (problem.tokens, problem.heads, problem.width)
     of_turns = (problem.positions, rows.TABLE_WIDTH)
     require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
@@ -170,7 +169,7 @@ def require_operands(
 
 
 def _extents(problem: HeadsProblem | None) -> tuple[Int32, ...]:
-    """Return what a launch is told; without a problem numbers to compile with."""
+    """Return the extents of a launch; without a problem, ones to compile with."""
     if problem is None:
         return tuple(Int32(1) for _ in range(4))
     numbers = (problem.heads, problem.positions, *facts.grid(problem))
@@ -178,6 +177,6 @@ def _extents(problem: HeadsProblem | None) -> tuple[Int32, ...]:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
     return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

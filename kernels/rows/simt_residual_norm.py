@@ -1,15 +1,13 @@
-"""Add a residual to BF16 rows and norm the sum: V3.2's step between two sublayers, in one launch.
+"""Add a residual to BF16 rows and apply RMSNorm to the sum, in one launch (V3.2).
 
-Owns the forms of ResidualForm: weight BF16 or float32; the float32 sum is normed, or the stored
-one. A thread block holds a row, a warp where it is at most 1,024 wide; x and residual are read
-once, while the row before is worked on. Sum and normed values are written; the sum may take the
-place of the residual, and the normed values that of x.
+total = x + residual; normed = total / sqrt(mean(total**2) + epsilon) * weight. Weight BF16 or
+float32; the norm takes the float32 sum, or the stored BF16 one. A thread block walks down rows, a
+step of the grid apart; where rows are at most 1,024 wide, each warp walks by itself. The next row's
+x and residual are loaded while a row is worked on. The sum may overwrite the residual, and the
+normed values x.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_residual_norm.py: compiled for every target, and on an
-H200 equal to the stated order, and to an addition and simt_rmsnorm, bit for bit. Letters: M rows, K
-columns.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: M rows, K columns.
 """
 
 from collections.abc import Sequence
@@ -59,7 +57,7 @@ FLAT = 1 << 30
 
 
 class Summed(NamedTuple):
-    """What a launch writes: normed values [M, K] and the stored sum [M, K], both BF16."""
+    """Results: normed values [M, K] and the stored sum [M, K], both BF16."""
 
     normed: Tensor
     total: Tensor
@@ -69,7 +67,7 @@ class Summed(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as blocks: [words of a block, blocks]."""
+    """Kernel's tensors, as blocks: [words of a block, blocks]."""
 
     values: Any
     residual: Any
@@ -93,14 +91,14 @@ def sums_of(rValues: Any, rResidual: Any, slot: int) -> list[Any]:
 
 
 def folded_over_warps(number: Any) -> Any:
-    """Fold a number over each half of a warp: sixteen warps' sums stand there, twice."""
+    """Sum over each half of a warp, where the sums of sixteen warps stand, twice."""
     for distance in (8, 4, 2, 1):
         number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
     return number
 
 
 def again(words: list[Any]) -> list[Any]:
-    """Return words that the compiler does not know: what is unpacked twice is not kept instead."""
+    """Return words opaque to the compiler: it unpacks them twice instead of keeping them."""
     return [emit("mov.b32 {$w0}, {$r0};", Uint32, word) for word in words]
 
 
@@ -199,7 +197,7 @@ def launch_residual(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: rows, blocks, lanes of a row, threads, thread blocks."""
+    """Launch a form; extents are rows, blocks, lanes of a row, threads, thread blocks."""
     rows, blocks, lanes, threads, walkers = extents
     of_weight = BLOCK if form.weight == "fp32" else WORDS
     views = zip(pointers, (WORDS, WORDS, of_weight, WORDS, WORDS), strict=True)
@@ -266,7 +264,7 @@ def empty_outputs(problem: ResidualProblem, device: torch.device) -> Summed:
 
 
 def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that the kernel would misread."""
+    """Raise on tensors that the kernel would misread."""
     shape, of_weight = (problem.rows, problem.columns), (problem.columns,)
     names = ("values", "residual", "weight", "normed values", "stored sum")
     for name, tensor in zip(names, tensors, strict=True):
@@ -278,5 +276,5 @@ def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> Non
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     return tuple(pointer(Uint32, tensor, ALIGNMENT) for tensor in tensors)

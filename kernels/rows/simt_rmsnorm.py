@@ -1,15 +1,17 @@
-"""RMSNorm of BF16 rows, and RMSNorm in front of the NVFP4 quantiser, in one kernel source.
+"""RMSNorm of BF16 rows, optionally with NVFP4 quantisation of the normed values, in one kernel.
 
-Owns the forms of NormForm: weight BF16 or float32; normed BF16 values, or NVFP4 codes and scales of
-exactly those values, or both. A thread block holds a row, a warp where it is at most 1,024 wide; it
-is read once, while the row before is worked on, and stays in registers. A lane has two blocks of 16
-values, the same ones all the way down: BF16 weights stay in registers too. The arithmetic is that
-of rmsnorm_problem, the words are those of the quantiser.
+out = x / sqrt(mean(x**2) + epsilon) * weight. Weight BF16 or float32; output BF16 values, or NVFP4
+codes and scales of exactly those values, or both. A thread block walks down rows, a step of the
+grid apart; where rows are at most 1,024 wide, each warp walks by itself. A lane has two blocks of
+16 values, the same columns in every row, so BF16 weights stay in registers.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_rmsnorm.py: compiled for every target, and on an H200
-equal to the stated order bit for bit. Shape letters: M rows, K columns, P = K / 2 bytes.
+One row: take the values from registers; load the next row; sum of squares by shuffles, then over
+warps through shared memory (double-buffered, so one barrier a row); norm; store; block amax, scale
+code, codes, scale bytes. The padding of the scales is walked as rows without values. The arithmetic
+is that of rmsnorm_problem.
+
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: M rows, K columns, P = K / 2 bytes.
 """
 
 from collections.abc import Sequence
@@ -70,7 +72,7 @@ _AS_THE_PROBLEM = "Allocate with empty_outputs(problem, device); a layout goes w
 
 
 class Normed(NamedTuple):
-    """What a launch writes: values [M, K], codes [M, P], scale bytes in their layout, if asked."""
+    """Requested results: values [M, K], codes [M, P], scale bytes in their layout."""
 
     values: Tensor | None
     codes: Tensor | None
@@ -81,7 +83,7 @@ class Normed(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as blocks: [words of a block, blocks] or flat."""
+    """Kernel's tensors, as blocks: [words of a block, blocks] or flat."""
 
     values: Any
     weight: Any
@@ -92,7 +94,7 @@ class Tensors(NamedTuple):
 
 
 def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> Tensors:
-    """View the six pointers; extents are checked by row and block, not by these layouts."""
+    """View the six pointers; bounds are checked by row and block, not by these layouts."""
     of_weight = BLOCK if form.weight == "fp32" else WORDS
     shapes = (WORDS, of_weight, 0, WORDS, WORDS // 4, 0)
     flat = 1 << 30
@@ -111,7 +113,7 @@ def weights_of(registers: Any, slot: int, form: NormForm) -> list[Any]:
 
 
 def again(words: list[Any]) -> list[Any]:
-    """Return words that the compiler does not know: what is unpacked twice is not kept instead.
+    """Return words opaque to the compiler, so that it unpacks them twice instead of keeping them.
 
     Unpacked numbers take twice the registers, which a walk of many warps does not have.
     """
@@ -119,7 +121,7 @@ def again(words: list[Any]) -> list[Any]:
 
 
 def kept_words(words: list[Any], form: NormForm) -> list[Any]:
-    """Return what is kept of a block while its row is summed."""
+    """Return the words of a block to keep while its row is summed."""
     return again(words) if form.unpacks_twice else words
 
 
@@ -129,7 +131,7 @@ def lane_sum(words: list[list[Any]]) -> Any:
 
 
 def warps_folded(number: Any) -> Any:
-    """Fold a number over each half of a warp: sixteen warps' sums stand there, twice."""
+    """Sum over each half of a warp, where the sums of sixteen warps stand, twice."""
     for distance in (8, 4, 2, 1):
         number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
     return number
@@ -153,7 +155,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     epsilon: Float32,
     form: cutlass.Constexpr,
 ) -> None:
-    """Walk down the rows: read, sum, norm, write what the form asks for."""
+    """Walk down the rows: read, sum, norm, write the requested outputs."""
     thread, _, _ = cute.arch.thread_idx()
     first, _, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -331,7 +333,7 @@ def empty_outputs(problem: NormProblem, device: torch.device) -> Normed:
 def require_operands(
     problem: NormProblem, values_MK: Tensor, weight_K: Tensor, decode_scale: Tensor | None
 ) -> None:
-    """Refuse inputs that the kernel would misread."""
+    """Raise on inputs that the kernel would misread."""
     shape = (problem.rows, problem.columns)
     require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
     of_weight = DTYPES[problem.weight]
@@ -344,7 +346,7 @@ def require_operands(
 
 
 def require_outputs(problem: NormProblem, out: Normed) -> None:
-    """Refuse outputs that do not hold what is written."""
+    """Raise on outputs that do not hold the result."""
     quantises = problem.layout is not None
     shape = (problem.rows, problem.columns)
     wanted = (
@@ -360,7 +362,7 @@ def require_outputs(problem: NormProblem, out: Normed) -> None:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     elements = (Uint32, Uint32, Float32, Uint32, Uint32, Uint8)
     places = zip(elements, tensors, ALIGNMENTS, strict=True)
     return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

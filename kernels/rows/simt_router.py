@@ -1,14 +1,16 @@
-"""From a router's logits to the experts of every token and their weights: one warp a token.
+"""Router: the top-k experts of every token and their weights from its logits, one warp a token.
 
-Owns the forms of RouterForm for sm_90a and sm_100a: sqrt(softplus) or sigmoid scores, choice by
-score and bias, inside the best groups where there are some, or by a table of token ids; weights
-from the plain scores. Scores, order and tie rule are those of router_problem, bit for bit.
+One source for sm_90a and sm_100a. Scores are sqrt(softplus) or sigmoid; experts are chosen by score
+plus bias, within the best groups where there are groups, or by a table of token ids; weights come
+from the scores without bias. Lane l holds the keys of experts l, l + 32, ...
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_router.py: compiled for every target, and on an H200
-equal to the same functions on tensors bit for bit. Shape letters: T tokens, E experts, K chosen, V
-table.
+One token: scores to sortable integer keys; with groups, the sum of the two best of each group,
+whose losers' experts get the lowest key; K rounds of a warp maximum (redux), ties to the lower id;
+lane j then has the j-th expert, its weight, and the sum over lanes in order. Scores, order and tie
+rule are those of router_problem, bit for bit.
+
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
+Shape letters: T tokens, E experts, K chosen, V table.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ EVERY_LANE = 0xFFFF_FFFF
 
 
 class Routed(NamedTuple):
-    """What a launch writes: int32 experts [T, K], best first, and float32 weights [T, K]."""
+    """Results: int32 experts [T, K], best first, and float32 weights [T, K]."""
 
     experts: Tensor
     weights: Tensor
@@ -50,7 +52,7 @@ class Routed(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, flat."""
+    """Kernel's tensors, flat."""
 
     logits: Any
     bias: Any
@@ -82,7 +84,7 @@ def biased_score(tensors: Tensors, at: Any, expert: Any, form: RouterForm) -> An
 
 
 def two_largest(pair: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
-    """Return the two largest of a pair, the larger first, and one more number."""
+    """Return the two largest of a pair (larger first) and one more number."""
     first, second = pair
     above, between = (facts.key_of(number) > facts.key_of(each) for each in pair)
     second = ops.select(above, first, ops.select(between, number, second))
@@ -90,7 +92,7 @@ def two_largest(pair: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
 
 
 def chosen_by_key(rKeys: Any, lane: Any, form: RouterForm) -> Any:
-    """Return to lane j the j-th expert by key, ties to the lower id; keys are used up."""
+    """Return to lane j the j-th expert by key, ties to the lower id; consumes the keys."""
     mine = Uint32(0)
     for place in range(form.chosen):
         best, expert = Uint32(rKeys[0]), lane
@@ -134,7 +136,7 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
     factors: tuple[Float32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Choose a token's experts and weigh them."""
+    """Choose a token's experts and compute their weights."""
     tokens, experts, vocabulary = extents
     scale, epsilon = factors
     thread, _, _ = cute.arch.thread_idx()
@@ -206,7 +208,7 @@ def launch_router(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: tokens, experts, rows of the table, thread blocks; scale and epsilon."""
+    """Launch a form; extents are tokens, experts, table rows, thread blocks."""
     tokens, experts, vocabulary, blocks = extents
     flat = cute.make_layout(1 << 30)
     tensors = Tensors(*(cute.make_tensor(address, flat) for address in pointers))
@@ -269,7 +271,7 @@ def launch(
 
 
 def empty_outputs(problem: RouterProblem, device: torch.device) -> Routed:
-    """Allocate what a launch writes; every number of it is written."""
+    """Allocate the result; a launch writes every number of it."""
     shape = (problem.tokens, problem.chosen)
     return Routed(
         torch.empty(shape, dtype=torch.int32, device=device),
@@ -280,7 +282,7 @@ def empty_outputs(problem: RouterProblem, device: torch.device) -> Routed:
 def require_operands(
     problem: RouterProblem, logit_TE: Tensor, source: Tensor, id_T: Tensor | None
 ) -> None:
-    """Refuse inputs that the kernel would misread."""
+    """Raise on inputs that the kernel would misread."""
     require_tensor("logits", logit_TE, torch.float32, (problem.tokens, problem.experts), 4)
     by_table = problem.vocabulary > 0
     if (id_T is not None) != by_table:
@@ -300,14 +302,14 @@ def require_operands(
 
 
 def require_outputs(problem: RouterProblem, out: Routed) -> None:
-    """Refuse outputs that do not hold what is written."""
+    """Raise on outputs that do not hold the result."""
     shape = (problem.tokens, problem.chosen)
     require_tensor("experts", out.experts, torch.int32, shape, 4)
     require_tensor("weights", out.weights, torch.float32, shape, 4)
 
 
 def _pointers(ids: str, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
     number, integer = (Float32, 4), (Int32, 4)
     places = zip((number, number, of_ids, of_ids, integer, number), tensors, strict=True)

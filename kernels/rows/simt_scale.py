@@ -1,13 +1,10 @@
 """Multiply numbers by one factor: float32 or BF16 in, float32 or BF16 out, a thread a number.
 
-Entry point: `scale(values, problem, settings)`. Owns one source for sm_90a and sm_100a. So the
-indexer's weights of heads get a factor that is no power of two, and BF16 ones are widened, without
-arithmetic of the host between two kernels of a step.
+Entry point: `scale(values, problem, settings)`. One source for sm_90a and sm_100a. It scales the
+indexer's weights of heads by a factor that is no power of two, and widens BF16 ones, on the GPU
+between two kernels of a step.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/rows/test_simt_scale.py: compiled for every target, and on an H200
-equal to the stated rounding bit for bit.
+Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
 """
 
 from functools import cache
@@ -58,7 +55,7 @@ def launch_scale(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch on a count and thread blocks."""
+    """Launch; extents are the count and thread blocks."""
     count, blocks = extents
     values, out = (cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers)
     scale_kernel(values, out, count, factor, form).launch(
@@ -97,6 +94,6 @@ def scale(
 
 
 def _pointers(form: ScaleForm, tensors: tuple[Tensor | None, Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the kernel's pointers; None becomes a pointer that is not read."""
     kinds = zip((form.source, form.out), tensors, strict=True)
     return tuple(pointer(ELEMENTS[k][0], tensor, ELEMENTS[k][1]) for k, tensor in kinds)

@@ -148,7 +148,7 @@ def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
 
 
 class Standing(NamedTuple):
-    """The 16 bytes of codes of a row that a lane takes, and their places in a tile."""
+    """16 bytes of codes of a row that a lane takes, and their places in a tile."""
 
     active: Any
     chunk: Any
