@@ -1,1 +1,1 @@
-"""Files of a checkpoint: index, safetensors headers, mapped bytes."""
+"""Read the files of a checkpoint: index, safetensors headers, mapped bytes."""

@@ -1,12 +1,9 @@
-"""Which files make a checkpoint: the folder, its index, and whether index and headers agree.
+"""Read a checkpoint's folder and index, and compare the index with the shards' headers.
 
-Owns the reading of `model.safetensors.index.json` (bounded, each key once), the rule for the names
-of shards, and the comparison of index and headers: shards that are missing, tensors in two shards,
-tensors that only one side knows, files that nobody names. A shard is named by a plain file name:
-one with a separator, `..`, or control characters leaves the folder or hides, and is refused
-unopened. Files that would have to be unpickled are told of and never opened.
-
-Kept honest by suites/checkpoint/read/test_index.py and test_view_hostile.py.
+Reads `model.safetensors.index.json` (bounded, each key once) and reports missing shards, tensors in
+two shards, tensors that only index or headers have, and shards that the index does not list. A
+shard's name must be a plain file name: one with a separator, `..` or control characters could leave
+the folder or hide, so its file is not opened. Pickled files are reported and never opened.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _PLAIN_NAME = re.compile(rb'"([^"\\\x00-\x1f/]{1,255})"')
 
 @dataclass(frozen=True)
 class Index:
-    """What one index file says."""
+    """The content of one index file."""
 
     file: Path
     weight_map: Mapping[str, str]  # tensor to the name of its shard
@@ -54,7 +51,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Folder:
-    """What lies in a checkpoint's folder, by use."""
+    """The files of a checkpoint's folder, by use."""
 
     shards: tuple[Path, ...]
     indices: tuple[Path, ...]
@@ -99,7 +96,7 @@ def _listed(root: Path) -> list[Path]:
 
 
 def unsafe_reason(name: object) -> str:
-    """Say why a shard may not be called so; empty where it may."""
+    """Return why a shard's name is unsafe; empty where it is safe."""
     if not isinstance(name, str) or not name.endswith(_SUFFIX):
         return f"it does not end with {_SUFFIX}"
     if "/" in name or "\\" in name or name.startswith("."):
@@ -152,7 +149,7 @@ def _weight_map(scan: ObjectScanner, path: Path, problems: Problems) -> dict[str
 def read_shards(
     root: Path, folder: Folder, index: Index | None, problems: Problems
 ) -> Iterator[Header]:
-    """Read the heads of all shards: those that the index names, or else all that there are."""
+    """Read the headers of all shards: those that the index names, or all files without an index."""
     if index is None:
         paths = list(folder.shards)
     else:
@@ -175,7 +172,7 @@ def read_shards(
 
 
 def _report_link(root: Path, path: Path, problems: Problems) -> None:
-    """Tell of a link that leaves the checkpoint, unless a hub cache made it."""
+    """Report a link that leaves the checkpoint, unless a hub cache made it."""
     if not path.is_symlink():
         return
     target, home = path.resolve(), root.resolve()
@@ -187,7 +184,7 @@ def _report_link(root: Path, path: Path, problems: Problems) -> None:
 
 
 def is_of_hub_cache(root: Path, path: Path) -> bool:
-    """Tell whether a link was made by the hub's cache, so that the file behind it belongs here.
+    """Tell whether the hub's cache made a link, so that the file it points to belongs here.
 
     huggingface_hub: <model>/snapshots/<revision>/<file> links to <model>/blobs/<hash>.
     """
@@ -198,7 +195,7 @@ def is_of_hub_cache(root: Path, path: Path) -> bool:
 def gather(
     headers: list[Header], index: Index | None, problems: Problems
 ) -> dict[str, TensorEntry]:
-    """Bring the tensors of all shards together, and compare them with the index."""
+    """Merge the tensors of all shards, and compare them with the index."""
     entries: dict[str, TensorEntry] = {}
     for header in headers:
         for name, entry in header.entries.items():

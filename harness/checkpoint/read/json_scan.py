@@ -1,10 +1,9 @@
-"""A pull parser for JSON objects in hostile files: bounded, and strict about repeated keys.
+"""A pull parser for JSON objects in untrusted files: bounded memory, no repeated keys.
 
-Owns the walk through a JSON object without building it: memory follows what the caller keeps, not
-what a file claims. Small values are handed to the standard decoder, out of a window of bounded
-size. Refuses, with file and byte offset: repeated keys, bad UTF-8, lone surrogates, NaN and
-infinities, values larger than their window, nesting that exhausts the stack, and text after the
-end. Kept honest by suites/checkpoint/read/test_json_scan.py.
+The object is never built as a whole, so memory follows what the caller keeps, not what a file
+claims. Small values are parsed by the standard decoder from a window of bounded size. These raise
+an error with file and byte offset: repeated keys, bad UTF-8, lone surrogates, NaN and infinities,
+values larger than their window, nesting that exhausts the stack, and text after the end.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ObjectScanner:
-    """Walks the JSON text in `data[begin:end]`; `position` is what comes next.
+    """A scanner of the JSON text in `data[begin:end]`; `position` is the next byte.
 
-    `file` and `first` name the place in messages: `first` is the offset in the file of `data[0]`.
+    Messages use `file` and `first`, the offset of `data[0]` in the file.
     """
 
     def __init__(self, data: bytes, file: str, first: int = 0) -> None:
@@ -38,7 +37,7 @@ class ObjectScanner:
         self.position = 0
 
     def refuse(self, what: str, value: object, expectation: str) -> NoReturn:
-        """Refuse the file at the present position."""
+        """Raise an error at the current position."""
         raise UnreadableFile(
             f"{self.file}: {what} at byte {self.first + self.position}",
             value,
@@ -92,7 +91,7 @@ class ObjectScanner:
         return found
 
     def finish(self) -> None:
-        """Refuse anything but blanks up to the end."""
+        """Raise for anything but blanks up to the end."""
         if self._next():
             self.refuse("text", self._shown(), "the end of the JSON text")
 
@@ -107,7 +106,7 @@ class ObjectScanner:
         return plain
 
     def _next(self) -> bytes:
-        """Skip blanks; return the byte that comes next, or nothing at the end."""
+        """Skip blanks; return the next byte, or nothing at the end."""
         blank = _BLANK.match(self.data, self.position)
         assert blank is not None
         self.position = blank.end()

@@ -1,12 +1,9 @@
-"""Bytes of shards, mapped and not read: the window through which tensors are seen.
+"""Memory-map the shards of a checkpoint, and release pages that were read.
 
-Owns the mappings of one checkpoint's files and the release of pages. A mapping is private: writing
-into a tensor changes this process alone, is lost when pages are released, and never reaches the
-file. Every access asks whether the file is still the one whose header was read, because a file
-that shrinks under a mapping would end the process.
-
-Refuses files that changed, and any use after close. Kept honest by
-suites/checkpoint/read/test_mapped.py.
+Mappings are private: a write to a tensor changes this process alone, is lost when its pages are
+released, and never reaches the file. Every access checks that the file is still the one whose
+header was read, because a file that shrinks under a mapping would end the process (SIGBUS). A
+changed file, and any use after close(), raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _STEP = 64 << 10  # what one page fault may map around itself (fault_around_byte
 
 
 class MappedFiles:
-    """The shards of one checkpoint, each mapped when it is first asked for."""
+    """The shards of one checkpoint, each mapped at its first use."""
 
     def __init__(self, sizes: Mapping[Path, int]) -> None:
         self._sizes = sizes
@@ -43,14 +40,14 @@ class MappedFiles:
         return memoryview(self._mapping(entry.file))[entry.begin : entry.end]
 
     def chunks(self, entry: TensorEntry, size: int) -> Iterator[memoryview]:
-        """Yield the bytes of one tensor by pieces; each one's pages are released behind it."""
+        """Yield the bytes of one tensor in pieces; each piece's pages are released after it."""
         for begin in range(entry.begin, entry.end, size):
             end = min(begin + size, entry.end)
             yield memoryview(self._mapping(entry.file))[begin:end]
             self.release(entry._replace(begin=begin, end=end))
 
     def release(self, entry: TensorEntry | None = None) -> None:
-        """Give back the memory of pages that were read: of one tensor, or all of them."""
+        """Release the memory of pages that were read: of one tensor, or of all."""
         known = list(self._open.values()) if entry is None else []
         if entry is not None and entry.file in self._open:
             mapping, _ = self._open[entry.file]
@@ -62,7 +59,7 @@ class MappedFiles:
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Refuse further use; memory goes when the last tensor over it goes."""
+        """Make further use an error; memory is freed with the last tensor that uses it."""
         self._closed = True
         self._open.clear()
 
@@ -82,6 +79,7 @@ class MappedFiles:
         with regular_file(path) as (descriptor, status):
             if status.st_size != self._sizes[path]:
                 raise _changed(path, status.st_size, self._sizes[path])
+            # Private: a write to a tensor copies its page, and never reaches the file.
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             return mmap.mmap(descriptor, status.st_size, flags, access), status
 

@@ -1,15 +1,11 @@
-"""The head of a safetensors file: read with suspicion, and checked against the file itself.
+"""Parse a safetensors header without trusting it, and check it against the file.
 
-Owns the opening of regular files and the parsing of headers. Everything that the format demands is
-checked: the length of the header (at most 100 MB, inside the file), each key once, known dtypes,
-integers that are not negative, extents whose product is the tensor's size, and data that fill the
-file without overlap or gap. A folder, a pipe or a device in place of a file is refused unopened; a
-link is followed, because the cache of the Hugging Face hub is made of links (view.py tells of
-those that leave the checkpoint).
-
-Refuses, as UnreadableFile with file, tensor and byte offset, whatever is not so. Kept honest by
-suites/checkpoint/read/test_safetensors_file.py (the safetensors package as oracle) and
-test_view_hostile.py.
+Checks everything that the format requires: the length of the header (at most 100 MB, inside the
+file), each key once, known dtypes, integers that are not negative, extents whose product is the
+tensor's size, and data that fill the file without overlap or gap. Every violation raises
+UnreadableFile with file, tensor and byte offset. A folder, pipe or device is never opened. Links
+are followed, because the cache of the Hugging Face hub is made of links (index.py reports those
+that leave the checkpoint).
 
 Source: huggingface/safetensors README (format) and tensor.rs (its own checks), version 0.8.
 """
@@ -52,7 +48,7 @@ _PLAIN_VALUE = re.compile(
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the head of one file; its data are not touched."""
+    """Read and check the header of one file; its data are not touched."""
     with regular_file(path) as (descriptor, status):
         length = _header_length(path, descriptor, status.st_size)
         text = read_span(path, descriptor, length, _LENGTH_BYTES)
@@ -83,7 +79,7 @@ def _header_length(path: Path, descriptor: int, size: int) -> int:
 
 
 class _HeaderParser:
-    """Turns the text of one header into checked entries."""
+    """A parser from the text of one header to checked entries."""
 
     def __init__(self, path: Path, text: bytes, data_begin: int, file_size: int) -> None:
         self._path = path
@@ -150,7 +146,7 @@ class _HeaderParser:
     def _require_sound(
         self, name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int
     ) -> None:
-        """Refuse a tensor that contradicts itself or leaves the file."""
+        """Raise for a tensor that contradicts itself or leaves the file."""
         bits = DTYPE_BITS.get(dtype)
         if bits is None:
             self._refuse(name, dtype, f"a dtype of safetensors: {', '.join(DTYPE_BITS)}")
@@ -179,7 +175,7 @@ def _are_counts(values: object) -> bool:
 
 
 def _require_filled(header: Header) -> None:
-    """Refuse data that overlap, leave gaps, or do not reach the end of the file."""
+    """Raise for data that overlap, leave gaps, or do not reach the end of the file."""
     position, before = header.data_begin, "the header"
     for entry in sorted(header.entries.values(), key=lambda each: (each.begin, each.end)):
         if entry.begin != position:

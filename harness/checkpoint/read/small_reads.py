@@ -1,8 +1,7 @@
-"""Many small tensors out of large files: a few bytes each, in the order of the files.
+"""Read many small tensors by position, in file order, instead of through a mapping.
 
-Owns reading by position in place of mapping: a page fault into a mapping fetches megabytes around
-itself where the system reads ahead, and a checkpoint has 140,000 scalar scales. Refuses a file that
-no longer holds what its header promised. Kept honest by suites/checkpoint/read/test_small_reads.py.
+A page fault into a mapping fetches megabytes around itself where the system reads ahead, and a
+checkpoint has 140,000 scalar scales. A file shorter than its header promised raises an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a source is still the one that was planned: inode, size and time of its files.
+"""Detect changes of a source during a long job, by inode, size and time of its files.
 
-A long job reads its source over hours. What was rewritten, cut or replaced meanwhile gives shards
-of two sources in one target, and every hash of that target fits.
+A long job reads its source for hours. If a file is rewritten, cut or replaced meanwhile, the target
+mixes shards of two sources, and all its hashes still match.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _READ = (".safetensors", ".json")
 
 
 class _FileState(NamedTuple):
-    """What changes when a file does. A change of mode or links is none of its content."""
+    """The facts that change with a file's content; not its mode or number of links."""
 
     inode: int
     size: int
@@ -31,23 +31,23 @@ class _FileState(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceState:
-    """The files of a source as they were. Take it before the source is opened."""
+    """The state of a source's files. Take it before the source is opened."""
 
     source: Path
     files: Mapping[Path, _FileState]
 
     @classmethod
     def of(cls, source: Path) -> SourceState:
-        """Look at every file that a job may read; nothing is opened."""
+        """Return the state of every file that a job may read; nothing is opened."""
         return cls(source, _states(source))
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether every file is still as it was."""
+        """Whether every file is as it was."""
         return _states(self.source) == self.files
 
     def require_unchanged(self) -> None:
-        """Refuse a source of which a file was changed, replaced, removed or added."""
+        """Raise if a file was changed, replaced, removed or added."""
         found = _states(self.source)
         for path in sorted(self.files.keys() | found.keys()):
             before, now = self.files.get(path), found.get(path)

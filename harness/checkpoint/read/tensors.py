@@ -1,8 +1,7 @@
-"""Tensors over mapped bytes: which torch dtype stands for which stored one.
+"""Torch tensors over mapped bytes, with the table from stored dtypes to torch dtypes.
 
-Owns the table of dtypes. A tensor shares memory with the file's mapping wherever its bytes lie as
-its dtype needs them, and is copied where they do not. Refuses dtypes that torch cannot hold, by
-name; their bytes can still be read. Kept honest by suites/checkpoint/read/test_tensors.py.
+A tensor shares memory with the mapping where its bytes are aligned for its dtype, and is copied
+elsewhere. A dtype that torch lacks raises an error; its bytes can still be read.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def tensor_over(entry: TensorEntry, raw: memoryview) -> Tensor:
-    """Return the tensor whose bytes are `raw`, sharing its memory where that is possible."""
+    """Return the tensor whose bytes are `raw`, sharing memory where alignment allows."""
     dtype = TORCH_DTYPES.get(entry.dtype)
     if dtype is None:
         raise DtypeMismatch(

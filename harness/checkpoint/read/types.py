@@ -1,8 +1,8 @@
-"""The vocabulary of checkpoints: stored tensors, layouts, problems. Imports no sibling.
+"""Records of a checkpoint's files: stored tensors, headers, layouts, problems, and size limits.
 
-Owns the words that every other module of this folder uses, the dtypes that safetensors headers
-name, and the limits beyond which a file is refused before it costs memory. Positions are absolute
-bytes in a file. Needs no torch: a structure audit runs without it.
+Holds the dtypes that safetensors headers name, and the limits beyond which a file raises an error
+before it costs memory. Positions are absolute bytes in a file. Imports no sibling, and no torch,
+because a structure audit runs without it.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _MOST_COMPARED = 1000
 
 
 def shown(text: str) -> str:
-    """Return a name out of a file as one bounded, printable line, for use inside a message."""
+    """Return a name from a file as one bounded, printable line, for use in a message."""
     return printable(text, _LONGEST_SHOWN)
 
 
 def unknown_name(kind: str, value: object, known: Iterable[str]) -> UnknownName:
-    """Refuse a name; suggestions come from names that begin alike, because comparing is slow."""
+    """Return an error for a name; suggestions begin alike, because comparing all names is slow."""
     prefix, names = str(value), list(known)
     near: list[str] = []
     while not near:
@@ -84,7 +84,7 @@ def unknown_name(kind: str, value: object, known: Iterable[str]) -> UnknownName:
 
 
 class TensorEntry(NamedTuple):
-    """One stored tensor: what its header says, and where its bytes lie in the file."""
+    """One stored tensor: the facts of its header, and the range of its bytes in the file."""
 
     name: str
     dtype: str
@@ -100,13 +100,13 @@ class TensorEntry(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements; 1 for a scalar."""
+        """The number of elements; 1 for a scalar."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the head of one safetensors file says, checked against the file's size."""
+    """The header of one safetensors file, checked against the file's size."""
 
     file: Path
     entries: Mapping[str, TensorEntry]  # in the header's own order
@@ -116,7 +116,7 @@ class Header:
 
 
 class Layout(StrEnum):
-    """Whose conventions a checkpoint follows as a whole; its modules may each differ."""
+    """The conventions of a checkpoint as a whole; its modules may each differ."""
 
     OFFICIAL = "official"  # DeepSeek's names, FP8 with UE8M0 `.scale`, packed FP4 experts
     HF_FP8 = "hf-fp8"  # transformers' names, FP8 with `.weight_scale_inv`
@@ -129,7 +129,7 @@ class Layout(StrEnum):
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong with a checkpoint's files before any tensor is looked at."""
+    """The kinds of problems of a checkpoint's files, found before any tensor is read."""
 
     UNFINISHED = "unfinished output"  # still being written, or the writer was interrupted
     UNREADABLE_SHARD = "unreadable shard"  # missing, truncated, hostile, no regular file
@@ -147,7 +147,7 @@ class ProblemKind(StrEnum):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether a strict opening refuses it; the others are told and tolerated."""
+        """Whether a strict opening raises for it; the others are reported and tolerated."""
         return self not in _TOLERATED
 
 
@@ -162,7 +162,7 @@ _TOLERATED = frozenset(
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with the files, with the error that a strict opening raises."""
+    """One problem of the files, with the error that a strict opening raises."""
 
     kind: ProblemKind
     file: str
@@ -175,7 +175,7 @@ EXAMPLES_KEPT = 100
 
 @dataclass
 class Problems:
-    """What was found; of each kind the first hundred are kept, all are counted.
+    """The problems found; the first hundred of each kind are kept, all are counted.
 
     `strict`: raise the first fatal one instead.
     """
@@ -185,7 +185,7 @@ class Problems:
     counts: Counter[ProblemKind] = field(default_factory=Counter)
 
     def report(self, kind: ProblemKind, file: str, tensor: str | None, error: Refused) -> None:
-        """Take one problem in, or raise it."""
+        """Record one problem, or raise it."""
         if self.strict and kind.is_fatal:
             raise error
         self.counts[kind] += 1

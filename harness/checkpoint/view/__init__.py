@@ -1,1 +1,1 @@
-"""Logical views of stored tensors: modules, weights, statements of the configs."""
+"""Logical views of stored tensors: modules, weights, and the claims of quantisation configs."""

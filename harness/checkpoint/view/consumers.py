@@ -1,14 +1,15 @@
-"""Who reads a checkpoint, and by which names: the loaders outside this project that are known.
+"""Table of the loaders that read a checkpoint (transformers, vLLM, ours) and the names they know.
 
-The one table of what each target of `convert` and each recipe of `quantise` is written for. What a
-loader knows is a set of layouts: whole checkpoints spelled as it expects. transformers' V4 shows
-why this is no matter of single modules: it knows `mlp.experts.0.gate_proj` in no spelling, although
-it knows `mlp.shared_experts.gate_proj` and `mlp.experts.gate_up_proj`.
+Each target of `convert` and each recipe of `quantise` is written for one consumer. A consumer knows
+a set of layouts, that is whole checkpoints in its spelling. Single modules do not decide:
+transformers' V4 reads `mlp.shared_experts.gate_proj` and `mlp.experts.gate_up_proj`, but knows
+`mlp.experts.0.gate_proj` in no spelling.
 
+An entry names transformers or vLLM only if a suite loads what the entry describes; entries whose
+names alone are known say so.
 Sources: transformers 5.20 conversion_mapping.py and _keys_to_ignore_on_load_unexpected; vLLM 0.33
 models/deepseek_v4/nvidia/model.py and models/deepseek_v32; DeepSeek-V4-Pro inference/model.py and
-DeepSeek-V3.2-Exp inference/convert.py. An entry names transformers or vLLM only where a suite loads
-what is written in it; an entry whose names alone are known says so.
+DeepSeek-V3.2-Exp inference/convert.py.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _PLAIN = frozenset({BF16})
 class Consumer:
     """One loader. `reads`: by family, the layouts whose names it knows; writers take the first.
 
-    `formats`: of weights that it loads. `is_silent`: what it does not find keeps random values,
-    and nothing stops the load. `no_drafter`: why it passes the drafter over; empty where it reads
-    it. `deepgemm_wo_a`: wo_a is stored as DeepGEMM's operand, under vLLM's suffixes.
+    `formats`: of weights that it loads. `is_silent`: missing tensors keep random values and do not
+    stop the load. `no_drafter`: why it skips the drafter; empty where it reads it. `deepgemm_wo_a`:
+    wo_a is stored as DeepGEMM's operand, under vLLM's suffixes.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Consumer:
         return tuple(_layout(name, config) for name in self.reads.get(config.family, ()))
 
     def knows(self, layout: Layout, config: Config) -> bool:
-        """Tell whether it reads a checkpoint spelled and fused like this."""
+        """Tell whether it reads a checkpoint with this spelling and fusion."""
         return any(_way(each) == _way(layout) for each in self.layouts(config))
 
     def tensor_of(self, slot: Slot, module: str, weight: str) -> str:
@@ -100,17 +101,17 @@ VLLM = Consumer(
     {V4: ("official",), V32: ("official",)},
     _PLAIN | _FP8 | {"MXFP4", "NVFP4"},
 )
-# Of V3.2 vLLM 0.33 reads NVFP4 beside unquantised linears. Beside FP8 it asks for FP8_PB_WO, whose
-# scales have four extents and another name (modelopt.py, KFp8Block128), and `quant_method: fp8` has
-# no NVFP4 there.
+# For V3.2 vLLM 0.33 reads NVFP4 with unquantised linears. With FP8 linears it requires FP8_PB_WO,
+# whose scales have four extents and another name (modelopt.py, KFp8Block128), and
+# `quant_method: fp8` has no NVFP4 there.
 VLLM_NVFP4 = replace(
     VLLM,
     what="vLLM 0.33, its own DeepSeek models (NVFP4 beside BF16; beside FP8: degarble)",
     formats=_PLAIN | {"NVFP4"},
 )
-# Named as vLLM reads them, and yet vLLM 0.33 loads none. V4: its compressors are built unquantised
-# (deepseek_v4/compressor.py, quant_config=None), and experts of NVFP4 need activations in it too
-# (deepseek_v4/quant_config.py, moe_quant_algo == "NVFP4"). V3.2: NVFP4 experts beside FP8.
+# Named as vLLM reads them, but vLLM 0.33 loads none. V4: vLLM builds compressors unquantised
+# (deepseek_v4/compressor.py, quant_config=None), and NVFP4 experts need NVFP4 activations as well
+# (deepseek_v4/quant_config.py, moe_quant_algo == "NVFP4"). V3.2: NVFP4 experts with FP8 linears.
 OWN = replace(
     VLLM,
     name="degarble",
@@ -168,21 +169,21 @@ _RECIPES_FOR: Mapping[str, Mapping[str, Consumer]] = MappingProxyType(
 
 
 def consumer_of(to: str, family: str) -> Consumer:
-    """Return who reads what a conversion of this name writes."""
+    """Return the consumer of a conversion's output."""
     if to not in _WRITTEN_FOR:
         raise UnknownName.among("conversion", to, _WRITTEN_FOR)
     return _WRITTEN_FOR[to][family]
 
 
 def consumer_of_recipe(recipe: str, family: str) -> Consumer:
-    """Return who reads what `quantise` writes by a built-in recipe."""
+    """Return the consumer of what `quantise` writes by a built-in recipe."""
     if recipe not in _RECIPES_FOR:
         raise UnknownName.among("recipe", recipe, _RECIPES_FOR)
     return _RECIPES_FOR[recipe][family]
 
 
 def table() -> list[str]:
-    """Tell who reads what, as lines of Markdown."""
+    """Return the table of consumers as lines of Markdown."""
     lines = ["| written by | V4 is read by | V3.2 is read by |", "|---|---|---|"]
     commands = (("convert --to", _WRITTEN_FOR), ("quantise --recipe", _RECIPES_FOR))
     for command, known in commands:
@@ -196,7 +197,7 @@ def table() -> list[str]:
 
 
 class Reading(NamedTuple):
-    """What a consumer finds by name. `passed_over`: tensors of a drafter that it does not load."""
+    """The tensors that a consumer finds by name. `passed_over`: drafter tensors that it skips."""
 
     consumer: Consumer
     missing: tuple[str, ...]
@@ -209,9 +210,9 @@ def reading(
 ) -> Reading | None:
     """Compare the names of a checkpoint with those that a consumer reads.
 
-    `recipe`: the formats that are stored; `packed`: as compressed-tensors names them. Of several
-    spellings that the consumer knows, the one that most names follow counts; None where none of
-    them can hold these formats.
+    `recipe`: the stored formats; `packed`: named as compressed-tensors does. Of several spellings
+    that the consumer knows, the one that most names follow counts; None where none of them can
+    hold these formats.
     """
     names = set(stored)
     found = []

@@ -1,12 +1,10 @@
-"""What a source is told apart by, cheaply: heads, sizes, and samples of the data of every shard.
+"""Fingerprint a source checkpoint cheaply: headers, sizes, and samples of every shard's data.
 
-Owns the fingerprint that a resumed run compares: of each shard its size, every entry of its head,
+A resumed run compares fingerprints. Of each shard they cover its size, every entry of its header,
 and 64 windows of 4 KiB, spread evenly over its data, the first and the last included. Training
-steps, seeds and quantisers change bytes everywhere, so another model is seen; a few bytes edited
-between two windows are not, and nothing here promises so. Reading all of 881 GB twice to know
-would cost more than the conversion; `degarble convert --prove` compares every byte of it.
-
-Refuses what cannot be read. Kept honest by suites/checkpoint/view/test_fingerprint.py.
+steps, seeds and quantisers change bytes everywhere, so another model is detected; a few bytes
+edited between two windows are not. Reading all of 881 GB twice would cost more than the conversion;
+`degarble convert --prove` compares every byte.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ TOLD = f"sizes, heads, and {WINDOWS} samples of {WINDOW_BYTES} bytes of each sha
 
 
 def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tell each shard of a source, and its config."""
+    """Return the fingerprint of each shard of a source, and of its config."""
     digests = {shard.file: _begun(shard) for shard in checkpoint.shards}
     for entry in checkpoint.entries.values():
         facts = (entry.name, entry.dtype, entry.shape, entry.begin, entry.end)
@@ -40,7 +38,7 @@ def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tell a whole source in one hash."""
+    """Return one fingerprint of a whole source."""
     told = json.dumps(fingerprints(checkpoint), sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -53,7 +51,7 @@ def _begun(shard: Shard) -> hashlib._Hash:
 
 
 def samples(path: Path, begin: int, end: int) -> list[bytes]:
-    """Read the windows of a file's data; of little data, all of it."""
+    """Read the windows of a file's data, or all of it if it is small."""
     room = end - begin - WINDOW_BYTES
     with regular_file(path) as (descriptor, _):
         if room <= WINDOWS * WINDOW_BYTES:

@@ -1,10 +1,9 @@
-"""Logical names over stored ones: where a parameter of the model lies in this checkpoint.
+"""Map logical parameter names to stored modules: find each parameter of the model in a checkpoint.
 
-Owns the choice of the anatomy layout that spells a checkpoint's names, and the place of every
-parameter: a module of its own, or a box in each tensor of a fused one. The choice counts names that
-are there; what the tensors hold (formats, scales) is told by the modules themselves, not by a
-recipe. Refuses parameters that the checkpoint lacks, and shapes other than the config implies.
-Needs no torch. Kept honest by suites/checkpoint/view/test_logical.py.
+Chooses the layout (spelling and fusion) that finds most of a checkpoint's names, and locates every
+parameter: a module of its own, or a box in each tensor of a fused one. Formats and scales come from
+the stored modules, not from a recipe. A missing parameter, and a shape other than the config
+implies, raises an error. Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """A parameter in a checkpoint: the module that holds it, and its box of each part.
+    """The location of a parameter: the module that holds it, and its box of each part.
 
     `boxes` is None where the module holds nothing else.
     """
@@ -45,7 +44,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class LogicalNames:
-    """The parameters of `config` among the modules of `table`, spelled as `layout` does."""
+    """The parameters of `config` found in the modules of `table`, as `layout` names them."""
 
     config: Config
     table: ModuleTable
@@ -64,16 +63,16 @@ class LogicalNames:
         )
 
     def module_of(self, parameter: Parameter) -> str:
-        """Spell the module that holds a parameter in this layout, whether it is there or not."""
+        """Return the name of a parameter's module in this layout, whether it is present or not."""
         fusion = self._fusions.get(parameter.row.name)
         return self.layout.path_of(parameter, self.config, fusion.target if fusion else "")
 
     def is_fused(self, parameter: Parameter) -> bool:
-        """Tell whether this layout keeps a parameter in a module that it shares with others."""
+        """Tell whether this layout stores a parameter in a module that it shares with others."""
         return parameter.row.name in self._fusions
 
     def place(self, name: str) -> Placed:
-        """Find one parameter, with its shape checked against the config."""
+        """Locate one parameter, with its shape checked against the config."""
         if name not in self.present:
             raise unknown_name("parameter in the checkpoint", name, self.present)
         parameter = self.present[name]
@@ -89,7 +88,7 @@ class LogicalNames:
         return {member: each for each in self.layout.fusions for member in each.members}
 
     def _boxes(self, parameter: Parameter, fusion: Fusion, form: StoredForm) -> Mapping[Part, Box]:
-        """Place a member in a fused module: what anatomy says for the format that was found."""
+        """Locate a member in a fused module by the layout's boxes for the format that was found."""
         block = parameter.block
         assert block is not None, "nothing outside blocks is fused"
         names = (member.replace(EXPERT, str(parameter.expert)) for member in fusion.members)
@@ -135,7 +134,7 @@ def logical_names(config: Config, table: ModuleTable) -> LogicalNames | None:
 
 
 def _spellings(config: Config) -> Iterator[Layout]:
-    """Yield one layout for each way of spelling and fusing names."""
+    """Yield one layout for each combination of spelling and fusion."""
     seen = set()
     for (family, _), layout in LAYOUTS.items():
         way = (layout.spelling, layout.fusions)

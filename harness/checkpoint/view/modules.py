@@ -1,13 +1,12 @@
-"""Stored modules: which tensors belong together, and what they are as one weight.
+"""Group stored tensors into modules by suffix, and infer each one's format from dtypes and shapes.
 
-Owns the grouping of tensors by suffix (`wq_a.weight`, `wq_a.scale`: one module `wq_a`) and the
-inference of each module's form: block format, producer, direction of its scale, logical shape. The
-block size follows from the shapes alone, never from what a config claims; checkpoints are mixed, so
-each module is judged by itself. Suffixes are those of anatomy.storage.
+`wq_a.weight` and `wq_a.scale` make the module `wq_a`. Inferred are the block format, the producer,
+the direction of the scale, and the logical shape. The block size follows from shapes alone, never
+from a config's claim. Checkpoints are mixed, so each module is judged by itself. Suffixes are those
+of harness.model.storage. Needs no torch.
 
-Refuses, by module, what no format explains: blocks of another size, one scale a tensor or a row,
-codes without scales, scales without codes, two tensors for one part. Needs no torch.
-Kept honest by suites/checkpoint/view/test_modules.py.
+A module that no format explains raises an error: blocks of another size, one scale a tensor or a
+row, codes without scales, scales without codes, two tensors for one part.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Convention(StrEnum):
-    """Whose way of naming a module's parts follows."""
+    """The convention by which a module's parts are named."""
 
     PLAIN = "plain"  # one tensor
     DEEPSEEK = "deepseek"  # .weight and .scale
@@ -78,9 +77,9 @@ PLAIN_DTYPES = frozenset({"BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOO
 
 
 class StoredForm(NamedTuple):
-    """One module as it is stored: its tensors, and how they are to be read.
+    """One module as it is stored: its tensors, and how to decode them.
 
-    `format` None: plain values. `shape` is logical; `block` is what one scale covers, by shapes.
+    `format` None: plain values. `shape` is logical; `block` is the area of one scale, from shapes.
     """
 
     module: str
@@ -101,7 +100,7 @@ class StoredForm(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """The modules of one checkpoint, as suffixes that each one has."""
+    """The modules of one checkpoint, with the suffixes of each."""
 
     entries: Mapping[str, TensorEntry]
 
@@ -127,7 +126,7 @@ class ModuleTable:
         return len(self._whole(module).shape) >= 2
 
     def form(self, module: str) -> StoredForm:
-        """Infer how a module is to be read."""
+        """Infer how to decode a module."""
         parts = self.parts(module)
         convention = _convention(parts)
         codes = parts[Part.CODES]
@@ -172,11 +171,11 @@ class ModuleTable:
         )
 
     def tensors(self, module: str) -> tuple[TensorEntry, ...]:
-        """Return the tensors of a module, whether they make sense together or not."""
+        """Return the tensors of a module, whether they fit together or not."""
         return tuple(self.entries[module + suffix] for suffix in self._suffixes_of(module))
 
     def parts(self, module: str) -> dict[Part, TensorEntry]:
-        """Return the tensors of a module; a plain value counts as its codes."""
+        """Return the tensors of a module by part; a plain value counts as its codes."""
         parts: dict[Part, TensorEntry] = {}
         for suffix in self._suffixes_of(module):
             entry, part = self.entries[module + suffix], _SUFFIX_PARTS.get(suffix, Part.CODES)
@@ -191,7 +190,7 @@ class ModuleTable:
         return parts
 
     def layout(self) -> Layout:
-        """Name the layout of the whole, by the strongest sign in it."""
+        """Return the layout of the whole checkpoint, by its strongest evidence."""
         if not self.entries:
             return Layout.EMPTY
         kinds = Counter(self.suffixes.values())
@@ -272,7 +271,7 @@ def suffix_of(entry: TensorEntry) -> str:
 
 
 def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
-    """Find a scale of an NVFP4 module that no loader looks for by its name, and the right suffix.
+    """Return a scale of an NVFP4 module whose suffix no loader looks for, and the right suffix.
 
     A module is NVFP4 where it has a tensor scale, or bytes of codes with E4M3 scales.
     """
@@ -288,7 +287,7 @@ def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
 
 
 def has_coarse_scales(parts: Mapping[Part, TensorEntry]) -> bool:
-    """Tell FP8 with one scale a tensor or a row: a known form, whose values are not read here."""
+    """Tell FP8 with one scale a tensor or a row: a known form whose values are not read here."""
     codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
         return False
@@ -313,7 +312,7 @@ def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
 def _format(
     module: str, codes: TensorEntry, scales: TensorEntry
 ) -> tuple[BlockFormat, tuple[int, ...]]:
-    """Find the one block format whose element, scale and block size the two tensors show."""
+    """Return the one block format that matches the element, scale and block size of two tensors."""
     element, scale = ELEMENT_OF_DTYPE.get(codes.dtype), SCALE_OF_DTYPE.get(scales.dtype)
     shape = codes.shape
     if codes.dtype in PAIRS and shape:

@@ -1,12 +1,10 @@
-"""Bytes of tensors, read by position into memory that is used again.
+"""Read tensors by position into reused buffers, for one pass over a whole checkpoint.
 
-Owns `PositionedReader`: a way for StoredWeight to read that suits one pass over everything. A view
-over a mapping costs a page fault for every few kilobytes, more than counting what is in them; a
-read into a warm buffer does not, leaves no page behind, and ends in an error where a file shrinks,
-instead of in a signal. What it returns is overwritten when the same part of the next rows is read.
+A mapping costs a page fault for every few kilobytes, more than counting the values in them. A read
+into a warm buffer does not, leaves no page in memory, and raises an error instead of SIGBUS where a
+file shrinks. Trap: a returned tensor is overwritten when the same part of the next rows is read.
 
-Refuses files other than the ones whose headers were read. One reader serves one thread.
-Kept honest by suites/checkpoint/view/test_positioned.py.
+Files other than those whose headers were read raise an error. One reader serves one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _SMALL = 1 << 12  # bytes: scalars and the like get memory of their own
 
 
 class PositionedReader:
-    """Reads parts of tensors into a few buffers. Use it as a context: it holds files open."""
+    """A reader of tensor parts into a few buffers. Use it as a context: it holds files open."""
 
     def __init__(self, sizes: Mapping[Path, int]) -> None:
         self._sizes = sizes
@@ -49,12 +47,12 @@ class PositionedReader:
         self._taken: dict[str, int] = {}  # which buffer a tensor of the present weight uses
 
     def over(self, stored: StoredWeight) -> StoredWeight:
-        """Return a weight that is read by this reader; the one before it loses its buffers."""
+        """Return a weight that is read by this reader; the previous one loses its buffers."""
         self._taken.clear()
         return replace(stored, read=self._read, release=keep_pages)
 
     def ahead(self, path: Path, begin: int, end: int) -> None:
-        """Ask the system to fetch a part of a file while another one is worked on."""
+        """Ask the system to prefetch a part of a file."""
         size = min(end, self._sizes[path]) - begin
         if size > 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file(path), begin, size, os.POSIX_FADV_WILLNEED)

@@ -1,11 +1,12 @@
-"""What config.json and hf_quant_config.json say about the quantisation of a layout.
+"""Generate the quantisation entries of config.json and hf_quant_config.json for a layout.
 
-There are four kinds of checkpoints: FP8 as DeepSeek releases it, NVFP4 experts beside FP8
-(ModelOpt's mixed precision), NVFP4 beside BF16 (ModelOpt), and compressed-tensors. Which modules
-are left alone is read off the recipe, never listed by hand.
+There are four kinds: FP8 as DeepSeek releases it, NVFP4 experts with FP8 linears (ModelOpt's mixed
+precision), NVFP4 with BF16 (ModelOpt), and compressed-tensors. The list of unquantised modules
+follows from the recipe.
 
-ModelOpt's own exports of V3.2 have no `quantization_config`. Ours do: of hf_quant_config.json vLLM
-0.33 believes the producer "modelopt" alone, and it builds every weight unquantised otherwise.
+ModelOpt's own exports of V3.2 have no `quantization_config`, but ours do: vLLM 0.33 accepts
+hf_quant_config.json only from the producer "modelopt", and otherwise builds every weight
+unquantised.
 
 Sources: config.json of DeepSeek-V4-Pro; NVIDIA's V4 NVFP4 exports and Model-Optimizer
 examples/deepseek; compressed-tensors 0.20 quantization/quant_config.py.
@@ -62,7 +63,7 @@ _PACKED_GROUP = {
 
 
 def config_files(config: Config, layout: Layout) -> dict[str, bytes]:
-    """Spell the config files of a checkpoint in this layout."""
+    """Write the config files of a checkpoint in this layout."""
     saved = layout.name.startswith("transformers")
     renamed = isinstance(config, V4Config) and layout.spelling is Spelling.HUGGINGFACE
     raw = config_to_dict(config, "transformers" if saved or renamed else "released")
@@ -80,7 +81,7 @@ def config_files(config: Config, layout: Layout) -> dict[str, bytes]:
 def quantisation(
     config: Config, layout: Layout
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return `quantization_config`, and what hf_quant_config.json holds; None where there is none.
+    """Return `quantization_config` and hf_quant_config.json's content; None where there is none.
 
     An engine reads the first, ModelOpt's own tools the second.
     """
@@ -111,7 +112,7 @@ def quantisation(
 
 
 def fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
-    """Name the tensors that vLLM fuses of ignored linears: it asks for these, not for members."""
+    """Return vLLM's fused names of ignored linears: it looks these up, not the members."""
     layout, names = layout_named("vllm", config), set(ignored)
     fusion_of = {row: each for each in layout.fusions for row in each.members}
     found: dict[str, list[bool]] = defaultdict(list)
@@ -150,7 +151,7 @@ def _linears(config: Config, layout: Layout) -> Iterator[tuple[Parameter, str]]:
 
 
 def _left_alone(config: Config, layout: Layout) -> list[str]:
-    """Name the linears that are not NVFP4; of a drafter without any, by one pattern."""
+    """Return the linears that are not NVFP4; a drafter without any becomes one pattern."""
     names: list[str] = []
     drafters: dict[str, list[str]] = defaultdict(list)
     with_nvfp4 = set()
@@ -170,7 +171,7 @@ def _left_alone(config: Config, layout: Layout) -> list[str]:
 
 
 def _listed(config: Config, layout: Layout) -> dict[str, Any]:
-    """Name what is NVFP4: stacks of experts, and linears outside of them."""
+    """Return what is NVFP4: stacks of experts, and linears outside of them."""
     found: dict[str, Any] = {}
     for parameter, weight in _linears(config, layout):
         if weight == _NVFP4:
@@ -182,7 +183,7 @@ def _listed(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def _prefix(path: str, parameter: Parameter) -> str:
-    """Cut a path behind the number of its block: `model.layers.61`, `mtp.0`."""
+    """Cut a path after the number of its block: `model.layers.61`, `mtp.0`."""
     assert parameter.block is not None
     parts = path.split(".")
     number = next(index for index, part in enumerate(parts) if part.isdigit())

@@ -1,14 +1,13 @@
-"""What the quantisation configs of a checkpoint promise for each module, in four spellings.
+"""Parse what a checkpoint's quantisation configs claim for each module, in four dialects.
 
-Owns the reading of `quantization_config` (config.json) and of hf_quant_config.json: DeepSeek's FP8,
-ModelOpt's quant_algo with exclude_modules or quantized_layers, NVIDIA's FP8 with moe_quant_algo,
-and compressed-tensors' config_groups. A statement answers, for one module, with a promise: format,
-block size, quantised activations, and the words that say so. A module that an `ignore` list names
-keeps the source's format where quant_method is fp8, and is unquantised everywhere else.
+Reads `quantization_config` (config.json) and hf_quant_config.json: DeepSeek's FP8, ModelOpt's
+quant_algo with exclude_modules or quantized_layers, NVIDIA's FP8 with moe_quant_algo, and
+compressed-tensors' config_groups. For one module a statement returns a promise: format, block size,
+quantised activations, and the words that state it. A module on an `ignore` list keeps the source's
+format where quant_method is fp8, and is unquantised everywhere else.
 
-Nothing in it is believed: structure.py compares it with what the files hold. Words that mean
-nothing here are kept in `unread`, and so are patterns that could take long to match.
-Kept honest by suites/checkpoint/view/test_statements.py.
+The claims are not trusted: the structure audit compares them with the files. Unknown words are kept
+in `unread`, and so are patterns that could take long to match.
 
 Sources: ModelOpt 0.47 torch/export/{quant_utils,convert_hf_config}.py; compressed-tensors 0.20
 quantization/quant_config.py and utils/match.py; NVIDIA's exports of DeepSeek-V4.
@@ -76,7 +75,7 @@ _BUILT_PLAIN = frozenset({"ffn.gate"})
 
 
 class Promise(NamedTuple):
-    """What a statement says of one module. `format` None: quantised in a way unknown here."""
+    """The claim of a statement about one module. `format` None: a quantisation unknown here."""
 
     format: str | None
     told: str
@@ -86,7 +85,7 @@ class Promise(NamedTuple):
 
 @dataclass(frozen=True)
 class StatedBlock:
-    """One place that states a group or block size, and for which format if it says so.
+    """One stated group or block size, with its format if the config names one.
 
     `builds`: engines that read this file allocate scales by it.
     """
@@ -118,7 +117,7 @@ class _Patterns:
         self._expressions = [re.compile(text) for text in expressions]
 
     def find(self, names: Iterable[str]) -> str | None:
-        """Return what covers one of the names: it, a module around it, or a pattern."""
+        """Return the entry that covers one of the names: itself, a parent module, or a pattern."""
         for name in names:
             covered = name
             while covered:
@@ -148,7 +147,7 @@ def _is_quick(pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Statement:
-    """One quantisation config. Made by `statements`."""
+    """One quantisation config. Use `statements` to read it."""
 
     file: str
     base: Recipe | None  # what holds where nothing is said: the source's recipe; None: unquantised
@@ -163,11 +162,11 @@ class Statement:
 
     @property
     def keeps_source(self) -> bool:
-        """Tell whether a module that is left alone keeps the source's format."""
+        """Tell whether a module on an ignore list keeps the source's format."""
         return self.base is not None
 
     def promise(self, parameter: Parameter, module: str) -> Promise:
-        """Return what is said of one linear, stored as `module`."""
+        """Return the claim about one linear, stored as `module`."""
         names = _names_of(parameter, module)
         pattern = self.left_plain.find(names)
         if pattern is not None:
@@ -192,26 +191,26 @@ class Statement:
 
 
 def family_of(weight: str) -> str:
-    """Return a format's name as statements have it: they do not tell types of FP8 scales apart."""
+    """Return a format's name as statements have it: they do not distinguish types of FP8 scales."""
     return FP8_BLOCKS if weight.startswith("FP8_") else weight
 
 
 def _names_of(parameter: Parameter, module: str) -> tuple[str, ...]:
-    """Return the names by which a config may mean a module, stored and logical."""
+    """Return the names, stored and logical, by which a config may refer to a module."""
     inner = module.removeprefix("model.")
     names = (module, inner, f"model.{inner}", parameter.name, f"model.{parameter.name}")
     return tuple(dict.fromkeys(names))
 
 
 def statements(configs: Mapping[str, Mapping[str, Any]], config: Config) -> tuple[Statement, ...]:
-    """Read all quantisation configs of a checkpoint, by file; what engines read comes first."""
-    # hf_quant_config.json does not repeat that the source was FP8; config.json beside it does.
+    """Read all quantisation configs of a checkpoint, by file; the one for engines comes first."""
+    # hf_quant_config.json does not repeat that the source was FP8; config.json does.
     keeps_source = any(raw.get("quant_method") == _SOURCE for raw in configs.values())
     return tuple(_statement(file, raw, config, keeps_source) for file, raw in configs.items())
 
 
 def _statement(file: str, raw: Mapping[str, Any], config: Config, keeps_source: bool) -> Statement:
-    """Read one; words that cannot be judged go to `unread`."""
+    """Parse one config; words that cannot be judged go to `unread`."""
     unread: list[str] = []
     reader = _Reader(file, raw, unread)
     method = str(raw.get("quant_method", "modelopt"))
@@ -234,7 +233,7 @@ def _statement(file: str, raw: Mapping[str, Any], config: Config, keeps_source: 
 
 
 class _Reader:
-    """Takes one config apart."""
+    """A parser of one config."""
 
     def __init__(self, file: str, raw: Mapping[str, Any], unread: list[str]) -> None:
         self._file = file

@@ -1,13 +1,12 @@
-"""Weights out of a checkpoint: values, or codes with their scales, whole or by blocks of rows.
+"""Load weights from a checkpoint: values, or codes with their scales, whole or by blocks of rows.
 
-Owns StoredWeight: one module, or one logical parameter, as it lies in the files. Nothing is read
-until a weight is asked for; then its fields share memory with the mapped file. Large ones are
-walked by row blocks, so that memory is bounded whatever their size. Directions are kept as stored,
-apart from `input_scale`, which Weight defines as a decode scale: a divisor is inverted, rounded
-once to float32. Block scales in bfloat16 are widened, which is exact.
+A StoredWeight is one module, or one logical parameter. Nothing is read until it is used; then its
+fields share memory with the mapped file. Large weights are walked by row blocks, so memory is
+bounded whatever their size. Scale directions are kept as stored, except `input_scale`, which Weight
+defines as a decode scale: a divisor is inverted, rounded once to float32. Block scales in bfloat16
+are widened, which is exact.
 
-Refuses cuts through a scale block, and rows of a stack (walk its blocks instead).
-Kept honest by suites/checkpoint/view/test_stored.py.
+A cut through a scale block, and rows of a stack (walk its blocks instead), raise an error.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _BLOCK_ELEMENTS = 1 << 22  # of one row block by default: 16 MiB once decoded to
 
 
 def keep_pages(_entry: TensorEntry) -> None:
-    """Release nothing: a buffer that is used again has no pages of a file."""
+    """Release nothing: a reused buffer has no pages of a file."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight in the files. `boxes`: the part of each tensor that is its own; None: all of it.
+    """One weight in the files. `boxes`: its own part of each tensor; None: all of it.
 
-    `read` makes a tensor over the file's pages; `release` gives the pages back.
+    `read` makes a tensor over the file's pages; `release` frees the pages.
     """
 
     name: str
@@ -63,11 +62,11 @@ class StoredWeight:
         return self.form.format
 
     def weight(self) -> Weight:
-        """Return it as a record whose fields share memory with the file where they can."""
+        """Return the weight as a record whose fields share memory with the file where they can."""
         return self._weight(self._scalar(Part.TENSOR_SCALE), self._input_scale())
 
     def _weight(self, tensor_scale: Tensor | None, input_scale: Tensor | None) -> Weight:
-        """Return the record with scalars that were read before: they are those of every row."""
+        """Return the record with scalars that were read before: they apply to every row."""
         form, fmt = self.form, self.form.format
         if fmt is None:
             value = self._part(Part.VALUE, self.shape)
@@ -85,7 +84,7 @@ class StoredWeight:
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return all its numbers; of a large one, walk row_blocks instead."""
+        """Return all values; for a large weight, walk row_blocks instead."""
         return self.weight().values(dtype)
 
     def rows(self, begin: int, end: int) -> Weight:
@@ -111,9 +110,9 @@ class StoredWeight:
         return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], boxes=boxes)
 
     def row_blocks(self, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Weight]]:
-        """Yield (first row, weight) by whole scale blocks; pages are released behind each.
+        """Yield (first row, weight) by whole scale blocks; pages are released after each.
 
-        A stack is walked member by member: its rows are numbered through.
+        A stack is walked member by member, with row numbers that run through.
         """
         if len(self.shape) == 3:
             for index in range(self.shape[0]):
@@ -156,7 +155,7 @@ class StoredWeight:
         return replace(self, shape=(end - begin, *self.shape[1:]), boxes=boxes)
 
     def box(self, part: Part) -> Box:
-        """Return what is this weight's own of a part's tensor."""
+        """Return this weight's own part of a stored tensor."""
         if self.boxes is not None:
             return self.boxes[part]
         return Box.whole(self.form.parts[part].shape)
@@ -174,7 +173,7 @@ class StoredWeight:
         return tensor.reshape(shape)
 
     def _scalar(self, part: Part) -> Tensor | None:
-        """Return a scale: one number, or one a member of a stack."""
+        """Return a scale: one number, or one for each member of a stack."""
         if part not in self.form.parts or (self.boxes is not None and part not in self.boxes):
             return None
         count = prod(self.box(part).shape)
@@ -187,9 +186,9 @@ class StoredWeight:
 
 
 class Weights(Mapping[str, Weight]):
-    """The weights of a model by logical name, read when asked for.
+    """The weights of a model by logical name, read at access.
 
-    Every access makes a new record, so that nothing piles up; keep the one that you change.
+    Every access makes a new record, so that memory does not grow; keep the one that you change.
     """
 
     def __init__(self, names: Collection[str], make: Callable[[str], Weight]) -> None:
@@ -209,7 +208,7 @@ class Weights(Mapping[str, Weight]):
 
 
 def _within(entry: TensorEntry, box: Box) -> TensorEntry:
-    """Return the bytes of a box as an entry of their own; boxes of rows lie in one piece."""
+    """Return the bytes of a box as an entry of their own; boxes of whole rows are contiguous."""
     extents = box.shape
     cut = next((axis for axis, extent in enumerate(extents) if extent > 1), len(extents))
     assert extents[cut + 1 :] == entry.shape[cut + 1 :], "rows of several columns' parts"
@@ -223,7 +222,7 @@ def _within(entry: TensorEntry, box: Box) -> TensorEntry:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """Return codes as bytes and scales as QuantisedTensor wants them; no value changes."""
+    """Return codes as bytes, and scales in the dtypes of QuantisedTensor; no value changes."""
     if tensor.dtype is torch.bfloat16:
         return tensor.float()
     return tensor if tensor.dtype is torch.float32 else tensor.view(torch.uint8)

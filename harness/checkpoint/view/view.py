@@ -1,12 +1,9 @@
-"""One lazy view over a checkpoint, whatever its layout: nothing is read before it is asked for.
+"""Open a checkpoint of any layout as one lazy view: folder or file, index, headers, configs.
 
-Owns the opening of a folder (or of one file): its index, its headers, its configs, and what
-follows from them. Every refusal is an UnreadableFile with file and place. `Checkpoint.open` refuses
-a checkpoint whose files contradict each other; `Checkpoint.survey` opens what can be read and
-tells the rest in `problems`, for audits.
-
-A stray shard, a link that leaves the folder, a wrong total size and files that would have to be
-unpickled are told and tolerated. Kept honest by suites/checkpoint/view/test_view.py.
+Every error is an UnreadableFile with file and place. `Checkpoint.open` raises if files contradict
+each other; `Checkpoint.survey` opens what can be read and lists the rest in `problems`, for audits.
+A stray shard, a link that leaves the folder, a wrong total size and pickled files are reported and
+tolerated by both.
 """
 
 from __future__ import annotations
@@ -99,16 +96,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
-        """Open a folder or one safetensors file; refuse files that contradict each other."""
+        """Open a folder or one safetensors file; raise if files contradict each other."""
         return _Opener(Path(path), Problems(strict=True)).open()
 
     @classmethod
     def survey(cls, path: Path | str) -> Checkpoint:
-        """Open what can be read; what cannot is in `problems`. Refuses only what is no folder."""
+        """Open what can be read; the rest is in `problems`. Raises only if there is no folder."""
         return _Opener(Path(path), Problems(strict=False)).open()
 
     def tensor(self, name: str) -> Tensor:
-        """Return one stored tensor, over the file's own pages; writing into it is not kept."""
+        """Return one stored tensor over the file's own pages; writes to it are not kept."""
         # torch takes 200 MB, and a structure audit needs none of it.
         from degarble.harness.checkpoint.read.tensors import tensor_over  # noqa: PLC0415
 
@@ -119,7 +116,7 @@ class Checkpoint:
         return self.files.raw(self.entry(name))
 
     def chunks(self, name: str, size: int = 16 << 20) -> Iterator[memoryview]:
-        """Yield the bytes of one stored tensor by pieces; memory is given back behind each."""
+        """Yield the bytes of one stored tensor in pieces; memory is released after each."""
         return self.files.chunks(self.entry(name), size)
 
     def entry(self, name: str) -> TensorEntry:
@@ -135,7 +132,7 @@ class Checkpoint:
 
     @cached_property
     def layout(self) -> Layout:
-        """Whose conventions the checkpoint follows as a whole."""
+        """The conventions that the checkpoint follows as a whole."""
         return self.table.layout()
 
     @cached_property
@@ -144,11 +141,11 @@ class Checkpoint:
         return None if self.model is None else logical_names(self.model, self.table)
 
     def modules(self) -> tuple[str, ...]:
-        """Name the stored modules that hold a matrix or a stack: linears, embeddings, tables."""
+        """List the stored modules that hold a matrix or a stack: linears, embeddings, tables."""
         return tuple(name for name in self.table.suffixes if self.table.is_matrix(name))
 
     def form(self, module: str) -> StoredForm:
-        """Infer how one stored module is to be read: its parts, format, block size, direction."""
+        """Infer how to decode one stored module: its parts, format, block size, direction."""
         return self.table.form(module)
 
     def stored(self, name: str) -> StoredWeight:
@@ -178,7 +175,7 @@ class Checkpoint:
         return Weights(self.names.present if self.names else {}, self.weight)
 
     def named_by(self, model: Config | None) -> Checkpoint:
-        """Return a view of the same files that spells their names by another config."""
+        """Return a view of the same files whose names follow another config."""
         if model is None or model == self.model:
             return self
         other = copy(self)
@@ -187,11 +184,11 @@ class Checkpoint:
         return other
 
     def release(self, name: str | None = None) -> None:
-        """Give back the memory of pages that were read: of one tensor, or all of them."""
+        """Release the memory of pages that were read: of one tensor, or of all."""
         self.files.release(None if name is None else self.entry(name))
 
     def close(self) -> None:
-        """Refuse further reading; memory goes with the last tensor over it."""
+        """Make further reading an error; memory is freed with the last tensor that uses it."""
         self.files.close()
 
     def __enter__(self) -> Self:
@@ -202,7 +199,7 @@ class Checkpoint:
 
 
 class _Opener:
-    """Opens one checkpoint, step by step."""
+    """The steps that open one checkpoint."""
 
     def __init__(self, path: Path, problems: Problems) -> None:
         self._path = path
@@ -283,7 +280,7 @@ class _Opener:
             self._problems.report(ProblemKind.UNREADABLE_CONFIG, "config.json", None, told)
 
     def _json(self, path: Path) -> dict[str, Any]:
-        """Read one JSON object; a file that is not there is an empty one."""
+        """Read one JSON object; a missing file is an empty one."""
         if not (path.exists() or path.is_symlink()):
             return {}
         try:
@@ -300,7 +297,7 @@ class _Opener:
 
 
 def model_of(config: Mapping[str, Any]) -> Config | None:
-    """Make the record of a known family; None for another family, or without a config."""
+    """Return the config of a known family; None for another family, or without a config."""
     family = config.get("model_type")
     if not config or family not in (None, *ARCHITECTURES):
         return None

@@ -1,12 +1,10 @@
-"""What the audit of numbers walks: every stored number once, as weights that mean something.
+"""List the units that the number audit walks: every stored number once, grouped into weights.
 
-Owns the list of units: each parameter that the config names, out of fused tensors too; each member
-of a stack; each stored module beside them; and, where the tensors of a module are no weight
-together, each tensor by itself, so that spoilt structure hides no number. A unit knows its role
-(the name without numbers), its layer, its expert, and what feeds it.
-
-Refuses nothing: what cannot be read is left out, and `unread` says so. Kept honest by
-suites/checkpoint/view/test_weight_units.py: the bytes of all units are the bytes of the files.
+A unit is a parameter that the config names (also inside fused tensors), a member of a stack, or a
+stored module that no config explains. Where the tensors of a module do not make a weight, each
+tensor is a unit, so that damaged structure hides no number. A unit has its role (its name without
+numbers), its layer, its expert, and the output that is its input. The bytes of all units are the
+bytes of the files; tensors that cannot be read are listed in `unread`.
 """
 
 from __future__ import annotations
@@ -40,25 +38,25 @@ _EXPERT_NUMBER = re.compile(r"\bexperts\.(\d+)\b")
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
 _NO_NUMBERS = frozenset({"F4", "C64"})  # codes in pairs, and pairs of numbers
 _MOST_AXES = 3  # what a stack of matrices has
-_MOST_MEMBERS = 1 << 14  # of a stack that is told one by one; no model has as many experts
+_MOST_MEMBERS = 1 << 14  # of a stack that is walked one by one; no model has as many experts
 
 
 def layer_in(name: str) -> int | None:
-    """Return the number behind `layers.` in a stored or logical name."""
+    """Return the number after `layers.` in a stored or logical name."""
     found = _LAYER_NUMBER.search(name)
     return int(found[1]) if found else None
 
 
 def without_numbers(name: str) -> str:
-    """Return the role of a name: numbers of layers and experts left out."""
+    """Return the role of a name: its numbers of layers and experts replaced by `*`."""
     return _NUMBERS.sub("*", name)
 
 
 class Unit(NamedTuple):
     """One weight of the walk.
 
-    `place` is what is walked together: a block, or an end of the model. `member` is an index into a
-    stack that no config explains. `feed` names the output that is the input of a linear.
+    Units of one `place`, a block or an end of the model, are walked together. `member` is an index
+    into a stack that no config explains. `feed` names the output that is the input of a linear.
     """
 
     name: str
@@ -111,7 +109,7 @@ def units_of(checkpoint: Checkpoint) -> Units:
 
 
 def stored_of(checkpoint: Checkpoint, unit: Unit) -> StoredWeight:
-    """Find the weight behind a unit."""
+    """Return the stored weight of a unit."""
     if unit.is_bare:
         return _bare(checkpoint, checkpoint.entries[unit.module])
     stored = checkpoint.stored(unit.name if unit.member is None else unit.module)
@@ -153,7 +151,7 @@ def _named(
 
 
 def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
-    """Take a module as it is stored: by members where it is a stack, by tensors where it must."""
+    """Add a module as it is stored: a stack by members, tensors alone where they make no weight."""
     try:
         stored = checkpoint.stored(module)
         _require_readable(stored)
@@ -172,7 +170,7 @@ def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
 
 
 def _require_readable(stored: StoredWeight) -> None:
-    """Refuse what would be refused when it is read: the shapes and dtypes of its parts."""
+    """Raise early for shapes and dtypes of parts that reading would reject."""
     if _is_no_stack(stored.shape):
         raise ShapeMismatch(stored.name, stored.shape, "a matrix or a stack", "See who wrote it.")
     for part, entry in stored.form.parts.items():
@@ -186,7 +184,7 @@ def _require_readable(stored: StoredWeight) -> None:
 
 
 def _is_no_stack(shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape is neither a matrix nor a stack whose members can be told one by one."""
+    """Tell whether a shape is neither a matrix nor a stack whose members can be listed."""
     return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
 
 
@@ -236,7 +234,7 @@ def _offset(ranges: tuple[tuple[int, int], ...], entry: TensorEntry) -> int:
 
 
 def _bare(checkpoint: Checkpoint, entry: TensorEntry) -> StoredWeight:
-    """Take one tensor as plain values, whatever it belongs to; many axes count as rows."""
+    """Return one tensor as plain values, whatever its module; leading axes count as rows."""
     if _is_no_stack(entry.shape):
         entry = entry._replace(shape=(prod(entry.shape[:-1]), entry.shape[-1]))
     form = StoredForm(

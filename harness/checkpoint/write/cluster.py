@@ -1,14 +1,12 @@
-"""One function over many tasks, on the machines of a Ray cluster.
+"""Run one function over many tasks on the machines of a Ray cluster.
 
-Owns `ray_cluster`, which joins the cluster at an address or starts one on this machine, and the
-work on it: one task a core, spread over the machines, never tried twice. A cluster started here
-listens on loopback alone, asks for a token, has no dashboard, and ends with the run, as do its
-files. What is written, and where, is the task's own affair: shards go into the target, which every
-machine must see under the same path, as it must see the source.
+`ray_cluster` joins the cluster at an address or starts one on this machine. Tasks are spread over
+the machines, one a core, and never retried. A cluster started here listens on loopback only,
+requires a token, has no dashboard, and ends with the run, as do its files. Every machine must see
+source and target under the same path.
 
-Refuses, by name: ray not installed, a cluster that cannot be reached, a machine with another
-version of degarble, and, as WorkerLost with its task, a worker or a machine that died. What was
-finished stays. Kept honest by suites/checkpoint/write/test_cluster.py.
+Errors: Ray is not installed, the cluster cannot be reached, or a machine has another version of
+degarble. A worker or machine that dies raises WorkerLost with its task; finished tasks are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _ALONE = {
 
 
 class RayCluster:
-    """A cluster that was joined. `local`: it was started here and ends with the run."""
+    """A joined cluster. `local`: it was started here and ends with the run."""
 
     def __init__(self, ray: Any, *, local: bool) -> None:
         self._ray = ray
@@ -55,12 +53,12 @@ class RayCluster:
 
     @property
     def cores(self) -> int:
-        """How many tasks run at once."""
+        """The number of tasks that run at once."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     @property
     def told(self) -> str:
-        """What it is, in a line."""
+        """A description of the cluster in one line."""
         alive = sum(bool(node["Alive"]) for node in self._ray.nodes())
         where = "started here for this run" if self.local else "joined"
         return f"Ray cluster, {where}: machines {alive}, cores {self.cores}."
@@ -68,7 +66,7 @@ class RayCluster:
     def run_each(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], name: Callable[[Task], str]
     ) -> Iterator[tuple[Task, Result]]:
-        """Yield each task with its result, as they are done; on the first failure the rest end."""
+        """Yield each task with its result as it completes; the first failure cancels the rest."""
         remote = self._ray.remote(_served).options(
             num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
         )
@@ -128,7 +126,7 @@ def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
 
 
 def _served(version: str, work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
-    """Do one task on some machine of the cluster."""
+    """Run one task on some machine of the cluster."""
     if version != VERSION:
         return False, InvalidArgument(
             "degarble on a machine of the cluster",
@@ -153,7 +151,7 @@ def _imported() -> Any:
 
 
 def _require_reachable(address: str) -> None:
-    """Refuse an address where nothing answers; Ray itself would try for minutes."""
+    """Raise for an address where nothing answers; Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -165,7 +163,7 @@ def _require_reachable(address: str) -> None:
 
 @contextmanager
 def _started(ray: Any, place: str, **given: Any) -> Iterator[None]:
-    """Connect, and leave again; whatever Ray objects to is a refusal."""
+    """Connect to Ray, and disconnect at the end; any error of Ray's becomes one of ours."""
     clean: Any = _WithoutRay(sys.stdout)
     with redirect_stdout(clean):
         try:
@@ -189,7 +187,7 @@ def _unusable(place: str, error: Exception) -> InvalidArgument:
 
 
 class _WithoutRay:
-    """A stream without what Ray's threads print: results stand there, and nothing else.
+    """A stream that drops what Ray's threads print, because results go to stdout.
 
     Trap: reports of dead workers go to stdout whatever log_to_driver says.
     """
@@ -201,7 +199,7 @@ class _WithoutRay:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, unless a thread of Ray does."""
+        """Write, unless the calling thread is one of Ray's."""
         if threading.current_thread().name.startswith("ray_"):
             return len(text)
         return self._stream.write(text)
@@ -209,7 +207,7 @@ class _WithoutRay:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables that Ray and its processes read, and restore what was there."""
+    """Set variables that Ray and its processes read, and restore them at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,10 +1,10 @@
-"""Write shards durably: temporary name, fsync, rename, fsync of the folder.
+"""Write files durably: temporary name, fsync, rename, fsync of the folder.
 
-Every operation that changes a disk goes through one `Disk`, so that suites can log them, cut the
-power between any two of them, or let them fail. A file under its final name is complete and
-durable; whatever is being written carries a temporary name that no other writer uses and no reader
-takes for a shard. The writer holds a lock on it, which ends with its process (flock(2)): what
-nobody holds was left by a killed run and may be removed.
+Every operation that changes a disk goes through one `Disk`, so that suites can log operations, cut
+the power between any two, or make them fail. A file under its final name is complete and durable. A
+file that is being written has a temporary name that no other writer uses and no reader takes for a
+shard. Its writer holds a lock on it, which ends with the process (flock(2)): an unlocked temporary
+file is left over from a killed run and may be removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEEDS_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def unwritable(path: Path, error: OSError) -> UnwritablePath:
-    """Say why the system refused to write, and what to do."""
+    """Return an error that says why the system rejected a write, and what to do."""
     reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
     full = error.errno in _NEEDS_ROOM
     return UnwritablePath(
@@ -56,7 +56,7 @@ def unwritable(path: Path, error: OSError) -> UnwritablePath:
 
 
 class Disk:
-    """The operations themselves, one system call or two each."""
+    """The disk operations, one or two system calls each."""
 
     def make_folder(self, path: Path) -> None:
         """Make one folder; it may exist."""
@@ -79,31 +79,31 @@ class Disk:
             data = data[os.write(descriptor, data) :]
 
     def extend(self, descriptor: int, size: int) -> None:
-        """Let a file end at `size`; what was never written is a hole and reads as zeros."""
+        """Set a file's size; what was never written is a hole and reads as zeros."""
         os.ftruncate(descriptor, size)
 
     def sync(self, descriptor: int) -> None:
-        """Return when the file's bytes are durable."""
+        """Make the file's bytes durable."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a file, and with it unlock it."""
+        """Close a file, which also unlocks it."""
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file its final name, in place of what had it."""
+        """Give a file its final name; an existing file of that name is replaced."""
         source.replace(target)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder are durable."""
+        """Make the names in a folder durable."""
         sync_folder(path)
 
     def remove(self, path: Path) -> None:
-        """Remove a file; it may be gone."""
+        """Remove a file; it may be missing."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder; it may be gone."""
+        """Remove an empty folder; it may be missing."""
         with suppress(FileNotFoundError):
             path.rmdir()
 
@@ -112,7 +112,7 @@ DISK = Disk()
 
 
 class Partial:
-    """A file under its temporary name. It becomes `path` by commit(), or nothing by abandon()."""
+    """A file under its temporary name. commit() renames it to `path`; abandon() removes it."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self.path = path
@@ -126,7 +126,7 @@ class Partial:
         self._disk.write(self._open, data)
 
     def extend(self, size: int) -> None:
-        """Let the file end at `size`."""
+        """Set the file's size."""
         self._disk.extend(self._open, size)
 
     def commit(self) -> None:
@@ -138,7 +138,7 @@ class Partial:
         self._disk.sync_folder(self.path.parent)
 
     def abandon(self) -> None:
-        """Remove what was written; never hides the error that led here."""
+        """Remove the temporary file; never hides the error that led here."""
         with suppress(OSError):
             self._close()
         with suppress(OSError):
@@ -157,7 +157,7 @@ class Partial:
 
 @contextmanager
 def writing(path: Path, disk: Disk) -> Iterator[Partial]:
-    """Write a file that appears whole or not at all; system errors become refusals."""
+    """Write a file that appears whole or not at all; system errors become UnwritablePath."""
     with refusing(path):
         partial = Partial(path, disk)
         try:
@@ -170,7 +170,7 @@ def writing(path: Path, disk: Disk) -> Iterator[Partial]:
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into an UnwritablePath that names `path`."""
+    """Convert system errors to an UnwritablePath that names `path`."""
     try:
         yield
     except OSError as error:
@@ -184,7 +184,7 @@ def write_file(path: Path, data: bytes, disk: Disk) -> None:
 
 
 def make_folders(path: Path, disk: Disk) -> None:
-    """Make a folder and those above it, each durably."""
+    """Make a folder and its parents, each durably."""
     with refusing(path):
         missing = []
         while not path.exists():
@@ -196,7 +196,7 @@ def make_folders(path: Path, disk: Disk) -> None:
 
 
 def remove_abandoned(folder: Path, disk: Disk) -> None:
-    """Remove temporary files that no living writer holds: what killed runs left behind."""
+    """Remove temporary files that no living writer locks: those of killed runs."""
     with refusing(folder):
         for path in sorted(folder.glob(f".*{PARTIAL_SUFFIX}")):
             if _is_abandoned(path):
@@ -204,7 +204,7 @@ def remove_abandoned(folder: Path, disk: Disk) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Tell whether its writer is gone. Where a file system has no locks, nobody can know: no."""
+    """Tell whether its writer has ended; False where the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,7 @@
-"""Source and target are two folders, and neither lies inside the other.
+"""Check that source and target are separate folders, and neither lies inside the other.
 
-Owns the question, which is asked before anything is read at length. A checkpoint inside another one
-is taken for a part of it, and a target around its source would be written over what is read.
-Kept honest by suites/checkpoint/write/test_folder_overlap.py.
+A target inside its source would be read as part of it, and a target around its source would write
+over what is read. The check runs before any long read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_apart(source: Path, target: Path) -> None:
-    """Refuse to write into the folder that is read, or around it; links are followed."""
+    """Raise for a target that is, contains, or lies inside the source; links are followed."""
     read, written = source.resolve(), target.resolve()
     if read.is_dir() and written.is_relative_to(read):
         where = "outside the source"

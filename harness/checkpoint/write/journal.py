@@ -1,13 +1,12 @@
-"""What an unfinished target remembers: which plan it follows, and which shards are finished.
+"""Record the progress of an unfinished target: its plan and its finished shards.
 
-Owns the folder `degarble-unfinished` in the target: `plan.json` (the plan in short, its sources,
-the version that writes) and one record a finished shard. A record is written after its shard is
-durable, so a run that is killed at any moment loses at most the shards it was writing. The folder
-goes when the manifest is durable; until then no reader takes the target for a checkpoint.
+The folder `degarble-unfinished` in the target holds `plan.json` (the plan in short, its sources,
+and the version of degarble) and one record for each finished shard. A record is written after its
+shard is durable, so a run that is killed at any moment loses at most the shards it was writing. The
+folder is removed once the manifest is durable; until then no reader accepts the target.
 
-Refuses, by name, to go on with another plan, other sources or another version, and to write into
-a folder that holds something else. Kept honest by suites/checkpoint/write/test_journal.py and
-test_writer_crash.py.
+Resuming with another plan, other sources or another version raises an error, and so does a target
+folder that holds anything else.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _NAMES = {"plan": "plan (keys of producers)", "version": "version of degarble"}
 
 
 class Journal:
-    """The memory of one target. `begin` it once; workers `join` it."""
+    """The progress of one target. `begin` it once; workers `join` it."""
 
     def __init__(self, target: Path, plan: str, disk: Disk, manifest: Manifest | None) -> None:
         self.target = target
@@ -57,7 +56,7 @@ class Journal:
 
     @classmethod
     def begin(cls, target: Path, plan: WritePlan, disk: Disk, *, resume: bool = True) -> Journal:
-        """Mark the target as unfinished, or find what an earlier run of this plan left there."""
+        """Mark the target as unfinished, or open what an earlier run of this plan left there."""
         ours = {"schema": SCHEMA, "version": VERSION, **plan.facts()}
         manifest = _look_into(target, ours, resume=resume)
         if manifest and _is_whole(target, manifest):
@@ -75,7 +74,7 @@ class Journal:
 
     @classmethod
     def join(cls, target: Path, plan: str, disk: Disk) -> Journal:
-        """Open the memory of a target that somebody began with this plan."""
+        """Open the journal of a target that was begun with this plan."""
         marker = target / UNFINISHED / PLAN
         manifest = Manifest.read(target) if (target / MANIFEST).exists() else None
         stated = _marked_plan(marker) or (manifest.plan if manifest else {})
@@ -101,9 +100,9 @@ class Journal:
         return record if _size(self.target / shard.file) == record.nbytes else None
 
     def verified(self, shard: ShardPlan) -> ShardRecord | None:
-        """Return the record of a finished shard, its file read again and found unchanged.
+        """Return the record of a finished shard after hashing its file again.
 
-        A changed shard of an unfinished target is written anew; of a finished one, it is refused.
+        A changed shard of an unfinished target is written anew; in a finished target it raises.
         """
         record = self.recorded(shard)
         if record is None or record.sha256 is None:
@@ -121,20 +120,20 @@ class Journal:
         return None
 
     def add(self, record: ShardRecord) -> None:
-        """Remember a shard; its file is durable already."""
+        """Record a shard; its file is durable already."""
         path = self._path(record.file)
         write_file(path, _spelled({"plan": self._plan, **record.as_dict()}), self._disk)
 
     def forget(self, files: Iterable[str]) -> None:
-        """Take shards for unfinished again: what they were made of cannot be told."""
+        """Mark shards as unfinished again, because they may hold bytes of two sources."""
         for file in files:
             with refusing(self._path(file)):
                 self._disk.remove(self._path(file))
 
     def abandon(self, *, keep: bool) -> None:
-        """Remove the mark of a target in which no shard was finished, or else leave all as it is.
+        """Remove the mark of a target in which no shard was finished; otherwise change nothing.
 
-        `keep`: the folder was there before, and stays.
+        `keep`: the folder existed before, and stays.
         """
         folder = self.target / UNFINISHED
         with refusing(folder):
@@ -149,7 +148,7 @@ class Journal:
                     self._disk.remove_folder(self.target)
 
     def close(self) -> None:
-        """Take the mark away, and what workers left there. The manifest is durable already."""
+        """Remove the mark and what workers left there. The manifest is durable already."""
         folder = self.target / UNFINISHED
         remove_abandoned(self.target, self._disk)
         with refusing(folder):
@@ -175,7 +174,7 @@ class Journal:
 
 
 def _look_into(target: Path, ours: Mapping[str, Any], *, resume: bool) -> Manifest | None:
-    """Return the manifest of a finished run of this plan; refuse what is in the way."""
+    """Return the manifest of a finished run of this plan; raise for anything in the way."""
     with refusing(target):
         if not target.exists():
             return None
@@ -203,9 +202,9 @@ def _look_into(target: Path, ours: Mapping[str, Any], *, resume: bool) -> Manife
 
 
 def _marked_plan(marker: Path) -> dict[str, Any] | None:
-    """Return what an unfinished target remembers of its plan, or None without a mark.
+    """Return the plan that an unfinished target records, or None without a mark.
 
-    Another run may take the mark away at any moment: then the target has none.
+    Another run may remove the mark at any moment; then the result is None as well.
     """
     if not marker.exists():
         return None
@@ -220,7 +219,7 @@ def _marked_plan(marker: Path) -> dict[str, Any] | None:
 def _require_same(
     target: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str
 ) -> None:
-    """Name the first thing in which two plans differ."""
+    """Raise with the first difference of two plans."""
     for name in ours:
         known, wanted = theirs.get(name), ours[name]
         if known == wanted:
@@ -252,10 +251,10 @@ def _is_marked(target: Path) -> bool:
 
 
 def _is_whole(target: Path, manifest: Manifest) -> bool:
-    """Tell whether all that the manifest names is there.
+    """Tell whether every file of the manifest is there.
 
-    Files beside the shards count only while the target is marked: of a finished one, the writer
-    compares those that programs read, and the others are their owner's.
+    Companion files count only while the target is marked. In a finished target the writer compares
+    those that programs read; its owner may change the others.
     """
     sizes = {name: record.nbytes for name, record in manifest.shards.items()}
     if _is_marked(target):

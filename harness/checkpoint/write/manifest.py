@@ -1,13 +1,9 @@
-"""What was written, with content hashes: manifest.json, and the marks of an unfinished target.
+"""manifest.json: the content hashes of a finished target, and the mark of an unfinished one.
 
-Owns the records of finished shards, the manifest, the folder `degarble-unfinished` that marks a
-target which is still being written, and the content hash: one number for all names, dtypes, shapes
-and bytes of the tensors, whatever shards they lie in. A manifest holds no time and no machine, so
-two runs of one plan write the same one. Hashes are plain SHA-256 of the bytes; a shard's equals
-what `sha256sum` prints. A shard of holes has none.
-
-Refuses manifests that are none, and a target that is still being written. Kept honest by
-suites/checkpoint/write/test_manifest.py.
+The content hash covers names, dtypes, shapes and bytes of all tensors, independent of shards. A
+manifest holds no time and no machine, so two runs of one plan write the same one. Hashes are plain
+SHA-256 of the bytes; a shard's equals the output of `sha256sum`. A shard of holes has none. The
+folder `degarble-unfinished` marks a target that is still being written.
 """
 
 from __future__ import annotations
@@ -47,25 +43,25 @@ class ShardRecord(NamedTuple):
     tensors: Mapping[str, str | None]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record for JSON, the file's name aside."""
+        """Return the record for JSON, without the file's name."""
         return {"bytes": self.nbytes, "sha256": self.sha256, "tensors": dict(self.tensors)}
 
 
 class FileRecord(NamedTuple):
-    """One file beside the shards."""
+    """One file next to the shards."""
 
     nbytes: int
     sha256: str
 
     @classmethod
     def of(cls, data: bytes) -> FileRecord:
-        """Record what `data` are."""
+        """Return the record of `data`."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a finished target."""
+    """The plan, shards, files and hashes of a finished target."""
 
     plan: Mapping[str, Any]  # WritePlan.facts()
     content: str
@@ -77,7 +73,7 @@ class Manifest:
     def merge(
         cls, plan: WritePlan, records: Iterable[ShardRecord], files: Mapping[str, FileRecord]
     ) -> Manifest:
-        """Join the records of all shards, in whatever order they come."""
+        """Merge the records of all shards, in any order."""
         found = {record.file: record for record in records}
         shards = {shard.file: found[shard.file] for shard in plan.shards}
         lines = (
@@ -89,11 +85,11 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """The name of this checkpoint: what a report's page is kept under."""
+        """The name of this checkpoint, under which a report's page is kept."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Spell the manifest; the same content gives the same bytes."""
+        """Return the manifest's JSON; the same content gives the same bytes."""
         raw = {
             "schema": SCHEMA,
             "tool": {"name": "degarble", "version": self.version},
@@ -129,7 +125,7 @@ class Manifest:
             raise _no_manifest(path, f"{type(error).__name__}: {error}") from error
 
     def differences(self, root: Path) -> Iterator[str]:
-        """Hash every file of the manifest again; tell which differ, and how. Reads everything."""
+        """Hash every file of the manifest again and list what differs. Reads everything."""
         for name, record in self.shards.items():
             yield from _difference(root / name, record.nbytes, record.sha256)
         for name, stated in self.files.items():
@@ -137,7 +133,7 @@ class Manifest:
 
 
 def record_from(file: str, raw: Mapping[str, Any]) -> ShardRecord:
-    """Make the record of one shard from its JSON form."""
+    """Return the record of one shard from its JSON form."""
     tensors = {str(name): _hash_or_none(each) for name, each in raw["tensors"].items()}
     return ShardRecord(file, int(raw["bytes"]), _hash_or_none(raw["sha256"]), tensors)
 
@@ -154,7 +150,7 @@ def content_hash(
 
 
 def hash_of_file(path: Path) -> str:
-    """Hash a regular file, piece by piece."""
+    """Hash a regular file in pieces."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_PIECE))
     with regular_file(path) as (descriptor, _), open(descriptor, "rb", 0, closefd=False) as file:
@@ -164,7 +160,7 @@ def hash_of_file(path: Path) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Tell whether a file's name is a plain relative path that stays inside and does not hide."""
+    """Tell whether a file's name is a plain relative path that stays inside and is not hidden."""
     path = PurePosixPath(name)
     plain = name == str(path) and name.isprintable() and "\\" not in name
     hidden = any(part.startswith(".") for part in path.parts)
@@ -172,7 +168,7 @@ def is_inside(name: str) -> bool:
 
 
 def require_finished(root: Path) -> None:
-    """Refuse a folder that is still being written, or whose writing was interrupted."""
+    """Raise for a folder that is still being written, or whose writing was interrupted."""
     if (root / UNFINISHED).exists():
         raise UnreadableFile(
             shown(str(root)),
@@ -183,7 +179,7 @@ def require_finished(root: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read one JSON object of a sane size, each key once."""
+    """Read one JSON object of bounded size, each key once."""
     scan = ObjectScanner(read_small_file(path, LARGEST_INDEX), shown(str(path)))
     found = scan.value(LARGEST_INDEX)
     scan.finish()

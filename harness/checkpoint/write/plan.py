@@ -1,14 +1,11 @@
-"""What will be written, decided before the first byte: tensors in order, cut into shards.
+"""Plan a checkpoint before the first byte is written: tensors in order, cut into shards.
 
-Owns the planned tensors, the cutting into shards, the head of every shard, and the hash by which
-a run recognises its own plan again. Everything that determines a byte of a shard's head or its
-name follows from the plan alone, so an interrupted run continues where it ended, on any machine.
+The plan alone determines every byte of a shard's header and its name. Its hash identifies it, so an
+interrupted run resumes on any machine. Neighbours with the same producer's key stay in one shard. A
+shard holds at most `shard_bytes` of data unless one such group alone is larger.
 
-Neighbours that share a producer's key stay in one shard; a shard holds at most `shard_bytes` of
-data unless one such group alone is larger. Refuses repeated or unusable names, unknown dtypes,
-extents that are no counts, and heads that no reader would accept.
-
-Kept honest by suites/checkpoint/write/test_plan.py (the safetensors package as oracle).
+Repeated or unusable names, unknown dtypes, extents that are no counts, and headers that no reader
+would accept raise an error.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5_000_000_000  # the size that Hugging Face tools write by default
 _ALIGNMENT = 8  # data begin at a multiple, as the safetensors package writes them
 _LARGEST_COUNT = (1 << 63) - 1
-_LONGEST_NAME = LONGEST_ENTRY // 4  # as JSON, and beside shape and offsets, it stays readable
+_LONGEST_NAME = LONGEST_ENTRY // 4  # as JSON, with shape and offsets, it stays readable
 _MOST_SHARDS = 99_999  # five digits, so that names sort as numbers do
 _SAFETENSORS_METADATA = "__metadata__"
 _FOR_TORCH = {"format": "pt"}  # transformers refuses shards that do not say so
@@ -77,7 +74,7 @@ class ShardPlan:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def head(self) -> bytes:
-        """Everything in front of the data: length, header, blanks up to the alignment."""
+        """Return everything before the data: length, header, blanks up to the alignment."""
         members = []
         if self.metadata:
             members.append(f'"{_SAFETENSORS_METADATA}":{_json(dict(self.metadata))}')
@@ -96,7 +93,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The whole target. Make it with `WritePlan.of`.
+    """The plan of the whole target. Make it with `WritePlan.of`.
 
     `sources` names what the data come from, each with a fingerprint: hashes of input files, a seed,
     a recipe. A run resumes only where plan and sources are the same.
@@ -144,16 +141,16 @@ class WritePlan:
 
     @property
     def tensors(self) -> int:
-        """How many tensors."""
+        """The number of tensors."""
         return sum(len(shard.tensors) for shard in self.shards)
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all tensors: what an index calls its total size."""
+        """Bytes of all tensors, which an index calls its total size."""
         return sum(shard.data_bytes for shard in self.shards)
 
     def facts(self) -> dict[str, object]:
-        """Return the plan in short, as two plans are compared: the first difference is named."""
+        """Return the plan in short, for comparison with another plan."""
         return {
             "sources": dict(self.sources),
             "metadata": dict(self.metadata),
@@ -190,7 +187,7 @@ def _shards_of(groups: Sequence[int], shard_bytes: int) -> int:
 
 
 def _groups(tensors: Iterable[PlannedTensor]) -> list[tuple[PlannedTensor, ...]]:
-    """Split where the producer's key changes; tensors without a key stand alone."""
+    """Split where the producer's key changes; tensors without a key form groups of one."""
     found: list[tuple[PlannedTensor, ...]] = []
     for key, group in groupby(tensors, lambda tensor: tensor.key):
         members = tuple(group)
@@ -285,7 +282,7 @@ def _require_texts(what: str, texts: Mapping[str, str]) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """Tell whether it is a str that UTF-8 can hold."""
+    """Tell whether it is a str that UTF-8 can encode."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

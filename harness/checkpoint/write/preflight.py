@@ -1,8 +1,7 @@
-"""Room on a disk, asked for before anything is written.
+"""Check for disk space before anything is written.
 
-Owns the one question whether an output of known size fits. Refuses, as UnwritablePath, with both
-sizes. What other programs write meanwhile it cannot know; a disk that fills up later is refused by
-harness.checkpoint.write.disk. Kept honest by suites/checkpoint/write/test_preflight.py.
+An output of known size that does not fit raises UnwritablePath with both sizes. If other programs
+fill the disk later, harness.checkpoint.write.disk raises.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written where `path` is, or would be made."""
+    """Return the free bytes where `path` is, or would be made."""
     while not path.exists() and path != path.parent:
         path = path.parent
     told = os.statvfs(path)
@@ -26,7 +25,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Refuse when `needed` bytes do not fit."""
+    """Raise where `needed` bytes do not fit."""
     free = free_bytes(path)
     if free < needed:
         raise UnwritablePath(

@@ -1,11 +1,9 @@
-"""One shard, from its plan and a producer, streamed to disk and hashed on the way.
+"""Write one shard from its plan and a producer, streamed to disk and hashed on the way.
 
-Owns `write_shard`, which a process pool or a cluster can call for any shard of a plan on any
-machine, and the sink that turns chunks into a file. Memory is one chunk of the producer's; what is
-larger than a buffer is written by pieces of it. A finished shard is read again, not written.
-
-Refuses producers that deliver more or fewer bytes than planned, with the tensor's name; then the
-shard does not appear. Kept honest by suites/checkpoint/write/test_shard_writer.py.
+`write_shard` runs for any shard of a plan, in any process or on any machine. Memory is one chunk of
+the producer's; chunks larger than a buffer are written in pieces. A finished shard is only read
+again. A producer that yields more or fewer bytes than planned raises an error with the tensor's
+name, and the shard does not appear.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ BUFFER_BYTES = 16 << 20
 
 
 class Producer(Protocol):
-    """Makes the bytes of planned tensors; the same ones whenever it is asked.
+    """A source of the bytes of planned tensors; every call yields the same bytes.
 
-    Tensors of one shard are asked for in the plan's order, so what neighbours share may be kept.
+    Tensors of one shard are requested in the plan's order, so what neighbours share may be kept.
     """
 
     def __call__(self, tensor: PlannedTensor, /) -> Iterable[Chunk]:
@@ -45,7 +43,7 @@ class Producer(Protocol):
 
 
 class ShardSink:
-    """Takes the tensors of one shard in the plan's order."""
+    """A writer of one shard's tensors, in the plan's order."""
 
     def __init__(self, shard: ShardPlan, partial: Partial) -> None:
         self._shard = shard
@@ -57,7 +55,7 @@ class ShardSink:
 
     @property
     def is_full(self) -> bool:
-        """Whether every tensor of the shard has come."""
+        """Whether every tensor of the shard was added."""
         return len(self._hashes) == len(self._shard.tensors)
 
     def add(self, tensor: PlannedTensor, chunks: Iterable[Chunk]) -> None:
@@ -84,7 +82,7 @@ class ShardSink:
         self._hashes[tensor.name] = digest.hexdigest()
 
     def record(self) -> ShardRecord:
-        """Tell what was written."""
+        """Return the record of the written shard."""
         assert self.is_full, "a shard ends behind its last tensor"
         return ShardRecord(self._shard.file, self._nbytes, self._digest.hexdigest(), self._hashes)
 
@@ -97,7 +95,7 @@ class ShardSink:
 def write_shard(
     target: Path, shard: ShardPlan, produce: Producer, disk: Disk = DISK
 ) -> ShardRecord:
-    """Write one shard of a target that was begun; one that is finished is only read again."""
+    """Write one shard of a target that was begun; a finished one is only read again."""
     journal = Journal.join(target, shard.plan, disk)
     known = journal.verified(shard)
     if known is not None:
@@ -112,7 +110,7 @@ def write_shard(
 
 
 def write_hollow_shard(target: Path, shard: ShardPlan, disk: Disk = DISK) -> ShardRecord:
-    """Write a true head, and holes for data: a file of full size that takes no room."""
+    """Write a valid header, and holes for data: a file of full size that takes no room."""
     journal = Journal.join(target, shard.plan, disk)
     known = journal.recorded(shard)
     if known is not None:

@@ -1,12 +1,9 @@
-"""One function over many tasks, in several processes of this machine, none of which dies unnamed.
+"""Run one function over many tasks, in several processes of this machine.
 
-Owns the local pool. A worker holds one task at a time, so when it dies (a signal, too little
-memory, a crash of native code) the pool knows what it was doing. On the first failure the others
-are ended; what they had finished stays. With one worker everything runs in the calling process.
-Where a `Cluster` stands in place of a number, it does the work: same tasks, same results.
-
-Refuses, as WorkerLost, with the task, the signal or status, and what to do. Kept honest by
-suites/checkpoint/write/test_worker_pool.py.
+A worker holds one task at a time, so if it dies (a signal, too little memory, a crash of native
+code) WorkerLost names the task, the signal or status, and the remedy. The first failure ends the
+others; finished tasks are kept. With one worker everything runs in the calling process. A `Cluster`
+may replace the number of workers: same tasks, same results.
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ Result = TypeVar("Result")
 
 
 class Cluster(Protocol):
-    """Several machines that run tasks; harness.checkpoint.write.cluster has one."""
+    """Several machines that run tasks; harness.checkpoint.write.cluster implements it."""
 
     @property
     def told(self) -> str:
-        """What it is, in a line."""
+        """A description of the cluster in one line."""
         ...
 
     def run_each(
@@ -47,7 +44,7 @@ class Cluster(Protocol):
         name: Callable[[Task], str],
         /,
     ) -> Iterator[tuple[Task, Result]]:
-        """Yield each task with its result, as they are done."""
+        """Yield each task with its result as it completes."""
         ...
 
 
@@ -65,9 +62,9 @@ def run_each(
     workers: Workers,
     name: Callable[[Task], str] = repr,
 ) -> Iterator[tuple[Task, Result]]:
-    """Yield each task with its result, as they are done; `name` tells a task in messages.
+    """Yield each task with its result as it completes; `name` formats a task for messages.
 
-    With several workers, `work`, tasks and results travel between processes.
+    With several workers, `work`, tasks and results are pickled between processes.
     """
     if not isinstance(workers, int):
         yield from workers.run_each(work, tasks, name)
@@ -107,7 +104,7 @@ def _start(work: Callable[[Task], Result]) -> _Worker:
 def _serve(
     connection: Connection[Any, Any], work: Callable[[Any], Any], environment: dict[str, str]
 ) -> None:
-    """Do what comes until the other side is gone."""
+    """Run tasks until the other side closes the connection."""
     os.environ.update(environment)  # the process that it was forked from may be older
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends us
     if "torch" in sys.modules:
@@ -121,10 +118,10 @@ def _serve(
 
 
 def answered(work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
-    """Do one task, and return whether it succeeded, with its result or its error."""
+    """Run one task, and return whether it succeeded, with its result or its error."""
     try:
         return True, work(task)
-    except Exception as error:  # noqa: BLE001  told to the caller, who raises it again
+    except Exception as error:  # noqa: BLE001  returned to the caller, who raises it again
         error.add_note("In a worker process:\n" + traceback.format_exc())
         return False, error
 
@@ -132,7 +129,7 @@ def answered(work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
 def _share_out(
     pool: list[_Worker], tasks: list[Task], name: Callable[[Task], str]
 ) -> Iterator[tuple[Task, Any]]:
-    """Keep every worker busy with one task; yield what comes back."""
+    """Keep every worker busy with one task; yield the results."""
     waiting = list(reversed(tasks))
     busy: dict[Connection[Any, Any], tuple[_Worker, Task]] = {}
     idle = list(pool)

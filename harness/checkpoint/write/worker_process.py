@@ -1,8 +1,8 @@
 """Worker processes that never import the caller's main module.
 
-multiprocessing imports it into every worker, to find functions that were defined there. A script
-without `if __name__ == "__main__"` would be run again by each of them. What a worker does here lies
-in modules, so it needs no main.
+multiprocessing imports the main module into every worker, to find functions that were defined
+there. A script without `if __name__ == "__main__"` would then run again in each worker. Our workers
+run functions of modules only, so they do not need it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OF_MAIN = ("init_main_from_name", "init_main_from_path")
 
 
 class _Popen(popen_forkserver.Popen):
-    """Start a process as the library does, without the name of the main module."""
+    """A process start like the library's, without the name of the main module."""
 
     def _launch(self, process_obj: Any) -> None:
         prepared = spawn.get_preparation_data(process_obj.name)
@@ -42,7 +42,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 class WorkerProcess(ForkServerProcess):
-    """A process of the fork server that imports no main module."""
+    """A process of the fork server that does not import the main module."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802  the library's name
@@ -50,7 +50,7 @@ class WorkerProcess(ForkServerProcess):
 
 
 def _forget_lost_server() -> None:
-    """Let the library start another fork server where the one it knows is not our child.
+    """Make the library start another fork server if the one it knows is not our child.
 
     After os.fork() it is the parent's; with SIGCHLD ignored, or a caller that waits for any child,
     it may be gone. The library would raise ChildProcessError.

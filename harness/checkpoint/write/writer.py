@@ -1,15 +1,12 @@
-"""Writing a checkpoint that is never half-written: begin, shards, finish.
+"""Write a checkpoint that is never half-written: begin, shards, finish.
 
-Owns the order of things. `begin` marks the target and refuses what cannot go well; shards appear
-one by one, each whole; `finish` writes the files beside them, then the index, the manifest and, as
-the last one, config.json, without which no engine takes the folder for a checkpoint; then the mark
-goes. A run that ends at any moment is resumed by the same call and yields the same bytes.
+`begin` marks the target and checks what could fail. Shards appear one by one, each whole. `finish`
+writes the companion files, the index, the manifest and last config.json, without which no engine
+loads the folder; then the mark is removed. After an interruption at any moment the same call
+resumes and yields the same bytes.
 
-`write` does all of it, with one process or several. `ShardedWriter` takes tensors as they come, in
+`write` does all of it, with one process or several. `ShardedWriter` takes tensors one by one, in
 the plan's order. A cluster calls `begin`, `write_shard` for each shard, `finish`.
-
-Refuses as harness.checkpoint.write.journal, disk and space do. Kept honest by
-suites/checkpoint/write/test_writer.py and test_writer_crash.py.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ _BYTES_OF_A_LINE = 512
 
 @dataclass(frozen=True)
 class Ending:
-    """What lies beside the shards: files by name, and entries of the index's metadata."""
+    """The files to write next to the shards, by name, and entries of the index's metadata."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     index_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -92,9 +89,9 @@ def write(
     workers: Workers = 1,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
 ) -> Manifest:
-    """Write a whole checkpoint, or finish one that was begun. Without a producer it is hollow.
+    """Write a whole checkpoint, or resume one. Without a producer its shards are holes.
 
-    With several workers the producer is sent to other processes, so it must be importable there.
+    With several workers the producer is pickled to other processes, so it must be importable there.
     """
     work = partial(_write_one, target, produce)
     with beginning(target, plan, hollow=produce is None):
@@ -104,9 +101,9 @@ def write(
 
 @contextmanager
 def beginning(target: Path, plan: WritePlan, *, hollow: bool = False) -> Iterator[None]:
-    """Begin a target; leave nothing of it where its source is refused before the first shard.
+    """Begin a target; remove its mark if the source is rejected before the first shard is finished.
 
-    A full disk or a lost worker is no refusal of the source: the same call goes on from there.
+    A full disk or a lost worker does not reject the source: the same call resumes.
     """
     keep = target.exists()
     journal = begin(target, plan, hollow=hollow)
@@ -129,9 +126,9 @@ def make_shards(
     source: SourceState | None = None,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
 ) -> None:
-    """Make every shard of a target that was begun, from a source that stays as it was.
+    """Write every shard of a target that was begun; the source must not change meanwhile.
 
-    Shards that may hold bytes of two sources are forgotten, so that the next run makes them anew.
+    Shards that may hold bytes of two sources are forgotten, so that the next run writes them anew.
     """
     unproven = {shard.file for shard in plan.shards}
     try:
@@ -155,7 +152,7 @@ def begin(
     hollow: bool = False,
     disk: Disk = DISK,
 ) -> Journal:
-    """Make or find the target, ask for room, and mark it as unfinished."""
+    """Make or open the target, check for space, and mark it as unfinished."""
     if not target.exists():
         _require_room(target, plan.shards, hollow=hollow)
     journal = Journal.begin(target, plan, disk, resume=resume)
@@ -168,7 +165,7 @@ def begin(
 def finish(
     target: Path, plan: WritePlan, ending: Ending | None = None, disk: Disk = DISK
 ) -> Manifest:
-    """Write what belongs beside the shards, and declare the checkpoint complete."""
+    """Write the files next to the shards, and declare the checkpoint complete."""
     ending = ending or Ending()
     journal = Journal.join(target, plan.hash, disk)
     records = []
@@ -203,9 +200,9 @@ def finish(
 
 
 class ShardedWriter:
-    """Takes the tensors of a plan in its order, one at a time; use it as a context.
+    """A writer that takes the tensors of a plan in order, one at a time; use it as a context.
 
-    Tensors of shards that an earlier run finished are passed over: their chunks are not asked for.
+    Tensors of shards that an earlier run finished are skipped; their chunks are not requested.
     """
 
     def __init__(
@@ -223,7 +220,7 @@ class ShardedWriter:
         self._ended = False
 
     def wants(self, name: str) -> bool:
-        """Tell whether the next tensor, which must be `name`, will be written or passed over."""
+        """Tell whether the next tensor, which must be `name`, will be written (or skipped)."""
         shard, tensor = self._expected(name)
         if tensor.name != name:
             raise InvalidArgument(
@@ -263,7 +260,7 @@ class ShardedWriter:
         return finish(self._target, self._plan, ending, self._disk)
 
     def close(self) -> None:
-        """Leave finished shards, and nothing of an unfinished one."""
+        """Keep finished shards and remove an unfinished one."""
         self._ended = True
         self._sink, partial = None, self._partial
         self._partial = None
@@ -295,7 +292,7 @@ class ShardedWriter:
                 self._sink = ShardSink(shard, self._partial)
 
     def _leave(self) -> None:
-        """Let the shard appear, then remember it."""
+        """Give the shard its final name, then record it."""
         assert self._sink
         assert self._partial
         self._partial.commit()
@@ -328,7 +325,7 @@ def _require_room(target: Path, shards: Iterable[ShardPlan], *, hollow: bool) ->
 
 
 def _index(plan: WritePlan, metadata: Mapping[str, Any]) -> bytes:
-    """Spell model.safetensors.index.json."""
+    """Return the content of model.safetensors.index.json."""
     raw = {
         "metadata": {**metadata, "total_size": plan.data_bytes},
         "weight_map": {
@@ -341,7 +338,7 @@ def _index(plan: WritePlan, metadata: Mapping[str, Any]) -> bytes:
 
 
 def _put(target: Path, name: str, data: bytes, disk: Disk) -> None:
-    """Write a file that is not there; one with other bytes is somebody's, and stays."""
+    """Write a missing file; an existing one with other bytes stays and raises."""
     path = target / name
     if path.parent.is_dir():
         remove_abandoned(path.parent, disk)
@@ -358,7 +355,7 @@ def _put(target: Path, name: str, data: bytes, disk: Disk) -> None:
 
 
 def _require_equal(target: Path, ours: Manifest, theirs: Manifest | None) -> None:
-    """Refuse to take another ending for done."""
+    """Raise where a finished target has other companion files than this run would write."""
     assert theirs is not None
     for name in sorted({*ours.files, *theirs.files}):
         if ours.files.get(name) != theirs.files.get(name):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.write.worker_pool import Workers
     from degarble.harness.checkpoint.write.writer import Ending
 
-_FEW, _PARTS = 256, 64  # units that are not worth a process; parts that many are asked in
+_FEW, _PARTS = 256, 64  # so few units are not worth a process; parts of more
 GENERATION = "3"  # raise it when the same source and options give other bytes
 
 
