@@ -1,1 +1,1 @@
-"""What every room may use: errors, version, protocols, input files, masking of passwords."""
+"""Shared basics of all packages: errors, version, protocols, input files, masking of passwords."""

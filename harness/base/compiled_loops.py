@@ -1,9 +1,9 @@
-"""Compile inner loops with numba, and cache them where nobody else can write.
+"""Compile inner loops with numba, and cache them in a folder that nobody else can write.
 
 A cached loop is unpickled and run, so whoever can write the cache runs code as the user who loads
-it. Numba takes any folder that it can write; here the folder is ours alone, and what lies in it is
-checked before numba reads it. Imported by modules of loops, which are imported inside functions:
-numba is heavy.
+it. Numba accepts any folder that it can write. Ours is private, and its content is checked before
+numba reads it. Only modules of loops import this, and they are imported inside functions, because
+numba is slow to import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compiled(function: F) -> F:
 
 
 def compiled_with(**options: Any) -> Callable[[F], F]:
-    """Compile as `compiled` does, with numba's own options besides."""
+    """Compile as `compiled` does, with further options of numba."""
 
     def decorate(function: F) -> F:
         folder = _usable_folder(_CONFIG.CACHE_DIR)
@@ -65,9 +65,9 @@ def _cached_in(folder: Path, function: Callable[..., Any], options: dict[str, An
 
 @cache
 def _usable_folder(named: str) -> Path | None:
-    """Return the folder of our loops, checked once a process; None where there can be none.
+    """Return the private folder of our loops, checked once a process; None where there can be none.
 
-    `named` is what NUMBA_CACHE_DIR says; of that folder we use one below it, which can be private.
+    `named` is NUMBA_CACHE_DIR; of that folder we use a subfolder, which can be private.
     """
     try:
         folder = Path(named) / "degarble" if named else cache_folder(os.environ) / "loops"

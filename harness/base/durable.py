@@ -18,7 +18,7 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF})
 
 
 def sync_file(path: Path) -> None:
-    """Return when a file's bytes are durable."""
+    """Make a file's bytes durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -27,7 +27,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in a folder are durable."""
+    """Make the names in a folder durable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:

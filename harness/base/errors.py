@@ -1,4 +1,4 @@
-"""Every way in which degarble refuses: one class per cause, with what a user needs to mend it.
+"""Error classes of degarble, one for each cause, with name, value, expectation and remedy.
 
 DegarbleError
 ├── Refused                    the input is wrong: exit status 2, nothing half-written
@@ -13,7 +13,7 @@ DegarbleError
 │   ├── UnreadableFile         missing, truncated or hostile file
 │   ├── UnwritablePath         an output that cannot be made: read-only, full, in the way
 │   ├── MissingDependency      an optional package or system program is absent
-│   ├── MissingDevice          the GPU that was asked for is absent
+│   ├── MissingDevice          the requested GPU is absent
 │   ├── WorkerLost             a worker process ended before its task did
 │   └── NotBuilt               a command of the contract that this version does not have yet
 └── Undecided                  the comparison cannot be made; exit status 2 as well
@@ -40,16 +40,16 @@ _MANY = 100  # names that a remedy lists: of all components of a checkpoint nobo
 
 
 def _shown(value: object) -> str:
-    """`value` as one bounded, printable line; control characters are escaped, never emitted."""
+    """Return `value` as one bounded, printable line; control characters are escaped."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  a hostile __repr__ must not hide the error being told
+    except Exception as error:  # noqa: BLE001  a hostile __repr__ must not hide the error
         text = f"<unprintable {type(value).__name__}: {type(error).__name__}>"
     return printable(masked(text[:_MASKED]), _VALUE_LIMIT)
 
 
 def printable(text: str, longest: int) -> str:
-    """Return text from outside as one line of at most `longest`; control characters are escaped."""
+    """Return external text as one line of at most `longest`; control characters are escaped."""
     shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text[: longest + 1])
     return shown if len(shown) <= longest else shown[: longest - 3] + "..."
 
@@ -91,7 +91,7 @@ class UnknownName(Refused):
 
     @classmethod
     def among(cls, name: str, value: object, known: Iterable[str]) -> UnknownName:
-        """Refuse `value`, suggesting the nearest of `known`."""
+        """Return an error for `value` that suggests the nearest of `known`."""
         names = sorted(known)
         near = get_close_matches(str(value), names, n=3, cutoff=0.5)
         remedy = f"Did you mean {', '.join(near)}?" if near else "Use one of these names."
@@ -116,7 +116,7 @@ class LayoutMismatch(Refused):
 
 
 class PartnersMismatch(LayoutMismatch):
-    """Partners that a layout fuses, and that do not fit into one tensor as they are stored."""
+    """Partners that a layout fuses, but that do not fit into one tensor as they are stored."""
 
 
 class DialectMismatch(Refused):
@@ -128,7 +128,7 @@ class ScaleDirectionMismatch(Refused):
 
 
 class UnreadableFile(Refused):
-    """A file that is missing, truncated, or not what its name promises."""
+    """A file that is missing, truncated, or not what its name claims."""
 
 
 class UnwritablePath(Refused):
@@ -140,7 +140,7 @@ class MissingDependency(Refused):
 
 
 class MissingDevice(Refused):
-    """The accelerator that was asked for is absent."""
+    """The requested accelerator is absent."""
 
 
 class WorkerLost(Refused):

@@ -1,7 +1,7 @@
-"""Open what a user names: regular files only, never waiting, and never more bytes than stated.
+"""Open files that a user names: regular files only, without blocking, and of bounded size.
 
-A pipe without a writer would block the open, a device has no end, and a hole can be larger than
-any memory. So the kind and size of a file are known before its first byte is read.
+A pipe without a writer would block the open, a device has no end, and a sparse file can be larger
+than any memory. So kind and size of a file are checked before its first byte is read.
 """
 
 from __future__ import annotations

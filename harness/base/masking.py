@@ -1,6 +1,6 @@
-"""Find passwords in text, so that no message, page or report shows one.
+"""Mask passwords in text, so that no message, page or report shows one.
 
-Every refusal masks its texts with it, because nobody knows in which argument an address was typed.
+Every error masks its texts, because an address with a password may be in any argument.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def looks_like_address(text: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Replace who signs in at an address, and every value that is named as a password."""
+    """Replace the user part of an address, and every value that is named as a password."""
     if not {"@", "=", "%"} & set(text):
         return text
     text = _SIGNED_IN.sub(f"{MASK}@", text)

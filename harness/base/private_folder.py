@@ -1,7 +1,7 @@
-"""Read code that this process will run from folders that nobody else could have written into.
+"""Load cached code only from folders that nobody else could have written to.
 
 Whoever can write cached code, a kernel or a compiled loop, runs it as the user who loads it. So the
-folder and its entries have to belong to the caller or to root, and be writable by the owner alone.
+folder and its entries must belong to the caller or to root, and be writable by the owner alone.
 Open descriptors are checked, never a path that another user could exchange in between.
 """
 
@@ -27,7 +27,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True)
 class CachedCode:
-    """What a cache holds, and how its user names another folder."""
+    """The kind of code in a cache, and how its user names another folder."""
 
     what: str
     elsewhere: str
@@ -40,13 +40,13 @@ CODE_OF_LOOPS = CachedCode("compiled loops", "NUMBA_CACHE_DIR names another fold
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of the user's caches, by default."""
+    """Return the default folder of the user's caches."""
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "degarble"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for the caller alone; its parents as usual."""
+    """Make a folder for the caller alone; its parents get the usual permissions."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -54,7 +54,7 @@ def make_private(folder: Path) -> None:
 def read_private(
     folder: Path, entry: str, files: Sequence[str], code: CachedCode = CODE_OF_KERNELS
 ) -> dict[str, bytes] | None:
-    """Return the files of an entry, None where one is missing; refuse what others can write."""
+    """Return the files of an entry, None where one is missing; raise where others can write."""
     try:
         with opened_private(folder, code) as outer, _opened(entry, outer, code) as inner:
             state = os.fstat(inner)
@@ -68,7 +68,7 @@ def read_private(
 
 
 def require_private_tree(folder: Path, code: CachedCode) -> None:
-    """Refuse a folder in which others could have written anything, at any depth.
+    """Raise for a folder in which others could have written anything, at any depth.
 
     Once it is closed to others, only its owner adds to it.
     """
@@ -87,7 +87,7 @@ def require_private_tree(folder: Path, code: CachedCode) -> None:
 
 @contextmanager
 def opened_private(folder: Path, code: CachedCode = CODE_OF_KERNELS) -> Iterator[int]:
-    """Give the descriptor of a folder, every parent of which has been checked."""
+    """Yield the descriptor of a folder after checking every parent."""
     real = Path(os.path.realpath(folder))
     descriptor = os.open(real.anchor, _FOLDER)
     try:
@@ -144,7 +144,7 @@ def _require_private(
 
 
 def _require_parent(path: Path, state: os.stat_result, code: CachedCode) -> None:
-    """Refuse a parent in which anybody may exchange the folder; the sticky bit prevents that."""
+    """Raise for a parent in which anybody may exchange the folder; the sticky bit prevents that."""
     if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
         raise _unsafe(path, "in a folder that anybody may write", code)
 

@@ -1,4 +1,4 @@
-"""Every extension point, with signatures and no code: what a backend or a fault has to offer.
+"""Protocols of extension points, without code: what a backend has to offer.
 
 A backend belongs to the entry-point group `degarble.backends`, or is named `module:factory` on the
 command line.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ComponentCall(Protocol):
-    """One component: named inputs and weights in, named outputs out; arguments stay as they are."""
+    """One component: named inputs and weights in, named outputs out; arguments must not change."""
 
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, object]
@@ -25,7 +25,7 @@ class ComponentCall(Protocol):
 
 
 class Backend(Protocol):
-    """Kernels under a name. What `components` leaves out falls to torch, and the report says so.
+    """Named kernels. Components missing in `components` run in torch, and the report says so.
 
     A backend may also have `conventions`, a dict such as {"head_norm": "once"}: what its kernels do
     where correct implementations differ (docs/checking.md lists them).

@@ -1,3 +1,3 @@
-"""The one place where the version stands."""
+"""The version of degarble."""
 
 VERSION = "0.1.0"

@@ -1,5 +1,4 @@
-"""All runs of all nights, and what they tell: the store, changes, the ledger of known failures.
+"""History of nightly runs: the store, changes between nights, and the ledger of known failures.
 
-Owns the telling of old runs; it reads records, so that a night of last year is told without torch,
-a GPU or the checkpoint.
+It reads records only, so old runs can be explained without torch, a GPU or the checkpoint.
 """

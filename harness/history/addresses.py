@@ -1,7 +1,7 @@
-"""Where a history lies: the path of a SQLite file, or the URL of a PostgreSQL server.
+"""Parse the address of a history store: a path for SQLite, or a URL for PostgreSQL.
 
-What looks like an address is never taken for a file: a mistyped URL would become a file whose name
-holds a password. Of an address that is refused, and in what a driver says, no password is shown.
+Text that looks like an address is never taken for a file: a mistyped URL would create a file whose
+name holds a password. Errors, and a driver's messages, never show a password.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SHORT = 3  # characters: what is shorter stands in many words by chance
 
 @dataclass(frozen=True)
 class Address:
-    """A store that may be opened: its name for messages, its engine, and what no message shows."""
+    """A store that may be opened: its name for messages, its engine, and the secrets to mask."""
 
     name: str
     engine: sql.Engine
     secrets: tuple[str, ...] = ()
 
     def without_secrets(self, line: str) -> str:
-        """Return what a driver says without the password."""
+        """Return a driver's message without the password."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             if len(secret) < _SHORT and secret in line:
                 return _HIDDEN
@@ -75,7 +75,7 @@ def address_of(url: str, *, create: bool) -> Address:
 
 
 def _is_no_path(url: str) -> bool:
-    """Tell whether a text is rather an address: also one without scheme or colon."""
+    """Tell whether a text is an address rather than a path, even without scheme or colon."""
     if looks_like_address(url):
         return True
     path = Path(url)
@@ -100,13 +100,13 @@ def _file(url: str, *, create: bool) -> Address:
 
 
 def _named(address: sql.URL) -> str:
-    """Name a store without user and password."""
+    """Return a store's name without user and password."""
     host = f"{address.host or 'local'}{f':{address.port}' if address.port else ''}"
     return f"{address.get_backend_name()} {address.database or ''} on {host}"
 
 
 def _secrets(url: str, address: sql.URL) -> tuple[str, ...]:
-    """Return what no message may show, as it was written and as a driver may write it."""
+    """Return the secrets to mask, as they were written and as a driver may write them."""
     hidden = [url, str(address.password or "")]
     for name, given in address.query.items():
         told = [given] if isinstance(given, str) else given

@@ -1,20 +1,21 @@
-"""Which night moved a series: a change-point test over thousands of series at once.
+"""Change-point detection: find the night that moved a series, over thousands of series at once.
 
-Owns the test. A series is one number a night: the mean over the night's runs. Its baseline is what
-lies more than LONGEST nights back, or what followed its last change; its noise is the standard
-deviation there. Tonight the mean of the last 2, 3, 5 and 8 nights is compared with the baseline by
-Student's statistic, carried over to a normal deviate (Wallace 1959), so that a short baseline asks
-for more. The threshold shares ALARMS_A_YEAR among all series, windows and nights.
+A series is one number a night: the mean over the night's runs. Its baseline is what is more than
+LONGEST nights old, or what followed its last change; its noise is the standard deviation there. The
+mean of the last 2, 3, 5 and 8 nights is compared with the baseline by Student's statistic,
+converted to a normal deviate (Wallace 1959), so that a short baseline needs a larger move. The
+threshold shares ALARMS_A_YEAR among all series, windows and nights.
 
-Four habits keep a healthy store silent. A single night never makes a change: it counts for so much
-that two which agree suffice, however far out it is. Noise with heavy tails counts for no more than
-normal noise as rare, by the tails that all series together showed so far. Noise that carries over
-from night to night widens what is allowed, by its correlation. A series that never moved (bit-equal
-runs) has the noise that its measure grants.
+Four rules keep a healthy store free of alarms:
+  single nights  One night never makes a change: its weight is limited so that two nights that
+                 agree suffice, however far out it is.
+  heavy tails    Noise with heavy tails counts as normal noise that is as rare, by the tails of
+                 all series so far.
+  correlation    Noise that carries over to the next night widens the threshold.
+  no noise       A series that never moved (bit-equal runs) has the least noise of its measure.
 
-The first night of a change is the one that splits old from new best, which names its commits.
-Refuses a matrix that is not nights by series. Kept honest by suites/history/test_changes.py, which
-counts alarms over simulated years.
+The first night of a change is the one that splits old from new best; it determines the commits.
+Shape letters: N nights, S series.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MOST_CARRIED = 0.9  # correlation of neighbouring nights
 
 @dataclass(frozen=True)
 class Change:
-    """A series moved: `first` is the first night of its new level, `found` when that was told."""
+    """A change of a series: `first` is the first night of its new level, `found` its detection."""
 
     series: int
     first: int
@@ -74,9 +75,9 @@ def threshold(series: int) -> float:
 
 
 def changes_of(values_NS: Floats, floors_S: Floats | float = 0.0) -> list[Change]:
-    """Walk through the nights in order and return every change; NaN is a night without a value.
+    """Process the nights in order and return every change; NaN is a night without a value.
 
-    `floors_S` is the least noise that each series is taken to have.
+    `floors_S` is the least noise of each series.
     """
     if values_NS.ndim != 2:
         raise ShapeMismatch(
@@ -104,7 +105,7 @@ class Watch:
         self._tails = _Tails()
 
     def see(self, night: int, values_S: Floats) -> Iterator[Change]:
-        """Take one night; yield the changes that it brings to light."""
+        """Process one night; yield the changes that it reveals."""
         here = np.isfinite(values_S)
         self._join(self._recent[0], self._nights[0], here)
         for kept, new in ((self._recent, values_S), (self._nights, night)):
@@ -127,7 +128,7 @@ class Watch:
         return noise
 
     def _join(self, values: Floats, nights: NDArray[np.int64], here: Bools) -> None:
-        """Let the oldest recent night become part of the baseline; a wild one counts as a limit."""
+        """Add the oldest recent night to the baseline; a wild one is clipped to the limit."""
         joins = here & np.isfinite(values)
         if not joins.any():
             return
@@ -150,13 +151,13 @@ class Watch:
         self._joined = np.where(joins, nights, self._joined)
 
     def _most_of_a_night(self) -> Floats:
-        """Return what one night may count, in units of noise."""
+        """Return the largest weight of one night, in units of noise."""
         at = np.minimum(self._degrees, len(self._needed) - 1).astype(np.int64)
         apart = np.sqrt(0.5 + 1 / np.maximum(self._count, 1.0))
         return np.asarray(_COUNTS * self._needed[at] * apart, np.float64)
 
     def _worth_a_look(self) -> Bools:
-        """Tell where a window is far out by the plainest measure, which all others only lessen."""
+        """Return where a window is far out before corrections, which only lessen its deviate."""
         noise = self._threshold * self.noise
         sums = np.zeros(len(self._mean))
         worth = np.zeros(len(self._mean), np.bool_)
@@ -173,6 +174,7 @@ class Watch:
         totals, count = np.cumsum(units[::-1], axis=0), self._count[at]
         best = np.zeros(len(at))
         for window in WINDOWS:
+            # Variance of a window's sum: correlated nights, and the baseline's own mean.
             inner = sum((1 - k / window) * carried**k for k in range(1, window))
             variance = window * (1 + 2 * inner) + window * window / count
             t = totals[window - 1] / np.sqrt(variance)
@@ -180,13 +182,13 @@ class Watch:
         return np.copysign(_as_normal(np.abs(best), self._degrees[at]), best)
 
     def _units(self, at: Places) -> Floats:
-        """Return the recent nights in units of each series' noise, as far as each may count."""
+        """Return the recent nights in units of each series' noise, clipped as single nights are."""
         units = (self._recent[:, at] - self._mean[at]) / self.noise[at]
         limit = self._most_of_a_night()[at]
         return np.clip(self._tails.tamed(units), -limit, limit)
 
     def _correlation(self, at: Places) -> Floats:
-        """Return what carries over to the next night: in all series, or in one if clearly more."""
+        """Return the correlation of neighbouring nights: of all series, or one if clearly more."""
         moved = self._spread > 0
         found = np.divide(self._carried, self._spread, out=np.zeros(len(moved)), where=moved)
         common = float(found[moved].mean()) if moved.any() else 0.0
@@ -194,7 +196,7 @@ class Watch:
         return np.clip(np.maximum(found[at] - chance, common), 0.0, _MOST_CARRIED)
 
     def _changed(self, series: int, night: int, deviate: float) -> Change:
-        """Tell a change of one series, and let its new level be the baseline."""
+        """Return a change of one series, and make its new level the baseline."""
         nights = self._nights[:, series]
         start = _split(
             (self._recent[:, series] - self._mean[series])
@@ -247,19 +249,19 @@ def _split(units: Floats) -> int:
 
 
 class _Tails:
-    """How rare a distance from the baseline is, over all series so far."""
+    """Tail distribution of distances from the baseline, over all series so far."""
 
     _step, _bins = 0.05, 400  # of normal deviates
     _seldom = 2000  # nights of series before their tails mean anything
 
     def __init__(self) -> None:
         self._seen = np.zeros(self._bins, np.int64)
-        self._told = 0  # what had been seen when the scores were made
+        self._told = 0  # the count of nights when the scores were made
         self._grid = np.arange(self._bins + 1) * self._step
         self._scores = self._grid
 
     def see(self, deviates: Floats) -> None:
-        """Count one night of all series; where all are wild, that is one event and no tail."""
+        """Count one night of all series; skip a night on which all are wild: one event, no tail."""
         if (deviates > _WILD).mean() > _MANY:
             return
         at = np.minimum(deviates / self._step, self._bins - 1).astype(np.int64)
@@ -275,7 +277,7 @@ class _Tails:
         self._scores = np.minimum(np.maximum.accumulate(scores), self._grid)
 
     def tamed(self, units: Floats) -> Floats:
-        """Return distances that are no rarer than normal ones of their size."""
+        """Return distances shrunk to those of equally rare normal noise."""
         sizes = np.abs(units)
         least = np.minimum(sizes, np.interp(sizes, self._grid, self._scores))
         signed: Floats = np.copysign(least, units)

@@ -1,8 +1,7 @@
-"""A check's JSON document as a run of the history: so that any CI can add what it has.
+"""Read a check's JSON document as a run of the history, so that any CI can add its results.
 
-Owns the two numbers of a component: its worst output in units of budget, and its worst distance
-from the BF16 reference. Refuses a document that is no check, and one without a judged output.
-Kept honest by suites/history/test_documents.py, and by the night, which adds real checks.
+A component has two numbers: its worst output in units of budget, and its worst distance from the
+BF16 reference. A document that is no check, or has no judged output, raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LARGEST = 64 << 20
 
 
 def read_check(path: Path) -> dict[str, Any]:
-    """Read what `degarble check --json` wrote."""
+    """Read a file that `degarble check --json` wrote."""
     remedy = "Give a file that `degarble check --json FILE` wrote."
     try:
         document = json.loads(read_small_text(path, _LARGEST), parse_constant=_refused)
@@ -52,7 +51,7 @@ def _refused(word: str) -> None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, or None where nothing was measured."""
+    """Return a finite number, or None where nothing was measured."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -63,7 +62,7 @@ def _number(value: object) -> float | None:
 
 
 def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return what a check measured: measure, then component, then number."""
+    """Return the numbers of a check: measure, then component, then number."""
     budgets: dict[str, float] = {}
     distances: dict[str, float] = {}
     for line in document["cosines"]:
@@ -82,7 +81,7 @@ def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def failures_of(document: Mapping[str, Any]) -> tuple[Failure, ...]:
-    """Return what a check found wrong, as the ledger knows it."""
+    """Return the failures of a check, as the ledger lists them."""
     found = [
         Failure(
             component_of(origin),

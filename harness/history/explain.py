@@ -1,9 +1,8 @@
-"""What a history tells: which series moved, in which night, between which commits, and what else.
+"""Explain a history: which series moved, when, between which commits, and what else changed.
 
-Owns the step from numbers to statements: every change that the test finds gets its dates, the two
-runs between which it lies, and the facts (commit, checkpoint, driver, versions) that differ between
-them. A change is red where it goes the bad way by more than its measure allows.
-Refuses nothing. Kept honest by suites/history/test_explain.py.
+Each detected change gets its dates, the two runs between which it happened, and the facts (commit,
+checkpoint, driver, versions) that differ between them. A change is red where it goes the bad way by
+more than its measure allows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _FACT = "{name} {old} -> {new}"
 
 @dataclass(frozen=True)
 class Moved:
-    """One series moved: from `before` to `after`, first seen in the night `first`."""
+    """One change of a series: from `before` to `after`, starting with the night `first`."""
 
     measure: str
     place: str
@@ -55,7 +54,7 @@ class Moved:
 
     @property
     def commits(self) -> str:
-        """The range of commits that holds the cause, as git writes it."""
+        """The range of commits that contains the cause, in git's notation."""
         if not self.good and not self.bad:
             return ""
         if self.good == self.bad:
@@ -64,7 +63,7 @@ class Moved:
 
     @property
     def sentence(self) -> str:
-        """One line that a person reads first."""
+        """A summary in one line."""
         when = f"in the night {self.first}"
         if self.last_before:
             when += f" (the one before: {self.last_before})"
@@ -119,7 +118,7 @@ def _facts_apart(old: Told | None, new: Told) -> tuple[tuple[str, str, str], ...
 
 @dataclass(frozen=True)
 class Apart:
-    """One place of two runs; None where a run has no value there."""
+    """The numbers of two runs at one place; None where a run has no value there."""
 
     measure: str
     place: str
@@ -128,14 +127,14 @@ class Apart:
 
     @property
     def move(self) -> float:
-        """How far apart; infinite where one has no value."""
+        """The distance; infinite where one run has no value."""
         if self.first is None or self.second is None:
             return float("inf")
         return abs(self.second - self.first)
 
 
 def apart(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]) -> list[Apart]:
-    """Set the numbers of two runs beside each other, those that moved most first."""
+    """Compare the numbers of two runs; those that moved most come first."""
     found = [
         Apart(measure, place, mine.get(place), theirs.get(place))
         for measure in sorted({*first, *second})
@@ -151,13 +150,13 @@ def last_green(runs: Sequence[Told], green: Verdict) -> Told | None:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number with its noun."""
+    """Return a number with its noun."""
     plural = noun if count == 1 or noun.endswith("s") else f"{noun}s"
     return f"{count:,} {plural}"
 
 
 def bands(values: Sequence[float], most: int) -> list[tuple[float, float] | None]:
-    """Return least and largest of as many neighbouring nights as leave at most `most` bands."""
+    """Group neighbouring nights into at most `most` bands; return each band's least and largest."""
     line = np.asarray(values, np.float64)
     per = max(1, -(-len(line) // most))
     out: list[tuple[float, float] | None] = []

@@ -1,13 +1,12 @@
-"""Known failures: each names an issue and ends on a date; an expired or healed one turns a run red.
+"""Ledger of known failures: each names an issue and an end date; expired or healed ones fail a run.
 
-Owns the ledger file (YAML): a list of entries with `component` (a name, or a pattern with `*`),
-`verdict` (DIFFERS, UNSTABLE or UNDECIDED), `issue` (where it is followed), `until` (the last night
-on which it may be), `why`, and optionally `fault` (the diagnosis that it must keep) and `subject`.
-A failure is known only while all that the entry says is so: another cause at the same place is new.
+The ledger is a YAML list of entries with `component` (a name, or a pattern with `*`), `verdict`
+(DIFFERS, UNSTABLE or UNDECIDED), `issue` (where it is followed), `until` (the last night on which
+it is allowed), `why`, and optionally `fault` (the diagnosis that it must keep) and `subject`. A
+failure is known only while it matches its whole entry: another cause at the same place is new.
 
-Refuses an entry without issue, reason or end, an end more than MOST_DAYS ahead, a pattern that
+Errors: an entry without issue, reason or end, an end more than MOST_DAYS ahead, a pattern that
 covers everything, unknown keys, and two entries for one place.
-Kept honest by suites/history/test_ledger.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FAILING = (Verdict.DIFFERS, Verdict.UNSTABLE, Verdict.UNDECIDED)
 
 @dataclass(frozen=True)
 class Failure:
-    """What a run found wrong at one place."""
+    """A failure of a run at one place."""
 
     component: str
     verdict: Verdict
@@ -53,7 +52,7 @@ class Entry:
     subject: str = "*"
 
     def covers(self, failure: Failure, subject: str) -> bool:
-        """Tell whether this is the failure that is known."""
+        """Tell whether the entry matches a failure."""
         return (
             fnmatchcase(failure.component, self.component)
             and fnmatchcase(subject, self.subject)
@@ -64,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Settled:
-    """A run against the ledger: what is new, what is known, and entries that must go."""
+    """The result of comparing a run with the ledger: new and known failures, entries to remove."""
 
     new: tuple[Failure, ...] = ()
     known: tuple[tuple[Failure, Entry], ...] = ()
@@ -78,7 +77,7 @@ class Settled:
         return bool(self.new or self.expired or self.healed)
 
     def lines(self) -> list[str]:
-        """Say everything, what turns the run red first."""
+        """Return a line for each failure and entry; those that fail the run come first."""
         told = [f"new: {each.component} {each.verdict}: {each.sentence}" for each in self.new]
         told += [
             f"expired on {each.until}: {each.component} {each.verdict}, {each.issue}: mend it, "
@@ -98,16 +97,16 @@ class Settled:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All entries."""
+    """All entries of a ledger file."""
 
     entries: tuple[Entry, ...] = ()
 
     def settle(
         self, failures: Sequence[Failure], subject: str, today: date, judged: Sequence[str]
     ) -> Settled:
-        """Hold a run against the ledger.
+        """Compare a run with the ledger.
 
-        `judged` are the components that the run looked at: an entry of others is not healed.
+        `judged` are the components that the run checked: entries of others are not healed.
         """
         new, known, met = [], [], set()
         for failure in failures:
@@ -133,7 +132,7 @@ class Ledger:
 
 
 def read_ledger(path: Path, today: date) -> Ledger:
-    """Read a ledger file; one that is missing is refused, an empty one is an empty ledger."""
+    """Read a ledger file; a missing one raises, an empty one is an empty ledger."""
     import yaml  # noqa: PLC0415  only where there is a ledger
 
     try:

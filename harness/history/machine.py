@@ -1,8 +1,7 @@
-"""What a result needs to say about where it was obtained.
+"""Provenance of a result: time, command, machine, versions.
 
-Owns the provenance of a page: time, command, machine, versions. Reads no environment variable and
-nothing that names a person: no user, no host name, no path.
-What keeps it honest: suites/history/test_machine.py.
+It contains nothing that identifies a person: no user, no host name, no path, and no environment
+variable is read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _OF_KERNELS = ("nvidia-cutlass-dsl", "triton", "vllm")  # what compiles kernels,
 
 
 def provenance(command: str, now: datetime | None = None) -> Provenance:
-    """Describe this run; `now` is for suites."""
+    """Return the provenance of this run; `now` is for suites."""
     moment = (now or datetime.now(UTC)).astimezone(UTC)
     packages = [(name, found) for name in _PACKAGES if (found := _version(name))]
     return Provenance(
@@ -33,12 +32,12 @@ def provenance(command: str, now: datetime | None = None) -> Provenance:
 
 
 def kernel_versions() -> dict[str, str]:
-    """Versions of what compiles kernels here: the same source may become another kernel."""
+    """Return the versions of kernel compilers, because they change the machine code of a source."""
     return {name: found for name in _OF_KERNELS if (found := _version(name))}
 
 
 def machine() -> str:
-    """Name the processor that did the work."""
+    """Return the name of the processor."""
     cores = os.cpu_count() or 1
     name = _processor() or platform.processor() or platform.machine()
     return f"CPU: {name}, {cores} {'core' if cores == 1 else 'cores'}, {platform.system()}"

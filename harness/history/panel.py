@@ -1,9 +1,9 @@
-"""The history panel of a checkpoint's page: what moved, and a small drawing of every series.
+"""Build the history panel of a checkpoint's page: what moved, and a trend for every series.
 
-Owns what is shown: one sentence, changes with their commits, the last green run and the difference
-to it, a trend for every place (those that moved first), and a table of the latest runs. So that a
-page stays small, nights are joined into bands and only the MOST places that differ most are drawn.
-Refuses a history without runs. Kept honest by suites/history/test_panel.py.
+The panel has one sentence, the changes with their commits, the last green run and the difference to
+it, trends (places that moved come first), and a table of the latest runs. To keep a page small,
+nights are grouped into bands and only the MOST places that differ most are drawn. A history without
+runs raises an error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 MOST_BANDS = 60
 MOST = 400  # places that are drawn
 MOST_RUNS = 14  # latest runs in the table
-_FEW = 12  # changes that are told before a fold
+_FEW = 12  # changes that are listed before a fold
 
 
 @dataclass(frozen=True)
 class History:
-    """All measures of one stream, with what moved."""
+    """All measures of one stream, with the changes."""
 
     stream: Stream
     runs: tuple[Told, ...]
@@ -60,7 +60,7 @@ class History:
 
     @property
     def fresh(self) -> tuple[Moved, ...]:
-        """The changes that the latest night brought to light."""
+        """The changes that the latest night revealed."""
         last = self.runs[-1].night
         return tuple(each for each in self.moves if each.found == last)
 
@@ -71,9 +71,10 @@ class History:
 
     @property
     def lost(self) -> tuple[Moved, ...]:
-        """Of every series the latest red change that stands: until it was back for two nights.
+        """The latest red change of every series, until the series was back for two nights.
 
-        A further change does not end it: what lost a fifth, and then a hundredth, is not back.
+        A further change does not end it: a series that lost a fifth, then a further hundredth,
+        is not back.
         """
         red = (each for each in self.moves if each.red and self._stands(each))
         return _first_of_each(red)
@@ -81,7 +82,7 @@ class History:
     def _stands(self, move: Moved) -> bool:
         """Whether one of its last two nights is still worse than its measure allows.
 
-        What no night has measured since before the longest window is retired.
+        Series without a value within the longest window are retired.
         """
         measure, nights = next(each for each in self.measured if each[0].name == move.measure)
         values = nights.values[-LONGEST:, nights.places.index(move.place)]
@@ -90,7 +91,7 @@ class History:
 
 
 def _first_of_each(moves: Iterable[Moved]) -> tuple[Moved, ...]:
-    """The first change of every series; the latest stand first."""
+    """Return the first change of every series; the latest come first."""
     found: dict[tuple[str, str], Moved] = {}
     for each in moves:
         found.setdefault((each.measure, each.place), each)
@@ -98,7 +99,7 @@ def _first_of_each(moves: Iterable[Moved]) -> tuple[Moved, ...]:
 
 
 def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> History:
-    """Read a stream and find what moved."""
+    """Read a stream and detect its changes."""
     runs = store.runs(stream)
     if not runs:
         raise InvalidArgument(
@@ -113,7 +114,7 @@ def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> Hi
 
 
 def history_panel(history: History) -> Panel:
-    """Tell a history."""
+    """Return the panel of a history."""
     verdict = Verdict.DIFFERS if history.lost else Verdict.AGREES
     blocks: list[Block] = [_changes(history), _green(history)]
     blocks += [
@@ -124,7 +125,7 @@ def history_panel(history: History) -> Panel:
 
 
 def sentence_of(history: History) -> str:
-    """What a history says, in one line."""
+    """Return a summary in one line."""
     nights = len({run.night for run in history.runs})
     over = f"{counted(nights, 'night')} of {history.stream.subject} on {history.stream.machine}"
     fresh = history.fresh
@@ -192,7 +193,7 @@ def _green(history: History) -> Block:
 def trends_of(
     measure: Measure, nights: Nights, moves: Sequence[Moved], green: Told | None
 ) -> Trends:
-    """Draw every place of one measure, those that moved or stand worst first."""
+    """Return the trends of one measure; places that moved or are worst come first."""
     ours = [each for each in moves if each.measure == measure.name]
     starts: dict[str, list[str]] = {}
     for each in ours:

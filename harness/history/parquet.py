@@ -1,4 +1,4 @@
-"""The whole store as one parquet table: one row a number, for anybody's own questions.
+"""Export the whole store as one parquet table, one row a number, for custom queries.
 
 It is written a run at a time, so that memory stays small.
 """

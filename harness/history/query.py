@@ -1,8 +1,7 @@
-"""What `degarble history` answers: lines for a terminal and a document for a machine.
+"""Answer `degarble history`: lines for a terminal and a document for a machine.
 
-Owns the choice of histories (subject, machine, measure, places by name or pattern) and their words.
-Refuses, by name, a subject, a machine or a place that the store does not have.
-Kept honest by suites/history/test_query.py and the suites of the command line.
+A question selects histories by subject, machine, measure, and places by name or pattern. A subject,
+machine or place that the store does not have raises an error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _APART = 20  # places that a comparison prints
 
 @dataclass(frozen=True)
 class Question:
-    """Which histories: all that fit; `place` may be a pattern with `*`."""
+    """A selection of histories; `place` may be a pattern with `*`."""
 
     place: str | None = None
     subject: str | None = None
@@ -41,7 +40,7 @@ class Question:
 
 
 def histories(store: Store, question: Question) -> list[History]:
-    """Read the histories that a question is about."""
+    """Read the histories that a question selects."""
     if question.measure is not None:
         measure_named(question.measure)
     measures = (question.measure,) if question.measure else ()
@@ -85,7 +84,7 @@ def _places(nights: Nights, pattern: str) -> Nights:
 
 
 def changes_lines(found: Sequence[History]) -> list[str]:
-    """Every change, the latest first."""
+    """Return a line for every change, the latest first."""
     lines = []
     for history in found:
         lines.append(sentence_of(history))
@@ -94,7 +93,7 @@ def changes_lines(found: Sequence[History]) -> list[str]:
 
 
 def changes_document(found: Sequence[History]) -> dict[str, Any]:
-    """The changes for a machine."""
+    """Return the changes as JSON values."""
     return {
         "verdict": changes_verdict(found),
         "histories": [_named(each) for each in found],
@@ -107,7 +106,7 @@ def changes_document(found: Sequence[History]) -> dict[str, Any]:
 
 
 def changes_verdict(found: Sequence[History]) -> Verdict:
-    """DIFFERS where anything moved: `degarble history changes` ends with its status."""
+    """Return DIFFERS where anything moved; `degarble history changes` exits with its status."""
     return Verdict.DIFFERS if any(each.moves for each in found) else Verdict.AGREES
 
 
@@ -144,7 +143,7 @@ def _moved(each: Moved) -> dict[str, Any]:
 
 
 def trends_document(found: Sequence[History]) -> dict[str, Any]:
-    """Every number of every night for a machine; null where a place has none."""
+    """Return every number of every night as JSON values; null where a place has none."""
     series = [
         {
             "subject": history.stream.subject,
@@ -162,7 +161,7 @@ def trends_document(found: Sequence[History]) -> dict[str, Any]:
 
 
 def compared(store: Store, first: str, second: str) -> tuple[list[str], dict[str, Any]]:
-    """Set two runs beside each other: lines and document."""
+    """Compare two runs: lines and document."""
     runs = [store.run(name) for name in (first, second)]
     found = apart(*(store.numbers(run) for run in runs))
     names = [f"{run.id} ({run.night}, {run.verdict}, {run.commit[:12] or 'no commit'})"
@@ -212,7 +211,7 @@ def _run(run: Told) -> dict[str, Any]:
 
 
 def runs_lines(runs: Sequence[Told]) -> list[str]:
-    """One line a run."""
+    """Return one line a run."""
     return [
         visible(
             f"{run.id}  {run.night}  {run.verdict!s:<9}  {run.commit[:12] or '-':<12}  "
@@ -223,12 +222,12 @@ def runs_lines(runs: Sequence[Told]) -> list[str]:
 
 
 def runs_document(runs: Sequence[Told]) -> dict[str, Any]:
-    """The runs for a machine."""
+    """Return the runs as JSON values."""
     return {"verdict": Verdict.AGREES, "runs": [_run(run) for run in runs]}
 
 
 def skipped_lines(store: Store) -> list[str]:
-    """Say which rows were left out, and how to be rid of them; nothing where there are none."""
+    """Return lines about skipped rows and how to remove them; none where there are none."""
     rows = store.skipped
     if not rows:
         return []

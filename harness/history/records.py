@@ -1,10 +1,9 @@
-"""What the store keeps of a run, and what it can measure.
+"""Records of the history store: runs and measures.
 
-Owns the vocabulary of this folder: a Run is one measurement of one subject (a checkpoint, by the
-name that its owner gave it) on one machine in one night, with the facts that may have moved it; a
-Measure is a kind of number with the noise that it has at least. Numbers that JSON lacks are no
-values: a run without a value at a place says so by leaving it out.
-Refuses a run without subject, night or values. Kept honest by suites/history/test_records.py.
+A Run is one measurement of one subject (a checkpoint, by the name that its owner gave it) on one
+machine on one night, with the facts that may have moved it. A Measure is a kind of number with its
+least noise. Places without a value are left out, because JSON has no NaN or infinity. A run without
+subject, night or values raises an error.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def measure_named(name: str) -> Measure:
-    """Return a measure, or refuse its name."""
+    """Return a measure; raise for an unknown name."""
     if name not in MEASURES:
         raise UnknownName.among("measure", name, MEASURES)
     return MEASURES[name]
@@ -108,7 +107,7 @@ class Run:
 
     @cached_property
     def id(self) -> str:
-        """Digest of all that the run says: the same run has one id, wherever it is added."""
+        """Digest of the whole run: the same run has one id, wherever it is added."""
         told = {
             "subject": self.subject,
             "night": self.night,
@@ -140,7 +139,7 @@ def _require_numbers(measure: str, values: Mapping[str, float]) -> None:
 
 
 def is_date(text: str) -> bool:
-    """Tell whether a text is a date as this project writes it."""
+    """Tell whether a text is a date in ISO 8601 form (YYYY-MM-DD)."""
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
@@ -148,5 +147,5 @@ def is_date(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Tell whether a text may stand in tables and on terminals: no controls, no half characters."""
+    """Tell whether a text is safe in tables and terminals: no controls, no half characters."""
     return bool(text.strip()) and len(text) <= LONGEST_TEXT and text.isprintable()

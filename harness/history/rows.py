@@ -1,6 +1,6 @@
-"""What a row of a store may hold: everything is checked, because other hands write to a database.
+"""Validate the rows of a store, because other programs may write to the database.
 
-A row that cannot be read is one row less, named with its reason, and never the end of a store.
+A row that cannot be read is skipped and listed with its reason; it never blocks the store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Told:
-    """A run as the store tells it, without its numbers."""
+    """A run as the store returns it, without its numbers."""
 
     id: str
     subject: str
@@ -119,7 +119,7 @@ def places(digest: object, measure: object, text: object) -> list[str]:
 
 
 def layout_digest(measure: str, places_text: str) -> str:
-    """Name a list of places of one measure."""
+    """Return the digest of a list of places of one measure."""
     text = f"{measure}\n{places_text}"
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
@@ -137,19 +137,19 @@ def doubles(found: object, count: int) -> NDArray[np.float64]:
 
 
 def require_sum(stored: object, computed: str) -> None:
-    """Raise BadRowError where a row has another checksum than when it was added."""
+    """Raise BadRowError where a row's checksum differs from the one stored when it was added."""
     if stored is not None and stored != computed:
         raise BadRowError("it is not as it was added: its checksum is another")
 
 
 def require_numbers(layouts: Sequence[object]) -> None:
-    """Raise BadRowError for a run without numbers: none is ever added so."""
+    """Raise BadRowError for a run without numbers: no such run is ever added."""
     if not layouts:
         raise BadRowError("it has no numbers")
 
 
 def run_sum(row: Sequence[object], layouts: Sequence[str]) -> str:
-    """Return the checksum of a run's row and of which lists of numbers it has."""
+    """Return the checksum of a run's row and of the digests of its lists of numbers."""
     text = json.dumps([*map(str, row), *sorted(layouts)])
     return hashlib.sha256(text.encode()).hexdigest()
 

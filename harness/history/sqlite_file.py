@@ -1,7 +1,7 @@
-"""A SQLite file as a store: how a connection is set up, and whether the file is sound.
+"""Open a SQLite file as a store, and check that the file is sound.
 
-The file may come from anywhere. A view in the place of a table can run for ever, a trigger runs
-when a night is added, and a damaged index hides rows without an error.
+The file may come from anywhere. A view instead of a table can run for ever, a trigger runs when a
+night is added, and a damaged index hides rows without an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-WRITES = "degarble_writes"  # what a connection is asked for
+WRITES = "degarble_writes"  # execution option of a connection that will write
 _WAIT = 30  # seconds that one writer waits for another
 _LONGEST = 1 << 28  # bytes of one value that SQLite may make; a row of a history has some 20 kB
 
@@ -46,13 +46,13 @@ def _text(found: bytes) -> str:
 
 
 def _begin(connection: sql.Connection) -> None:
-    """Begin as a writer at once where one will write: two of them wait and never meet halfway."""
+    """Begin as a writer at once where one will write, so that two writers wait for each other."""
     writes = connection.get_execution_options().get(WRITES)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def require_sound(connection: sql.Connection, name: str, tables: Collection[str]) -> None:
-    """Refuse a file that is damaged, or whose tables are something else."""
+    """Raise for a file that is damaged, or whose tables are something else."""
     for kind, table, definition in connection.exec_driver_sql(
         "SELECT type, tbl_name, sql FROM sqlite_master"
     ):

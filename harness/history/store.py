@@ -1,9 +1,9 @@
-"""The store of all runs: SQLite in a file by default, PostgreSQL for a team, through one library.
+"""The store of all runs: SQLite in a file by default, PostgreSQL for a team, through SQLAlchemy.
 
-Five tables: what the store is, runs, layouts (the places that runs of one kind measure, each list
-kept once), the numbers, one row a run and layout (little-endian doubles in the order of the
-places), and the checksums of both kinds of rows. So five years of 2,400 places are 1,800 rows, and
-adding a night is one transaction. A run that is added twice is there once.
+Five tables: the store's schema version; runs; layouts (the places that runs of one kind measure,
+each list kept once); numbers, one row a run and layout (little-endian doubles in the order of the
+places); and the checksums of runs and numbers. So five years of 2,400 places are 1,800 rows, and
+adding a night is one transaction. Adding a run twice stores it once.
 
 A row that cannot be read is left out and listed in `skipped`, so that one bad row does not hide the
 others. Rows from before there were checksums are read without.
@@ -94,7 +94,7 @@ _RAW_DOUBLES = sql.type_coerce(_numbers.c.doubles, sql.types.NullType())
 
 @dataclass(frozen=True)
 class Stream:
-    """What one history is about: a subject on a machine."""
+    """A subject on a machine: the unit of a history."""
 
     subject: str
     machine: str
@@ -127,7 +127,7 @@ class Store:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The rows that were left out of what was read so far."""
+        """The rows that reads have skipped so far."""
         return tuple(self._skipped.values())
 
     def __enter__(self) -> Self:
@@ -163,7 +163,7 @@ class Store:
         self._has_sums = not known or _sums.name in known or self._add_sums()
 
     def _add_sums(self) -> bool:
-        """Add the table of checksums to a store from before; False where that is not allowed."""
+        """Add the table of checksums to an older store; return False where that is forbidden."""
         if not self._create:
             return False
         try:
@@ -185,7 +185,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[sql.Connection]:
-        """One transaction of the only writer."""
+        """Yield a transaction of the only writer."""
         with self._engine.execution_options(**{WRITES: True}).begin() as connection:
             # Trap: without it two first writers of one list of places meet at its key.
             if connection.dialect.name == "postgresql":
@@ -199,7 +199,7 @@ class Store:
 
     @contextmanager
     def trying(self, run: Run) -> Iterator[None]:
-        """Let the store answer as if a run were added; nothing of it stays."""
+        """Answer queries as if a run were added, then roll back."""
         with self._asked(writes=True), self._writing() as connection:
             self._insert(connection, run)
             self._trial = connection
@@ -260,7 +260,7 @@ class Store:
         return digest
 
     def streams(self) -> tuple[Stream, ...]:
-        """Every subject on every machine, the latest first."""
+        """Return every subject on every machine, the latest first."""
         nights: dict[tuple[str, str], list[str]] = {}
         for run in self.runs():
             nights.setdefault((run.subject, run.machine), []).append(run.night)
@@ -271,7 +271,7 @@ class Store:
         return tuple(sorted(found, key=lambda stream: stream.last, reverse=True))
 
     def runs(self, stream: Stream | None = None) -> tuple[Told, ...]:
-        """Every run of a stream, or of all, in the order of their nights."""
+        """Return every run of a stream, or of all, ordered by night."""
         with self._asked(), self._reading() as connection:
             runs = list(connection.execute(sql.select(_runs)))
             digests = {row.digest for row in connection.execute(sql.select(_layouts.c.digest))}
@@ -332,7 +332,7 @@ class Store:
         return found[0]
 
     def numbers(self, run: Told) -> dict[str, dict[str, float]]:
-        """Return what a run measured: measure, then place, then number."""
+        """Return the numbers of a run: measure, then place, then number."""
         found: dict[str, dict[str, float]] = {}
         for _, layout, values in self._numbers_of({run.id}):
             measure, places = self._known_layouts[layout]
@@ -385,7 +385,7 @@ class Store:
 
     @contextmanager
     def _asked(self, *, writes: bool = False) -> Iterator[None]:
-        """Tell the library's complaints in our words, without a password."""
+        """Convert errors of the database library to ours, without a password."""
         try:
             yield
         # Trap: the driver decodes a damaged file's own names, and then raises no error of its own.
@@ -405,7 +405,7 @@ def _key(run: object, layout: object) -> str:
 
 
 def _joined(runs: Sequence[Told], found: Sequence[_Row], layouts: dict[str, list[str]]) -> Nights:
-    """Put the rows of all runs into nights by places."""
+    """Arrange the rows of all runs as nights by places."""
     used = {layout for _, layout, _ in found}
     places = sorted({place for layout in used for place in layouts[layout]})
     at = {place: number for number, place in enumerate(places)}
