@@ -1,12 +1,9 @@
-"""Which component is computed by whom: a backend's callables put in the place of the reference's.
+"""Replace reference components of a model by a backend's callables, and record who computes what.
 
-Owns the pairing of names. A backend names components in full (`layers.3.attn.wq_b`) or by role
-(`attn.wq_b`: in every block); a full name goes before a role. What it leaves out falls to torch,
-and the record says so. A foreign callable is watched: what it raises is told with its component,
-file and line, and what it returns must be the component's outputs.
-
-Refuses names that the model does not have, and what is no callable. Kept honest by
-suites/backends/test_registry.py.
+A backend names components in full (`layers.3.attn.wq_b`) or by role (`attn.wq_b`: in every block);
+a full name takes precedence. Components that it omits stay with torch, and the record says so.
+Errors of a foreign callable are reported with component, file and line, and its outputs are checked
+against the component's.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Paired:
-    """Who computes what: components of the backend, and those that fell to torch.
+    """Which components the backend computes, and which stayed with torch.
 
-    A backend of our own keeps a table of its launches, with a reason for each that fell.
+    Our own backends keep a table of launches, with a reason for each component that stayed.
     """
 
     backend: str = "torch"
@@ -42,13 +39,13 @@ class Paired:
     table: KernelTable | None = None
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the record as plain data."""
         made: dict[str, Any] = {"name": self.backend, "components": list(self.taken)}
         made["torch"] = list(self.fallen)
         return made if self.table is None else made | {"kernels": self.table.document()}
 
     def lines(self) -> list[str]:
-        """Tell it by role; nothing where torch computes all."""
+        """Return it as text by role; empty if torch computes everything."""
         if self.backend == "torch":
             return []
         told = [f"Backend {self.backend} computes {len(self.taken)} components."]
@@ -58,7 +55,7 @@ class Paired:
         return told if self.table is None else told + self.table.lines()
 
     def require_whole(self) -> None:
-        """Refuse a mixture of the backend's components and torch's."""
+        """Raise if some components stayed with torch."""
         if self.fallen:
             roles = dict.fromkeys(_role(name) for name in self.fallen)
             reasons = {} if self.table is None else self.table.reasons
@@ -83,7 +80,7 @@ class Watched:
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
-        """Run it; what it raises or returns wrongly is refused by name."""
+        """Run it; raise a named error if it fails or returns wrong outputs."""
         name = f"{self.whose}: {self.component}"
         try:
             made = self.call(inputs, weights)
@@ -104,7 +101,7 @@ class Watched:
 
 
 def failed(name: str, error: BaseException, file: str | None = None) -> InvalidArgument:
-    """Refuse what foreign code raised, with file and line."""
+    """Return the error for an exception of foreign code, with file and line."""
     place = place_of(error, file)
     if isinstance(error, DegarbleError):  # its own words say what to do, and none may be cut off
         found = f"{error.name} = {error.shown_value}"
@@ -114,7 +111,7 @@ def failed(name: str, error: BaseException, file: str | None = None) -> InvalidA
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """The last line of `file` on the way to an error; without it, the last line at all."""
+    """Return the last line of `file` in the traceback; without it, the last line of all."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -123,7 +120,7 @@ def place_of(error: BaseException, file: str | None = None) -> str:
 
 
 def pair(bound: Bound, name: str, offered: Mapping[str, ComponentCall]) -> Paired:
-    """Put a backend's callables in place; the names are checked before anything is changed."""
+    """Put a backend's callables in place; all names are checked before anything changes."""
     chosen: dict[str, tuple[str, ComponentCall]] = {}
     for exact in (False, True):
         for key, call in offered.items():
@@ -157,5 +154,5 @@ def _with_role(bound: Bound, role: str) -> list[str]:
 
 
 def _role(component: str) -> str:
-    """A component's name without its block."""
+    """Return a component's name without its block."""
     return Site(component, Port.OUT).role

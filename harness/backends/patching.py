@@ -1,13 +1,10 @@
-"""`--patch FILE.py`: a Python file with `patch(candidate)`, run on the model before it is captured.
+"""`--patch FILE.py`: run a user's `patch(candidate)` on a model before it is captured.
 
-Owns the candidate that such a file sees. `candidate.weights[name]` is a record with the fields
-`codes`, `block_scale`, `tensor_scale`, `input_scale`, `value`: a copy, which may be replaced as a
-whole, by field, or written into. A name is a parameter's (`layers.3.attn.wq_b`) or that of a stored
-tensor. `candidate.components[name]` is a callable of inputs and weights, replaceable. What was
-replaced is noted, with the hash of the file. The file is executed: it comes from the command line.
-
-Refuses files that cannot be read, compiled or run, with file and line; unknown names; records that
-do not fit together. Kept honest by suites/backends/test_patching.py.
+`candidate.weights[name]` is a record with the fields `codes`, `block_scale`, `tensor_scale`,
+`input_scale`, `value`: a copy, which may be replaced as a whole, by field, or written into. A name
+is a parameter's (`layers.3.attn.wq_b`) or that of a stored tensor. `candidate.components[name]` is
+a replaceable callable of inputs and weights. Replacements are recorded in the manifest, with the
+hash of the file. The file is executed as code, so it is accepted from the command line only.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ FIELDS = ("codes", "block_scale", "tensor_scale", "input_scale", "value")
 
 @dataclass(frozen=True)
 class Patched:
-    """What a patch did, for the manifest: parameters with their replaced fields, components."""
+    """What a patch changed, for the manifest: parameters with their replaced fields, components."""
 
     file: str
     sha256: str
@@ -52,7 +49,7 @@ class Patched:
     components: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the record as plain data."""
         return {
             "file": self.file,
             "sha256": self.sha256,
@@ -61,14 +58,14 @@ class Patched:
         }
 
     def lines(self) -> list[str]:
-        """Tell it in a line."""
+        """Return the record as one line of text."""
         done = [*self.weights, *self.components]
         told = ", ".join(done[:6]) + (", ..." if len(done) > 6 else "")
         return [f"Patched by {self.file}: {told or 'nothing was replaced'}"]
 
 
 class Candidate:
-    """What a patch sees: the weights and the components of the model that is about to run."""
+    """The argument of a patch: weights and components of the model that is about to run."""
 
     def __init__(self, bound: Bound, source: Mapping[str, Weight], names: LogicalNames) -> None:
         self.weights = CandidateWeights(source, names)
@@ -76,7 +73,7 @@ class Candidate:
 
 
 class CandidateWeights(MutableMapping[str, Weight]):
-    """Records of all parameters; one that was asked for is kept, so that it may be changed."""
+    """Records of all parameters; a record is kept once it is read, so that it can be changed."""
 
     def __init__(self, source: Mapping[str, Weight], names: LogicalNames) -> None:
         self._source = source
@@ -123,7 +120,7 @@ class CandidateWeights(MutableMapping[str, Weight]):
         return len(self._source)
 
     def changed(self) -> dict[str, tuple[str, ...]]:
-        """Parameters that are others now, and in which fields; what does not fit is refused."""
+        """Return parameters with their changed fields; raise if a record is inconsistent."""
         found = {}
         for name, (record, before) in self._taken.items():
             shape = tuple(self._source[name].shape)
@@ -135,11 +132,11 @@ class CandidateWeights(MutableMapping[str, Weight]):
         return found
 
     def record(self, name: str) -> Weight:
-        """The record that was put in place of a parameter's."""
+        """Return the record that replaces a parameter's."""
         return self._taken[name][0]
 
     def _name(self, key: str) -> str:
-        """A parameter by its own name, or by that of a stored tensor."""
+        """Return a parameter's name, given that name or a stored tensor's."""
         parent = key.rpartition(".")[0]
         for name in (key, self._stored.get(key), parent, self._stored.get(parent)):
             if name is not None and name in self._source:
@@ -207,7 +204,7 @@ class PatchedWeights(dict[str, Weight]):
 def apply_patch(
     path: Path, bound: Bound, source: Mapping[str, Weight], names: LogicalNames
 ) -> Patched:
-    """Run a patch on a bound model; nothing of the model is changed unless all of it went well."""
+    """Run a patch on a bound model; the model stays unchanged unless the patch succeeds."""
     text = read_small_file(path, LARGEST_PATCH)
     function = _function(path, text)
     candidate = Candidate(bound, source, names)
@@ -226,22 +223,22 @@ def apply_patch(
 
 
 class _Read(SourceLoader):
-    """Runs the very bytes that were read and hashed; nothing is cached beside the file."""
+    """A loader that runs exactly the bytes that were hashed, and writes no bytecode cache."""
 
     def __init__(self, path: Path, text: bytes) -> None:
         self._path, self._text = path, text
 
     def get_filename(self, fullname: str) -> str:  # noqa: ARG002  there is one file
-        """Return where it stands."""
+        """Return the file's path."""
         return str(self._path)
 
     def get_data(self, path: bytes | str) -> bytes:  # noqa: ARG002  as above
-        """Return what was read."""
+        """Return the bytes that were read."""
         return self._text
 
 
 def _function(path: Path, text: bytes) -> Any:
-    """Run a file as a module of its own, and find `patch` in it."""
+    """Run a file as a separate module, and return its `patch`."""
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     folder = str(path.resolve().parent)
@@ -262,7 +259,7 @@ def _function(path: Path, text: bytes) -> Any:
 
 
 def _copied(weight: Weight) -> Weight:
-    """A record of its own: writing into its tensors leaves the file alone."""
+    """Copy a record, so that writing into its tensors does not change the source."""
     made = Weight(storage=weight.storage)
     for name in FIELDS:
         held = getattr(weight, name)
@@ -271,7 +268,7 @@ def _copied(weight: Weight) -> Weight:
 
 
 def _require_fitting(name: str, record: Weight, shape: tuple[int, ...]) -> None:
-    """Refuse a record whose fields do not fit each other, or the parameter."""
+    """Raise if a record's fields do not fit each other or the parameter."""
     place = f"candidate.weights[{name!r}]"
     for each in FIELDS:
         held = getattr(record, each)
@@ -300,7 +297,7 @@ def _versions(record: Weight) -> dict[str, tuple[Tensor | None, int]]:
 
 
 def _written(record: Weight, before: Mapping[str, tuple[Tensor | None, int]]) -> tuple[str, ...]:
-    """Fields that hold another tensor now, or one that was written into."""
+    """Return the fields whose tensor was replaced or written into."""
     after = _versions(record)
     return tuple(
         name for name in FIELDS

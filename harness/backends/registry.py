@@ -1,10 +1,9 @@
-"""Backends by name: built in, installed as an entry point, or `module:factory` of the user's own.
+"""Look up backends by name: built in, installed as an entry point, or the user's `module:factory`.
 
-`module` is imported as Python imports it, or from the folder in which the command is given;
-`factory` is called without arguments and returns an object with `name`, `components()` and, where
-its kernels follow other conventions than the official code, `conventions`; or a plain mapping of
-component names to callables. It executes code: it comes from the command line only. `cutedsl` is
-ours, and needs a GPU.
+`module` is imported as Python does, or from the current folder; `factory` takes no arguments and
+returns an object with `name`, `components()` and, if its kernels deviate from the conventions of
+the official code, `conventions`; or a plain mapping of component names to callables. This executes
+code, so the name is accepted from the command line only. `cutedsl` is ours, and needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _WITHOUT_KERNELS = ("vllm",)
 
 @dataclass(frozen=True)
 class AskedBackend:
-    """What was asked of a backend. `strict`: a mixture with torch is refused."""
+    """The requested backend. `strict`: raise if torch computes some components."""
 
     name: str = TORCH
     strict: bool = False
@@ -47,7 +46,7 @@ class AskedBackend:
 
     @cached_property
     def offered(self) -> Offered:
-        """The backend, made once; ours is made later, where the formats of weights are known."""
+        """Return the backend, made once; ours is made later, when weight formats are known."""
         if self.name == CUTEDSL:
             from degarble.harness.backends.cutedsl.backend import CONVENTIONS  # noqa: PLC0415  our kernels
 
@@ -56,13 +55,13 @@ class AskedBackend:
 
     @property
     def conventions(self) -> Mapping[str, Any]:
-        """What its kernels do where correct implementations differ: switches of the twin."""
+        """Return the twin's switches for what its kernels do where implementations differ."""
         return self.offered.conventions
 
 
 @dataclass(frozen=True, eq=False)
 class Offered:
-    """A backend that was made: what it is called, and what it computes."""
+    """A backend's name and the components that it computes."""
 
     name: str
     components: Mapping[str, ComponentCall]
@@ -70,7 +69,7 @@ class Offered:
 
 
 def backend_named(value: str) -> Offered:
-    """Find and make the backend that `--backend` names; torch offers nothing of its own."""
+    """Find and make the backend that `--backend` names; torch has no components of its own."""
     if value == TORCH:
         return Offered(TORCH, {})
     if value in _WITHOUT_KERNELS:
@@ -82,9 +81,9 @@ def backend_named(value: str) -> Offered:
 
 
 def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
-    """Put a backend's kernels into a bound model; what it leaves out stays torch.
+    """Put a backend's kernels into a bound model; omitted components stay with torch.
 
-    The recipe says in which formats the weights are stored.
+    The recipe gives the formats in which weights are stored.
     """
     if asked.name == CUTEDSL:
         from degarble.harness.backends.cutedsl.backend import use_kernels  # noqa: PLC0415  only where asked for
@@ -101,14 +100,14 @@ def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
 
 
 def kernels_of(asked: AskedBackend, *, poison: bool = False) -> Kernels:
-    """Our kernels on the GPU of this machine; where each runs alone, on memory without numbers."""
+    """Return our kernels on this machine's GPU; memory is poisoned if each component runs alone."""
     from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu  # noqa: PLC0415  as above
 
     return KernelsOnGpu(asked.settings, poison=poison)
 
 
 def require_backend(name: str) -> None:
-    """Refuse our own backend before anything is opened where there is no GPU for it."""
+    """Raise before anything is opened if our own backend is requested without a GPU for it."""
     if name == CUTEDSL:
         from degarble.harness.backends.cutedsl.kernels import require_gpu  # noqa: PLC0415  as above
 
@@ -141,7 +140,7 @@ def _factory(value: str) -> Callable[[], Any]:
 
 
 def _imported(value: str, module: str) -> Any:
-    """Import a module; the current folder is looked at behind everything that is installed."""
+    """Import a module; the current folder is searched after everything that is installed."""
     here = str(Path.cwd())
     sys.path.append(here)
     try:

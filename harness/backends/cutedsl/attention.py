@@ -1,12 +1,11 @@
-"""Compressor and attention in place of the references', with pages made for a call.
+"""Run V4's compressor and sparse attention by our kernels, with paged caches built for each call.
 
-Owns the way from a component's tensors to what kernels read. Rows that a sequence remembers and
-those of this call are written into pages by the kernel that writes caches, and lists of slots say
-which a token attends to. The compressor's state, which sites carry in the official order, is laid
-into rings and back.
+A sequence's old rows and those of this call are written into pages by the cache-writing kernel, and
+slot lists say which rows a token attends to. The compressor's state, which sites carry in the
+official order, is converted into rings and back.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_backend.py. Shape
-letters: T tokens, B sequences, W windows or entries, E width of an entry, H heads, R rows.
+Shape letters: T tokens, B sequences, W windows or entries, E width of an entry, H heads, R rows, F
+columns of a compressor's state.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PAGE = 64  # entries
 
 
 def pool(part: Part) -> Compute:
-    """Entries that this call completes, normed and turned, and the carried state."""
+    """Return the compressor's compute function: completed entries, normed and rotated; state."""
     if part.facts.numerics.switches.pooling_in_storage_dtype:
         raise NoKernelError("the kernel pools in float32")
     names = {name.rpartition(".")[2]: name for name in part.shapes}
@@ -82,7 +81,7 @@ def pool(part: Part) -> Compute:
 def _pooled(
     work: Work, spans: Sequence[Span], ape: str, ratio: int, width: int
 ) -> tuple[tuple[Tensor, Tensor] | None, Outputs]:
-    """Values and positions of the entries, None without any; and the state behind the call."""
+    """Return values and positions of the entries, None without any; and the later state."""
     latent, gate = work.fp32("latent"), work.fp32("gate")
     device, tokens, sequences = latent.device, latent.shape[0], len(spans)
     starts, counts = [span.start for span in spans], [span.count for span in spans]
@@ -116,7 +115,7 @@ def _pooled(
 
 
 def _ring(state_RF: Tensor, length: int, ratio: int) -> Tensor:
-    """Lay the official state behind `length` tokens into a ring: position p in row p % R."""
+    """Write the official state after `length` tokens into a ring: position p in row p % R."""
     ring = torch.zeros_like(state_RF)
     whole, base = length // ratio * ratio, ratio if overlaps(ratio) else 0
     for position in range(max(0, whole - base), length):
@@ -128,7 +127,7 @@ def _ring(state_RF: Tensor, length: int, ratio: int) -> Tensor:
 
 
 def memories(work: Work, spans: Sequence[Span], before: str, name: str, ratio: int) -> list[Tensor]:
-    """Each sequence's rows of BF16: those of earlier calls, then those of this one."""
+    """Return each sequence's BF16 rows: those of earlier calls, then those of this one."""
     new = work.bf16(name)
     old = work.bf16(before) if before in work.inputs else new[:0]
     kept = [span.entries_before(ratio) for span in spans]
@@ -138,7 +137,7 @@ def memories(work: Work, spans: Sequence[Span], before: str, name: str, ratio: i
 
 
 def attend(part: Part) -> Compute:
-    """V4's attention: window, entries and sink in one softmax over pages of BF16."""
+    """Return the compute function of V4's attention: window, entries and sink in one softmax."""
     c, name, block = part.config, part.name, part.component.block
     rope_of(part, c.head_dim)
     if part.facts.numerics.switches.attention_in_storage_dtype:
@@ -170,7 +169,7 @@ def attend(part: Part) -> Compute:
 def _window_list(
     work: Work, spans: Sequence[Span], positions: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Pages]:
-    """Slots of the last `window` positions of every token, and the pages that have them."""
+    """Return slots of every token's last `window` positions, and the pages that contain them."""
     new = work.bf16("window")
     kept = [min(span.start, window - 1) for span in spans]
     old = work.bf16("state_window") if "state_window" in work.inputs else new[:0]
@@ -190,7 +189,7 @@ def _window_list(
 def _entry_list(
     work: Work, spans: Sequence[Span], positions: Tensor, ratio: int
 ) -> list[tuple[Tensor, Tensor, Pages]]:
-    """Slots of every token's entries, chosen or all visible ones; no list where there are none."""
+    """Return slots of every token's chosen or visible entries; empty if there are no entries."""
     entries = memories(work, spans, "state_compressed", "compressed", ratio)
     rows = torch.cat(entries)
     if not len(rows):
@@ -209,7 +208,7 @@ def _entry_list(
 
 
 def paged(work: Work, rows: Tensor) -> tuple[Tensor, Pages]:
-    """Rows written into pages of BF16 entries, in order."""
+    """Write rows into pages of BF16 entries, in order."""
     count = rows.shape[0]
     pages = Pages("bf16", PAGE, max(1, -(-count // PAGE)), width=rows.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=rows.device)

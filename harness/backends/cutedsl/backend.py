@@ -1,12 +1,8 @@
-"""The backend `cutedsl`: our kernels in the place of a model's components, one row a role.
+"""The backend `cutedsl`: replace a model's components by our kernels, one table row per role.
 
-Owns the table of pairings, the conventions that our kernels follow where sources disagree, the
-decision for every component of a bound model (a kernel, or the reason why there is none), and the
-calls that take inputs to the GPU and bring outputs back. Nothing falls to the reference silently:
-the table of a run has launches for one part of the components and reasons for all others.
-
-Refuses machines without a GPU that kernels were written for. Kept honest by
-suites/backends/cutedsl/test_backend.py, with a stand-in for the kernels, and test_cutedsl_h200.py.
+CONVENTIONS states what our kernels do where sources disagree; the twin follows it. Nothing falls
+back silently: a run's table lists launches for the components that kernels compute, and the reason
+for every other one.
 """
 
 from __future__ import annotations
@@ -120,7 +116,7 @@ _OF_V32: Mapping[str, Pairing] = {
 
 
 class KernelCall:
-    """A component by kernels: inputs go to the GPU, outputs come back to where the inputs were."""
+    """A component computed by kernels; outputs return to the device of the inputs."""
 
     def __init__(self, name: str, compute: Compute, kernels: Kernels, table: KernelTable) -> None:
         self._name, self._compute = name, compute
@@ -130,7 +126,7 @@ class KernelCall:
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Compute it, and note what was launched."""
+        """Compute the component, and record what was launched."""
         there = self._kernels.device
         home = next(iter(inputs.values())).device
         given = {name: each.to(there) for name, each in inputs.items()}
@@ -141,7 +137,7 @@ class KernelCall:
 
 
 def use_kernels(bound: Bound, recipe: Recipe, kernels: Kernels) -> Paired:
-    """Put kernels in the place of every component that has one."""
+    """Replace every component for which there is a kernel."""
     computes: dict[str, Compute] = {}
     reasons: dict[str, str] = {}
     for part in parts_of(bound, recipe, kernels.target):
@@ -157,7 +153,7 @@ def use_kernels(bound: Bound, recipe: Recipe, kernels: Kernels) -> Paired:
 
 
 def decided(part: Part) -> Compute | str:
-    """Pair a component with kernels, or say why none computes it."""
+    """Return a component's kernels, or the reason why none computes it."""
     role = part.component.role
     family = _OF_V4 if part.v4 else _OF_V32
     pairing = family.get(role) or PAIRINGS.get(role)
@@ -174,7 +170,7 @@ def decided(part: Part) -> Compute | str:
 
 
 def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[Part]:
-    """Every component of a bound model, in its order, with what a pairing decides by."""
+    """Return every component of a bound model in order, with the data for choosing a kernel."""
     made = []
     for name in bound.calls:
         component, facts = bound.bound_to(name)

@@ -1,11 +1,10 @@
-"""Routing and experts in place of the references': choice, gate and up, SwiGLU, down.
+"""Run MoE routing and experts by our kernels: top-k, gate and up, SwiGLU, down projection, sum.
 
-Owns which kernels experts have: NVFP4 on both sides goes through the grouped ones, step by step
-(cutedsl_grouped); other formats by launches of each visited expert's own. Slots (token, chosen
-expert) are then sorted by expert, and put back behind it. SwiGLU runs inside of the quantiser,
-which keeps its values where they are what the component puts out.
+NVFP4 weights and activations use the grouped kernels, step by step (grouped.py); other formats use
+one launch for each visited expert. For these, slots (token, chosen expert) are sorted by expert
+first and restored afterwards. SwiGLU runs inside the quantiser, which also stores its values if
+they are the component's output.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_backend.py.
 Shape letters: T tokens, K slots a token, E experts, D hidden, F expert width.
 """
 
@@ -55,26 +54,26 @@ class Slots:
         return cls(torch.argsort(key, stable=True), (0, *ends), expert_TK.shape[1])
 
     def visited(self) -> Iterator[tuple[int, slice]]:
-        """Each expert with rows, and where they lie."""
+        """Yield each expert that has rows, and their range."""
         for expert, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
             if end > begin:
                 yield expert, slice(begin, end)
 
     def rows(self, x: Tensor, *, by_slot: bool) -> Tensor:
-        """The row of each place: of the slot itself, or of its token."""
+        """Return the row of each place: of the slot itself, or of its token."""
         if by_slot:
             return x.flatten(0, 1)[self.order]
         return x[self.order // self.per_token]
 
     def back(self, made: Tensor) -> Tensor:
-        """Rows by place put back to their slots [T, K, .]."""
+        """Restore rows to the order of their slots [T, K, .]."""
         out = torch.empty_like(made)
         out[self.order] = made
         return out.reshape(-1, self.per_token, *made.shape[1:])
 
 
 def topk(part: Part) -> Compute:
-    """Chosen experts and their weights."""
+    """Return the chosen experts and their weights."""
     c, name = part.config, part.name
     by_table = name.endswith("tid2eid")
     grouped = not part.v4
@@ -100,7 +99,7 @@ def topk(part: Part) -> Compute:
 
 
 def _names(part: Part, parts: Sequence[str]) -> list[list[str]]:
-    """The weights of every expert, by expert."""
+    """Return the names of every expert's weights."""
     count = part.config.n_routed_experts
     return [[_NAME.format(expert, each) for each in parts] for expert in range(count)]
 
@@ -130,7 +129,7 @@ def _products(part: Part, parts: Sequence[str]) -> Compute:
 
 
 def _rows(work: Work, slots: Slots) -> Rows:
-    """Every slot's activations, sorted by expert."""
+    """Return every slot's activations, sorted by expert."""
     given = work.inputs
     if "codes" not in given:
         x = work.bf16()
@@ -146,24 +145,24 @@ def _rows(work: Work, slots: Slots) -> Rows:
 
 
 def w13(part: Part) -> Compute:
-    """Gate and up of every slot, gate first."""
+    """Compute gate and up of every slot, gate first."""
     return _products(part, _FIRST)
 
 
 def w2(part: Part) -> Compute:
-    """Down projection of every slot."""
+    """Compute the down projection of every slot."""
     return _products(part, _SECOND)
 
 
 def _expert_scales(work: Work, names: Sequence[Sequence[str]]) -> Tensor:
-    """The decode scale of the activations in front of each expert [E]."""
+    """Return the decode scale of each expert's input activations [E]."""
     return torch.cat([input_scale(work, each) for each in names])
 
 
 def _quantised(
     work: Work, slots: Slots, x: Tensor, scales: Tensor, problem: QuantiseProblem
 ) -> Outputs:
-    """Quantise rows that are sorted by expert, and put them back to their slots."""
+    """Quantise rows that are sorted by expert, and restore them to the order of slots."""
     offsets = torch.tensor(slots.offsets, dtype=torch.int32, device=x.device)
     codes, block_scales = work.run(
         "simt_quantise_nvfp4", problem, values=own(x), decode_scale=scales, offsets=offsets
@@ -183,7 +182,7 @@ def _require_shares(part: Part) -> None:
 
 
 def w13_act_quant(part: Part) -> Compute:
-    """NVFP4 codes of every slot's input, by its expert's own scale."""
+    """Quantise every slot's input to NVFP4 with its expert's own scale."""
     names = _names(part, _FIRST)
     activation = part.facts.activation(names[0][0])
     if activation != "NVFP4":
@@ -209,7 +208,7 @@ def _gathered(part: Part, names: Sequence[Sequence[str]]) -> Compute:
 
 
 def routed_act(part: Part) -> Compute:
-    """Clamped SwiGLU of every slot and its requantisation, by its expert's own scale."""
+    """Apply clamped SwiGLU to every slot and requantise with its expert's own scale."""
     names = _names(part, _SECOND)
     if part.facts.weight_before_w2:
         raise NoKernelError("the quantiser's SwiGLU takes no routing weight in front of w2")
@@ -234,7 +233,7 @@ def routed_act(part: Part) -> Compute:
 
 
 def combine(part: Part) -> Compute:
-    """The sum over a token's slots, each by its routing weight where that comes last."""
+    """Sum a token's slots, multiplied by routing weights if those come last."""
     c = part.config
     weighting = BEFORE_W2 if part.facts.weight_before_w2 else AFTER_W2
 
@@ -259,7 +258,7 @@ def combine(part: Part) -> Compute:
 
 
 class Summed(NamedTuple):
-    """A sum of slots, and what it was made of."""
+    """A sum of slots, with the operands that it was made of."""
 
     problem: MoeProblem
     terms: dict[str, Tensor]
@@ -267,9 +266,9 @@ class Summed(NamedTuple):
 
 
 def moe_sum(part: Part) -> Compute:
-    """Routed plus shared: the same sum once more, with the shared expert as its last term.
+    """Add routed and shared experts: repeat the sum with the shared expert as its last term.
 
-    A sum that the kernel did not make has no slots: it is added by torch, and the table says so.
+    A sum that the kernel did not make has no slots: torch adds it, and the table records that.
     """
     del part
 
@@ -288,14 +287,14 @@ def moe_sum(part: Part) -> Compute:
 
 
 def shared_act(part: Part) -> Compute:
-    """SwiGLU of the shared expert, or of a dense layer."""
+    """Apply SwiGLU of the shared expert, or of a dense layer."""
     c, dense = part.config, part.component.role == "ffn.act"
     columns = c.intermediate_size if dense else c.moe_intermediate_size
     return swiglu(columns, part.facts.shared_limit)
 
 
 def swiglu(columns: int, limit: float | None) -> Compute:
-    """The values that the quantiser makes in front of its codes."""
+    """Return the SwiGLU values that the quantiser encodes."""
     QuantiseProblem(1, columns, LINEAR.name, "swiglu", keeps_values=True, limit=limit)
 
     def compute(work: Work) -> Outputs:

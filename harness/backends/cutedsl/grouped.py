@@ -1,15 +1,15 @@
-"""Routed experts in NVFP4 by the grouped kernels: every component is a step of one call.
+"""Run NVFP4 routed experts by the grouped MoE kernels, one component per step of a single call.
 
-Owns a layer's call while its components follow each other. The order of rows is made once; what a
-step left in the workspace is read back slot by slot, and if exactly that is handed to the next
-component, the next step goes on where the last one ended: then kernels run as they are shipped,
-one behind the other. Anything else that arrives is laid out in the workspace first. FC1 has SwiGLU
-and requantisation in its epilogue, so gate and up are in no memory: the component before shows them
-by a form of FC1 that stores them as well, and SwiGLU's component launches FC1 as it is shipped.
-Only visited experts' matrices are stacked, with a map of their numbers, as a rank has its own.
+Trap: components arrive one by one, but a layer shares one workspace. The order of rows is made
+once. A step's result is read back slot by slot; if the next component receives exactly those bits,
+the next step continues in the workspace, so that kernels run as they are shipped. Any other input
+is first copied into the workspace. FC1 has SwiGLU and requantisation in its epilogue and never
+stores gate and up: a variant of FC1 that does store them computes the first component, and SwiGLU's
+component launches the shipped FC1. Only visited experts' matrices are stacked, with a map from
+expert number to index, as on a rank with some of the experts.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_grouped.py.
-Letters: T tokens, K slots a token, S slots, E experts visited, G experts, R rows, D hidden, F width
+Shape letters: T tokens, K slots a token, S slots, E experts visited, G experts, R rows, M rows of a
+scale matrix, D hidden, F width.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BLOCK = 16
 
 @dataclass
 class Chain:
-    """One layer's call: its problem, what lies between its steps, and what a step showed."""
+    """One layer's call: its problem, its workspace, and the last results that steps returned."""
 
     layer: str
     problem: MoeProblem
@@ -53,26 +53,26 @@ class Chain:
 
     @property
     def place(self) -> Tensor:
-        """The row of each slot; the last one at most, whatever a kernel says."""
+        """Return the row of each slot, clamped to the workspace whatever a kernel wrote."""
         last = self.space["slots"].numel() - 1
         return self.space["places"][: self.problem.slots].long().clamp(min=NONE, max=last)
 
     def of_slots(self, rows: Tensor) -> Tensor:
-        """Rows [R, .] by slot [T, K, .]; zeros where a slot's expert is not here."""
+        """Gather rows [R, .] by slot [T, K, .]; zeros for slots without an expert here."""
         place_S = self.place
         made = rows[place_S.clamp(min=0)]
         made[place_S < 0] = 0
         return made.reshape(*self.experts.shape, rows.shape[-1])
 
     def codes_of_slots(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes and scales of the workspace by slot."""
+        """Gather codes and scales of the workspace by slot."""
         codes, place_S = self.space[f"{name}_codes"], self.place
         scales = self.space[f"{name}_scales"][_offsets(place_S.clamp(min=0), codes.shape[1] // 8)]
         scales[place_S < 0] = 0
         return self.of_slots(codes), scales.reshape(*self.experts.shape, scales.shape[-1])
 
     def lay(self, name: str, codes: Tensor, scales: Tensor) -> None:
-        """Put codes and scales of slots where the next step reads them; other rows are zeros."""
+        """Copy codes and scales of slots to where the next step reads them; zero all other rows."""
         self.show(name, codes, scales)
         place_S = self.place
         here = place_S >= 0
@@ -83,7 +83,7 @@ class Chain:
         self.space[f"{name}_scales"][offsets] = scales.flatten(0, 1)[here]
 
     def show(self, name: str, codes: Tensor, scales: Tensor) -> None:
-        """Remember what lies in the workspace now; what was made of other rows is nobody's."""
+        """Record what the workspace contains; new inputs invalidate a recorded gate and up."""
         if name == "x":
             self.shown.pop("both", None)
         self.shown |= {f"{name}_codes": codes, f"{name}_scales": scales}
@@ -94,27 +94,27 @@ class Chain:
         return work.run(kernel, Step(step, self.problem), **self.space, **tensors)
 
     def was_shown(self, name: str, given: Tensor) -> bool:
-        """Whether exactly these bits were shown by the step before."""
+        """Return whether the previous step returned exactly these bits."""
         shown = self.shown.get(name)
         return shown is not None and same(shown, given)
 
 
 def _offsets(row_M: Tensor, blocks: int) -> Tensor:
-    """Where the scales of rows [M, K / 16] lie in 128x4 order."""
+    """Return where the scales of rows [M, K / 16] are in 128x4 order."""
     block = torch.arange(blocks, device=row_M.device)
     made: Tensor = SWIZZLE_128X4.offset_of(row_M[:, None], block, None, blocks)
     return made
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have equal bits."""
+    """Return whether two tensors have equal bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(*(own(each).view(torch.uint8) for each in (left, right)))
 
 
 def chain_of(work: Work, part: Part) -> Chain:
-    """The call under way, or a new one: another layer, or other choices, begin another."""
+    """Return the current call, or begin a new one for another layer or other chosen experts."""
     block, expert_TK = part.component.block, work.inputs["experts"]
     assert block is not None, "only blocks have experts"
     known: Any = work.kernels.chain
@@ -142,18 +142,18 @@ def _problem(part: Part, tokens: int, experts: int) -> MoeProblem:
 
 
 def _by_expert(work: Work, chain: Chain, names: Names) -> Tensor:
-    """The decode scale of activations in front of each visited expert [E]."""
+    """Return the decode scale of each visited expert's input activations [E]."""
     return torch.cat([input_scale(work, names[expert]) for expert in chain.visited])
 
 
 def _of_slots(chain: Chain, scale_E: Tensor) -> Tensor:
-    """Scales of experts by slot [T, K]; 1 where a slot has none."""
+    """Expand scales of experts to slots [T, K]; 1 where a slot has none."""
     here_TK = chain.local.long()[chain.experts.clamp(min=0)]
     return torch.where(chain.experts < 0, 1.0, scale_E[here_TK])
 
 
 def _stack(work: Work, chain: Chain, names: Names, rows: Rows) -> dict[str, Tensor]:
-    """The visited experts' matrices side by side, and the scale in front of each expert."""
+    """Stack the visited experts' matrices, with the activation scale of each expert."""
     parts = [
         [work.weights.made(name, "nvfp4 in 128x4", partial(nvfp4, work)) for name in names[expert]]
         for expert in chain.visited
@@ -175,7 +175,7 @@ def _stack(work: Work, chain: Chain, names: Names, rows: Rows) -> dict[str, Tens
 
 
 def _scales_in_front(chain: Chain, name: str, rows: Rows) -> Tensor:
-    """The tensor scale of each expert's rows, as they arrived [E]; one for all of an expert's."""
+    """Return the tensor scale of each expert's rows [E]; raise if an expert's rows differ."""
     scale = rows.tensor_scale
     assert scale is not None, "NVFP4 activations have a tensor scale"
     scale_TK = scale.float().expand(chain.experts.shape)
@@ -192,7 +192,7 @@ def _scales_in_front(chain: Chain, name: str, rows: Rows) -> Tensor:
 
 
 def _rows(chain: Chain, work: Work, name: str) -> Rows:
-    """What arrives by slot, in the workspace: where it was, or laid out anew."""
+    """Return the rows by slot, copied into the workspace unless they are there already."""
     rows = rows_in(work)
     codes, scales = rows.codes, rows.block_scale
     assert codes is not None, "NVFP4 activations are codes"
@@ -213,7 +213,7 @@ def _shown_codes(chain: Chain, name: str, scale_E: Tensor) -> Outputs:
 
 
 def gather(part: Part, names: Names) -> Compute:
-    """NVFP4 codes of every slot's input, by its expert's own scale."""
+    """Quantise every slot's input to NVFP4 with its expert's own scale."""
     _problem(part, 1, 1)
 
     def compute(work: Work) -> Outputs:
@@ -226,7 +226,7 @@ def gather(part: Part, names: Names) -> Compute:
 
 
 def first(part: Part, names: Names) -> Compute:
-    """Gate and up of every slot, by the form of FC1 that shows them."""
+    """Compute gate and up of every slot, by the variant of FC1 that stores them."""
     _problem(part, 1, 1)
 
     def compute(work: Work) -> Outputs:
@@ -243,12 +243,12 @@ def first(part: Part, names: Names) -> Compute:
 
 
 def _no_weights(chain: Chain) -> Tensor:
-    """Routing weights for a form that reads none."""
+    """Return routing weights for a variant that reads none."""
     return torch.zeros(chain.experts.shape, dtype=torch.float32, device=chain.experts.device)
 
 
 def act(part: Part, names: Names, alone: Compute) -> Compute:
-    """SwiGLU and its requantisation: FC1 as it is shipped, or `alone` on what FC1 did not show."""
+    """Apply SwiGLU and requantise: the shipped FC1, or `alone` on inputs not from FC1."""
 
     def compute(work: Work) -> Outputs:
         chain, x = work.kernels.chain, work.inputs["x"]
@@ -264,7 +264,7 @@ def act(part: Part, names: Names, alone: Compute) -> Compute:
 
 
 def second(part: Part, names: Names) -> Compute:
-    """Down projection of every slot."""
+    """Compute the down projection of every slot."""
     _problem(part, 1, 1)
 
     def compute(work: Work) -> Outputs:
@@ -278,7 +278,7 @@ def second(part: Part, names: Names) -> Compute:
 
 
 def rows_to_sum(work: Work, x_TKD: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of all slots and the row of each: FC2's own, where exactly these were shown."""
+    """Return rows and the row of each slot: FC2's workspace if `x_TKD` is exactly its result."""
     chain: Any = work.kernels.chain
     if isinstance(chain, Chain) and chain.was_shown("out", x_TKD):
         return chain.space["out"], own(chain.space["places"][: chain.problem.slots])

@@ -1,11 +1,9 @@
-"""The indexer of either family in place of the references': queries, keys, scores, the choice.
+"""Run the sparse-attention indexer of V4 and V3.2 by our kernels: queries, keys, scores, top-k.
 
-Owns the way from a component's tensors to what its kernels read: rows as operands, keys in pages
-made for the call, weights of heads with their factor. Entries are chosen in ascending order by the
-kernel; which they are is the same.
+Keys are written into pages made for the call. The kernel returns the chosen entries in ascending
+order; the set is the same as the reference's.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_backend.py. Shape
-letters: T tokens, W entries, N indexer heads.
+Shape letters: T tokens, W entries, N indexer heads.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def _operand(part: Part, tokens: int, heads: int, pairing: str, **more: Any) -> 
 
 
 def queries(part: Part) -> Compute:
-    """Queries turned, transformed and rounded as the scores multiply them."""
+    """Rotate, transform and round queries as the scores multiply them."""
     _require_indexer(part)
     rope, pairing = _indexer_rope(part)
     heads = part.config.index_n_heads
@@ -73,7 +71,7 @@ def queries(part: Part) -> Compute:
 
 
 def keys(part: Part) -> Compute:
-    """V3.2's keys: LayerNorm, then what queries go through."""
+    """Compute V3.2's keys: LayerNorm, then the same steps as for queries."""
     _require_indexer(part)
     rope, pairing = _indexer_rope(part)
     names = {name.rpartition(".")[2]: name for name in part.shapes}
@@ -99,7 +97,7 @@ def keys(part: Part) -> Compute:
 
 
 def pooled(part: Part) -> Compute:
-    """As the main compressor, then what the indexer's queries go through but the turn."""
+    """Compress as the main compressor does, then treat keys like queries but without rotation."""
     _require_indexer(part)
     main = pool(part)
     _operand(part, 1, 1, "none")
@@ -115,7 +113,7 @@ def pooled(part: Part) -> Compute:
 
 
 def weights(part: Part) -> Compute:
-    """Weights of heads. A factor that is a power of two is part of the matrix, bit for bit."""
+    """Compute weights of heads; a factor that is a power of two is folded into the matrix."""
     c, name = part.config, part.name
     factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
     if part.format_of(name) != "BF16" or part.facts.activation(name) is not None:
@@ -150,7 +148,7 @@ def weights(part: Part) -> Compute:
 
 
 def scores(part: Part) -> Compute:
-    """Scores of every entry that a token may see, -inf elsewhere."""
+    """Return scores of every visible entry, -inf elsewhere."""
     _require_indexer(part)
     if part.target != SM90A.name:
         raise NoKernelError(f"the kernel is written for {SM90A.name}")
@@ -188,7 +186,7 @@ def scores(part: Part) -> Compute:
 
 
 def topk(part: Part) -> Compute:
-    """The entries of the largest scores, -1 for none."""
+    """Return the entries with the largest scores, -1 for none."""
     count = part.config.index_topk
     TopkProblem(1, 1, count)
 

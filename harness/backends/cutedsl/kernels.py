@@ -1,13 +1,8 @@
-"""Our kernels by name: what a launch is told, where it runs, and what is noted of it.
+"""Launch our kernels by name on one device, and record kernel and tactic of each launch.
 
-Owns the one door to the kernels: `run(kernel, problem, **tensors)` launches the torch entry point
-of the kernel's module on tensors that lie on the GPU, and notes kernel and tactic. A launch without
-rows is noted as such and not made. The modules are imported when they are first launched: they need
-the CuTe DSL, and naming a backend does not.
-
-Refuses machines without a GPU that a kernel was written for. What a tensor must be is refused by
-the entry points. Kept honest by suites/backends/cutedsl/test_backend.py, where a stand-in of the
-same names computes on the CPU, and by suites/backends/cutedsl/test_cutedsl_h200.py.
+`run(kernel, problem, **tensors)` calls the torch entry point of the kernel's module with tensors on
+the GPU. A launch without rows is recorded as such and skipped. Kernel modules are imported at their
+first launch: they need the CuTe DSL, but naming a backend must not. Entry points check the tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ NOTHING = "no rows, not launched"
 
 
 class Kernels(ABC):
-    """Kernels under their names, on one device."""
+    """Kernels by name, on one device."""
 
     def __init__(self, target: str, device: torch.device) -> None:
         self.target, self.device = target, device
@@ -57,7 +52,7 @@ class Kernels(ABC):
         self.summed: Any = None  # what the last sum of slots was made of: cutedsl_experts
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
-        """Launch a kernel; its outputs in the order in which its entry point returns them."""
+        """Launch a kernel; return its outputs in the order of its entry point."""
         made = self._run(kernel, problem, tensors)
         idle = any(each.numel() == 0 for each in made)
         tactic = NOTHING if idle else tactic_of(kernel, problem, self.target)
@@ -65,11 +60,11 @@ class Kernels(ABC):
         return made
 
     def note(self, kernel: str, tactic: str) -> None:
-        """Note what was computed in place of a launch."""
+        """Record what was computed in place of a launch."""
         self._noted.append(Launch(kernel, tactic))
 
     def taken(self) -> list[Launch]:
-        """What was launched since this was last asked."""
+        """Return the launches since the last call of this method."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -79,7 +74,7 @@ class Kernels(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """How a kernel's entry point is called: on its module, a problem, settings and tensors."""
+    """How to call a kernel's entry point with module, problem, settings and tensors."""
 
     call: Callable[[Any, Any, CompileSettings, Given], Any]
     tactic: Callable[[Any, str], str] = lambda _problem, _target: ""
@@ -231,7 +226,7 @@ def _moe_tactic(problem: Any, target: str) -> str:
 
 
 def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    """The shared expert's products, routed by tensors that are made once and not at every call."""
+    """Call the shared expert's products, with routing tensors that are made once and cached."""
     moe = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
     routing = moe.Routing(t["experts"], t["weights"])
     given = moe.Given(t["x"], routing, _expert_operands(moe, t))
@@ -309,15 +304,16 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def tactic_of(kernel: str, problem: Any, target: str) -> str:
-    """Tell which tactic or form answers a problem."""
+    """Return which tactic or form a problem gets."""
     return ENTRIES[kernel].tactic(problem, target)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Let what is allocated meanwhile hold NaN, or the largest whole number.
+    """Fill memory allocated in this context with NaN, or the largest integer.
 
-    What a kernel leaves unwritten is then seen. Without, it may be an earlier run's right output.
+    An element that a kernel leaves unwritten then shows; otherwise it could be an earlier run's
+    correct output.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -330,7 +326,7 @@ def poisoned() -> Iterator[None]:
 
 
 class KernelsOnGpu(Kernels):
-    """The kernels themselves; `poison` fills what their entry points allocate."""
+    """The real kernels; `poison` fills what their entry points allocate."""
 
     def __init__(self, settings: CompileSettings, *, poison: bool = False) -> None:
         require_gpu()
@@ -345,7 +341,7 @@ class KernelsOnGpu(Kernels):
 
 
 def require_gpu() -> None:
-    """Refuse machines without a GPU that kernels were written for."""
+    """Raise unless the machine has a GPU that kernels were written for."""
     if not torch.cuda.is_available():
         raise MissingDevice(
             "--backend", "cutedsl",

@@ -1,14 +1,12 @@
-"""V3.2's cache rows and absorbed attention in place of the references', with pages made for a call.
+"""Run V3.2's MLA by our kernels: cache rows, and absorbed attention over pages built for a call.
 
-Owns the way of a latent and a turned key into entries of 576 and back, and attention in its three
-steps: queries through each head's key rows of wkv_b, the latents attended to, the result through
-the head's value rows. The first and the last are one product a head, of the kernel that multiplies
-groups. A weight that BF16 does not hold, as NVFP4's beside their tensor scale, is the sum of up to
-three BF16 numbers, multiplied side by side: each product is exact, and the sum float32.
+Absorbed attention has three steps: queries times each head's key rows of wkv_b, attention over
+latents, the result times the head's value rows. The first and the last are grouped GEMMs with one
+group a head. A weight that BF16 cannot represent (NVFP4 times its tensor scale) becomes a sum of up
+to three BF16 matrices, concatenated along K: each product is exact, and the sum is float32.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_latent.py.
-Letters: T tokens, H heads, n nope width, v value width, C latent width (512), K keys that are
-chosen.
+Shape letters: T tokens, H heads, n nope width, v value width, C latent width (512), K chosen keys
+in attention or inner extent of a matrix, N its outputs.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def _require_rows(part: Part) -> None:
 
 
 def cache_row(part: Part) -> Compute:
-    """Rows as the cache gives them back, in the format that the model's arithmetic names."""
+    """Write and read back rows, in the cache format that the model's arithmetic names."""
     _require_rows(part)
     switches = part.facts.numerics.switches
     kind = str(switches.kv_cache)
@@ -68,7 +66,7 @@ def cache_row(part: Part) -> Compute:
 
 
 def latent_norm(part: Part) -> Compute:
-    """The latent's norm, as the kernel that writes rows has it: behind it lies a key of zeros."""
+    """Norm the latent with the row-writing kernel, padded with a key of zeros."""
     _require_rows(part)
     kind, epsilon = norm_weight(part, part.name), part.facts.norm_epsilon(part.name)
     told = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
@@ -87,7 +85,7 @@ def latent_norm(part: Part) -> Compute:
 
 
 def attend(part: Part) -> Compute:
-    """V3.2's attention over chosen latents, in its absorbed form."""
+    """Return the compute function of V3.2's attention over chosen latents, in its absorbed form."""
     _require_rows(part)
     c, name = part.config, part.name
     if part.facts.numerics.switches.attention_in_storage_dtype is not False:
@@ -127,7 +125,7 @@ def attend(part: Part) -> Compute:
 
 
 def absorbed(weight: Weight, config: V32Config) -> tuple[Tensor, Tensor]:
-    """Each head's key rows of wkv_b, turned over, and its value rows, as BF16 matrices."""
+    """Return each head's key rows of wkv_b, transposed, and its value rows, as BF16 matrices."""
     nope, value = config.qk_nope_head_dim, config.v_head_dim
     shape = (config.num_attention_heads, nope + value, WIDTH)
     per_head = weight.values(torch.float32).reshape(shape)
@@ -135,7 +133,7 @@ def absorbed(weight: Weight, config: V32Config) -> tuple[Tensor, Tensor]:
 
 
 def side_by_side(weight_HNK: Tensor) -> Tensor:
-    """The fewest BF16 matrices that add up to float32 ones: K beside K beside K, heads as rows."""
+    """Split float32 into the fewest BF16 parts that sum to it, concatenated along K."""
     parts: list[Tensor] = []
     rest = weight_HNK.float()
     while not parts or (len(parts) < _MOST_PARTS and bool((rest != 0).any())):
@@ -145,7 +143,7 @@ def side_by_side(weight_HNK: Tensor) -> Tensor:
 
 
 def by_head(kernels: Kernels, x_THK: Tensor, weight: Tensor) -> Tensor:
-    """Each head's values through its own matrix, BF16 [T, H N]."""
+    """Multiply each head's values by its own matrix, BF16 [T, H N]."""
     tokens, heads, inner = x_THK.shape
     parts = weight.shape[1] // inner
     wide = x_THK if parts == 1 else x_THK.repeat(1, 1, parts)

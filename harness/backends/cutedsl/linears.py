@@ -1,12 +1,10 @@
-"""Linears of every recipe in place of the references': which GEMM answers, and what it is handed.
+"""Run linear layers of every recipe by our GEMM kernels: choose the kernel, prepare operands.
 
-Owns the choice by the formats of weight and activation, rows of activations as values or codes, and
-the products that stay float32 (head, router, compressors). Weights that a recipe stores in FP8 or
-MXFP4 behind BF16 activations are multiplied as BF16: each value is a code by a power of two.
+The choice depends on the formats of weight and activation. Products of head, router and compressors
+stay in float32. FP8 or MXFP4 weights with BF16 activations are multiplied as BF16, which is exact:
+each value is a code times a power of two.
 
-Gives the reason where no kernel fits, and refuses scales that a kernel cannot take. Kept honest by
-suites/backends/cutedsl/test_backend.py. Shape letters: M rows, N outputs, K inputs, P = K / 2
-bytes.
+Shape letters: M rows, N outputs, K inputs, P = K / 2 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _EXACT_IN_BF16 = ("BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32", "MXFP4", "MXFP
 
 
 class Rows(NamedTuple):
-    """Activations as they reach a linear: values [M, K], or codes with their scales."""
+    """Activations of a linear: values [M, K], or codes with their scales."""
 
     values: Tensor | None = None
     codes: Tensor | None = None
@@ -52,21 +50,21 @@ class Rows(NamedTuple):
     tensor_scale: Tensor | None = None
 
     def some(self, index: Tensor) -> Rows:
-        """Some of the rows."""
+        """Select some of the rows."""
         parts = (None if part is None else part[index] if part.ndim else part for part in self)
         return Rows(*parts)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How one weight is multiplied: by which kernel, and the problem of one row."""
+    """The kernel that multiplies a weight, and the problem for one row."""
 
     kernel: str
     problem: GemmProblem | W4A16Problem
 
 
 def way_of(part: Part, name: str) -> Way:
-    """Choose the kernel of a weight; raise the reason where there is none."""
+    """Choose the kernel of a weight; raise NoKernelError with the reason if there is none."""
     activation, weight = part.facts.activation(name), part.format_of(name)
     outputs, inner = part.shapes[name][-2:]
     if activation is None and weight == "NVFP4":
@@ -89,7 +87,7 @@ def way_of(part: Part, name: str) -> Way:
 
 
 def product(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
-    """Rows by one weight, BF16 [M, N]."""
+    """Multiply rows by one weight, BF16 [M, N]."""
     multiply = {
         "sm90_gemm_bf16": _by_bf16,
         "sm90_gemm_nvfp4": _by_nvfp4,
@@ -124,12 +122,12 @@ def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
 
 
 def nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
-    """Codes, block scales in a layout, and decode scale of a weight, on the device."""
+    """Return codes, block scales in a layout, and decode scale of a weight, on the device."""
     return tuple(map(work.weights.there, nvfp4_parts(weight, layout)))
 
 
 def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
-    """Codes, block scales in a layout, and the decode scale [1], where the weight is."""
+    """Return codes, block scales in a layout, and decode scale [1], on the weight's own device."""
     tensor = weight.quantised().with_direction(ScaleDirection.DECODE)
     tensor = tensor.with_nibble_order(NibbleOrder.LOW_EVEN)
     tensor = tensor.with_layout(SWIZZLE_128X4 if layout == SWIZZLE_128X4.name else LINEAR)
@@ -180,7 +178,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def rows_in(work: Work) -> Rows:
-    """The activations of a call: codes where they arrive as such."""
+    """Return the activations of a call: codes if it has them, else values."""
     given = work.inputs
     if "codes" not in given:
         return Rows(values=work.bf16())
@@ -192,7 +190,7 @@ def rows_in(work: Work) -> Rows:
 
 
 def linear(part: Part) -> Compute:
-    """One linear, or several over one input, outputs side by side."""
+    """Return the compute function of linears over one input, with outputs concatenated."""
     ways = {name: way_of(part, name) for name in part.shapes}
 
     def compute(work: Work) -> Outputs:
@@ -204,7 +202,7 @@ def linear(part: Part) -> Compute:
 
 
 def _act_quant_fp8(columns: int, scales: str) -> Compute:
-    """E4M3 codes and a scale for 128 values of a row."""
+    """Quantise to E4M3 with a scale for every 128 values of a row."""
     Fp8Problem(1, columns, scales)
 
     def compute(work: Work) -> Outputs:
@@ -217,7 +215,7 @@ def _act_quant_fp8(columns: int, scales: str) -> Compute:
 
 
 def _grouped_fp8(part: Part, way: Way) -> Compute:
-    """One product a group; a tile of 128 x 128 weights under one scale may have several groups."""
+    """Compute one product a group; a 128 x 128 tile under one scale may contain several groups."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     require_group_rows(rank)
 
@@ -244,13 +242,13 @@ def _grouped_fp8(part: Part, way: Way) -> Compute:
 
 
 def require_group_rows(rank: int) -> None:
-    """Refuse groups of FP8 whose tiles of scales are partly others'."""
+    """Raise NoKernelError if a tile of FP8 scales is shared with rows of other groups."""
     if rank % _TILE and _TILE % rank:
         raise NoKernelError(f"groups of {rank} rows share scales of {_TILE} with parts of others")
 
 
 def by_group(weight: Weight, groups: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """FP8 codes and scales of each group's rows; a tile under one scale may have several groups."""
+    """Return FP8 codes and scales of each group's rows; a tile's scale may serve several groups."""
     tensor, found = weight.quantised(), []
     for group in range(groups):
         rows = slice(group * rank, (group + 1) * rank)
@@ -260,7 +258,7 @@ def by_group(weight: Weight, groups: int, rank: int) -> list[tuple[Tensor, Tenso
 
 
 def grouped(part: Part) -> Compute:
-    """V4's wo_a: one matrix for each group of heads, a product each."""
+    """Compute V4's wo_a: one matrix and one product for each group of heads."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     whole = replace(part, shapes={name: (rank, part.shapes[name][1])})
     way = way_of(whole, name)
@@ -284,7 +282,7 @@ def grouped(part: Part) -> Compute:
 
 
 def wide_product(work: Work, x: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """BF16 rows by a BF16 weight in float32, a few rows a launch."""
+    """Multiply BF16 rows by a BF16 weight into float32, a few rows a launch."""
     inner = x.shape[1]
     most = max(rows for rows in ROWS if inner <= inner_held(rows))
     made = [
@@ -306,7 +304,7 @@ def _require_wide(part: Part) -> None:
 
 
 def wide(part: Part) -> Compute:
-    """Head and router: sums stay float32."""
+    """Compute head and router, whose sums stay float32."""
     _require_wide(part)
 
     def compute(work: Work) -> Outputs:
@@ -318,7 +316,7 @@ def wide(part: Part) -> Compute:
 
 
 def compressor(part: Part) -> Compute:
-    """Latent and gate: float32 where weights are plain, BF16 behind NVFP4 codes."""
+    """Compute latent and gate: float32 if weights are plain, BF16 with NVFP4 weights."""
     if all(part.facts.activation(name) == "NVFP4" for name in part.shapes):
         ways = {name: way_of(part, name) for name in part.shapes}
 
@@ -349,7 +347,7 @@ def _latent_and_gate(made: dict[str, Tensor]) -> Outputs:
 
 
 def input_scale(work: Work, names: Sequence[str]) -> Tensor:
-    """The decode scale of activations in front of weights that share them: the largest [1]."""
+    """Return the largest decode scale [1] of activations before weights that share them."""
     scales = [work.weights.source[name].input_scale for name in names]
     known = [scale.float().reshape(()) for scale in scales if scale is not None]
     if len(known) < len(scales):
@@ -361,7 +359,7 @@ def input_scale(work: Work, names: Sequence[str]) -> Tensor:
 
 
 def act_quant(part: Part) -> Compute:
-    """NVFP4 codes and linear scales of the input of a linear."""
+    """Quantise the input of a linear to NVFP4 codes with scales in linear layout."""
     names = tuple(part.shapes)
     activation = part.facts.activation(names[0])
     if activation is not None and activation.startswith("FP8_1X128"):

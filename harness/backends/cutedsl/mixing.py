@@ -1,8 +1,9 @@
-"""mHC in place of the references': projection and mixing in front of a sublayer, spreading behind.
+"""Run mHC by our kernels: projection and mixing before a sublayer, spreading after it.
 
-Owns what each hands to its kernel: the weight of the projection in the three BF16 parts whose sum
-it is, products and squares from one kernel to the next. Gives the reason where no kernel fits. Kept
-honest by suites/backends/cutedsl/test_backend.py. Shape letters: T tokens, S streams, D hidden.
+The projection's weight is stored as three BF16 parts whose sum it is. Products and squares go from
+the projection kernel to the mixing kernel.
+
+Shape letters: T tokens, S streams, D hidden.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _mixed(part: Part, work: Work, kind: str) -> tuple[Tensor, ...]:
 
 
 def pre(part: Part) -> Compute:
-    """The sublayer's input, and what its output will be spread by."""
+    """Return the sublayer's input, and the coefficients that spread its output."""
     _problem(part, 1, "all")
     ProjectProblem(1, part.config.hidden_size)
 
@@ -59,7 +60,7 @@ def pre(part: Part) -> Compute:
 
 
 def head(part: Part) -> Compute:
-    """The streams collapsed for good."""
+    """Collapse the streams before the head."""
     _problem(part, 1, "head")
     ProjectProblem(1, part.config.hidden_size, "head")
 
@@ -70,7 +71,7 @@ def head(part: Part) -> Compute:
 
 
 def post(part: Part) -> Compute:
-    """The sublayer's output spread over the streams."""
+    """Spread the sublayer's output over the streams."""
     _problem(part, 1, "post")
 
     def compute(work: Work) -> Outputs:

@@ -1,12 +1,9 @@
-"""The steps of the grouped experts as launches of their own: what each is told, and what it leaves.
+"""Launch the steps of kernels/moe/sm90_moe_nvfp4.py one by one, so that each has a component.
 
-Owns the one call of kernels/moe/sm90_moe_nvfp4.py taken apart where components part: the order of
-rows, the quantised rows, FC1 as it is shipped, FC1 that shows gate and up as well, FC2, the sum.
-Each is the launch that the whole call makes, on one workspace, in the same order.
+Steps: the order of rows, the quantised rows, FC1 as shipped, FC1 that also stores gate and up, FC2,
+the sum. Each is the same launch as in the whole call, on one workspace, in the same order.
 
-Refuses weights that a kernel would misread, as the whole call does. Kept honest by
-suites/backends/cutedsl/test_grouped.py with a stand-in, and on an H200 by test_cutedsl_h200.py.
-Letters: T tokens, K chosen, S slots, R rows at most, E experts visited, D hidden, F width
+Shape letters: T tokens, K chosen, S slots, R rows at most, E experts visited, D hidden, F width.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class Step(NamedTuple):
 
 
 def tactic(step: Step, target: str) -> str:
-    """Tell how a step is cut."""
+    """Return the tile configuration of a step."""
     p = step.problem
     if step.name in {SUM, TOTAL}:
         return f"{step.name}, weights {p.weighting}"
@@ -61,7 +58,7 @@ def tactic(step: Step, target: str) -> str:
 
 
 def empty_space(problem: MoeProblem, device: torch.device) -> dict[str, Tensor]:
-    """Allocate what lies between the steps."""
+    """Allocate the workspace between the steps."""
     cut = facts.choose_tactic(problem, SM90A.name)
     most, d, f = facts.most_rows(problem, cut), problem.hidden, problem.width
     counts = facts.plan_sizes(problem, cut)
@@ -77,7 +74,7 @@ def empty_space(problem: MoeProblem, device: torch.device) -> dict[str, Tensor]:
 
 
 def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> Any:
-    """Launch a step; return what it leaves."""
+    """Launch a step; return its outputs."""
     del module
     rows, kernels = (import_module(module_of(name)) for name in (ROWS, KERNELS))
     if step.name in {SUM, TOTAL}:
@@ -97,7 +94,7 @@ def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> An
 
 
 def _sum(rows: Any, p: MoeProblem, settings: CompileSettings, t: Given) -> Any:
-    """Launch the sum of every token's slots, and of the shared expert where it is given."""
+    """Launch the sum of every token's slots, and of the shared expert if given."""
     given, target = t["rows"], target_of_device().name
     job = rows.Job(p, facts.choose_tactic(p, target), target, settings)
     assert given is not None, "the pairing hands over rows"
@@ -110,7 +107,7 @@ def _sum(rows: Any, p: MoeProblem, settings: CompileSettings, t: Given) -> Any:
 
 
 def _product(kernels: Any, rows: Any, job: Any, told: tuple[Step, Any], t: Given) -> Any:
-    """Launch FC1, with or without its sums shown, or FC2."""
+    """Launch FC1, with or without storing its sums, or FC2."""
     step, plan = told
     first, second = facts.forms_of(job.problem, job.target, job.tactic)
     weights = kernels.ExpertWeights(*(t[n] for n in ("codes", "scales", "decode", "input_scale")))

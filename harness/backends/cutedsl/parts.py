@@ -1,10 +1,9 @@
-"""What a pairing of a component with kernels is told, and how weights come to lie as kernels read.
+"""What a kernel adaptor gets: the component before a run, its tensors during one, its weights.
 
-Owns the part (component, facts, formats and extents of its weights, target) that a pairing decides
-by, before anything runs; the work of one call (inputs and weights on the GPU, and the kernels); the
-preparation of weights, once a record; and NoKernel, the reason why the reference computes a part.
-Refuses weights that are asked for in BF16 and do not fit it. Kept honest by
-suites/backends/cutedsl/test_backend.py.
+Part holds component, facts, formats and extents of weights, and target; the kernel is chosen by
+these alone, before anything runs. Work holds one call's inputs, weights and kernels. Prepared
+converts weights once and caches them. NoKernelError gives the reason why the reference computes a
+part.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ ALIGNMENT = 32  # bytes, the most that a kernel demands of an address
 
 
 class NoKernelError(Exception):
-    """No kernel computes this component as it is here; the text is the reason."""
+    """No kernel computes this component as configured; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A component as a pairing sees it; weights by their names within the block."""
+    """A component as kernel choice needs it; weights by their names within the block."""
 
     component: Component
     facts: Facts
@@ -48,39 +47,39 @@ class Part:
 
     @property
     def config(self) -> Any:
-        """The model's config."""
+        """Return the model's config."""
         return self.facts.config
 
     @property
     def v4(self) -> bool:
-        """Whether this is DeepSeek-V4."""
+        """Return whether this is DeepSeek-V4."""
         return isinstance(self.config, V4Config)
 
     @property
     def name(self) -> str:
-        """The only weight's name."""
+        """Return the name of the only weight."""
         (name,) = self.shapes
         return name
 
     def format_of(self, name: str) -> str:
-        """The format of a weight; what a recipe does not quantise is BF16."""
+        """Return the format of a weight, BF16 if the recipe does not quantise it."""
         return self.formats.get(name, "BF16")
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call: inputs and weights where the kernels are."""
+    """One call: inputs and weights on the device of the kernels."""
 
     inputs: Mapping[str, Tensor]
     weights: Prepared
     kernels: Kernels
 
     def bf16(self, name: str = "x") -> Tensor:
-        """An input of BF16 values; references hold some of them in a wider dtype."""
+        """Return an input as BF16; references keep some BF16 values in a wider dtype."""
         return own(self.inputs[name].to(torch.bfloat16))
 
     def fp32(self, name: str) -> Tensor:
-        """An input in float32."""
+        """Return an input in float32."""
         return own(self.inputs[name].to(torch.float32))
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -93,7 +92,7 @@ Compute = Callable[[Work], Outputs]
 
 
 class Kept(NamedTuple):
-    """Something that was made of a weight."""
+    """A weight and what was made of it."""
 
     weight: Weight
     made: Any
@@ -101,14 +100,14 @@ class Kept(NamedTuple):
 
 @dataclass
 class Prepared:
-    """The weights of one call; what is made of a held one is kept for later calls."""
+    """The weights of one call; results made from a held weight are cached for later calls."""
 
     source: Mapping[str, Weight]
     device: torch.device
     kept: dict[tuple[str, str], Kept] = field(default_factory=dict)
 
     def made(self, name: str, how: str, make: Callable[[Weight], T]) -> T:
-        """Make something of a weight, or find what was made of the same record before."""
+        """Return `make(weight)`, cached for the same weight record."""
         weight = self.source[name]
         known = self.kept.get((name, how))
         if known is not None and known.weight is weight:
@@ -120,20 +119,20 @@ class Prepared:
         return made
 
     def plain(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A weight's values on the device."""
+        """Return a weight's values on the device."""
         return self.made(name, str(dtype), lambda weight: self.there(weight.values(dtype)))
 
     def bf16(self, name: str) -> Tensor:
-        """Values that BF16 holds exactly, on the device."""
+        """Return a weight as BF16 on the device; raise if that is not exact."""
         return self.made(name, "exact bf16", lambda weight: self.there(exact_bf16(name, weight)))
 
     def there(self, tensor: Tensor) -> Tensor:
-        """A tensor of its own on the device."""
+        """Return a contiguous, aligned tensor on the device."""
         return own(tensor.to(self.device))
 
 
 def exact_bf16(name: str, weight: Weight) -> Tensor:
-    """Values that BF16 holds exactly: plain ones, and FP8 or FP4 codes by powers of two."""
+    """Return values as BF16; raise unless BF16 represents all of them exactly."""
     wide = weight.values(torch.float32)
     narrow = wide.to(torch.bfloat16)
     if not torch.equal(narrow.float(), wide):
@@ -145,6 +144,6 @@ def exact_bf16(name: str, weight: Weight) -> Tensor:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """The tensor contiguous and on an address that every kernel takes."""
+    """Return the tensor contiguous and aligned to what every kernel requires."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()

@@ -1,9 +1,8 @@
-"""The table of turns that attention's kernels read: 32 cosines and 32 sines of every position.
+"""RoPE tables for the attention kernels: 32 cosines and 32 sines of every position.
 
-Owns the angles, from a model's rope alone and in float64: a frequency per pair, blended by YaRN
-where the rope names it, times the position; each cosine and sine is rounded once to float32. It
-takes nothing from the references, which have a formula of their own. Tables grow by doubling and
-are kept. Refuses nothing. Kept honest by suites/backends/cutedsl/test_rope_tables.py.
+Angles are computed in float64 from the model's rope alone: a frequency per pair, blended by YaRN if
+the rope names it, times the position; each cosine and sine is rounded once to float32. Nothing is
+imported from the references, which have their own formula. Tables grow by doubling and are cached.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _RAMP = 1e-3  # the width of YaRN's ramp where it has none, as the official code
 
 
 class Turns:
-    """Tables by rope, long enough for the positions that were asked for."""
+    """Tables by rope, grown to the largest requested position."""
 
     def __init__(self) -> None:
         self._tables: dict[Rope, Tensor] = {}
 
     def reaching(self, rope: Rope, positions: Tensor) -> Tensor:
-        """A table [P, 2 * pairs] that has every one of these positions, on their device."""
+        """Return a table [P, 2 * pairs] that covers all of these positions, on their device."""
         last = int(positions.max()) if positions.numel() else 0
         known = self._tables.get(rope)
         if known is None or len(known) <= last or known.device != positions.device:
@@ -39,13 +38,13 @@ class Turns:
 
 
 def table_of(rope: Rope, positions: int) -> Tensor:
-    """Cosines, then sines, of positions from 0 on."""
+    """Return cosines, then sines, of positions from 0 on."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies(rope)
     return (torch.cat((angle.cos(), angle.sin()), dim=1) * rope.scale).float()
 
 
 def frequencies(rope: Rope) -> Tensor:
-    """The angle of each pair at position 1."""
+    """Return the angle of each pair at position 1."""
     pairs = rope.dims // 2
     base = torch.tensor([rope.theta ** (-i / pairs) for i in range(pairs)], dtype=torch.float64)
     yarn = rope.yarn

@@ -1,13 +1,11 @@
-"""Row-wise components in place of the references': embedding, norms, heads, cache rows.
+"""Run row-wise components by our kernels: embedding, norms, head RoPE, cache rows.
 
-Owns what each hands to its kernel. A component that a kernel does in one pass with its neighbour is
-still done alone here, so that a capture shows it: a cache row is written into pages of the format
-that the model's arithmetic names, and read back from them. Queries and keys of V3.2 are turned by
-the kernel that turns back, with the sines negated, in rows of 512 of which the leading values are
-zeros and thrown away: bit for bit what the narrower row would be.
+A step that a kernel fuses with its neighbour is computed alone here, so that a capture has it: a
+cache row is written into pages in the format that the model's arithmetic names, and read back.
+V3.2's queries and keys are rotated by the inverse-RoPE kernel with negated sines, in rows of 512
+whose leading values are zeros and discarded: the result is bit for bit that of the narrower row.
 
-Gives the reason where no kernel fits. Kept honest by suites/backends/cutedsl/test_backend.py.
-Shape letters: T tokens, H heads, L width of a row (512).
+Shape letters: T tokens, H heads, d head width, L width of a row (512).
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ TURNS = Turns()
 
 
 def embed(part: Part) -> Compute:
-    """Rows of the table."""
+    """Return the compute function that gathers rows of the embedding table."""
     vocabulary, columns = part.shapes[part.name]
     EmbedProblem(1, vocabulary, columns)
 
@@ -53,7 +51,7 @@ def embed(part: Part) -> Compute:
 
 
 def norm(part: Part) -> Compute:
-    """RMSNorm with weight."""
+    """Return the compute function of an RMSNorm with weight."""
     kind = norm_weight(part, part.name)
     NormProblem(1, part.shapes[part.name][0], part.facts.norm_epsilon(part.name), kind)
 
@@ -64,7 +62,7 @@ def norm(part: Part) -> Compute:
 
 
 def residual_norm(part: Part) -> Compute:
-    """V3.2's norm, with the residual added in front of it in one launch, but in the first layer."""
+    """Return V3.2's norm, fused with the residual sum except in the first layer."""
     kind, switches = norm_weight(part, part.name), part.facts.numerics.switches
     columns, epsilon = part.shapes[part.name][0], part.config.rms_norm_eps
     told = (columns, epsilon, kind, switches.residual_rounded_before_norm)
@@ -85,7 +83,7 @@ def residual_norm(part: Part) -> Compute:
 
 
 def norm_weight(part: Part, name: str) -> str:
-    """In which dtype a kernel reads a norm's weight."""
+    """Return the dtype in which a kernel reads a norm's weight."""
     return "fp32" if part.dtypes[name] == "F32" else "bf16"
 
 
@@ -96,7 +94,7 @@ def _normed(part: Part, work: Work, x: Tensor, kind: str) -> Tensor:
 
 
 def rope_of(part: Part, width: int) -> Rope:
-    """The block's rope; rows of another geometry than kernels know have none."""
+    """Return the block's rope; raise NoKernelError for a row geometry that kernels lack."""
     block = part.component.block
     assert block is not None, "only blocks rotate"
     rope: Rope = part.config.rope(block)
@@ -109,7 +107,7 @@ def rope_of(part: Part, width: int) -> Rope:
 
 
 def query_heads(part: Part) -> Compute:
-    """V4's query heads: weightless norm and rotation."""
+    """Return V4's query heads: weightless norm and rotation."""
     rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
     HeadsProblem(1, heads, 1, part.config.rms_norm_eps)
 
@@ -125,7 +123,7 @@ def query_heads(part: Part) -> Compute:
 
 
 def inverse_rope(part: Part) -> Compute:
-    """Attention's output turned back, heads side by side."""
+    """Rotate attention's output back, and concatenate heads."""
     rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
     BackProblem(1, heads, 1)
 
@@ -140,7 +138,7 @@ def inverse_rope(part: Part) -> Compute:
 
 
 def rope(part: Part) -> Compute:
-    """V3.2's query heads and shared key: their last values turned, in rows of 512."""
+    """Rotate the last values of V3.2's query heads and shared key, in rows of 512."""
     c = part.config
     rope, heads = rope_of(part, WIDTH), c.num_attention_heads
     BackProblem(1, heads, 1)
@@ -170,7 +168,7 @@ def rope(part: Part) -> Compute:
 
 
 def latent_row(part: Part) -> Compute:
-    """V4's shared row: norm and rotation, as they are written into pages of BF16 entries."""
+    """Norm and rotate V4's shared row, by writing it into pages of BF16 entries."""
     rope, kind = rope_of(part, part.config.head_dim), norm_weight(part, part.name)
 
     def compute(work: Work) -> Outputs:
@@ -190,7 +188,7 @@ def latent_row(part: Part) -> Compute:
 
 
 def cache_row(part: Part) -> Compute:
-    """Rows as the cache gives them back, in the format that the model's arithmetic names."""
+    """Write and read back rows, in the cache format that the model's arithmetic names."""
     rope_of(part, part.config.head_dim)
     kind = str(part.facts.numerics.switches.kv_cache)
     if part.facts.numerics.exact or kind not in _ENTRY_OF_CACHE:
@@ -207,7 +205,7 @@ def cache_row(part: Part) -> Compute:
 def through_pages(
     work: Work, x: Tensor, entry: str, told: dict[str, Any], more: dict[str, Tensor]
 ) -> Tensor:
-    """Write rows into fresh pages, last row first in memory, and read them back in order."""
+    """Write rows into fresh pages in reverse order of memory, and read them back in order."""
     count = x.shape[0]
     pages = Pages(entry, _PAGE, max(1, -(-count // _PAGE)), width=x.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=x.device)

@@ -1,13 +1,13 @@
-"""One decoding step of a V4 layer by our kernels, streams in to streams out, nobody waiting.
+"""One decoding step of a V4 layer by our kernels, without host synchronisation.
 
-Owns the wiring: which kernel writes what the next one reads, for each type of layer. Tokens,
-positions and owners lie on the device, so that a step can be captured in a CUDA graph and follows
-them at every replay. A token is written into its window's ring and its compressor's ring; an entry
-that it completes goes to its page; what is attended to is listed on the device. Kernels alone
-compute: torch allocates, views, and widens latents behind NVFP4 compressors (`widened`).
+Tokens, positions and owners are on the device, so that a step captured in a CUDA graph follows them
+at every replay. Each sublayer (attention, then experts) has mHC mixing and a norm before it and mHC
+spreading after it. Attention writes the token into its window's ring and its compressor's ring,
+writes a completed entry to its page, and lists the slots to attend to on the device. Kernels alone
+compute: torch allocates, views, and widens latents after NVFP4 compressors (`widened`).
 
-Kept honest by suites/backends/graph/test_layer.py, by stand-ins, and test_decoder_h200.py. Shape
-letters: B lanes (a token each), S streams, D hidden, H heads, L latent width, N indexer heads.
+Shape letters: B lanes (a token each), S streams, D hidden, H heads, L latent width, N indexer
+heads.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lists:
-    """What a step's layers share: slots of the window, of the tokens themselves, of all entries."""
+    """Slots that a step's layers share: the window's, the tokens' own, those of all entries."""
 
     window: Tensor
     own: Tensor
@@ -71,7 +71,7 @@ class Lists:
 
 
 class Stepping(Steps):
-    """V4's layers, a row a lane."""
+    """V4's layers, one row a lane."""
 
     def __init__(self, kernels: Kernels, config: V4Config, switches: Switches, room: Room) -> None:
         super().__init__(kernels, config, switches, room, room.lanes)
@@ -84,7 +84,7 @@ class Stepping(Steps):
         memories: Many[LayerMemory],
         embedded: Tensor,
     ) -> Tensor:
-        """Streams [B, S, D] behind the last layer."""
+        """Return the streams [B, S, D] after the last layer."""
         del ends
         streams = embedded.reshape(self.rows, -1, embedded.shape[1])
         seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
@@ -94,11 +94,11 @@ class Stepping(Steps):
         return streams
 
     def behind(self, ends: EndWeights, hidden: Tensor) -> Tensor:
-        """Streams mixed and normed."""
+        """Mix the streams for the head, and norm the result."""
         return self.normed(ends.norm, self.mixed(ends.mixing, hidden, "head")[0])
 
     def lists(self, ratios: tuple[int, ...]) -> Lists:
-        """Slots for all layers of a step; `ratios` are those of layers that see every entry."""
+        """Compute slots for all layers of a step; layers with these `ratios` see every entry."""
         window, own = self.slots(WINDOW, self.room.window, 0)
         visible = {
             ratio: self.slots(ENTRIES, self.room.columns(ratio), ratio)[0] for ratio in ratios
@@ -109,7 +109,7 @@ class Stepping(Steps):
     # ---- parts that every layer has --------------------------------------------------------------
 
     def mixed(self, mixing: Mixing, streams: Tensor, part: str) -> tuple[Tensor, ...]:
-        """MHC in front of a sublayer ("all"), or of the head."""
+        """Apply mHC before a sublayer ("all"), or before the head ("head")."""
         kind = "head" if part == "head" else "layer"
         products, squares = self.kernels.run(
             "simt_mhc_project", ProjectProblem(streams.shape[0], streams.shape[2], kind),
@@ -121,7 +121,7 @@ class Stepping(Steps):
         )  # fmt: skip
 
     def spread(self, x: Tensor, streams: Tensor, pre: tuple[Tensor, ...]) -> Tensor:
-        """MHC behind a sublayer."""
+        """Apply mHC after a sublayer."""
         _, post, mix = pre
         return self.kernels.run(
             "simt_mhc", self._mix(streams, "post"), streams=streams, layer=x, post=post, mix=mix
@@ -137,7 +137,7 @@ class Stepping(Steps):
     def layer(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, streams: Tensor
     ) -> Tensor:
-        """Streams in [B, S, D], streams out."""
+        """Run one layer: streams [B, S, D] in and out."""
         pre = self.mixed(weights.attn.mixing, streams, "all")
         x = self.normed(weights.attn.norm, pre[0])
         streams = self.spread(self._attention(weights, memory, lists, x), streams, pre)
@@ -174,7 +174,7 @@ class Stepping(Steps):
         return multiply(self.kernels, w.wo_b, self._turned_back(w, out, table))
 
     def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
-        """Inverse RoPE and wo_a: one kernel, or more where groups are narrow."""
+        """Apply inverse RoPE and wo_a: one kernel, or more if groups are narrow."""
         lanes, heads = out.shape[:2]
         positions, groups = self.lanes.positions, w.wo_a
         if isinstance(groups, CodedGroups):
@@ -195,7 +195,7 @@ class Stepping(Steps):
     def _write_latent(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, latent: Tensor
     ) -> None:
-        """Norm, turn and write the token's row into the window's ring."""
+        """Norm, rotate and write the token's row into the window's ring."""
         norm, table = weights.attn.kv_norm, self.turns(weights.rope)
         told = (len(table), self.config.rms_norm_eps, norm.kind)
         self.kernels.run(
@@ -209,7 +209,7 @@ class Stepping(Steps):
     def _entries(
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, given: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Carry the compressor on; slots of the entries that each token attends to."""
+        """Advance the compressor; return slots of the entries that each token attends to."""
         w, ratio = weights.attn, weights.block.ratio
         assert w.compressor is not None, "a layer with a ratio compresses"
         assert memory.ring is not None, "and carries rows"
@@ -235,7 +235,7 @@ class Stepping(Steps):
         )  # fmt: skip
 
     def _projected(self, weights: Compressing, x: Tensor) -> Tensor:
-        """Latents, then gates, in float32."""
+        """Return latents, then gates, in float32."""
         if weights.joined is not None:
             return widely(self.kernels, weights.joined, x)
         return widened([multiply(self.kernels, each, x) for each in weights.apart])
@@ -248,7 +248,7 @@ class Stepping(Steps):
         cache: Tensor,
         pages: Pages,
     ) -> None:
-        """Norm, turn at the window's first position, and write what was completed."""
+        """Norm, rotate at the window's first position, and write completed entries."""
         values, positions, slots = made
         table = self.turns(weights.rope)
         told = (len(table), self.config.rms_norm_eps, of.norm.kind)
@@ -260,7 +260,7 @@ class Stepping(Steps):
     def _chosen(
         self, weights: LayerWeights, w: Indexing, memory: LayerMemory, given: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Numbers of the chosen entries, ascending, -1 behind them."""
+        """Return the indices of the chosen entries, ascending, padded with -1."""
         (x, qr), ratio, run = given, weights.block.ratio, self.kernels.run
         assert memory.keys is not None, "an indexer has keys"
         assert memory.key_ring is not None, "and carries rows"
@@ -290,7 +290,7 @@ class Stepping(Steps):
     def _write_keys(
         self, weights: LayerWeights, w: Indexing, kept: tuple[Tensor, Tensor], x: Tensor
     ) -> None:
-        """Pool, norm and turn on a page aside; transform there; then into the lane's pages."""
+        """Pool, norm and rotate on a temporary page, transform there, then write the lane's pages."""
         keys, ring = kept
         lanes = len(x)
         values, positions, slots = self._pooled(w.compressor, ring, weights.block.ratio, x)

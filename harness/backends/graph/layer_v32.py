@@ -1,13 +1,11 @@
-"""One step of a V3.2 layer by our kernels, stream and residual in, both out, nobody waiting.
+"""One step of a V3.2 layer by our kernels, without host synchronisation.
 
-Owns the wiring: which kernel writes what the next one reads. A row of a step is a token; it is
-written into its lane's pages, a latent beside a turned key (656 bytes in FP8), and so is the
-indexer's key; scores, choice and slots follow on the device, and attention is absorbed. What a
-sublayer made is added to the residual in the launch that norms their sum. Rows of one lane may
-follow each other in a step: a prompt goes in by pieces, with the same wiring. Kernels alone
-compute: torch allocates, views, and moves the plain part of query heads into memory of its own.
+A row of a step is a token. It is written into its lane's pages as latent and rotated key (656 bytes
+in FP8), and so is the indexer's key; scores, choice and slots follow on the device, and attention
+is absorbed. A sublayer's output is added to the residual in the launch that norms their sum.
+Consecutive rows may belong to one lane: a prompt is fed in pieces through the same code. Kernels
+alone compute: torch allocates, views, and copies the unrotated part of query heads.
 
-Kept honest by suites/backends/graph/test_decoder_v32.py, by stand-ins, and test_decoder_h200.py.
 Shape letters: B rows (tokens), D hidden, H heads, N indexer heads, K chosen tokens.
 """
 
@@ -55,7 +53,7 @@ EVERY = 1  # tokens that become one entry
 
 
 class LatentStepping(Steps):
-    """V3.2's layers: a row a lane in decoding, any rows of any lanes in a prompt."""
+    """V3.2's layers: one row a lane in decoding, any rows of any lanes in a prompt."""
 
     def __init__(
         self, kernels: Kernels, config: V32Config, switches: Switches, room: Room, rows: int
@@ -72,7 +70,7 @@ class LatentStepping(Steps):
         memories: Many[LatentMemory],
         embedded: Tensor,
     ) -> Tensor:
-        """The normed states [B, D] behind the last layer."""
+        """Return the normed states [B, D] after the last layer."""
         own = self.slots(WINDOW, 1, EVERY)[1]
         assert own is not None, "a window tells the rows' own slots"
         x, residual = embedded, None
@@ -81,12 +79,12 @@ class LatentStepping(Steps):
         return self.added(ends.norm, x, residual)[0]
 
     def behind(self, ends: LatentEnds, hidden: Tensor) -> Tensor:
-        """What is in front of the head already."""
+        """Return the head's input, which `through` has normed already."""
         del ends
         return hidden
 
     def added(self, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum normed, and the sum; there is no residual in front of the first layer."""
+        """Return the normed sum and the sum; before the first layer there is no residual."""
         if residual is None:
             return self.normed(norm, x), x
         rounded = self.switches.residual_rounded_before_norm
@@ -105,7 +103,7 @@ class LatentStepping(Steps):
         own: Tensor,
         given: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """What a sublayer made and the residual in front of it, in and out."""
+        """Run one layer; sublayer output and residual in and out."""
         x, residual = self.added(weights.attn.norm, *given)
         x = self._attention(weights, memory, own, x)
         x, residual = self.added(weights.ffn.norm, x, residual)
@@ -135,7 +133,7 @@ class LatentStepping(Steps):
         return multiply(self.kernels, w.wo, by_head(self.kernels, out, w.value))
 
     def _query(self, w: LatentWeights, heads: Tensor, table: Tensor) -> Tensor:
-        """Heads through their key matrices, beside their turned parts: [B, H, 576]."""
+        """Multiply heads by their key matrices, and append their rotated parts: [B, H, 576]."""
         rows, count, width = heads.shape
         plain = heads[..., : width - ROTATED].contiguous()
         latent = by_head(self.kernels, plain, w.key).reshape(rows, count, WIDTH)
@@ -148,7 +146,7 @@ class LatentStepping(Steps):
     def _write_row(
         self, w: LatentWeights, memory: LatentMemory, own: Tensor, given: tuple[Tensor, Tensor]
     ) -> None:
-        """Norm the latent, turn the key, and write both into the lane's pages."""
+        """Norm the latent, rotate the key, and write both into the lane's pages."""
         raw, table = given
         told = (len(table), self._latent_epsilon, w.kv_norm.kind)
         problem = WriteProblem(len(raw), self.room.pages(EVERY, WITH_KEY), *told)
@@ -162,7 +160,7 @@ class LatentStepping(Steps):
     def _chosen(
         self, w: KeyIndexing, memory: LatentMemory, own: Tensor, given: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Numbers of the chosen tokens int32 [B, K], ascending, -1 behind them."""
+        """Return the indices of the chosen tokens int32 [B, K], ascending, padded with -1."""
         (x, qr), run, positions = given, self.kernels.run, self.lanes.positions
         key = multiply(self.kernels, w.wk, x)[:, None]
         more: dict[str, Any] = {"weight": w.norm, "bias": w.bias}
@@ -186,7 +184,7 @@ class LatentStepping(Steps):
         return run("simt_indexer_topk", TopkProblem(len(x), columns, count), scores=scores)[0]
 
     def _operand(self, rows: Tensor, **norm: torch.Tensor) -> Tensor:
-        """Rows of the indexer normed if need be, turned by halves, transformed, rounded."""
+        """Prepare indexer rows: optional norm, half-split RoPE, transform, rounding."""
         s, table = self.switches, self.turns(self.config.indexer_rope())
         problem = OperandProblem(
             rows.shape[0], rows.shape[1], "halves", str(s.indexer_format), s.indexer_hadamard,

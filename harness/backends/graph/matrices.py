@@ -1,12 +1,11 @@
-"""Weights of a decoder layer as kernels multiply them, and one way to multiply each.
+"""Weights of a decoder layer laid out for their GEMMs, and the product with a few rows.
 
-Owns the record of a matrix (which GEMM, its operands on the device, the scale in front of it), the
-way there from a checkpoint's weight, and the product of a few rows: quantised as the recipe has it,
-in the layout that the GEMM reads, without arithmetic of torch in between. Experts are stacked for
-the grouped kernel. Gives the reason where no kernel fits.
+A Matrix holds the chosen GEMM, its operands on the device, and the scale of its activations.
+`multiply` quantises rows as the recipe requires, in the layout that the GEMM reads, without torch
+arithmetic in between. Experts are stacked for the grouped kernel.
 
-Kept honest by suites/backends/graph/test_layer.py. Shape letters: M rows, N outputs, K inputs, E
-experts, D hidden, F width of an expert.
+Shape letters: M rows, N outputs, K inputs, E experts, G groups, H heads, L head width, D hidden, F
+width of an expert.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight [N, K]: the GEMM that multiplies it, what that is handed, and its problem."""
+    """One weight [N, K]: its GEMM, the GEMM's operands, and its problem."""
 
     way: Way
     operands: Mapping[str, Tensor]
@@ -57,13 +56,13 @@ class Matrix:
 
     @property
     def outputs(self) -> int:
-        """N."""
+        """Return N."""
         found: int = getattr(self.way.problem, "outputs", 0) or self.way.problem.columns
         return found
 
 
 def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
-    """Lay a weight out for its GEMM; raise the reason where there is none."""
+    """Lay a weight out for its GEMM; raise NoKernelError with the reason if there is none."""
     way, weight = way_of(part, name), weights[name]
     if way.kernel == BF16:
         return Matrix(way, {"b": own(exact_bf16(name, weight).to(device))})
@@ -80,12 +79,12 @@ def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any)
 
 
 def nvfp4_on(device: Any, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
-    """Codes, scales in a layout, and the decode scale [1], on the device."""
+    """Return codes, scales in a layout, and the decode scale [1], on the device."""
     return tuple(own(each.to(device)) for each in nvfp4_parts(weight, layout))
 
 
 def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
-    """The decode scale of the activations in front of weights that share them [1]."""
+    """Return the decode scale of activations before weights that share them [1]."""
     known = [each.input_scale for each in weights if each.input_scale is not None]
     if len(known) < len(weights):
         raise NoKernelError(f"no input scale in front of {name}: quantise with --calibration")
@@ -93,7 +92,7 @@ def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
 
 
 def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
-    """Quantise rows as the matrix asks for, and multiply: BF16 [M, N]."""
+    """Quantise rows as the matrix requires, and multiply: BF16 [M, N]."""
     way, (rows, inner) = matrix.way, x_MK.shape
     if way.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
@@ -114,9 +113,9 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
 
 
 def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
-    """BF16 rows by a BF16 weight in float32: a GEMV for few rows, else the grouped GEMM.
+    """Multiply BF16 rows by a BF16 weight into float32: a GEMV for few rows, else the grouped GEMM.
 
-    Columns that are no whole vectors of a GEMM's have a GEMV for every few rows.
+    If the columns are not whole vectors of a GEMM, every few rows get a GEMV.
     """
     (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
     most = max(each for each in ROWS if inner <= inner_held(each))
@@ -134,9 +133,9 @@ def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
 
 
 def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
-    """Matrices over one input as one, rows below rows, or as they are where they do not stack.
+    """Stack matrices over one input by rows; return them separately if they do not stack.
 
-    FP8 has whole tiles of rows under a scale, NVFP4 a scale of its own for every matrix.
+    FP8 needs whole tiles of rows under one scale; NVFP4 has a tensor scale for every matrix.
     """
     first = matrices[0]
     outputs = [each.outputs for each in matrices]
@@ -156,7 +155,7 @@ def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
 
 @dataclass(frozen=True)
 class Experts:
-    """NVFP4 experts side by side, as sm90_moe_nvfp4 reads them: the tensors of both products."""
+    """Stacked NVFP4 experts as sm90_moe_nvfp4 reads them: the tensors of both products."""
 
     tensors: Mapping[str, Tensor]
 
@@ -186,7 +185,7 @@ def experts_of(
 
 @dataclass(frozen=True)
 class Groups:
-    """V4's wo_a: groups of BF16 as one grouped GEMM that turns heads, or one dense matrix."""
+    """V4's wo_a in BF16: a grouped GEMM that also rotates heads, or one dense matrix."""
 
     weight: Tensor  # BF16 [G N, K of a group], dense: [G N, G K] with zeros beside the groups
     groups: int
@@ -194,7 +193,7 @@ class Groups:
 
 
 def groups_of(weight: Tensor, groups: int) -> Groups:
-    """Decide how groups are multiplied: narrow ones are padded with zeros to one whole matrix."""
+    """Choose how groups are multiplied; narrow ones are zero-padded to one dense matrix."""
     if groups == 1 or weight.shape[0] // groups % STEP_OF_GROUPS == 0:
         return Groups(weight, groups, dense=False)
     (rows, inner), each = weight.shape, weight.shape[0] // groups
@@ -207,7 +206,7 @@ def groups_of(weight: Tensor, groups: int) -> Groups:
 
 @dataclass(frozen=True)
 class CodedGroups:
-    """V4's wo_a in FP8: whole, all groups one matrix [G N, K]; narrow groups one by one."""
+    """V4's wo_a in FP8: all groups as one matrix [G N, K], or narrow groups one by one."""
 
     way: Way  # of one group
     parts: tuple[tuple[Tensor, Tensor], ...]  # codes [N, K] and scales of each, or of all at once
@@ -224,14 +223,14 @@ class CodedGroups:
 
 
 def kind_of(scales: Tensor) -> str:
-    """Name the format of FP8's block scales."""
+    """Return the format name of FP8's block scales."""
     return "ue8m0" if scales.dtype is torch.uint8 else "float32"
 
 
 def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
-    """Leave wo_a as it is, or cut it by groups that are narrower than a tile of the grouped kernel.
+    """Keep wo_a whole, or split it by groups narrower than a tile of the grouped kernel.
 
-    A tile of 128 rows under one scale may have several groups.
+    A tile of 128 rows under one scale may contain several groups.
     """
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
@@ -248,7 +247,7 @@ def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
 def coded_product(
     kernels: Kernels, groups: CodedGroups, heads: Tensor, turning: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Turn heads [M, H, L] back, quantise and multiply them: in one launch where that is faster."""
+    """Rotate heads [M, H, L] back, quantise and multiply; in one launch if that is faster."""
     (rows, count, width), (table, positions) = heads.shape, turning
     given = {"turns": table, "positions": positions}
     (b, of_b), *_ = groups.parts
@@ -265,7 +264,7 @@ def coded_product(
 
 
 def group_by_group(kernels: Kernels, groups: CodedGroups, codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiply narrow groups. Trap: torch cuts codes and joins outputs."""
+    """Multiply narrow groups. Trap: torch slices codes and concatenates outputs."""
     count, problem = len(groups.parts), replace(groups.way.problem, rows=len(codes))
     cut = zip(codes.chunk(count, 1), scales.chunk(count, 1), groups.parts, strict=True)
     made = [
@@ -276,6 +275,6 @@ def group_by_group(kernels: Kernels, groups: CodedGroups, codes: Tensor, scales:
 
 
 def dense_product(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
-    """BF16 by BF16."""
+    """Multiply BF16 by BF16."""
     problem = GemmProblem(x_MK.shape[0], *weight_NK.shape)
     return kernels.run(BF16, problem, a=x_MK, b=weight_NK)[0]

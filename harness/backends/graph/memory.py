@@ -1,11 +1,9 @@
-"""What a decoder layer remembers between steps, for a fixed number of lanes, and where it lies.
+"""KV caches of a decoder for a fixed number of lanes: pages, rings and slot tables.
 
-Owns the room (lanes, positions, entry format), the tables of slots, and each layer's pages and
-rings. A lane is a row of every step: one sequence, or none. The window is a ring of slots; entries
-of a lane lie in pages that are its own and, in memory, in another order than its numbers. Nothing
-has to be cleared for a new sequence: what a token does not see is never read.
+A lane is a row of every step: one sequence, or none. The window is a ring of slots. A lane's
+entries are in pages of its own, whose order in memory is the reverse of their numbers. Nothing has
+to be cleared for a new sequence: what a token does not see is never read.
 
-Refuses rooms without a lane or a position. Kept honest by suites/backends/graph/test_layer.py.
 Shape letters: B lanes, C columns of a table, R rows of a ring, F columns of a compressor.
 """
 
@@ -33,7 +31,7 @@ PAGE = 64  # entries
 
 @dataclass(frozen=True)
 class Room:
-    """How many lanes there are, and how far each reaches."""
+    """The number of lanes, positions of each, and the cache's entry format."""
 
     lanes: int
     positions: int
@@ -48,17 +46,17 @@ class Room:
                 )
 
     def pages_of_lane(self, ratio: int) -> int:
-        """Pages of a lane's window (ratio 0) or entries."""
+        """Return the number of pages of a lane's window (ratio 0) or entries."""
         rows = self.window if ratio == 0 else ceil_div(self.positions, ratio)
         found: int = ceil_div(rows, PAGE)
         return found
 
     def columns(self, ratio: int) -> int:
-        """Slots of a lane."""
+        """Return the number of slots of a lane."""
         return self.pages_of_lane(ratio) * PAGE
 
     def pages(self, ratio: int, width: int = WIDTH, entry: str | None = None) -> Pages:
-        """The cache of all lanes; by default of latent rows in the room's own format."""
+        """Describe the cache of all lanes; by default latent rows in the room's own format."""
         return Pages(entry or self.entry, PAGE, self.lanes * self.pages_of_lane(ratio), width=width)
 
 
@@ -71,7 +69,7 @@ class Tables:
 
 
 def tables_of(room: Room, ratio: int, device: Any) -> Tables:
-    """Give every lane pages of its own, the last ones in memory first."""
+    """Assign pages to lanes, the last ones in memory first."""
     count = room.lanes * room.pages_of_lane(ratio)
     pages = torch.arange(count - 1, -1, -1, dtype=torch.int32).reshape(room.lanes, -1)
     within = torch.arange(PAGE, dtype=torch.int32)
@@ -81,7 +79,7 @@ def tables_of(room: Room, ratio: int, device: Any) -> Tables:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """One layer: pages of the window, and, where it compresses, entries, index keys, rings."""
+    """One V4 layer's memory: window pages; entries, index keys and rings if it compresses."""
 
     window: Tensor
     entries: Tensor | None = None
@@ -91,37 +89,37 @@ class LayerMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All there are."""
+        """Return all tensors that exist."""
         every = (self.window, self.entries, self.ring, self.keys, self.key_ring)
         return tuple(each for each in every if each is not None)
 
 
 @dataclass(frozen=True)
 class LatentMemory:
-    """One of V3.2's layers: pages of rows, latents beside keys, and of the indexer's keys."""
+    """One V3.2 layer's memory: pages of latent and key rows, and of the indexer's keys."""
 
     rows: Tensor
     keys: Tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Both."""
+        """Return both tensors."""
         return self.rows, self.keys
 
 
 def latent_memory_of(room: Room, device: Any) -> LatentMemory:
-    """Room for one layer, an entry a token, zeros at first."""
+    """Allocate one layer's memory, an entry a token, zeroed."""
     rows, keys = room.pages(1, WITH_KEY), room.pages(1, KEY_WIDTH, "bf16")
     return LatentMemory(empty_pages(rows, device), empty_pages(keys, device))
 
 
 def empty_pages(of: Pages, device: Any) -> Tensor:
-    """Zeros in place of entries."""
+    """Allocate zeroed pages."""
     return torch.zeros(of.count, of.stride, dtype=torch.uint8, device=device)
 
 
 def memory_of(room: Room, block: Block, *, indexes: bool, device: Any) -> LayerMemory:
-    """Room for one layer, zeros at first."""
+    """Allocate one layer's memory, zeroed."""
 
     def pages(ratio: int, width: int = WIDTH, entry: str | None = None) -> Tensor:
         return empty_pages(room.pages(ratio, width, entry), device)

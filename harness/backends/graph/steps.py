@@ -1,13 +1,10 @@
-"""What a decoding step of either family has: lanes, tables, norms, experts, by our kernels.
+"""The parts of a decoding step that V4 and V3.2 share: lanes, tables, norms, router, experts.
 
-Owns what a step is told on the device (a token, a position, an owner for each row), where a lane's
-slots lie, and the parts that V4's and V3.2's layers share: RMSNorm, the router and the experts
-behind it, the gated product of a shared expert or of a dense layer, weights of the indexer's heads.
-A row is a token of a step; a lane is a sequence's memory. Where each row has a lane of its own,
-they are the same number. Decides nothing by values: a graph would keep the decision.
+Each row of a step has a token, a position and an owner (its lane) on the device. A row is a token
+of a step; a lane is a sequence's memory; in decoding their numbers are equal. Trap: no Python
+decision may depend on values of tensors, because a CUDA graph would keep that decision.
 
-Kept honest by suites/backends/graph/test_layer.py, test_decoder_v32.py, test_decoder_h200.py. Shape
-letters: B rows, S streams, D hidden, N indexer heads.
+Shape letters: B rows, S streams, D hidden, N indexer heads, T rows of `through`.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Lanes:
-    """What a step is told, on the device: a token for each row; a resting row's owner is -1."""
+    """A step's inputs on the device: a token for each row; a resting row's owner is -1."""
 
     tokens: Tensor  # int64 [B]
     repeated: Tensor  # int64 [B S], each token once a stream
@@ -58,7 +55,7 @@ class Lanes:
 
     @classmethod
     def of(cls, rows: int, streams: int, device: Any) -> Lanes:
-        """All rows resting."""
+        """Return lanes with all rows resting."""
         count = torch.arange(rows + 1, dtype=torch.int32)
         made = (
             torch.zeros(rows, dtype=torch.int64), torch.zeros(rows * streams, dtype=torch.int64),
@@ -82,7 +79,7 @@ class Lanes:
 
 
 class Steps(ABC):
-    """Layers of one model, step by step, in one room; `rows` are tokens of a step."""
+    """Layers of one model over one memory; `rows` are tokens of a step."""
 
     def __init__(
         self, kernels: Kernels, config: Config, switches: Switches, room: Room, rows: int
@@ -98,22 +95,22 @@ class Steps(ABC):
     def through(
         self, ends: Any, layers: Many[Any], memories: Many[Any], embedded: Tensor
     ) -> Tensor:
-        """What lies in front of the head, for the rows that the embedding gave."""
+        """Run all layers on embedded rows; return the head's raw input."""
 
     @abstractmethod
     def behind(self, ends: Any, hidden: Tensor) -> Tensor:
-        """The head's input BF16 [T, D], of rows that `through` made."""
+        """Return the head's input BF16 [T, D] for rows that `through` returned."""
 
     # ---- where things lie ------------------------------------------------------------------------
 
     def tables(self, ratio: int) -> Tables:
-        """Where a lane's window (0) or entries lie."""
+        """Return where a lane's window (0) or entries are."""
         if ratio not in self._tables:
             self._tables[ratio] = tables_of(self.room, ratio, self.kernels.device)
         return self._tables[ratio]
 
     def turns(self, rope: Rope) -> Tensor:
-        """Turns of every position that there is room for."""
+        """Return the RoPE table of every position that there is room for."""
         if rope not in self._turns:
             reach = self.room.positions
             self._turns[rope] = table_of_turns(rope, reach, self.kernels.device)
@@ -122,7 +119,7 @@ class Steps(ABC):
     def slots(
         self, kind: str, width: int, ratio: int, numbers: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Slots of rows in their lanes' memory; of a window, those of the rows themselves too."""
+        """Return slots of rows in their lanes' memory; for a window also the rows' own slots."""
         lanes, columns = self.room.lanes, self.room.columns(ratio)
         problem = SlotsProblem(self.rows, width, kind, lanes, columns, max(1, ratio))
         made = self.kernels.run(
@@ -134,14 +131,14 @@ class Steps(ABC):
     # ---- parts that every layer has --------------------------------------------------------------
 
     def normed(self, norm: Norm, x: Tensor, epsilon: float | None = None) -> Tensor:
-        """RMSNorm, with the config's epsilon unless another is given."""
+        """Apply RMSNorm, with the config's epsilon unless another is given."""
         rows, columns = x.shape
         under_root = self._of.rms_norm_eps if epsilon is None else epsilon
         problem = NormProblem(rows, columns, under_root, norm.kind)
         return self.kernels.run("simt_rmsnorm", problem, values=x, weight=norm.weight)[0]
 
     def scaled(self, x: Tensor, factor: float, out: torch.dtype) -> Tensor:
-        """Numbers times a factor, in a dtype."""
+        """Multiply by a factor, in a dtype."""
         if x.dtype is out and factor == 1:
             return x
         problem = ScaleProblem(x.numel(), factor, _KINDS[x.dtype], _KINDS[out])
@@ -155,7 +152,7 @@ class Steps(ABC):
         limit: float | None,
         groups: tuple[int, int] = (1, 1),
     ) -> Tensor:
-        """Routed experts of every row, and the shared one's output in their sum."""
+        """Compute routed experts of every row, with the shared expert's output in the sum."""
         c, rows = self._of, len(x)
         table = w.source.dtype is torch.int64
         router = RouterProblem(
@@ -176,7 +173,7 @@ class Steps(ABC):
         )[0]  # fmt: skip
 
     def gated(self, w: Gated, x: Tensor, width: int, limit: float | None) -> Tensor:
-        """A shared expert, or a dense layer: one kernel of NVFP4, or product, SwiGLU, product."""
+        """Compute a shared expert or dense layer: one NVFP4 kernel, or product, SwiGLU, product."""
         rows, hidden = x.shape
         if isinstance(w, Experts):
             problem = MoeProblem(rows, hidden, width, 1, 1, 1, limit, AFTER_W2)
@@ -194,5 +191,5 @@ class Steps(ABC):
 
 
 def widened(parts: list[Tensor]) -> Tensor:
-    """BF16 side by side in float32. Trap: this is torch's, since no kernel of ours joins."""
+    """Concatenate BF16 tensors as float32. Trap: by torch; none of our kernels concatenates."""
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).float()

@@ -1,12 +1,10 @@
-"""A model's weights, layer by layer, as the kernels of a decoder layer read them.
+"""Lay out V4's weights on the device, layer by layer, as the decoder's kernels read them.
 
-Owns the records (one a layer, one for the ends) and the way there from a bound model: which
-parameter of which component goes where, in which dtype and order. What the recipe decides is
-decided by the same rules as component by component; what no kernel computes in a whole layer is
-refused with its reason. Weights are laid out once and stay on the device.
+The recipe's formats are handled by the same rules as component by component. What no kernel
+computes within a whole layer raises NotBuilt with the reason. Weights are laid out once and stay on
+the device.
 
-Kept honest by suites/backends/graph/test_layer.py. Shape letters: D hidden, F columns of a
-compressor, H heads, V vocabulary.
+Shape letters: D hidden, F columns of a compressor, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,19 +61,19 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm's weight, and its kind for kernels."""
+    """An RMSNorm's weight and its dtype."""
 
     weight: Tensor
 
     @property
     def kind(self) -> str:
-        """Its dtype by the kernels' name."""
+        """Return its dtype by the kernels' name."""
         return "fp32" if self.weight.dtype is torch.float32 else "bf16"
 
 
 @dataclass(frozen=True)
 class Compressing:
-    """A compressor: one BF16 matrix [2 F, D] of latents and gates, or two behind NVFP4 codes."""
+    """A compressor: one BF16 matrix [2 F, D] of latents and gates, or two with NVFP4 codes."""
 
     joined: Tensor | None
     apart: tuple[Matrix, ...]
@@ -85,7 +83,7 @@ class Compressing:
 
 @dataclass(frozen=True)
 class Indexing:
-    """The indexer's queries, weights of heads, what these are multiplied by, and keys."""
+    """The indexer: queries, weights of heads and their factor, and keys."""
 
     wq_b: Matrix
     weights: Tensor  # BF16 [N, D]
@@ -126,7 +124,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class FfnWeights:
-    """Experts of a layer, and the shared one."""
+    """Routed experts of a layer, and the shared one."""
 
     mixing: Mixing
     norm: Norm
@@ -146,7 +144,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class EndWeights:
-    """In front of the layers, and behind them."""
+    """Embedding before the layers, mixing, norm and head after them."""
 
     embed: Tensor  # BF16 [V, D]
     mixing: Mixing
@@ -156,7 +154,7 @@ class EndWeights:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Refuse what has no kernel, with the reason that was given."""
+    """Convert NoKernelError to NotBuilt, with its reason."""
     try:
         yield
     except NoKernelError as reason:
@@ -167,7 +165,7 @@ def refusing(name: str) -> Iterator[None]:
 
 
 class Laid:
-    """Weights of a bound model of either family on the way to the device."""
+    """Weights of a bound model of either family while they are laid out."""
 
     def __init__(self, bound: Bound, recipe: Recipe, device: torch.device) -> None:
         self._bound, self._device = bound, device
@@ -198,7 +196,7 @@ class Laid:
         return matrix_of(part, part.name, weights, self._device)
 
     def _factored(self, component: str, factor: float) -> tuple[Tensor, float]:
-        """A BF16 weight with its factor, or beside it where that is no power of two."""
+        """Fold a factor into a BF16 weight; return it separately if it is no power of two."""
         weight = self._bf16(component)
         if torch.frexp(torch.tensor(factor)).mantissa == 0.5:
             return weight * factor, 1.0
@@ -222,7 +220,7 @@ class Laid:
         )  # fmt: skip
 
     def _gated(self, prefix: str) -> Gated:
-        """A shared expert, or a dense layer."""
+        """Lay out a shared expert, or a dense layer."""
         first, weights = self._of(f"{prefix}w13")
         second, down = self._of(f"{prefix}w2")
         ends = {name.rpartition(".")[2]: name for name in first.shapes}
@@ -237,7 +235,7 @@ class Laid:
 
 
 class Laying(Laid):
-    """V4's."""
+    """V4's weights while they are laid out."""
 
     def __init__(
         self, bound: Bound, config: V4Config, recipe: Recipe, device: torch.device
@@ -246,13 +244,13 @@ class Laying(Laid):
         self.config = config
 
     def layer(self, block: Block) -> LayerWeights:
-        """All of one layer."""
+        """Lay out one layer."""
         with refusing(f"decoder layer {block.prefix}"):
             attn, ffn = self._attention(block), self._ffn(block)
         return LayerWeights(block, self.config.rope(block), attn, ffn)
 
     def ends(self) -> EndWeights:
-        """What lies around the layers."""
+        """Lay out embedding, final mixing, norm and head."""
         with refusing("ends of a decoder"):
             return EndWeights(
                 self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
@@ -315,5 +313,5 @@ class Laying(Laid):
 
 
 def table_of_turns(rope: Rope, positions: int, device: torch.device) -> Tensor:
-    """Cosines and sines of every position that a memory has room for."""
+    """Return cosines and sines of every position that a memory has room for."""
     return turning.table_of(rope, positions).to(device)

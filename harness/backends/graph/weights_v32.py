@@ -1,12 +1,11 @@
-"""V3.2's weights, layer by layer, as the kernels of a decoder layer read them.
+"""Lay out V3.2's weights on the device, layer by layer, as the decoder's kernels read them.
 
-Owns the records (one a layer, one for the ends) and the way there from a bound model. wkv_b never
-multiplies a token: its key rows of a head stand in front of attention, its value rows behind, as
-sums of BF16 matrices that hold every value exactly. What no kernel computes in a whole layer is
-refused with its reason. Weights are laid out once and stay on the device.
+wkv_b never multiplies a token (absorbed MLA): its key rows of a head multiply queries before
+attention, its value rows the result, as sums of BF16 matrices that represent every value exactly.
+What no kernel computes within a whole layer raises NotBuilt with the reason. Weights are laid out
+once and stay on the device.
 
-Kept honest by suites/backends/graph/test_decoder_v32.py. Shape letters: D hidden, H heads, N
-indexer heads, n nope width, v value width, V vocabulary.
+Shape letters: D hidden, H heads, N indexer heads, n nope width, v value width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class LatentWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """A dense layer's product of the gate, or a shared expert beside routed ones."""
+    """A dense layer's MLP, or routed experts with a shared one."""
 
     norm: Norm
     gated: Gated
@@ -81,7 +80,7 @@ class LatentLayer:
 
 @dataclass(frozen=True)
 class LatentEnds:
-    """In front of the layers, and behind them."""
+    """Embedding before the layers, norm and head after them."""
 
     embed: Tensor  # BF16 [V, D]
     norm: Norm
@@ -89,7 +88,7 @@ class LatentEnds:
 
 
 class LatentLaying(Laid):
-    """A bound model's weights on the way to the device."""
+    """A bound model's weights while they are laid out."""
 
     def __init__(
         self, bound: Bound, config: V32Config, recipe: Recipe, device: torch.device
@@ -98,13 +97,13 @@ class LatentLaying(Laid):
         self.config = config
 
     def layer(self, block: Block) -> LatentLayer:
-        """All of one layer."""
+        """Lay out one layer."""
         with refusing(f"decoder layer {block.prefix}"):
             attn, ffn = self._attention(f"{block.prefix}.attn."), self._ffn(f"{block.prefix}.ffn.")
         return LatentLayer(block, self.config.rope(block), attn, ffn)
 
     def ends(self) -> LatentEnds:
-        """What lies around the layers."""
+        """Lay out embedding, final norm and head."""
         with refusing("ends of a decoder"):
             return LatentEnds(self._bf16("embed"), self._norm("norm"), self._bf16("head"))
 
