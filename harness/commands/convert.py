@@ -1,9 +1,7 @@
-"""`degarble convert` as one run: the conversion over processes, its proof, what was found.
+"""Run `degarble convert`: the conversion over processes, its optional proof, the summary.
 
-Owns the verdict: AGREES or DIFFERS where the proof was asked for; without one nothing is compared,
-so the JSON says null. A broken proof leaves the target in place, to be looked at.
-Refuses nothing itself; conversions refuse what they cannot read.
-What keeps it honest: suites/commands/test_convert.py, with a planted fault.
+With a proof the verdict is AGREES or DIFFERS; without one nothing is compared, so the JSON contains
+null. If the proof fails the target stays in place for inspection.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _SHOWN = 40  # lines of a proof for a person; the JSON has all of them
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and the proof where one was asked for."""
+    """What was written, and the proof if one was requested."""
 
     to: str
     target: Path
@@ -43,18 +41,18 @@ class Converted:
 
     @property
     def verdict(self) -> Verdict | None:
-        """None where nothing was compared."""
+        """Return the verdict; None if nothing was compared."""
         if self.proof is None:
             return None
         return Verdict.AGREES if self.proof.holds else Verdict.DIFFERS
 
     @property
     def exit_status(self) -> int:
-        """0 done; 1 where the proof is broken."""
+        """Return 0, or 1 if the proof failed."""
         return Verdict.AGREES.exit_status if self.verdict is None else self.verdict.exit_status
 
     def lines(self) -> list[str]:
-        """Tell it in a few lines."""
+        """Return a summary of a few lines."""
         first = (
             f"Wrote {self.converted:,} converted and {self.copied:,} copied tensors,"
             f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
@@ -67,7 +65,7 @@ class Converted:
         return [first, *found]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the summary as plain data."""
         return {
             "verdict": self.verdict,
             "origins": [],
@@ -86,7 +84,7 @@ class Converted:
 def convert(
     job: Job, target: Path, workers: Workers, listen: Listen, *, proving: bool
 ) -> Converted:
-    """Convert, or finish what was interrupted; then read it again where `proving`."""
+    """Convert, or finish an interrupted conversion; then read the result again if `proving`."""
     require_apart(job.source, target)
     plan = job.plan()
     proof = None

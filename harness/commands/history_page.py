@@ -1,7 +1,6 @@
-"""The history of a checkpoint as terminal text, and on the checkpoint's page.
+"""The history of a checkpoint as terminal text, and as a panel of the checkpoint's page.
 
-Owns where the panel goes: into the page of the checkpoint that the latest run measured, beside its
-other panels. Refuses nothing of its own. Kept honest by suites/commands/test_history_page.py.
+The panel is added to the page of the checkpoint that the latest run measured.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MANIFEST = "manifest"  # the fact of a run that names the checkpoint's page
 
 
 def history_page(history: History) -> Page:
-    """Make a page that has the history alone."""
+    """Return a page with the history alone."""
     panel = history_panel(history)
     last, stream = history.runs[-1], history.stream
     named = f"{stream.subject}\n{stream.machine}".encode()
@@ -47,5 +46,5 @@ def history_pages(folder: Path, found: Sequence[History]) -> list[Path]:
 
 
 def history_text(history: History, *, width: int, colour: bool) -> str:
-    """Tell a history to a terminal."""
+    """Render a history for a terminal."""
     return page_text(history_page(history), width=width, colour=colour)

@@ -1,9 +1,7 @@
-"""`degarble quantise` as one run: the job from words, the work over processes, what was written.
+"""Run `degarble quantise`: build the job from options, run it over processes, summarise.
 
-Owns the summary, whose counts come from conversion_report.json.
-Nothing is compared here, so no verdict is given: the JSON says null.
-Refuses sources without a config that is known; the job refuses the rest.
-What keeps it honest: suites/commands/test_quantise.py.
+Counts in the summary come from conversion_report.json. Nothing is compared, so there is no verdict:
+the JSON contains null.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Quantised:
     report: Mapping[str, Any]
 
     def lines(self) -> list[str]:
-        """Tell it in a few lines."""
+        """Return a summary of a few lines."""
         told = self.report
         first = (
             f"Wrote {told['tensors']:,} tensors, {told['bytes']:,} bytes,"
@@ -72,7 +70,7 @@ class Quantised:
         return [first, *counts, *left, *flagged, f"Read {REPORT} there for each weight."]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the summary as plain data."""
         told = self.report
         return {
             "verdict": None,
@@ -96,7 +94,7 @@ class Quantised:
 def job_from(
     source: Path, recipe: str, scale_rule: str, calibration: Path | None = None
 ) -> QuantiseJob:
-    """Make a job from the words of the command line."""
+    """Build a job from command-line options."""
     records = None if calibration is None else Calibration.load(calibration)
     with Checkpoint.open(source) as checkpoint:
         config, _ = require_model(checkpoint, "quantise")
@@ -105,7 +103,7 @@ def job_from(
 
 
 def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
-    """Do the job, or finish one that was interrupted; what a source cannot give is refused."""
+    """Run the job, or finish an interrupted one; raise for what the source lacks."""
     require_apart(job.source, target)
     planned = plan_job(job)
     with listen(planned.plan.data_bytes) as progress:

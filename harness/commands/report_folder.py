@@ -1,9 +1,8 @@
-"""Where pages are kept: one HTML file and one record per checkpoint, keyed by its manifest hash.
+"""Store pages: one HTML file and one record per checkpoint, keyed by its manifest hash.
 
-Owns the two file names and the merge: a run that adds one panel keeps the panels of earlier runs of
-the same checkpoint, and a verdict worse than its own. Refuses, before anything is written, a folder
-that cannot be written, a record that cannot be read, and another subject's page.
-What keeps it honest: suites/commands/test_report_folder.py.
+A run that adds one panel keeps the panels of earlier runs of the same checkpoint, and their verdict
+if it is worse. A folder that cannot be written, an unreadable record and another subject's page are
+refused before anything is written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LARGEST_RECORD = 256 << 20  # of a page as JSON
 
 
 def write_page(folder: Path, page: Page) -> Path:
-    """Write the page, with the panels that are there already; give the HTML file."""
+    """Write the page together with the existing panels; return the HTML file."""
     usable_folder("report folder", folder)
     record = folder / f"{page.subject.key}.json"
     merged = with_earlier_panels(page, record)
@@ -38,7 +37,7 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def with_earlier_panels(page: Page, record: Path) -> Page:
-    """Add the panels of `record` that `page` does not have; the worst verdict stays on top."""
+    """Add the panels of `record` that `page` lacks; the worst verdict stays on top."""
     if not record.exists():
         return page
     earlier = page_from_json(read_small_text(record, LARGEST_RECORD), str(record))

@@ -1,12 +1,10 @@
-"""Which faults the data cannot tell apart: two that make the same of the same calls.
+"""Decide which faults the data cannot distinguish: those with the same effect on the same calls.
 
-Owns the rule, and by it nothing is a matter of opinion. Two faults are one class at a place if, in
-every call of the trouble, what the named one makes has the names and shapes of what the planted
-one made, and 999 of 1,000 elements are equal. Both are made by the twin on the inputs that the
-candidate saw, call after call, so that a way that remembers, or throws dice, does what it did. On
-an edge what arrived is what the planted one made.
-
-Refuses nothing. Kept honest by suites/museum/test_alike.py.
+Two faults form one class at a place if, in every call of the discrepancy, the outputs under the
+named fault have the names and shapes of those under the planted one, and 999 of 1,000 elements are
+equal. Both are computed by the twin on the inputs that the candidate received, call after call, so
+that ways with memory or random numbers repeat what they did. On an edge the received inputs are
+taken as the planted fault's result.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ ALIKE = 0.999  # of the elements; the rest are roundings of sums in another orde
 
 @dataclass(eq=False)
 class Remade:
-    """What the twin makes with a planted way, call after call of the run that had it."""
+    """The twin's outputs with a planted way, for each call of the planted run."""
 
     twin: Bound
     component: str
@@ -64,7 +62,7 @@ class Remade:
         return made
 
     def of(self, sight: Sight) -> Tensors | None:
-        """Outputs of the call that a sight is; None where it is none of the run's."""
+        """Return the outputs of the call with these inputs; None if the run has no such call."""
         for inputs, outputs in self._calls:
             if equal(sight.inputs, inputs):
                 return {
@@ -75,7 +73,7 @@ class Remade:
 
 
 def same_effect(planted: Remade, trouble: Trouble, first: Named) -> bool:
-    """Whether a named cause makes of every call what the planted one made."""
+    """Return whether a named cause has the planted one's effect in every call."""
     assert trouble.sight is not None, "it was diagnosed"
     calls = with_earlier((trouble.sight, *trouble.more))
     return all(_same(planted, trouble.scene, call, first) for call in calls)
@@ -97,14 +95,14 @@ def _same(planted: Remade, scene: Scene, call: Sight, first: Named) -> bool:
 
 
 def _ways(scene: Scene, call: Sight, first: Named) -> Iterator[Way]:
-    """The named way; of a fault that differs from call to call, all that it may be in this one."""
+    """Yield the named way; for a fault that varies from call to call, all its proposals."""
     yield first.way
     if first.fault.per_call:
         yield from islice(first.fault.signature(scene, call), MOST_WAYS)
 
 
 def alike(made: Tensors, wanted: Tensors) -> bool:
-    """Whether all that is wanted was made, with nearly all elements equal to the bit."""
+    """Return whether all wanted tensors are there with nearly all elements bit-equal."""
     for name, each in wanted.items():
         other = made.get(name)
         if other is None or other.shape != each.shape:

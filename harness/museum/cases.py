@@ -1,11 +1,9 @@
-"""The cases of the museum: a model, a recipe, prompts of some lengths, a seed, and what ran.
+"""The museum's test cases: a model, a recipe, prompt lengths, a seed, switches and a control.
 
-Owns how a case is run: prompts side by side, then tokens one by one, in memory. Prompts are longer
-than the window, than the ratio of a heavily compressed layer and than the indexer's choice, so that
-every component works; the healthy variants change lengths, company in the batch, switches and the
-order of sums. Everything follows from the seed.
-
-Refuses nothing. Kept honest by suites/museum/test_cases.py.
+A case runs in memory: prompts together, then tokens one by one. Prompts are longer than the window,
+than the ratio of a heavily compressed layer and than the indexer's top-k, so that every component
+has work. Healthy variants change lengths, batching, switches and the order of sums. Everything
+follows from the seed.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _CONTROLS = (*(each.id for each in CONTROLS), *_EDGES, *_WEIGHTS)
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. `products` is the dtype in which the candidate sums; the twin's is float64."""
+    """One case. `products` is the dtype in which the candidate sums; the twin's is float64."""
 
     key: ModelKey
     seed: int
@@ -82,7 +80,7 @@ class Case:
 
     @property
     def switches(self) -> Switches | None:
-        """What the source of switches chooses; None for the defaults."""
+        """Return the switches of its source; None for the defaults."""
         if self.source == "exact":
             return None
         return switches_of(
@@ -91,7 +89,7 @@ class Case:
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids."""
+        """Return the prompts' token ids."""
         return tuple(
             prompt_ids(1000 + 16 * self.seed + number, length)
             for number, length in enumerate(self.lengths)
@@ -99,7 +97,7 @@ class Case:
 
 
 def planting_cases(seed: int = 0) -> tuple[Case, ...]:
-    """One case for each model and recipe, with lengths that differ."""
+    """Return one case for each model and recipe, with different lengths."""
     return tuple(
         Case(key, seed + number, LENGTHS[(seed + number) % len(LENGTHS)])
         for number, key in enumerate(KEYS)
@@ -112,7 +110,7 @@ _OF_FAULTS = {"M03": "own_scales", "M08.subnormal": "small_scales", "M08.flushed
 
 
 def cases_of_fault(fault: str) -> tuple[Case, ...]:
-    """The cases that only this fault needs: none, or one of either model."""
+    """Return the cases that only this fault needs: none, or one for each model."""
     control = next((each for name, each in _OF_FAULTS.items() if fault.startswith(name)), None)
     if control is None:
         return ()
@@ -123,7 +121,7 @@ def cases_of_fault(fault: str) -> tuple[Case, ...]:
 
 
 def healthy_cases(count: int) -> Iterator[Case]:
-    """Cases in which nothing is wrong: seeds, lengths, switches, orders of sums, controls."""
+    """Yield cases without fault: seeds, lengths, switches, orders of sums, controls."""
     for number in range(count):
         key = KEYS[number % len(KEYS)]
         turn = number // len(KEYS)
@@ -144,7 +142,7 @@ def healthy_cases(count: int) -> Iterator[Case]:
 
 
 def steps_of(case: Case) -> tuple[Step, ...]:
-    """Forward passes in which prompts are fed otherwise than side by side; tokens are given."""
+    """Return the forward passes of a schedule other than TOGETHER; all tokens are given."""
     sequences = [
         prompt_ids(1000 + 16 * case.seed + number, length + case.new_tokens)
         for number, length in enumerate(case.lengths)
@@ -169,19 +167,19 @@ def steps_of(case: Case) -> tuple[Step, ...]:
 
 
 def _cuts(case: Case, length: int, total: int) -> list[int]:
-    """Where the tokens of one sequence are cut: its prompt in chunks or whole, then one by one."""
+    """Return where a sequence is cut: its prompt in chunks or whole, then token by token."""
     size = _CHUNK if case.schedule == IN_CHUNKS else length
     return [*range(0, length, size), *range(length, total + 1)]
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Whether two sides of a call hold the same bits."""
+    """Return whether two sets of tensors have the same bits."""
     return left.keys() == right.keys() and all(same_bits(left[n], right[n]) for n in right)
 
 
 @dataclass(eq=False)
 class _Tape:
-    """A component's call that looks first whether the healthy run was given the same."""
+    """A component's call that reuses the healthy run's outputs for equal inputs."""
 
     call: ComponentCall
     healthy: InMemoryRun
@@ -190,7 +188,7 @@ class _Tape:
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
-        """Give what it gave, or compute."""
+        """Return recorded outputs for equal inputs, else compute."""
         for each in self.known:
             if equal(inputs, self.healthy.inputs(each)):
                 kept = self.healthy.outputs(each)
@@ -199,7 +197,7 @@ class _Tape:
 
 
 class Changed(Mapping[str, "Weight"]):
-    """All weights of a model behind a change; each is changed once, when it is first read."""
+    """All weights of a model with a change that is made once, at the first read."""
 
     def __init__(
         self, source: Mapping[str, Weight], change: Callable[[str, Weight], Weight]
@@ -223,7 +221,7 @@ class Changed(Mapping[str, "Weight"]):
 
 
 class Rest:
-    """A run of which some components were judged already: theirs are told as if not stored."""
+    """A run whose already judged components are presented as not stored."""
 
     def __init__(self, run: InMemoryRun, judged: frozenset[str]) -> None:
         self.steps, self.facts = run.steps, run.facts
@@ -242,7 +240,7 @@ def _told(call: Call) -> Call:
 
 @dataclass(eq=False)
 class Stage:
-    """A case with its twin and its healthy run, on which faults are planted."""
+    """A case with its twin and its healthy run, for planting faults."""
 
     case: Case
     model: MuseumModel
@@ -255,7 +253,7 @@ class Stage:
 
     @classmethod
     def of(cls, case: Case, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
-        """Open a case; models are kept from one case to the next."""
+        """Open a case; models are cached between cases."""
         if case.key not in models:
             models[case.key] = MuseumModel.open(case.key, root)
         model = models[case.key]
@@ -265,7 +263,7 @@ class Stage:
         return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
 
     def candidate(self) -> Bound:
-        """A healthy candidate that may be changed."""
+        """Return a new healthy candidate that may be changed."""
         products = getattr(torch, self.case.products)
         numerics = Numerics.twin(self.case.switches, products=products)
         bound = Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
@@ -275,7 +273,7 @@ class Stage:
         return bound
 
     def _put(self, control: Control, bound: Bound) -> None:
-        """Wrap every component where a negative control can be, with one of its ways."""
+        """Wrap every component to which a negative control applies with one of its ways."""
         chance = random.Random(self.case.seed)  # noqa: S311  no secret
         for name in list(bound.calls):
             scene = self.scene(name, bound)
@@ -285,16 +283,16 @@ class Stage:
                     bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
 
     def taped(self) -> Bound:
-        """A candidate that computes only what the healthy run has not computed already."""
+        """Return a candidate that reuses what the healthy run has computed."""
         bound = self.candidate()
         for name, calls in self.calls.items():
             bound.calls[name] = _Tape(bound.calls[name], self.healthy, calls)
         return bound
 
     def rest(self, run: InMemoryRun) -> Rest:
-        """What is left to judge of a run: components that saw anything new.
+        """Return the part of a run that is still to judge: components with any new call.
 
-        All calls of the others are those of the healthy run, bit for bit, and judged with it.
+        All calls of the others equal the healthy run's bit for bit, and are judged with it.
         """
         judged = set()
         for name, calls in by_component(run).items():
@@ -314,7 +312,7 @@ class Stage:
     def run(
         self, candidate: Bound | None = None, edges: Mapping[str, Way] = MappingProxyType({})
     ) -> InMemoryRun:
-        """Run the case; fed together, the tokens behind the prompts are the candidate's own."""
+        """Run the case; if fed together, the tokens after the prompts are the candidate's own."""
         candidate = candidate or self.candidate()
         edges = {**self._edges(), **edges}
         if self.case.schedule != TOGETHER:
@@ -329,7 +327,7 @@ class Stage:
         )
 
     def _edges(self) -> dict[str, Way]:
-        """A control of whole runs, wherever it can be, in the same way everywhere."""
+        """Return a control of whole runs, applied the same way wherever possible."""
         control = _EDGES.get(self.case.control)
         if control is None:
             return {}
@@ -341,10 +339,10 @@ class Stage:
         }
 
     def scene(self, name: str, bound: Bound | None = None) -> Scene:
-        """A component, by default the twin's."""
+        """Return a component's scene, by default the twin's."""
         component = component_named(self.model.config, name, self.model.recipe)
         return Scene(bound or self.twin, component, self.model.recipe)
 
     def first(self, name: str) -> Call:
-        """The healthy run's first call of a component."""
+        """Return the healthy run's first call of a component."""
         return self.calls[name][0]

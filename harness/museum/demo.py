@@ -1,11 +1,8 @@
-"""The demonstration: a small model that talks, healthy, then with one fault planted on purpose.
+"""The demonstration: a small model that generates text, healthy and then with one planted fault.
 
-Owns the model (the released tiny V4, quantised in a temporary folder), the prompts, the place where
-the fault is planted, and whether the story holds: the healthy run agrees, and the fault is found in
-its component and named. A fault that changes no output anywhere it fits is said to have no effect.
-
-Refuses unknown faults, and those that this model cannot carry, by name. Kept honest by
-suites/museum/test_demo.py, also with a diagnosis that is blind on purpose.
+It quantises the released tiny V4 in a temporary folder. The demonstration holds if the healthy run
+agrees and the fault is found in its component and named. A fault that changes no output anywhere it
+applies is reported as without effect.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ _SOURCE = Path(tiny.__file__).parent / "v1" / "v4"
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The quantised model, its twin, its BF16 reference, its words."""
+    """The quantised model, its twin, its BF16 reference, its tokenizer."""
 
     museum: MuseumModel
     twin: Bound
@@ -72,13 +69,13 @@ class Model:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Ids of the prompts."""
+        """Return the token ids of the prompts."""
         return [self.tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """One run: what it said to each prompt, token by token, and what was found."""
+    """One run: its answer to each prompt, token by token, and its judgement."""
 
     said: tuple[tuple[str, ...], ...]
     localised: Localised
@@ -88,7 +85,7 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class Planted:
-    """A fault, in one way, at one component; `run` has it."""
+    """A fault, in one way, at one component; `run` contains it."""
 
     fault: ModelFault
     component: str
@@ -99,7 +96,7 @@ class Planted:
 
 @dataclass(frozen=True, eq=False)
 class Story:
-    """What the model should say, what it says healthy, and what it says with the fault."""
+    """The demonstration: the expected text, the healthy run, and the run with the fault."""
 
     model: Model
     twin_said: tuple[tuple[str, ...], ...]
@@ -109,9 +106,9 @@ class Story:
 
     @property
     def named(self) -> bool:
-        """Whether the planted fault was found where it is, and nothing else was.
+        """Return whether the planted fault was found where it is, and nothing else.
 
-        A fault on an edge may show at several inputs of its component.
+        A fault on an edge may appear at several inputs of its component.
         """
         return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
 
@@ -121,7 +118,7 @@ class Story:
 
     @property
     def holds(self) -> bool:
-        """Whether both runs were judged rightly."""
+        """Return whether both runs were judged correctly."""
         if self.healthy.localised.verdict is not Verdict.AGREES:
             return False
         if not self.planted.has_effect:
@@ -130,7 +127,7 @@ class Story:
 
 
 def demo_fault(identity: str | None) -> ModelFault:
-    """The fault to plant: the one that is named, or the default."""
+    """Return the fault to plant: the requested one, or the default."""
     return model_fault_named(PLANTED if identity is None else identity)
 
 
@@ -167,7 +164,7 @@ def demo_model(folder: Path) -> Model:
 
 
 def judged(model: Model, run: InMemoryRun) -> Told:
-    """Localise the first steps of a run, and diagnose what is wrong."""
+    """Localise the first steps of a run, and diagnose the origins."""
     looker = Looker(model.museum.config)
     found = localise(
         model.twin, model.museum.recipe, first_steps(run, JUDGED_STEPS), model.reference,
@@ -181,13 +178,13 @@ def judged(model: Model, run: InMemoryRun) -> Told:
 
 
 def first_steps(run: InMemoryRun, count: int) -> InMemoryRun:
-    """The beginning of a run; calls keep their numbers."""
+    """Return the beginning of a run; calls keep their numbers."""
     calls = [call for call in run.calls if call.step < count]
     return replace(run, steps=run.steps[:count], calls=calls, logits=run.logits[:count])
 
 
 def said(model: Model, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
-    """What a run said to each prompt, a piece a token."""
+    """Return a run's answer to each prompt, one piece of text a token."""
     found = []
     for at in range(len(PROMPTS)):
         growing = Growing(model.tokenizer)
@@ -198,7 +195,7 @@ def said(model: Model, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
 
 
 def plant(model: Model, fault: ModelFault, healthy: InMemoryRun) -> Planted:
-    """Plant a fault where the text shows it; else where anything does; else where it fits."""
+    """Plant a fault where the text changes; else where any output does; else where it applies."""
     first: Planted | None = None
     expected = said(model, healthy)
     for number, (scene, way) in enumerate(_places(model, fault)):
@@ -229,7 +226,7 @@ def _has_effect(run: InMemoryRun, healthy: InMemoryRun) -> bool:
 
 
 def _places(model: Model, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
-    """Where a fault fits, the places of the story first; one expert before all of them."""
+    """Yield where a fault applies, preferred roles and layers first."""
     candidate = model.museum.candidate()
     found = {
         each.name: each
@@ -251,7 +248,7 @@ def _places(model: Model, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
 
 
 def _breadth(way: Way) -> int:
-    """One whole weight first: what is milder may not be heard, what is wider is no riddle."""
+    """Rank ways: one whole weight first; milder ones may leave the text unchanged."""
     told: Mapping[str, object] = way.where
     weights = str(told.get("weights", ""))
     return int("all " in weights or " of experts " in weights) + 2 * int("rows" in told)

@@ -1,7 +1,6 @@
-"""The demonstration as a page: what a reader sees, in the order of every page.
+"""The demonstration as an HTML page: that of any check, with an introduction.
 
-Owns the words of the story; every figure comes from the judgement. The page is that of any check:
-replay and text panels, tables beside it. Kept honest by suites/museum/test_demo_page.py.
+Every figure comes from the judgement.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def demo_telling(story: Story, provenance: Provenance) -> Checked:
-    """Everything that the page of a demonstration tells."""
+    """Return all data of a demonstration's page."""
     command = f"degarble demo --fault {story.planted.fault.id}"
     found = tuple(replace(each, reproduction=command) for each in story.sick.found)
     telling = Checked(

@@ -1,4 +1,4 @@
-"""The museum as JSON lines, one a task, so that a run that is cut off still tells what passed."""
+"""Write the museum's results as JSON lines, one a task, so that an interrupted run keeps them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def lines_to(path: Path | None) -> Iterator[Ended]:
-    """Give a function that writes a task that has ended to `path`; without one it does nothing."""
+    """Return a function that appends a finished task to `path`; without a path it does nothing."""
     if path is None:
         yield lambda _done: None
         return

@@ -1,11 +1,9 @@
-"""The models of the museum: the trained small V4 and V3.2, quantised by our own code.
+"""The museum's models: the trained small V4 and V3.2, quantised by our own code.
 
-Owns where they come from: released weights, calibrated on documents of the small language and
-quantised by the job behind `degarble quantise`, into a folder that lives as long as a run. A
-candidate computes in the arithmetic that engines have (float32 products), its twin exactly on the
-operands that lie on disk; both read the same checkpoint.
-
-Refuses nothing of its own. Kept honest by suites/museum/test_models.py.
+Released weights are calibrated on documents of the small language and quantised by the job behind
+`degarble quantise`, into a folder that lives as long as a run. A candidate computes in the
+arithmetic of engines (float32 products), its twin exactly on the operands on disk; both read the
+same checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _RELEASED = Path(tiny.__file__).parent / "v1"
 
 @dataclass(frozen=True, order=True)
 class ModelKey:
-    """Which model in which recipe."""
+    """A model and a recipe."""
 
     model: str
     recipe: str
@@ -58,7 +56,7 @@ class ModelKey:
 
     @property
     def folder(self) -> str:
-        """Its folder's name."""
+        """Return its folder's name."""
         return f"{self.model}-{self.recipe}"
 
 
@@ -67,7 +65,7 @@ KEYS = tuple(ModelKey(model, recipe) for model in MODELS for recipe in RECIPES)
 
 @dataclass(frozen=True, eq=False)
 class MuseumModel:
-    """A quantised checkpoint, read once: candidates and twins are bound to the same weights."""
+    """A quantised checkpoint, read once: candidates and twins share its weights."""
 
     key: ModelKey
     config: Config
@@ -90,7 +88,7 @@ class MuseumModel:
 
     @cached_property
     def switches(self) -> Switches:
-        """What the official code of the family chooses."""
+        """Return the switches of the family's official code."""
         return switches_of(f"official-{self.key.model}")
 
     def candidate(self, switches: Switches | None = None) -> Bound:
@@ -99,13 +97,13 @@ class MuseumModel:
         return Bound(self.config, numerics, self.weights, self.recipe)
 
     def twin(self, switches: Switches | None = None) -> Bound:
-        """Bind the weights exactly."""
+        """Bind the weights in exact arithmetic."""
         numerics = Numerics.twin(switches or self.switches)
         return Bound(self.config, numerics, self.weights, self.recipe)
 
 
 def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
-    """Write the checkpoints that the keys name; what is there already stays."""
+    """Write the checkpoints of the keys; existing ones stay."""
     for key in keys:
         if (root / key.folder).exists():
             continue
@@ -123,13 +121,13 @@ def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
 
 
 def prompt_ids(seed: int, length: int) -> tuple[int, ...]:
-    """Cut a document of the small language to so many tokens."""
+    """Return the first so many tokens of a document of the small language."""
     mixture = language.Mixture(length=max(length, 32), facts=4)
     return tuple(language.document(seed, mixture).ids[:length])
 
 
 def _calibration(source: Path, config: Config) -> Calibration:
-    """Measure what stands in front of linears."""
+    """Measure the inputs of linears."""
     ranges = InputRanges(config)
     with open_model(source, "bf16", absorbed=False) as model:
         model.speaker.bound.observer = ranges

@@ -1,12 +1,8 @@
-"""`degarble faults run`: plant every known fault, run healthy cases, count what is said.
+"""Run `degarble faults run`: plant every known fault, run healthy cases, score the answers.
 
-Owns what is planted (the published extent, the whole museum, or chosen faults), the work over
-processes, and the summary. A fault that has no effect on any case that was tried is listed as such.
-Exit status 1 follows from `missed`: a fault that is not localised from three budgets on, a wrong
-cause, or a healthy run with an alarm.
-
-Refuses unknown faults through the registry. Kept honest by suites/museum/test_museum.py and
-suites/museum/test_museum_families.py, also with an engine that is blind on purpose.
+It plants the published extent, the whole museum, or chosen faults, over processes. A fault without
+effect on every case that was tried is listed as such. Exit status 1 follows from `missed`: a fault
+of three budgets or more that is not localised, a wrong cause, or an alarm on a healthy run.
 """
 
 from __future__ import annotations
@@ -66,10 +62,10 @@ _BY_DIAL = 3  # times as many mild plants of a fault that can be as strong as is
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is run. One in `leave_out` faults is also asked without its own family.
+    """How much is run. One in `leave_out` faults is also diagnosed without its own family.
 
-    Of each fault so many `plants` have an effect, and so many `mild` ones are added; `repeats` is
-    how often each race is run twice, and how many healthy cases are.
+    Of each fault `plants` plants with an effect are judged, and `mild` mild ones are added.
+    `repeats` is how often each race, and how many healthy cases, are run twice.
     """
 
     plants: int
@@ -89,7 +85,7 @@ VARIANTS = 3  # of a family with an effect, or it is told that there are fewer
 
 @dataclass(frozen=True)
 class Museum:
-    """All that was planted, all that was healthy, and what follows."""
+    """All planted and healthy runs, and the conclusions."""
 
     outcomes: tuple[Outcome, ...]
     healthy: tuple[Healthy, ...]
@@ -99,39 +95,39 @@ class Museum:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Faults of which something wrong, or nothing, was said."""
+        """Return the faults with a wrong or missing answer."""
         apart = {each.fault for each in self.repeats if each.fault and not each.right}
         return tuple(sorted({each.fault for each in self.outcomes if is_missed(each)} | apart))
 
     @property
     def alarms(self) -> tuple[Healthy, ...]:
-        """Healthy runs that were called ill."""
+        """Return the healthy runs with a false alarm."""
         return tuple(each for each in self.healthy if each.alarms)
 
     @property
     def shaken(self) -> tuple[Repeated, ...]:
-        """Healthy candidates that were said to give two answers."""
+        """Return the healthy candidates that were reported to give two results."""
         return tuple(each for each in self.repeats if not each.fault and not each.right)
 
     @property
     def thin(self) -> tuple[str, ...]:
-        """Families with fewer than three plants that have an effect."""
+        """Return the families with too few plants that have an effect."""
         counts = Counter(each.family for each in self.outcomes if has_effect(each))
         families = {each.family for each in self.outcomes}
         return tuple(sorted(each for each in families if counts[each] < VARIANTS))
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the engine said what is true."""
+        """Return whether the engine's answers are right."""
         return Verdict.DIFFERS if self.missed or self.alarms or self.shaken else Verdict.AGREES
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """The claims with their figures."""
+        """Return the claims with their figures."""
         return scores(self.outcomes, self.healthy, self.repeats)
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the result as plain data."""
         return {
             "verdict": self.verdict,
             "origins": [],
@@ -165,7 +161,7 @@ def _claims(three: Sequence[Score]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What one process does at a time: one fault in all its places, or one healthy case."""
+    """The unit of work of one process: one fault in all its places, or one healthy case."""
 
     extent: Extent
     fault: str = ""
@@ -174,12 +170,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """In a progress line."""
+        """Return its name for a progress line."""
         return f"{self.fault or f'healthy: {self.healthy}'}{', twice' if self.twice else ''}"
 
 
 def chosen(ids: Sequence[str]) -> tuple[str, ...]:
-    """The faults of ids and families, in the order of the registry."""
+    """Return the faults of ids and families, in the order of the registry."""
     families = {fault.family for fault in MODEL_FAULTS.values()}
     wanted = set(ids)
     assert wanted <= {*MODEL_FAULTS, *families}, "the caller has refused unknown names"
@@ -189,7 +185,7 @@ def chosen(ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
-    """What is to be done, the longest first: with many processes a late one would end alone."""
+    """Return all tasks, the longest first: with many processes a late one would run alone."""
     found = [
         Task(replace(extent, leave_out=_leaves_out(number, extent)), fault)
         for number, fault in enumerate(faults)
@@ -206,7 +202,7 @@ def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
 
 
 def _is_short(task: Task) -> tuple[bool, bool]:
-    """Dials are turned many times, and attention is the dearest to judge."""
+    """Sort key: adjustable faults are planted many times, and attention is slowest to judge."""
     attends = "attn.attend" in roles_of(MODEL_FAULTS[task.fault])
     return task.fault not in DIALS, not attends
 
@@ -217,7 +213,7 @@ def _leaves_out(number: int, extent: Extent) -> int:
 
 @contextmanager
 def prepared(root: Path | None = None) -> Iterator[Path]:
-    """Give a folder with the models, which goes when the run ends."""
+    """Yield a folder with the models, removed when the run ends."""
     with tempfile.TemporaryDirectory(prefix="degarble-museum-") as temporary:
         folder = root or Path(temporary)
         prepare(folder)
@@ -232,7 +228,7 @@ def run_museum(
     root: Path | None = None,
     ended: Callable[[Done], None] = lambda _done: None,
 ) -> Museum:
-    """Do all of it; `ended` is given what was found of each task as soon as it is known."""
+    """Run all tasks; `ended` gets the result of each as soon as it is known."""
     begun = time.perf_counter()
     done: dict[int, Done] = {}
     with prepared(root) as folder:
@@ -257,7 +253,7 @@ def run_museum(
 
 @dataclass(frozen=True)
 class Done:
-    """A task that has ended: what was found, and the processor time that it took."""
+    """A finished task: its results, and the processor time that it took."""
 
     task: Task
     found: tuple[Outcome | Healthy | Repeated, ...]
@@ -265,7 +261,7 @@ class Done:
 
     @property
     def without_effect(self) -> bool:
-        """Whether a fault was planted, and nowhere made a difference."""
+        """Return whether a fault was planted and had no effect anywhere."""
         planted = [each for each in self.found if isinstance(each, Outcome)]
         return bool(self.task.fault) and not self.task.twice and not any(map(has_effect, planted))
 
@@ -298,7 +294,7 @@ def _keep(root: Path) -> None:
 
 
 def stage_of(case: Case, root: Path) -> Stage:
-    """A case on which faults are planted; opened once a process."""
+    """Return the stage of a case, opened once a process."""
     _keep(root)
     if case not in _KEPT.stages:
         _KEPT.stages[case] = Stage.of(case, root, _KEPT.models)
@@ -306,7 +302,7 @@ def stage_of(case: Case, root: Path) -> Stage:
 
 
 def perform(root: Path, task: Task) -> list[Outcome | Healthy | Repeated]:
-    """Do one task, on one thread."""
+    """Run one task, on one thread."""
     torch.set_num_threads(1)
     if task.twice:
         return list(run_twice(root, task))
@@ -316,7 +312,7 @@ def perform(root: Path, task: Task) -> list[Outcome | Healthy | Repeated]:
 
 
 def judge_healthy(root: Path, case: Case) -> Healthy:
-    """Run a healthy case, and keep what the engine says against it."""
+    """Run a healthy case, and record every alarm."""
     begun = time.process_time()
     _keep(root)
     stage = Stage.of(case, root, _KEPT.models)
@@ -329,7 +325,7 @@ def judge_healthy(root: Path, case: Case) -> Healthy:
 
 
 def run_twice(root: Path, task: Task) -> Iterator[Repeated]:
-    """Run a healthy case twice, or a race in several places; one without effect tells nothing."""
+    """Run a healthy case twice, or a race in several places until enough runs differ."""
     begun = time.process_time()
     if task.healthy is not None:
         _keep(root)
@@ -370,7 +366,7 @@ def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
 def _planted(
     stage: Stage, fault: ModelFault, component: str, way: Way, *, leave_out: bool
 ) -> Outcome | None:
-    """What is said of one plant; None where it changes nothing at all."""
+    """Judge one plant; None if it changes nothing at all."""
     begun = time.process_time()
     planted = Planted(fault, component, way)
     if not touches(stage, planted):
@@ -380,7 +376,7 @@ def _planted(
 
 
 def _cases(fault: ModelFault, extent: Extent) -> list[Case]:
-    """Where a fault is planted: its own cases first."""
+    """Return the cases for planting a fault, its own first."""
     own = cases_of_fault(fault.id) if len(extent.cases) > 1 else ()
     return [*own, *extent.cases]
 
@@ -388,7 +384,7 @@ def _cases(fault: ModelFault, extent: Extent) -> list[Case]:
 def _places(
     root: Path, fault: ModelFault, extent: Extent, chance: random.Random
 ) -> Iterator[tuple[Stage, str, Way]]:
-    """Cases by turns, roles by turns within them, a few ways at each component."""
+    """Yield places: alternate cases, alternate roles within them, a few ways at each component."""
     cases = list(extent.cases)
     chance.shuffle(cases)
     cases = [*_cases(fault, extent)[: -len(cases)], *cases]

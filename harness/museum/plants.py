@@ -1,12 +1,12 @@
-"""Planting one known fault into one case, and what the engine said of it.
+"""Plant one known fault into one case, and score the engine's answer.
 
-Owns where a fault is put (roles first, so that few plants reach many components), the truth (by
-engine.blame, as it is stated for every trouble), the effect in units of budget, and the reading of
-an answer: the place, the cause, both without the fault's own family.
+Roles are alternated, so that few plants reach many components. The true place comes from
+harness/engine/localise/attribution.py, as for every discrepancy. The answer is scored by place and
+by cause, both also without the fault's own family.
 
-Effect is read in the run itself: the worst difference of the planted component from its twin. An
-edge is compared bit for bit, so that it has an effect or none. Refuses nothing; what the engine
-cannot judge counts against it. Kept honest by suites/museum/test_plants.py.
+The effect is measured in the run itself: the worst difference of the planted component from its
+twin, in units of budget. An edge is compared bit for bit, so that it has an effect or none. What
+the engine cannot judge counts against it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Place(StrEnum):
-    """What was said of the place."""
+    """How the engine's place compares with the true one."""
 
     EXACT = "exact"
     ELSEWHERE = "elsewhere"  # a component was blamed that has no fault
@@ -57,10 +57,10 @@ class Place(StrEnum):
 
 
 class Cause(StrEnum):
-    """What was said of the cause."""
+    """How the engine's cause compares with the true one."""
 
     FIRST = "named first"
-    SAME = "same data effect"  # another fault of its class is first, see museum_alike
+    SAME = "same data effect"  # another fault of its class is first, see alike.py
     BESIDE = "named beside the first"  # told as explaining equally well, and not of one class
     WRONG = "wrong"
     UNKNOWN = "no known fault"
@@ -68,7 +68,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One plant, and what was said of it. `effect` is in units of budget: 0 none, inf an edge's."""
+    """One plant and its score. `effect` is in units of budget: 0 for none, inf for an edge's."""
 
     fault: str
     component: str
@@ -87,13 +87,13 @@ class Outcome:
 
     @property
     def family(self) -> str:
-        """The part of the id before the dot."""
+        """Return the part of the id before the dot."""
         return self.fault.partition(".")[0]
 
 
 @dataclass(eq=False)
 class Planted:
-    """A way in its place, and where an edge was seen to differ."""
+    """A way at its component, and the inputs that it changed if it is on an edge."""
 
     fault: ModelFault
     component: str
@@ -102,7 +102,7 @@ class Planted:
 
 
 def sites(stage: Stage, fault: ModelFault, chance: random.Random) -> Iterator[str]:
-    """Components where a fault can be: one of each role, then others, shuffled by seed."""
+    """Yield components to which a fault applies: one of each role, then others, in random order."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for name in stage.calls:
         scene = stage.scene(name)
@@ -119,12 +119,12 @@ def sites(stage: Stage, fault: ModelFault, chance: random.Random) -> Iterator[st
 
 
 def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[Way]:
-    """All ways of a fault at a component, of a healthy candidate."""
+    """Return all ways of a fault at a component of a healthy candidate."""
     return list(fault.ways(stage.scene(component, stage.candidate())))
 
 
 def touches(stage: Stage, planted: Planted) -> bool:
-    """Whether a way changes anything at all on the healthy run's calls."""
+    """Return whether a way changes anything at all in the healthy run's calls."""
     if planted.way.beside:
         return True  # only a run tells
     candidate = stage.candidate()
@@ -149,7 +149,7 @@ def _differ(made: Mapping[str, Tensor], was: Mapping[str, Tensor]) -> bool:
 
 
 def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
-    """Run a case with a fault planted, and read what the engine says."""
+    """Run a case with a fault planted, and score the engine's answer."""
     name = planted.component
     told = (planted.fault.id, name, planted.way.words, str(stage.case))
     candidate, edges = stage.taped(), dict[str, "Way"]()
@@ -194,7 +194,7 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
 
 
 def _without_family(planted: Planted, remade: Remade, trouble: Trouble) -> _Said:
-    """What is said of the cause by an engine that does not know the family."""
+    """Return the cause named by an engine without the fault's family."""
     family = planted.fault.family
     others = tuple(each for each in MODEL_FAULTS.values() if each.family != family)
     return _cause(planted, remade, trouble, _diagnosed(trouble, others))
@@ -207,7 +207,7 @@ def _stop(error: Exception) -> str:
 
 
 def _watched(planted: Planted) -> Way:
-    """The way, noting which inputs it changes."""
+    """Wrap the way so that it records which inputs it changes."""
     from degarble.harness.engine.faults.model_faults import Way  # noqa: PLC0415
 
     def apply(call: ComponentCall) -> ComponentCall:
@@ -233,7 +233,7 @@ def _watched(planted: Planted) -> Way:
 
 
 def _truth(stage: Stage, planted: Planted) -> set[str]:
-    """The component to blame; an edge fault that harms several inputs has several names."""
+    """Return the components to blame; an edge fault that changes several inputs has several."""
     if planted.fault.reach is not Reach.EDGE:
         return {planted.component}
     component = stage.scene(planted.component).component

@@ -1,11 +1,9 @@
-"""The same input twice: what differs between two runs is UNSTABLE, and where it begins is told.
+"""Run the same input twice and compare bit for bit: what differs is UNSTABLE.
 
-Owns repeats: a candidate runs a case two times, both runs are written as captures, and
-`degarble compare` says what it says of them. A race keeps its dice from one run to the next, so
-that both runs are spoilt in other places; a component of a healthy candidate may sum in any order,
-but in the same one each time. What came out the same twice counts as no effect.
-
-Refuses nothing. Kept honest by suites/museum/test_repeats.py.
+A candidate runs a case twice, both runs are written as captures, and `degarble compare` judges
+them. A race keeps its random state from one run to the next, so that the runs are damaged in
+different places; a component of a healthy candidate may sum in any order, but in the same one each
+time. If both runs are equal the race counts as without effect.
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ class Repeated:
 
     @property
     def apart(self) -> bool:
-        """Whether the two runs differ, so that there is something to tell."""
+        """Return whether the two runs differ."""
         return self.verdict is not Verdict.AGREES
 
     @property
     def right(self) -> bool:
-        """Whether what was said is true: UNSTABLE at the planted component first, or the same."""
+        """Return whether the answer is right: UNSTABLE at the planted component first, or equal."""
         if not self.fault:
             return not self.apart
         return self.verdict is Verdict.UNSTABLE and self.blamed[:1] == (self.component,)
@@ -67,7 +65,7 @@ def repeat(
     way: Way | None = None,
     root: Path | None = None,
 ) -> Repeated:
-    """Run a case twice and compare the captures, which lie in `root` as long as that takes."""
+    """Run a case twice and compare the captures, which are kept in `root` meanwhile."""
     candidate = stage.candidate()
     if way is not None:
         candidate.calls[component] = way.apply(candidate.calls[component])

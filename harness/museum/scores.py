@@ -1,14 +1,13 @@
-"""What the museum's outcomes amount to: shares with intervals, by strength and by family.
+"""Score the museum's outcomes: shares with confidence intervals, by strength and by family.
 
-Owns the targets, Wilson's interval, and which fault is missed: from three budgets on it must be
-localised to its component alone, and no wrong cause may be named. A plant below one budget has no
-effect and is not counted, unless somebody else is blamed for it. What the engine cannot judge for
-want of a budget counts as missed, never as no effect.
+From three budgets on a fault must be localised to its component alone, and no wrong cause may be
+named. A plant below one budget has no effect and is not counted, unless another component is blamed
+for it. What the engine cannot judge for want of a budget counts as missed, never as without effect.
+Intervals are Wilson's.
 
-Causes are scored by classes of the same data effect (museum_alike), and beside them strictly, by
-the fault's own name alone; strict shares have no target, since no engine can tell a class apart.
-
-Refuses nothing. Kept honest by suites/museum/test_scores.py.
+Causes are scored by classes of the same effect on the data (alike.py), and also strictly, by the
+fault's own name alone; strict shares have no target, since no engine can distinguish the members of
+a class.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BINS = (("below 1", 0.0, 1.0), ("1 to 3", 1.0, 3.0), ("3 to 10", 3.0, 10.0), ("f
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Interval of a share at 95 %; all of it where nothing was counted."""
+    """Return the 95 % interval of a share; [0, 1] if nothing was counted."""
     if not total:
         return 0.0, 1.0
     share, square = hits / total, _Z**2
@@ -43,7 +42,7 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Score:
-    """A claim, and how often it held; a share without target is told beside one that has it."""
+    """A claim, and how often it held; a share without target accompanies one that has it."""
 
     claim: str
     hits: int
@@ -53,18 +52,18 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Of what was counted; NaN where nothing was."""
+        """Return the share of what was counted; NaN if nothing was."""
         return self.hits / self.total if self.total else math.nan
 
     @property
     def met(self) -> bool:
-        """Whether the target holds; nothing counted is nothing missed."""
+        """Return whether the target is met; it is if nothing was counted."""
         if not self.total or self.wanted is None:
             return True
         return self.share >= self.wanted if self.at_least else self.share <= self.wanted
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the score as plain data."""
         low, high = wilson(self.hits, self.total)
         return {
             "claim": self.claim, "hits": self.hits, "total": self.total, "share": self.share,
@@ -75,7 +74,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Healthy:
-    """One healthy run, and what was wrongly said of it; nothing, as it should be."""
+    """One healthy run, and its false alarms, of which there should be none."""
 
     case: str
     alarms: tuple[str, ...] = ()
@@ -84,17 +83,17 @@ class Healthy:
 
 
 def has_effect(outcome: Outcome) -> bool:
-    """Whether a plant counts: its effect is a budget at least, or cannot be judged."""
+    """Return whether a plant counts: its effect is at least one budget, or cannot be judged."""
     return math.isnan(outcome.effect) or outcome.effect >= 1
 
 
 def is_strong(outcome: Outcome) -> bool:
-    """Whether it must be found."""
+    """Return whether it must be found."""
     return math.isnan(outcome.effect) or outcome.effect >= STRONG
 
 
 def is_missed(outcome: Outcome) -> bool:
-    """Whether what was said of a plant is wrong, or is not said at all."""
+    """Return whether the engine's answer about a plant is wrong or missing."""
     if not has_effect(outcome):
         return outcome.place is not Place.NOWHERE
     if not is_strong(outcome):
@@ -105,7 +104,7 @@ def is_missed(outcome: Outcome) -> bool:
 def scores(
     outcomes: Sequence[Outcome], healthy: Sequence[Healthy], repeats: Sequence[Repeated] = ()
 ) -> tuple[Score, ...]:
-    """The claims of the museum."""
+    """Return the claims of the museum."""
     strong = [each for each in outcomes if is_strong(each)]
     told = [each for each in strong if _is_right(each)]
     without = [each for each in told if each.left_out is not None]
@@ -130,7 +129,7 @@ def scores(
 
 
 def classes(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], int]:
-    """Pairs of faults that made the same of the data, and how often that was seen."""
+    """Return pairs of faults with the same effect on the data, and how often that occurred."""
     found: dict[tuple[str, str], int] = defaultdict(int)
     for each in outcomes:
         for cause, named in ((each.cause, each.named), (each.left_out, each.left_named)):
@@ -140,7 +139,7 @@ def classes(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], int]:
 
 
 def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Score, Score]]:
-    """Localised, named first and wrongly named, for each bin of effect, and their number."""
+    """Return localised, named first, wrongly named and number, for each bin of effect."""
     rows = []
     for name, low, high in BINS:
         inside = [o for o in outcomes if o.effect >= low and (o.effect < high or not high)]
@@ -150,7 +149,7 @@ def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Scor
 
 
 def by_family(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int, Score, Score, Score]]:
-    """By family: plants, those that count, and the three scores from 3x."""
+    """Return by family: plants, those that count, and the three scores from three budgets on."""
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
         groups[each.family].append(each)
@@ -201,5 +200,5 @@ def _is_wrong(outcome: Outcome) -> bool:
 
 
 def _says_unknown(outcome: Outcome) -> bool:
-    """Without its family: nothing named, or another fault that makes the same of the data."""
+    """Return whether, without its family, no fault was named, or one with the same effect."""
     return outcome.left_out in (Cause.UNKNOWN, Cause.SAME)

@@ -1,8 +1,7 @@
-"""Where each fault can be, by config and recipe alone: the roles of components.
+"""List the roles of components to which each fault applies, for `degarble faults list`.
 
-Owns the list behind `degarble faults list`. Both small models are bound in every recipe of the
-museum, without weights: `sits` asks for none. Refuses nothing. Kept honest by
-suites/museum/test_sites.py.
+Config and recipe suffice: both small models are bound in every recipe of the museum, without
+weights, which `sits` does not need.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def roles_of(fault: ModelFault) -> list[str]:
-    """The roles, in the order in which they run; V4's first."""
+    """Return the roles in the order in which they run; V4's first."""
     return list(dict.fromkeys(scene.role for scene in _scenes() if fault.sits(scene)))
 
 
 @cache
 def _scenes() -> tuple[Scene, ...]:
-    """One component of each role in each kind of layer, of both models in every recipe."""
+    """Yield one component of each role in each kind of layer, of both models in every recipe."""
     found: dict[tuple[object, ...], Scene] = {}
     for config, source in ((TINY_V4, "official-v4"), (TINY_V32, "official-v32")):
         for name in RECIPES:

@@ -1,11 +1,9 @@
-"""How strong a plant is, before it is planted: and plants of the strengths that are wanted.
+"""Plant faults of a wanted strength: estimate the effect first, then adjust it.
 
-Owns the quick measure (the planted component alone, on what the healthy run gave it, in units of
-its budget), the turning of a dial until the effect is as wanted, and the search for mild ways of
-faults that have none. So every bin of effect has plants; what the engine says of them is asked of a
-whole run, as of all others, and the effect that counts is measured there.
-
-Refuses nothing. Kept honest by suites/museum/test_strengths.py.
+The estimate runs the planted component alone, on the healthy run's inputs, in units of its budget.
+Faults with an adjustable strength are adjusted until the effect is as wanted; of other faults mild
+ways are searched, so that every bin of effect has plants. The score uses the effect measured in the
+whole run, as for all plants.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _MOST = 0.5
 
 
 def strength(stage: Stage, component: str, way: Way) -> float:
-    """The worst of a component with a way, on the healthy run's first and last call; NaN: none."""
+    """Return a way's worst ratio to the budget on the healthy run's first and last call, or NaN."""
     candidate = stage.candidate()
     faulty = way.apply(candidate.calls[component])
     weights, worst = candidate.weights_of(component), 0.0
@@ -62,7 +60,7 @@ def strength(stage: Stage, component: str, way: Way) -> float:
 
 
 def turned(stage: Stage, fault: str, component: str, wanted: float) -> Way | None:
-    """A way of a fault with a dial, of about the wanted effect; None where there is none."""
+    """Return a way of an adjustable fault with about the wanted effect; None if there is none."""
     scene, turn = stage.scene(component, stage.candidate()), _FIRST
     with keeping_budgets():
         for _ in range(_TURNS):
@@ -81,7 +79,7 @@ def turned(stage: Stage, fault: str, component: str, wanted: float) -> Way | Non
 def mild(
     stages: Sequence[Stage], fault: ModelFault, chance: random.Random
 ) -> Iterator[tuple[Stage, str, Way]]:
-    """Plants of a fault whose effect is small: as its dial says, or as few of its ways have it."""
+    """Yield plants of a fault with small effect: adjusted, or among its ways."""
     if fault.reach is Reach.EDGE:
         return
     places = [(stage, sites(stage, fault, chance)) for stage in stages]

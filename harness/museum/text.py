@@ -1,8 +1,4 @@
-"""What the museum says, in lines of plain text: claims, strengths, families, and every miss.
-
-Owns the wording; counts come from museum_scores. Refuses nothing. Kept honest by
-suites/museum/test_text.py.
-"""
+"""Render the museum's result as plain text: claims, strengths, families, and every miss."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ _SHOWN = 40  # misses in the terminal; the JSON has all of them
 
 
 def lines(museum: Museum) -> list[str]:
-    """Tell it: what was run, the claims, the tables, the misses."""
+    """Return the report: what was run, the claims, the tables, the misses."""
     return [
         *_first(museum),
         *_claims(museum),
@@ -43,7 +39,7 @@ def lines(museum: Museum) -> list[str]:
 
 
 def percent(score: Score) -> str:
-    """A share with its interval; a dash where nothing was counted."""
+    """Return a share with its interval; a dash if nothing was counted."""
     if not score.total:
         return "-"
     low, high = wilson(score.hits, score.total)
@@ -51,14 +47,14 @@ def percent(score: Score) -> str:
 
 
 def target(score: Score) -> str:
-    """What a score must reach; a dash where it has no target."""
+    """Return a score's target; a dash if it has none."""
     if score.wanted is None:
         return "-"
     return f"{'>=' if score.at_least else '<='} {100 * score.wanted:g} %"
 
 
 def effect(value: float) -> str:
-    """An effect in units of budget."""
+    """Return an effect in units of budget."""
     if math.isnan(value):
         return "no budget"
     return "an edge" if math.isinf(value) else f"{number(value, 3)}x"

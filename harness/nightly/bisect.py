@@ -1,14 +1,11 @@
-"""Which commit moved a component: a search through git's history by a component's difference.
+"""Bisect git history for the commit that moved a component's numerical difference.
 
-Owns the search. Every tested commit gets a work tree of its own, so the user's is never touched;
-the command runs there, and the JSON of a check that it writes tells the component's difference. A
-commit belongs to the end whose number is nearer; without a component the command's status decides
-(0 good, 1 bad). A commit at which nothing can be measured, or whose command ends with any other
-status, is passed over for its neighbours.
-
-Refuses: a folder without git, revisions that it does not know, an end that is no ancestor of the
-other, a command that cannot be run; UNDECIDED where both ends measure the same, and where only
-commits that cannot be measured are left. Kept honest by suites/nightly/test_bisect.py.
+Every tested commit gets its own work tree, so the user's is never touched; the command runs there,
+and the JSON of the check that it writes contains the component's difference. A commit belongs to
+the end whose number is nearer; without a component the command's exit status decides (0 good, 1
+bad). If a commit cannot be measured, or its command ends with another status, its neighbours are
+tried. The result is UNDECIDED if both ends measure the same, or if only unmeasurable commits are
+left.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """The commit, its first line, and what was measured on the way."""
+    """The commit, its subject line, and the measurements on the way."""
 
     commit: str
     title: str
@@ -67,7 +64,7 @@ class Found:
 
     @property
     def sentence(self) -> str:
-        """One line that names the commit."""
+        """Return one line that names the commit."""
         what = self.component or "the command's status"
         return (
             f"{self.commit[:_SHORT]} moved {what}: {number(self.before)} -> "
@@ -75,7 +72,7 @@ class Found:
         )
 
     def document(self) -> dict[str, Any]:
-        """The result for a machine."""
+        """Return the result as plain data."""
         return {
             "verdict": Verdict.DIFFERS,
             "commit": self.commit,
@@ -88,7 +85,7 @@ class Found:
 
 
 def bisected(search: Search, told: Callable[[str], None] = lambda _line: None) -> Found:
-    """Find the first commit on the bad side."""
+    """Return the first commit on the bad side."""
     inside = Path(search.result)
     if inside.is_absolute() or ".." in inside.parts or not inside.name:
         raise InvalidArgument(
@@ -190,7 +187,7 @@ class _Work:
 
 
 def _ends(search: Search) -> tuple[str, str]:
-    """Return the two commits: as given, or those between which the store saw the change."""
+    """Return the two commits: as given, or those of the latest change in the store."""
     good, bad = search.good, search.bad
     if search.store is not None and (good is None or bad is None):
         with Store(search.store) as store:
@@ -216,7 +213,7 @@ def _commit(repository: Path, name: str) -> str:
 
 
 def _between(repository: Path, good: str, bad: str) -> list[str]:
-    """Return the commits from good to bad, both included, along the first parents."""
+    """Return the commits from good to bad, both included, along first parents."""
     listed = _git(repository, "rev-list", "--first-parent", "--reverse", f"{good}..{bad}")
     ahead = listed.splitlines()
     if not ahead or _git(repository, "merge-base", good, bad) != good:

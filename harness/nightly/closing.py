@@ -1,9 +1,8 @@
-"""The last steps of a night: the museum's score, the history, the ledger.
+"""The last steps of a nightly run: the museum's score, the history, the ledger of known failures.
 
-Owns which faults are planted in a night that has little time, what of a night becomes a run of the
-history, and which changes turn it red: a speed that fell by more than its measure allows. Other
-changes are told, because whether a move is a fault the budgets say, not its surprise.
-Refuses what the store refuses. Kept honest by suites/nightly/test_closing.py.
+A short night plants a subset of faults. Of changes in the history only one turns a night red: a
+speed that fell by more than its measure allows. Others are listed, because budgets decide whether a
+change is a fault.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _EXTENTS = {"some": SOME, "published": museum_run.PUBLISHED, "whole": museum_run
 
 
 def museum(asked: Asked, _: Results) -> StepResult:
-    """Plant faults in the embedded models: an engine that is blind makes every other step void."""
+    """Plant faults in the embedded models: with a blind engine every other step is void."""
     faults = PLANTED if asked.museum == "some" else museum_run.chosen(())
     models = _models(asked)
     extent = _EXTENTS[asked.museum]
@@ -77,7 +76,7 @@ def museum(asked: Asked, _: Results) -> StepResult:
 
 
 def _models(asked: Asked) -> Path:
-    """A folder for tonight's models, which all checkpoints of a night share; old ones go."""
+    """Return the folder of tonight's models, shared by all checkpoints; remove older ones."""
     for old in (asked.folder / "work").glob("museum-*"):
         with suppress(ValueError):  # of another making
             apart = date.fromisoformat(asked.night) - date.fromisoformat(old.name[len("museum-") :])
@@ -87,17 +86,17 @@ def _models(asked: Asked) -> Path:
 
 
 def held(score: Score) -> str:
-    """A claim in the words in which more of it is better."""
+    """Phrase a claim so that a larger share is better."""
     return score.claim if score.at_least else f"no {score.claim}"
 
 
 def well(score: Score) -> float:
-    """The share of the cases in which that held."""
+    """Return the share of cases in which the claim so phrased held."""
     return score.share if score.at_least else 1.0 - score.share
 
 
 def history(asked: Asked, results: Results) -> StepResult:
-    """Add the night to the store, and tell what moved in it."""
+    """Add the night to the store, and report what changed."""
     if asked.store is None:
         return StepResult(Verdict.UNDECIDED, "No --store was given.", asked=False)
     run = run_of(asked, results)
@@ -116,7 +115,7 @@ def history(asked: Asked, results: Results) -> StepResult:
 
 
 def _moved(found: History) -> StepResult:
-    """Red while a red move of a series stands; others are told once."""
+    """Return red while a red change of a series stands; others are reported once."""
     red = found.lost
     series = {(each.measure, each.place) for each in red}
     failures = tuple(
@@ -137,7 +136,7 @@ def _moved(found: History) -> StepResult:
 
 
 def history_in(store: Store, run: Run) -> History:
-    """The history that a run belongs to."""
+    """Return the history that a run belongs to."""
     stream = next(
         each for each in store.streams()
         if (each.subject, each.machine) == (run.subject, run.machine)
@@ -146,7 +145,7 @@ def history_in(store: Store, run: Run) -> History:
 
 
 def run_of(asked: Asked, results: Results) -> Run | None:
-    """The night as one run; None where no step measured anything."""
+    """Return the night as one run; None if no step measured anything."""
     values: dict[str, dict[str, float]] = {}
     facts: dict[str, str] = {}
     for result in results.values():
@@ -178,7 +177,7 @@ def run_of(asked: Asked, results: Results) -> Run | None:
 
 
 def ledger(asked: Asked, results: Results) -> StepResult:
-    """Hold the night against the ledger: new, expired and healed entries turn it red."""
+    """Compare the night with the ledger: new, expired and healed entries turn it red."""
     if asked.ledger is None:
         return StepResult(Verdict.UNDECIDED, "No --ledger was given.", asked=False)
     today = date.fromisoformat(asked.night)

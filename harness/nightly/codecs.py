@@ -1,11 +1,10 @@
-"""Known answers of the number formats: bytes that stand here, not in what is judged.
+"""Known-answer tests of the number formats, with bytes stated here.
 
-Owns the vectors: codes and values of E2M1, E4M3, UE8M0 and BF16 as their standards have them, ties
-that go to the even code, one NVFP4 block with its scale, and the place of a scale in the swizzled
-layout. What a machine computes must be these bytes.
-Sources: OCP Microscaling Formats 1.0, tables of E2M1 and UE8M0; OCP 8-bit Floating Point 1.0, E4M3;
-cuBLAS 13 documentation, the 128x4 tile of block scales.
-Refuses nothing. Kept honest by suites/nightly/test_codecs.py, which spoils a codec.
+Vectors: codes and values of E2M1, E4M3, UE8M0 and BF16 from their standards, ties that go to the
+even code, one NVFP4 block with its scale, and the place of a scale in the swizzled layout. They are
+literals, so that they do not depend on the code under test. Sources: OCP Microscaling Formats 1.0,
+tables of E2M1 and UE8M0; OCP 8-bit Floating Point 1.0, E4M3; cuBLAS 13 documentation, the 128x4
+tile of block scales.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ PLACES = (((0, 0), 0), ((0, 3), 3), ((1, 0), 16), ((32, 0), 4), ((33, 2), 22), (
 
 
 def wrong_codecs() -> list[str]:
-    """Compute every known answer; return those that came out otherwise."""
+    """Compute every known answer; return those that are wrong."""
     return [*_elements(), *_block(), *_places()]
 
 
 def count() -> int:
-    """How many answers are known."""
+    """Return the number of known answers."""
     return len(ELEMENTS) + len(TIES) + 3 + len(PLACES)
 
 

@@ -1,12 +1,10 @@
-"""Kernels in a night: every suite that this device can run, and rates beside ceilings of the run.
+"""The kernel steps of a nightly run: the suites for this device, and measured rates.
 
-Owns two steps. `kernels` runs the suites of kernels, formats and runs that are marked for a device
-by processes of their own, one a file, so that a kernel that breaks the device breaks no other's,
-and names each kernel whose suite fails; one that does not end is stopped, with all that it started,
-and fails. `figures` runs suites/bench/bench_night.py, whose shares go into
-the history as `speed`. Both need a GPU: where none was asked for they say so and are UNDECIDED,
-never green; the same where no suite of this device is there. Refuses as target_of_device does.
-Kept honest by suites/nightly/test_kernels.py, with stand-ins, and by suites/nights on a GPU.
+`kernels` runs each suite file for the device in its own process, so that a kernel that corrupts the
+device affects no other suite, and names each kernel whose suite fails; one that hangs is killed
+with all its children, and fails. `figures` runs the nightly benchmark, whose shares of a measured
+ceiling go into the history as `speed`. Without a GPU, or without a suite for it, both steps are
+UNDECIDED, never green.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _NO_CASES = 5  # status of pytest; 0 and 1 are answers
 
 @dataclass(frozen=True)
 class Suite:
-    """What the suite of a kernel said: its cases, the first that failed, and why others did not."""
+    """The result of a kernel's suite: cases, the first failure, and why cases were skipped."""
 
     kernel: str
     cases: int = 0
@@ -63,12 +61,12 @@ class Suite:
 
     @property
     def verdict(self) -> Verdict:
-        """DIFFERS where a case failed or the suite broke off."""
+        """Return DIFFERS if a case failed or the suite broke off."""
         return Verdict.DIFFERS if self.failed or self.broken else Verdict.AGREES
 
     @property
     def sentence(self) -> str:
-        """What is read in one line."""
+        """Return a summary of one line."""
         if self.broken:
             return self.broken
         said = f"{self.failed:,} of {self.cases:,} cases fail, first {self.first}"
@@ -106,7 +104,7 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
 
 
 def _run_all(markers: Sequence[str]) -> list[Suite]:
-    """Run every file with suites of a device, the longest ones first; in order of their names."""
+    """Run every suite file of a device, the longest first; return results by name."""
     files = sorted(files_for(markers), key=lambda path: -path.stat().st_size)
     with (
         TemporaryDirectory() as folder,
@@ -135,7 +133,7 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
 
 
 def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
-    """Run the cases of one file by a process of its own."""
+    """Run the cases of one file in its own process."""
     kernel = path.stem.removeprefix("test_")
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
@@ -156,7 +154,7 @@ def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
 
 
 def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Run a suite; its status and words. None where it hangs: then all that it started is ended."""
+    """Run a suite; return status and output. None if it hangs: it is killed with its children."""
     with subprocess.Popen(  # noqa: S603  ours
         line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -173,7 +171,7 @@ def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | N
 
 
 def _end(group: int) -> None:
-    """End a suite and all that it started. Trap: it may just have ended by itself."""
+    """Kill a suite and all its children. Trap: it may just have ended by itself."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
@@ -183,7 +181,7 @@ _OF_THE_NIGHT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYT
 
 
 def suite_of(kernel: str, report: Path) -> Suite:
-    """Read JUnit: cases that ran, and the first that failed. What was skipped is told, no case."""
+    """Read JUnit: cases that ran, and the first failure; skipped ones are reported, not counted."""
     cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
     ran = [case for case in cases if case.find("skipped") is None]
     failed = [case for case in ran if _trouble(case) is not None]
@@ -196,7 +194,7 @@ def suite_of(kernel: str, report: Path) -> Suite:
 
 
 def _said(case: ET.Element) -> str:
-    """A case's name, and why it failed or was skipped."""
+    """Return a case's name, and why it failed or was skipped."""
     why = _trouble(case)
     why = case.find("skipped") if why is None else why
     words = "" if why is None else why.get("message") or ""
@@ -209,7 +207,7 @@ def _trouble(case: ET.Element) -> ET.Element | None:
 
 
 def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
-    """Measure what the kernels reach of a copy's bandwidth, or of cuBLAS, in this run."""
+    """Measure each kernel's share of a copy's bandwidth, or of cuBLAS, in the same run."""
     if not asked.gpu:
         return _without("speed")
     said = run_bench([sys.executable, "-m", BENCH, "--json"])
@@ -219,7 +217,7 @@ def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
 
 
 def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
-    """Run the bench of a night; its document, or why there is none."""
+    """Run the nightly benchmark; return its document, or why there is none."""
     try:
         done = subprocess.run(  # noqa: S603  ours
             line, capture_output=True, text=True, check=False, timeout=BENCH_SECONDS
@@ -235,7 +233,7 @@ def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
 
 
 def told(document: Mapping[str, Any]) -> StepResult:
-    """Say what a bench measured; a kernel that could not be timed leaves the step undecided."""
+    """Report a benchmark; a kernel that could not be timed leaves the step undecided."""
     speeds: Mapping[str, Mapping[str, Any]] = document["speeds"]
     failed: Mapping[str, str] = document["failed"]
     rows = [

@@ -1,14 +1,10 @@
-"""Metamorphic runs: the same prompts in other company, behind padding, in two pieces.
+"""Metamorphic tests: the same prompts batched with others, padded, and split in two pieces.
 
-Owns three relations that a correct model keeps, and their judgement: what lies in front of the
-head, and the logits, of each prompt alone are those of the prompt in a batch, of the prompt with
-tokens behind it (a causal model does not see them), and of the prompt fed in two pieces. Equal to
-the bit agrees. Where bits differ the other run is judged component by component against its twin:
-sums may be made in another order, but each output must stay within its budget; what does not is
-named.
-
-Refuses nothing: captures of another program cannot be run again, and that is said.
-Kept honest by suites/nightly/test_steps.py.
+A correct model returns the same states before the head and the same logits for a prompt alone, in a
+batch, with tokens after it (a causal model does not attend to them), and fed in two pieces. Bit
+equality is AGREES. Where bits differ the other run is judged component by component against its
+twin: sums may have another order, but each output must stay within its budget; components that do
+not are named. Captures of another program cannot be rerun, so the step reports that it did not run.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _PADDING = 5  # tokens behind a prompt
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """What lies in front of the head for each token of a prompt, and the logits behind it."""
+    """States before the head for each token of a prompt, and the logits after it."""
 
     hidden: Tensor
     logits: Tensor
@@ -71,7 +67,7 @@ def metamorphic(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
 
 
 def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
-    """The ids of the first prompts, none of them longer than LENGTH."""
+    """Return the ids of the first prompts, cut to LENGTH tokens."""
     prompts = prompts_from(prompts_file(asked))
     chat = any(isinstance(each, list) for each in prompts)
     talker = Talker(model, Manner(chat=chat))
@@ -79,7 +75,7 @@ def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
 
 
 def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResult:
-    """Run each relation beside the prompts alone."""
+    """Run each relation, and compare with the prompts alone."""
     few = prompts[:PROMPTS]
     alone = [_run(model.speaker, [ids], [[len(ids)]])[0] for ids in few]
     rows, failures, worst = [], list[Failure](), 0.0
@@ -116,7 +112,7 @@ def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResu
 def relations(
     prompts: list[list[int]],
 ) -> Iterator[tuple[str, list[list[int]], list[list[int]]]]:
-    """Name, what is fed, and the pieces in which each sequence is fed."""
+    """Return each relation's name, its sequences, and the pieces in which they are fed."""
     yield "in a batch", prompts, [[len(ids)] for ids in prompts]
     padded = [[*ids, *[ids[-1]] * _PADDING] for ids in prompts]
     yield "with padding behind", padded, [[len(ids)] for ids in padded]
@@ -129,7 +125,7 @@ def _halves(length: int) -> list[int]:
 
 
 def _run(speaker: Speaker, fed: list[list[int]], pieces: list[list[int]]) -> list[Said]:
-    """Feed sequences side by side, piece by piece."""
+    """Feed sequences in a batch, piece by piece."""
     sequences = [Sequence() for _ in fed]
     parts: list[list[Tensor]] = [[] for _ in fed]
     for turn in range(max(map(len, pieces))):
@@ -146,7 +142,7 @@ def _run(speaker: Speaker, fed: list[list[int]], pieces: list[list[int]]) -> lis
 
 
 def _apart(mine: Said, theirs: Said) -> float:
-    """Largest difference over largest magnitude, of the tokens that both have; 0 to the bit."""
+    """Return largest difference over largest magnitude of the common tokens; 0 if bit-equal."""
     found = 0.0
     for left, right in ((mine.hidden, theirs.hidden), (mine.logits, theirs.logits)):
         right = right[: len(left)]  # noqa: PLW2901  without what is behind the prompt
@@ -160,7 +156,7 @@ def _apart(mine: Said, theirs: Said) -> float:
 def _origins(
     model: OpenModel, asked: Asked, fed: list[list[int]], pieces: list[list[int]]
 ) -> tuple[list[Failure], Verdict]:
-    """Judge the run, in the same pieces, against the twin; components beyond their budgets."""
+    """Judge the run, in the same pieces, against the twin; return components beyond budget."""
     run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))
     conventions = AskedBackend(asked.backend).conventions
     with open_model(asked.checkpoint, model.arithmetic, switches=conventions) as twin:
@@ -176,7 +172,7 @@ def _origins(
 
 
 def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[Step]:
-    """The forward passes in which the sequences are fed, as `_run` feeds them."""
+    """Return the forward passes in which `_run` feeds the sequences."""
     made, at = [], [0 for _ in fed]
     for turn in range(max(map(len, pieces))):
         ids, positions, owners = list[int](), list[int](), list[int]()

@@ -1,14 +1,12 @@
-"""A night: an ordered list of steps over one checkpoint, journalled, settled against the ledger.
+"""A nightly run: an ordered list of steps over one checkpoint, with a journal and a ledger.
 
-Owns the order (a step runs behind those that it needs), the continuing of an interrupted night, and
-when a night is red: a step DIFFERS, is UNSTABLE, was REFUSED, or is UNDECIDED although it was asked
-for, and the ledger does not know it; or a step crashed or did not finish: that is UNDECIDED.
-What the step `ledger` itself finds no entry excuses. The steps are in the table of night_table; a
-step is a function of what was asked and of what the steps before it said.
+A step runs after those that it needs, and gets their results; an interrupted night continues from
+its journal. A night is red if a step DIFFERS, is UNSTABLE, was REFUSED, or is UNDECIDED although it
+was requested, and the ledger has no entry for it; a step that crashed or did not finish is
+UNDECIDED. No entry excuses a failure of the step `ledger` itself. The steps are in table.py.
 
-Refuses before anything runs: workers of xdist, a ledger that cannot be read, an address or a file
-that is no store (a server may be away until it is needed), a folder in which another night runs.
-Kept honest by suites/nightly/test_night.py, with small steps, and by suites/nights.
+Before anything runs these are refused: xdist workers, an unreadable ledger, an address or file that
+is no store (a server may be down until it is needed), a folder in which another night runs.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ LEDGER = "ledger"  # the step that no entry excuses
 
 @dataclass(frozen=True)
 class Step:
-    """One step. `needs` are the steps whose results it is given; `all_before` gives it all."""
+    """One step. `needs` are the steps whose results it gets; with `all_before` it gets all."""
 
     name: str
     run: StepRun
@@ -71,7 +69,7 @@ class Night:
         self.crashed: list[str] = []  # ended by an error that is none of ours
 
     def result(self, name: str) -> StepResult:
-        """Run a step, behind those that it needs, or take it from the journal."""
+        """Run a step after those that it needs, or read its result from the journal."""
         if name in self.results:
             return self.results[name]
         step = self._steps[name]
@@ -96,23 +94,23 @@ class Night:
         return found
 
     def run(self) -> Verdict:
-        """Run every step; return what the night says."""
+        """Run every step; return the night's results."""
         for name in self._order:
             self.result(name)
         return self.verdict
 
     @property
     def complete(self) -> bool:
-        """Whether every step has said something, and none crashed."""
+        """Return whether every step has a result, and none crashed."""
         return not self.missing and not self.crashed
 
     @property
     def missing(self) -> list[str]:
-        """Steps that said nothing: not reached, interrupted, or left out."""
+        """Return the steps without a result: not reached, interrupted, or left out."""
         return [name for name in self._order if name not in self.results]
 
     def red(self, name: str) -> bool:
-        """Whether a step fails the night: it is red, and the ledger does not know why."""
+        """Return whether a step fails the night: it is red, and the ledger does not excuse it."""
         result = self.results[name]
         known = name not in (*self.crashed, LEDGER) and excused(
             self.asked, self.ledger, name, result
@@ -121,14 +119,14 @@ class Night:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of what is red; green is AGREES, of a whole night."""
+        """Return the worst of what is red; AGREES if a whole night is green."""
         found = [self.results[name].verdict for name in self.results if self.red(name)]
         found += [Verdict.UNDECIDED] * bool(self.missing)
         return max(found, key=SEVERITY.index, default=Verdict.AGREES)
 
     @property
     def sentence(self) -> str:
-        """What the night says, in one sentence."""
+        """Return the result in one sentence."""
         red = [name for name in self._order if name in self.results and self.red(name)]
         unfinished = f" Not finished: {', '.join(self.missing)}." if self.missing else ""
         if red:
@@ -144,7 +142,7 @@ class Night:
         return f"{told}.{unfinished}"
 
     def close(self) -> None:
-        """End the night: a complete one is never continued, a green one leaves no captures."""
+        """End the night: a complete one is never continued, a green one keeps no captures."""
         if not self.complete:
             return
         self.journal.finish()
@@ -158,7 +156,7 @@ def _crash(error: Exception) -> StepResult:
 
 
 def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:
-    """What a red step found wrong; a step that names no component is one itself."""
+    """Return a red step's failures; a step that names no component is itself one."""
     if not result.red:
         return ()
     whole = Failure(f"night.{name}", result.verdict, None, result.sentence)
@@ -166,7 +164,7 @@ def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:
 
 
 def excused(asked: Asked, ledger: Ledger | None, name: str, result: StepResult) -> bool:
-    """Whether the ledger knows all that is wrong with a step."""
+    """Return whether the ledger knows every failure of a step."""
     failures = failures_of_step(name, result)
     return ledger is not None and all(
         any(entry.covers(each, asked.name) for entry in ledger.entries) for each in failures
@@ -174,7 +172,7 @@ def excused(asked: Asked, ledger: Ledger | None, name: str, result: StepResult) 
 
 
 def require_no_workers(environment: Mapping[str, str]) -> None:
-    """Refuse to run as one of xdist's workers: steps have an order."""
+    """Raise in an xdist worker: steps have an order."""
     worker = environment.get("PYTEST_XDIST_WORKER")
     if worker:
         raise InvalidArgument(
@@ -184,7 +182,7 @@ def require_no_workers(environment: Mapping[str, str]) -> None:
 
 
 def today() -> str:
-    """The night's date, UTC."""
+    """Return the night's date, UTC."""
     return str(datetime.now(UTC).date())
 
 
@@ -205,7 +203,7 @@ def _require_store(url: str | None) -> None:
 
 
 def _key_of(asked: Asked) -> str:
-    """A digest of what every step depends on."""
+    """Return a digest of what every step depends on."""
     places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
     told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
     ranks = asked.ranks

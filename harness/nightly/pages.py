@@ -1,9 +1,7 @@
-"""What a night leaves behind: the checkpoint's page, a JSON document, a Markdown summary.
+"""The files of a nightly run: the checkpoint's page, a JSON document, a Markdown summary.
 
-Owns the page's last form (the panels of audit and check as their steps wrote them, the gates beside
-the text, kernels, history) and the words of the summary, which is made for the page of a CI job.
-Text from outside is shown escaped. Refuses what the report folder refuses.
-Kept honest by suites/nightly/test_pages.py.
+The page combines the panels that the audit and check steps wrote with the text gates, kernels and
+history. The summary is for the page of a CI job. Text from outside is escaped.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class Written:
 
 
 def write_night(night: Night) -> Written:
-    """Write page, document and summary of what was run so far."""
+    """Write page, document and summary of the steps run so far."""
     page = page_of(night)
     html = write_page(night.asked.folder, page)
     stem = f"{page.subject.key}-night"
@@ -68,7 +66,7 @@ def write_night(night: Night) -> Written:
 
 
 def page_of(night: Night) -> Page:
-    """The page of the checkpoint with all panels of the night."""
+    """Return the checkpoint's page with all panels of the night."""
     subject = Subject(night.asked.checkpoint.resolve().name, "Checkpoint", _identity(night))
     record = night.asked.folder / f"{subject.key}.json"
     if record.exists():
@@ -159,7 +157,7 @@ _RAN = (Verdict.AGREES, Verdict.DIFFERS)
 
 
 def _texts(night: Night, page: Page) -> Panel | None:
-    """The text panel with the gates behind what was said."""
+    """Return the text panel with the gates after the answers."""
     result = night.results.get("text")
     if result is None:
         return None
@@ -181,7 +179,7 @@ def _is_gates(block: object) -> bool:
 
 
 def document_of(night: Night) -> dict[str, object]:
-    """The night for a machine."""
+    """Return the night as plain data."""
     asked = night.asked
     return {
         "schema": SCHEMA,
@@ -201,7 +199,7 @@ def document_of(night: Night) -> dict[str, object]:
 
 
 def markdown(night: Night) -> str:
-    """The summary for the page of a CI job."""
+    """Return the summary for the page of a CI job."""
     asked = night.asked
     about = [asked.night, _where(night), f"commit {asked.commit[:12]}" if asked.commit else ""]
     lines = [
@@ -230,7 +228,7 @@ def _row(night: Night, name: str, result: StepResult) -> str:
 
 
 def _wrong(night: Night, name: str, result: StepResult) -> list[str]:
-    """What is wrong with a step, or what else it tells."""
+    """Return what is wrong with a step, or its other remarks."""
     told = list(result.lines)
     if result.red and not told:
         told = [f"{each.component}: {each.sentence}" for each in result.failures]
@@ -243,5 +241,5 @@ def _wrong(night: Night, name: str, result: StepResult) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One line of Markdown that means its own characters."""
+    """Escape one line for Markdown."""
     return _MARKS.sub(r"\\\1", " ".join(visible(text).split()))

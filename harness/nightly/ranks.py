@@ -1,12 +1,9 @@
-"""A night over the ranks of torchrun: each captures its shards, rank 0 judges and reports.
+"""A nightly run over the ranks of torchrun: all ranks capture, rank 0 judges and reports.
 
-Owns what the ranks do together: captures, each by a fresh process a rank, so that what is random by
-launch differs between repeats; and the words by which the others learn what a step said. All other
-steps run on rank 0 alone, and so do pages, journal, store and ledger: there is one report, and rank
-0 alone fails.
-
-Refuses kernels in the place of components, which are not cut, and captures of the user's own, which
-need no ranks. Kept honest by suites/nightly/test_ranks.py.
+Each capture starts a fresh process a rank, so that what is random by launch differs between
+repeats. The other ranks wait for rank 0's commands. All other steps, pages, journal, store and
+ledger belong to rank 0: there is one report, and rank 0 alone fails. Refused are backends that
+replace components, since those are not sharded, and the user's own captures, which need no ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ _TORCH = "torch"
 
 
 def over_ranks(steps: Sequence[Step], ranks: int) -> list[Step]:
-    """The same steps, of which captures are made by all ranks."""
+    """Return the same steps, with captures made by all ranks."""
     shared = partial(_captures, ranks)
     return [replace(each, run=shared) if each.name == "captures" else each for each in steps]
 
 
 def lead(name: str, run: Callable[[], StepResult]) -> StepResult:
-    """Run a step on rank 0, and tell the others what it said; nothing where it was no answer."""
+    """Run a step on rank 0, and send its result to the other ranks, even if it raised."""
     said = None
     try:
         result = run()
@@ -51,7 +48,7 @@ def lead(name: str, run: Callable[[], StepResult]) -> StepResult:
 
 
 def follow(name: str) -> str:
-    """Do what rank 0 asks for until a step is over; return what it said."""
+    """Execute rank 0's commands until a step is over; return its result as text."""
     while True:
         word = told_by_first()
         if "line" in word:
@@ -62,7 +59,7 @@ def follow(name: str) -> str:
 
 
 def _captures(ranks: int, asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
-    """Capture the prompts on all ranks together, as often as it is asked."""
+    """Capture the prompts on all ranks together, as often as requested."""
     if asked.backend != _TORCH or asked.captures is not None:
         name = "--backend" if asked.backend != _TORCH else "--captures"
         raise InvalidArgument(
@@ -74,7 +71,7 @@ def _captures(ranks: int, asked: Asked, results: Mapping[str, StepResult]) -> St
 
 
 def _together(asked: Asked, prompts: Path, out: Path) -> str:
-    """One capture by all ranks; return why there is none."""
+    """Make one capture by all ranks; return the error if it fails."""
     word = {"line": capture_line(asked, prompts, out), "port": free_port()}
     told_by_first(word)
     said = _child(word)

@@ -1,12 +1,10 @@
-"""What a night is asked, what a step of it says, and the journal that lets it continue.
+"""The options of a nightly run, the result of a step, and the journal for continuing.
 
-Owns the records of a night, and the journal: one JSON file a step, written whole or not at all,
-with the digest of all that the step depends on. A night that was interrupted is answered from it as
-far as it went; what was asked of another checkpoint, commit or machine is run again. Once a night
-is finished its journal says so, and the next one begins anew.
-Refuses a folder in which another process has its night. A file that cannot be read as a step's is
-no refusal, but a step that did not finish.
-Kept honest by suites/nightly/test_record.py.
+The journal has one JSON file a step, written atomically, with a digest of all that the step depends
+on. An interrupted night is continued from it; results for another checkpoint, commit or machine are
+computed again. A finished night is marked as such, and the next one begins anew. A folder in which
+another process runs a night is refused. An unreadable step file counts as a step that did not
+finish.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ MUSEUMS = ("some", "published", "whole")
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be judged in this night, and how far."""
+    """The options of a night."""
 
     checkpoint: Path
     reference: Path
@@ -58,19 +56,19 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """What the history calls the checkpoint."""
+        """Return the checkpoint's name in the history."""
         return self.subject or self.checkpoint.resolve().name
 
     @property
     def work(self) -> Path:
-        """The folder of the journal and of what the steps leave for each other."""
+        """Return the folder of the journal and of the steps' intermediate files."""
         kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in self.name)
         return self.folder / "work" / (kept.strip(".") or "checkpoint")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step says. `asked`: UNDECIDED is red where the user wanted an answer."""
+    """The result of a step. `asked`: the user requested an answer, so UNDECIDED is red."""
 
     verdict: Verdict
     sentence: str
@@ -84,19 +82,19 @@ class StepResult:
 
     @property
     def red(self) -> bool:
-        """Whether the step fails, unless the ledger knows it."""
+        """Return whether the step fails, unless the ledger excuses it."""
         if self.verdict is Verdict.UNDECIDED:
             return self.asked
         return self.verdict is not Verdict.AGREES
 
 
 def to_plain(result: StepResult) -> dict[str, Any]:
-    """Give a result as JSON has it."""
+    """Return a result as JSON data."""
     return asdict(result)
 
 
 def from_plain(raw: Mapping[str, Any]) -> StepResult:
-    """Read what `to_plain` gave."""
+    """Read what `to_plain` returned."""
     failures = tuple(
         Failure(each["component"], Verdict(each["verdict"]), each["fault"], each["sentence"])
         for each in raw["failures"]
@@ -134,7 +132,7 @@ class Journal:
         self.started = self._begun.read_text(encoding="utf-8")
 
     def read(self, step: str, key: str) -> StepResult | None:
-        """Return what a finished step said, where it depends on the same."""
+        """Return the result of a finished step, if its dependencies are unchanged."""
         try:
             raw = json.loads(self._path(step).read_text(encoding="utf-8"))
             if raw["schema"] != JOURNAL_SCHEMA or raw["key"] != key:
@@ -144,7 +142,7 @@ class Journal:
             return None
 
     def write(self, step: str, key: str, result: StepResult) -> None:
-        """Keep a finished step."""
+        """Store a finished step."""
         document = {
             "schema": JOURNAL_SCHEMA,
             "step": step,
@@ -154,7 +152,7 @@ class Journal:
         write_text(self._path(step), json.dumps(document, ensure_ascii=True, indent=1) + "\n")
 
     def finish(self) -> None:
-        """Say that the night is over: the next one is another."""
+        """Mark the night as finished, so that the next one begins anew."""
         write_text(self._finished, "")
 
     def _path(self, step: str) -> Path:
@@ -162,9 +160,9 @@ class Journal:
 
 
 def _claim(folder: Path) -> None:
-    """Keep other processes out of a folder until this one ends.
+    """Lock a folder against other processes until this one ends.
 
-    Trap: to close any descriptor of the file would end it, so this one stays open.
+    Trap: closing any descriptor of the file releases the lock, so this one stays open.
     """
     descriptor = os.open(folder / "claimed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -179,13 +177,13 @@ def _claim(folder: Path) -> None:
 
 
 def digest_of(*parts: object) -> str:
-    """One hash of all that something depends on."""
+    """Return one hash of all that something depends on."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def files_told(path: Path | None) -> list[tuple[str, int, int]]:
-    """Name, size and time of every file: another content has another time."""
+    """Return name, size and time of every file, which stand for its content."""
     if path is None or not path.exists():
         return []
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -197,6 +195,6 @@ def files_told(path: Path | None) -> list[tuple[str, int, int]]:
 
 
 def refused(error: DegarbleError) -> StepResult:
-    """A step that could not be run as asked."""
+    """Return the result of a step that could not be run as requested."""
     verdict = Verdict.UNDECIDED if isinstance(error, Undecided) else Verdict.REFUSED
     return StepResult(verdict, " ".join(str(error).split()))

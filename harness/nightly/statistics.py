@@ -1,10 +1,10 @@
-"""Judge a text statistic over prompts: paired differences, their interval, what n prompts can see.
+"""Judge a text statistic over prompts: paired differences, confidence interval, detectable drift.
 
-Each prompt gives one number for the candidate, its twin and the BF16 reference; the drift is the
-mean of candidate minus twin. What is healthy follows from twin minus reference: a candidate may
-stray from its twin by less than the format itself does from BF16 (that mean with its own interval),
-or by one BF16 step of the statistic where that is more. A gate is red only when the drift's whole
-interval lies outside. A gate that would not see a drift that matters decides nothing.
+Each prompt gives one number for candidate, twin and BF16 reference; the drift is the mean of
+candidate minus twin. The healthy range follows from twin minus reference: a candidate may stray
+from its twin by less than the format itself does from BF16 (that mean with its own interval), or by
+one BF16 step of the statistic if that is more. A gate is red only if the drift's whole interval
+lies outside. A gate that could not detect a drift that matters decides nothing.
 
 Student's quantile is Wallace's closed form (1959), within 1 % from 5 prompts on.
 """
@@ -48,19 +48,19 @@ class Gate:
 
     @property
     def drift(self) -> float:
-        """Mean of candidate minus twin."""
+        """Return the mean of candidate minus twin."""
         return self.candidate - self.twin
 
     @property
     def verdict(self) -> Verdict:
-        """Red only where the whole interval lies outside what is healthy."""
+        """Return DIFFERS only if the whole interval lies outside the healthy range."""
         if not self.finite or self.low > self.healthy or self.high < -self.healthy:
             return Verdict.DIFFERS
         return Verdict.UNDECIDED if self.smallest > self.matters else Verdict.AGREES
 
     @property
     def sentence(self) -> str:
-        """Drift, interval, what is healthy, and what could have been seen."""
+        """Return drift, interval, healthy range and detectable drift as text."""
         if not self.finite:
             return f"{self.name} of the candidate is not finite."
         shown = [number(each, 3) for each in (self.drift, self.low, self.high, self.healthy)]
@@ -89,7 +89,7 @@ def gate(
     reference: Sequence[float],
     matters: float,
 ) -> Gate:
-    """Judge one statistic, a number a prompt; `matters` is the drift that has to be seen."""
+    """Judge one statistic, a number a prompt; `matters` is the drift that must be detectable."""
     count = len(candidate)
     if count < FEWEST:
         raise Undecided("prompts of a text gate", count, f"{FEWEST} at least", "Give more prompts.")
@@ -122,6 +122,6 @@ def _apart(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 
 def quantile(degrees: int, probability: float) -> float:
-    """Student's quantile by Wallace's approximation, for probabilities from one half on."""
+    """Return Student's quantile by Wallace's approximation, for probabilities from one half on."""
     z = NormalDist().inv_cdf(probability) * (8 * degrees + 3) / (8 * degrees + 1)
     return math.sqrt(degrees * math.expm1(z * z / degrees))

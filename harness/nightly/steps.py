@@ -1,9 +1,9 @@
-"""Run the judging steps of a night: environment, audit, codecs, captures, repeats, check.
+"""The judging steps of a nightly run: environment, audit, codecs, captures, repeats, check.
 
 Each runs what the command of the same name runs; numbers go into the history, failures into the
-ledger, pages and JUnit into the folder of the night. Captures are made by processes of their own,
-because a fault may be random by launch and constant within one process; captures that the user
-brings are taken as they are.
+ledger, pages and JUnit into the folder of the night. Each capture is made by its own process,
+because a fault may be random by launch and constant within one process; the user's own captures are
+taken as they are.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _FEW = 5
 
 
 def environment(asked: Asked, _: Results) -> StepResult:
-    """Tell where this is: machine, GPU with driver and clocks, versions, backend."""
+    """Report machine, GPU with driver and clocks, versions and backend."""
     facts = {"machine": machine(), "system": platform.release(), "backend": asked.backend}
     facts |= dict(provenance("").versions) | kernel_versions()
     if asked.commit:
@@ -102,14 +102,14 @@ def environment(asked: Asked, _: Results) -> StepResult:
 
 
 def where_of(facts: Mapping[str, str], *, gpu: bool) -> str:
-    """What a reader must know of the place: a GPU that was asked for comes first."""
+    """Return a short description of the machine; a requested GPU comes first."""
     told = [facts.get("GPU 0 name", ""), facts.get("GPU 0 driver_version", "")] if gpu else []
     of_gpu = ", driver ".join(filter(None, told))
     return "; ".join(filter(None, (of_gpu, facts.get("machine", ""))))
 
 
 def _gpus() -> list[dict[str, str]]:
-    """Name, driver and clocks of each GPU, as nvidia-smi has them; nothing where there is none."""
+    """Return name, driver and clocks of each GPU from nvidia-smi; empty without one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -121,7 +121,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def audit(asked: Asked, _: Results) -> StepResult:
-    """Audit the files of the checkpoint, beside the reference where that is another."""
+    """Audit the checkpoint's files, against the reference if that is another."""
     apart = asked.checkpoint.resolve() != asked.reference.resolve()
     wanted = auditing.Wanted(asked.checkpoint, against=asked.reference if apart else None)
     found = auditing.audit(wanted, usable_workers())
@@ -165,7 +165,7 @@ def codecs(_: Asked, __: Results) -> StepResult:
 
 
 def captures(asked: Asked, _: Results, run: CaptureRun | None = None) -> StepResult:
-    """Capture the same prompts in processes of their own, or take the user's captures."""
+    """Capture the same prompts in separate processes, or take the user's captures."""
     if asked.captures is not None:
         found = _given(asked.captures)
         return _captured(found, f"{len(found)} captures of the user's are taken as they are.")
@@ -203,7 +203,7 @@ def _given(folder: Path) -> list[Path]:
 
 
 def prompts_file(asked: Asked) -> Path:
-    """Return the prompts of this night as a file."""
+    """Return this night's prompts as a file."""
     if asked.prompts is not None:
         return asked.prompts
     path = usable_folder("captures", asked.work) / "prompts.jsonl"
@@ -224,9 +224,9 @@ def _knows(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def known_prompts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the default prompts, or texts of the tokenizer's own words where it lacks theirs.
+    """Return the default prompts, or texts of known words if the tokenizer lacks theirs.
 
-    A prompt of unknown words tells a model nothing, and its perplexity says nothing.
+    On a prompt of unknown words a model's perplexity means nothing.
     """
     if all(_knows(tokenizer, each) for each in PROMPTS):
         return PROMPTS
@@ -239,7 +239,7 @@ def known_prompts(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def capture_line(asked: Asked, prompts: Path, out: Path) -> list[str]:
-    """What Python is given to make one capture of a night."""
+    """Return Python's arguments for one capture of a night."""
     line = ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
     line += [str(asked.checkpoint), "--out", str(out), "--prompts", str(prompts)]
     return [*line, "--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
@@ -261,7 +261,7 @@ def _capture(asked: Asked, prompts: Path, out: Path, run: CaptureRun) -> None:
 
 
 def folders_of(results: Results) -> list[Path]:
-    """The captures that the step of that name told."""
+    """Return the captures of the step with that name."""
     from pathlib import Path  # noqa: PLC0415  a name for types above
 
     return [Path(place) for _, _, place in results["captures"].rows]
@@ -274,7 +274,7 @@ def _require_captures(results: Results) -> StepResult | None:
 
 
 def repeats(asked: Asked, results: Results) -> StepResult:
-    """Compare the captures bit by bit; name the component that gave two answers."""
+    """Compare the captures bit by bit; name the component that gave two results."""
     missing = _require_captures(results)
     if missing is not None:
         return missing
@@ -307,7 +307,7 @@ def repeats(asked: Asked, results: Results) -> StepResult:
 
 
 def check(asked: Asked, results: Results) -> StepResult:
-    """Judge each capture over all of its layers; a capture equal to one judged needs no second."""
+    """Judge each capture over all of its layers; skip one that equals a judged one."""
     missing = _require_captures(results)
     if missing is not None:
         return missing
@@ -365,12 +365,12 @@ def _checked(asked: Asked, capture: Path) -> StepResult:
 
 
 def _facts(facts: Mapping[str, str]) -> dict[str, str]:
-    """What may explain a change; a capture has another hash every night."""
+    """Return what may explain a change; the capture's hash differs every night."""
     return {name: value for name, value in facts.items() if name != "capture"}
 
 
 def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document as its readers know it: origins are mappings there."""
+    """Return the document with origins as mappings, as its readers expect."""
     from dataclasses import asdict  # noqa: PLC0415  used here alone
 
     origins = [asdict(each) for each in document["origins"]]

@@ -1,7 +1,4 @@
-"""The steps of a night in their order. Owns the table, and nothing else.
-
-Kept honest by suites/nights/test_night.py, which has one test a step.
-"""
+"""The table of a nightly run's steps, in their order."""
 
 from __future__ import annotations
 

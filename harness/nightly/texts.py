@@ -1,14 +1,11 @@
-"""Text gates of a night: perplexity, KL to the reference, output length, known-answer echo.
+"""Text gates of a nightly run: perplexity, KL divergence, answer length, known-answer echo.
 
-Owns what is measured on each prompt, for the candidate, its twin and the BF16 reference: surprise
-at the prompt in nats a token, KL divergence from the reference at each position, how many tokens an
-answer has, and the share of a prompt that is known when it comes a second time (its own words are
-the answers, so any prompt file will do). Where the checkpoint runs here the candidate computes in
-the arithmetic of engines; captures of another program give what they hold: the logits behind each
-prompt and each new token. Whether a drift is one, night_statistics says.
-
-Refuses nothing of its own; fewer prompts than a gate needs are Undecided.
-Kept honest by suites/nightly/test_steps.py.
+Measured on each prompt, for candidate, twin and BF16 reference: surprise at the prompt in nats a
+token, KL divergence from the reference at each position, the number of tokens in an answer, and the
+share of a prompt's second copy that is predicted (its own words are the answers, so any prompt file
+will do). If the checkpoint runs here the candidate computes in the arithmetic of engines; captures
+of another program have only the logits after each prompt and each new token. statistics.py decides
+whether a drift is significant; fewer prompts than a gate needs are UNDECIDED.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ MATTERS = {
 
 @dataclass(frozen=True)
 class Voice:
-    """What one model is on each prompt; None where it was not measured."""
+    """One model's statistics on each prompt; None where not measured."""
 
     perplexity: list[float]
     divergence: list[float]
@@ -73,7 +70,7 @@ class Voice:
 
 
 def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
-    """Measure the three voices, and hold each statistic against what is healthy."""
+    """Measure the three models, and compare each statistic with its healthy range."""
     if asked.captures is not None:
         if results["captures"].verdict is not Verdict.AGREES:
             return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
@@ -89,9 +86,9 @@ def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
 
 
 def told(gates: list[Gate]) -> StepResult:
-    """Say what the gates say; the numbers go into the history.
+    """Report the gates; the numbers go into the history.
 
-    Nothing is decided where no gate on the model's probabilities would see a drift that matters.
+    Nothing is decided if no gate on the model's probabilities could detect a drift that matters.
     """
     red = [each for each in gates if each.verdict is Verdict.DIFFERS]
     blind = [each for each in gates if each.verdict is Verdict.UNDECIDED]
@@ -140,7 +137,7 @@ def _spoken(asked: Asked) -> tuple[Voice, Voice, Voice]:
 
 
 def _as_engines(model: OpenModel) -> None:
-    """Let products be summed in float32, as engines do."""
+    """Sum products in float32, as engines do."""
     if model.streamed is None and model.arithmetic == "twin":
         weights = model.speaker.bound.weights
         switches = model.speaker.bound.numerics.switches
@@ -149,7 +146,7 @@ def _as_engines(model: OpenModel) -> None:
 
 
 def _rows(speaker: Speaker, prompts: list[list[int]]) -> list[Tensor]:
-    """Logarithms of the probabilities behind every token of each prompt."""
+    """Return log probabilities after every token of each prompt."""
     sequences = [Sequence() for _ in prompts]
     hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
     parts = hidden.split([len(ids) for ids in prompts])
@@ -171,7 +168,7 @@ def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> V
 
 
 def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> list[float] | None:
-    """How many tokens follow each prompt, up to its limit."""
+    """Return how many tokens follow each prompt, up to its limit."""
     if model.streamed is not None:  # a token would cost a pass over the disk
         return None
     speeches = [Speech(list(ids)) for ids in prompts]
@@ -180,24 +177,24 @@ def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> l
 
 
 def _surprise(row: Tensor, targets: list[int]) -> float:
-    """Nats a token."""
+    """Return nats a token."""
     return -float(row.gather(1, torch.tensor(targets)[:, None]).mean())
 
 
 def _divergence(row: Tensor, meant: Tensor) -> float:
-    """Mean Kullback-Leibler divergence from the reference, in nats a position."""
+    """Return the mean Kullback-Leibler divergence from the reference, in nats a position."""
     return float((meant.exp() * (meant - row)).sum(-1).mean())
 
 
 def _known(row: Tensor, ids: list[int]) -> float:
-    """The share of a prompt's second copy that is foretold; its first word has no forerunner."""
+    """Return the predicted share of a prompt's second copy, without its first word."""
     again = torch.tensor(ids[2:] or ids[1:])
     begin = len(row) - 1 - len(again)
     return float((row[begin : begin + len(again)].argmax(-1) == again).double().mean())
 
 
 def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
-    """Three voices on the steps of a capture: behind each prompt and each new token."""
+    """Return the three models on a capture's steps: after each prompt and each new token."""
     head = {call.step: call for call in run.calls if call.component == "head"}
     steps = [step for step in run.steps if step.number in head]
     mine = [run.outputs(head[step.number])["out"].double() for step in steps]
@@ -228,10 +225,11 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
 
 
 def limits_of(run: Capture, known: list[int], new: Mapping[int, list[int]]) -> dict[int, int]:
-    """How long a twin may answer too, for sequences of which the capture says how they ended.
+    """Return how long the twin may answer, for sequences whose end the capture states.
 
-    What ended at its limit may be no longer in the twin's mouth; of what was broken off nothing is
-    known. Only a run that states its answers counts their last tokens, which nobody fed again.
+    An answer that ended at its limit gives the twin the same limit; of a broken-off answer nothing
+    is known. Only a run that states its answers counts their last tokens, which were never fed
+    again.
     """
     stated = run.facts.get("sequences")
     ends = [each.get("finish") if isinstance(each, dict) else None
@@ -246,7 +244,7 @@ def limits_of(run: Capture, known: list[int], new: Mapping[int, list[int]]) -> d
 
 
 def _by_owner(side: list[Tensor], owners: list[list[int]]) -> dict[int, Tensor]:
-    """The logits of each sequence, step after step, as logarithms of probabilities."""
+    """Return the logits of each sequence, step after step, as log probabilities."""
     found: dict[int, list[Tensor]] = {}
     for logits, who in zip(side, owners, strict=True):
         for owner, row in zip(who, logits, strict=True):

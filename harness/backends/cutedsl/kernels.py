@@ -48,8 +48,8 @@ class Kernels(ABC):
     def __init__(self, target: str, device: torch.device) -> None:
         self.target, self.device = target, device
         self._noted: list[Launch] = []
-        self.chain: Any = None  # the routed experts' call under way: cutedsl_grouped
-        self.summed: Any = None  # what the last sum of slots was made of: cutedsl_experts
+        self.chain: Any = None  # the routed experts' call under way: grouped.py
+        self.summed: Any = None  # what the last sum of slots was made of: experts.py
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
         """Launch a kernel; return its outputs in the order of its entry point."""

@@ -290,7 +290,7 @@ class Stepping(Steps):
     def _write_keys(
         self, weights: LayerWeights, w: Indexing, kept: tuple[Tensor, Tensor], x: Tensor
     ) -> None:
-        """Pool, norm and rotate on a temporary page, transform there, then write the lane's pages."""
+        """Pool, norm, rotate and transform on a temporary page, then write the lane's pages."""
         keys, ring = kept
         lanes = len(x)
         values, positions, slots = self._pooled(w.compressor, ring, weights.block.ratio, x)

@@ -1,10 +1,8 @@
-"""The audit of a checkpoint as one run: what was looked at, what was found, the verdict.
+"""Run `degarble audit`: check loading, structure and numbers, compare, and reach the verdict.
 
-Owns the order of the steps (loading, structure, numbers, comparison), the identity of what was
-audited, and which parts were judged and which not: a verdict speaks of the judged parts alone. What
-can refuse (checkpoint, loader map, reference) is opened before the long walk over the bytes.
-Refuses what cannot be opened at all; everything else becomes a finding.
-What keeps it honest: suites/commands/audit/test_audit.py, with healthy and spoilt checkpoints.
+The verdict covers only the parts that were judged; an audit lists the others with the reason.
+Whatever can raise (checkpoint, loader map, reference) is opened before the long walk over the
+bytes. Once the checkpoint is open, everything wrong in it becomes a finding.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to audit, and how far to go."""
+    """What to audit: checkpoint, parts, loader map, reference."""
 
     path: Path
     numbers: bool = True
@@ -74,9 +72,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was audited. `identity` hashes its config and every header entry.
+    """The audited checkpoint. `identity` hashes its config and every header entry.
 
-    `places` counts tensors by layer and kind; a drafter's layer follows those of the decoder.
+    `places` counts tensors by layer and kind; a drafter's layer number follows the decoder's.
     """
 
     name: str
@@ -93,7 +91,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Beside:
-    """The reference of a comparison, and what was measured beside it."""
+    """The reference of a comparison, and the table of measurements against it."""
 
     name: str
     identity: str
@@ -102,7 +100,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found in one checkpoint."""
+    """The findings in one checkpoint."""
 
     subject: Subject
     parts: tuple[Part, ...]
@@ -113,17 +111,17 @@ class Audit:
 
     @property
     def judged(self) -> tuple[Part, ...]:
-        """The parts that the verdict speaks of."""
+        """Return the parts that the verdict covers."""
         return tuple(part for part in self.parts if part.judged)
 
     @property
     def not_judged(self) -> tuple[Part, ...]:
-        """The parts that it does not speak of."""
+        """Return the parts that the verdict does not cover."""
         return tuple(part for part in self.parts if not part.judged)
 
     @property
     def counts(self) -> dict[Level, int]:
-        """Places found, by level; a finding may stand for many."""
+        """Count places by level; one finding may stand for many."""
         found: Counter[Level] = Counter()
         for finding in self.findings:
             found[finding.level] += finding.count
@@ -131,12 +129,12 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """Errors alone decide."""
+        """Return DIFFERS if there is any error, else AGREES."""
         return Verdict.DIFFERS if self.counts[Level.ERROR] else Verdict.AGREES
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence, which names what was judged."""
+        """Return the verdict in one sentence that names what was judged."""
         counts = self.counts
         if not counts[Level.ERROR]:
             *front, last = [_IN_WORDS[part.name] for part in self.judged]
@@ -153,7 +151,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Broken:
-    """One rule that is broken, wherever it is: the first finding, all places, all layers."""
+    """One broken rule: its first finding, the number of places, the layers."""
 
     first: Finding
     count: int
@@ -161,14 +159,14 @@ class Broken:
 
     @property
     def extent(self) -> str:
-        """Tell in how many places and which layers; nothing of a single place."""
+        """Return the number of places and the layers as text; empty for a single place."""
         word = "layer" if self.layers.isdecimal() else "layers"
         layers = f", {word} {self.layers}" if self.layers else ""
         return f"in {self.count:,} places{layers}" if self.count > 1 else ""
 
 
 def by_rule(findings: Iterable[Finding]) -> list[Broken]:
-    """Gather findings by their rule, in the order of the first of each."""
+    """Group findings by rule, in the order of the first of each."""
     gathered: dict[str, list[Finding]] = {}
     for finding in findings:
         gathered.setdefault(finding.rule, []).append(finding)
@@ -191,12 +189,12 @@ _IN_WORDS = {
 
 
 def places(count: int, word: str) -> str:
-    """Count things in words."""
+    """Write a count with its noun."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) -> Audit:
-    """Look at a checkpoint; `listen` gives the counter of bytes that are walked."""
+    """Audit a checkpoint; `listen` returns the counter of bytes that are walked."""
     unheard: Listen = lambda total: nullcontext(Progress("", total))  # noqa: E731  a default
     with ExitStack() as stack:
         progress = stack.enter_context((listen or unheard)(0))
@@ -217,7 +215,7 @@ def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) ->
 
 
 class _Steps:
-    """One audit, step by step; what a step leaves out is not judged."""
+    """One audit, step by step; a part whose step is skipped is not judged."""
 
     def __init__(
         self, checkpoint: Checkpoint, reference: Checkpoint | None, wanted: Wanted
@@ -232,7 +230,7 @@ class _Steps:
         self._hashes = self._reference_hashes = ""
 
     def look_at_structure(self) -> None:
-        """Judge files, names, shapes, dtypes, partners, and what the config promises."""
+        """Judge files, names, shapes, dtypes, partner tensors, and what the config promises."""
         self._findings += audit_structure(self._checkpoint)
         about = self._subject
         by = "module by module, because no known config says what belongs there"
@@ -266,7 +264,7 @@ class _Steps:
         )
 
     def walk(self, workers: Workers, progress: Progress) -> None:
-        """Judge every stored number, by itself and beside the reference."""
+        """Judge every stored number, by itself and against the reference."""
         # Torch takes 200 MB, and a structure audit needs none of it.
         from degarble.harness.checkpoint.audit.against.against import bytes_against  # noqa: PLC0415
 
@@ -321,7 +319,7 @@ class _Steps:
         self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
 
     def audit(self) -> Audit:
-        """Return what was found."""
+        """Return the audit."""
         parts = (
             Part(name, self._told.get(name) or _WHY_NOT[name], name in self._told) for name in PARTS
         )
@@ -336,7 +334,7 @@ class _Steps:
 
 
 def _require_tensors(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of which no tensor can be read: nothing could be judged."""
+    """Raise if no tensor of the checkpoint can be read: nothing could be judged."""
     unreadable = (ProblemKind.UNREADABLE_SHARD, ProblemKind.UNREADABLE_INDEX)
     for problem in () if checkpoint.entries else checkpoint.problems.found:
         if problem.kind in unreadable:
@@ -344,7 +342,7 @@ def _require_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _read(nbytes: int, begun: float) -> str:
-    """Tell how much was read, and how fast."""
+    """Return how much was read, and how fast, as text."""
     took = max(time.monotonic() - begun, 1e-3)
     return f"{size(nbytes)} read in {duration(took)} ({size(nbytes / took)}/s)"
 
@@ -370,7 +368,7 @@ def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
 
 
 def identity_of(checkpoint: Checkpoint) -> str:
-    """Hash a checkpoint's config and every header entry: what its page is kept under."""
+    """Hash a checkpoint's config and every header entry: the key of its page."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
     for name in sorted(checkpoint.entries):
         entry = checkpoint.entries[name]

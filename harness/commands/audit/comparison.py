@@ -1,8 +1,7 @@
-"""A comparison with a reference, told: by role, the farthest weights, and one weight in facts.
+"""Report a comparison with a reference checkpoint: by role, and the farthest weights one by one.
 
-Owns which weights of a comparison are told one by one: those that are farthest off beyond what
-their format explains, and those with the largest error.
-What keeps it honest: suites/commands/audit/test_comparison.py.
+Listed one by one are the weights whose error exceeds what their format explains by most, and those
+with the largest error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SPANS = ("cosine", "gain", "error", "floor", "over_floor")
 
 
 def farthest(table: AgainstTable) -> list[int]:
-    """Give the rows that are farthest off, by error over floor and then by error."""
+    """Return the rows that are farthest off, by error over floor and then by error."""
     rows: dict[int, None] = {}
     for column in ("over_floor", "error"):
         values = np.nan_to_num(table[column], nan=-1.0)
@@ -42,7 +41,7 @@ def farthest(table: AgainstTable) -> list[int]:
 
 
 def beside_document(beside: Beside) -> dict[str, Any]:
-    """Give a comparison as plain data: by role, and the farthest weights whole."""
+    """Return a comparison as plain data: by role, and the farthest weights in full."""
     table = beside.table
     return {
         "reference": beside.name,
@@ -65,13 +64,13 @@ def beside_document(beside: Beside) -> dict[str, Any]:
 
 
 def cosines(beside: Beside) -> list[dict[str, Any]]:
-    """Give the cosines of the farthest weights, as every `--json` has them."""
+    """Return the cosines of the farthest weights, in the form of every `--json`."""
     rows = (beside.table.row(row) for row in farthest(beside.table))
     return [{"site": row["name"], "layer": row["layer"], "cosine": row["cosine"]} for row in rows]
 
 
 def beside_roles(beside: Beside) -> Details:
-    """Tell a comparison by role."""
+    """Report a comparison by role."""
     table = beside.table
     columns = (
         Column("role", ColumnKind.CODE),
@@ -102,7 +101,7 @@ def beside_roles(beside: Beside) -> Details:
 
 
 def error_of(table: AgainstTable, row: int) -> float | None:
-    """Give the relative error of a weight; None where it has no finite one."""
+    """Return the relative error of a weight; None if it has no finite one."""
     error = float(table["error"][row])
     return error if math.isfinite(error) and not table["odd_here"][row] else None
 
@@ -121,7 +120,7 @@ def _spans(table: AgainstTable, rows: NDArray[np.int64]) -> dict[str, list[Any]]
 
 
 def beside_facts(table: AgainstTable, row: int) -> Iterator[Fact]:
-    """Tell one weight beside the reference's."""
+    """Report one weight compared with the reference's."""
     one = table.data[row]
     stored = FORMATS[int(one["reference_format"])]
     yield Fact("In the reference", f"{stored}, {table.pairs[row].there}")

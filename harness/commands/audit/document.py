@@ -1,8 +1,6 @@
-"""An audit as plain data: what `degarble audit --json` writes. docs/audit.md tells every field.
+"""The JSON of `degarble audit --json`: an audit as plain data. docs/audit.md documents every field.
 
-Owns the document's keys, and what of a checkpoint's many numbers goes into it: every finding whole,
-weights as one summary a role.
-What keeps it honest: suites/commands/audit/test_document.py, which holds docs/audit.md against it.
+Every finding is included in full; weights are summarised by role.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ MOST_ORIGINS = 100
 
 
 def audit_document(audit: Audit, command: str) -> dict[str, Any]:
-    """Give the machine's view of an audit; `command` is what reproduces it."""
+    """Return an audit as plain data; `command` is the command that reproduces it."""
     about = audit.subject
     return {
         "verdict": audit.verdict,
@@ -56,7 +54,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
 
 
 def origin_of(finding: Finding, command: str) -> Origin:
-    """Give a finding as the origin of a difference."""
+    """Return a finding in the form of the origin of a difference."""
     return Origin(
         layer=finding.layer,
         component=kind_of(finding),

@@ -1,8 +1,7 @@
-"""What kind of tensor a name belongs to, and which layer: how an audit is grouped for reading.
+"""Classify tensors by kind and layer from their names, for grouping the findings of an audit.
 
-Owns the kinds in the order of the map. Names are told by what all known spellings have in common,
-so that a checkpoint of an unknown model has a map too.
-What keeps it honest: suites/commands/audit/test_kinds.py, with every parameter of every layout.
+Patterns match what all known spellings have in common, so that a checkpoint of an unknown model
+gets a map too. The order of the kinds is that of the map.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LAYER = re.compile(r"\b(layers|mtp)\.(\d+)\b")
 
 
 def kind_of_name(name: str) -> str:
-    """Tell the kind of a tensor, module or parameter by its name."""
+    """Return the kind of a tensor, module or parameter by its name."""
     return _kind_of_pattern(_NUMBER.sub("#", name))
 
 
@@ -46,13 +45,13 @@ def _kind_of_pattern(name: str) -> str:
 
 
 def kind_of(finding: Finding) -> str:
-    """Tell what kind of tensor a finding is about; without a name, about all of them."""
+    """Return the kind of tensor that a finding concerns; without a name it concerns all of them."""
     name = finding.tensor or finding.module
     return kind_of_name(name) if name else WHOLE
 
 
 def layer_of_name(name: str, layers: int) -> int | None:
-    """Tell the layer of a name; a drafter's number follows those of the `layers` of the decoder."""
+    """Return the layer of a name; a drafter's number follows those of the decoder's `layers`."""
     found = _LAYER.search(name)
     if found is None:
         return None

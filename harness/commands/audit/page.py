@@ -1,9 +1,6 @@
-"""The audit panel of a checkpoint's page: map, findings, weights. Every part is bounded.
+"""The audit panel of a checkpoint's HTML page: map of layers by kind of tensor, findings, weights.
 
-Owns the order of the panel, the map of layers by kind of tensor, and how findings are listed for
-reading; decides nothing about them. What is left out for its number is counted in a sentence.
-What keeps it honest: suites/commands/audit/test_page.py, and test_audit_browser.py in real
-Chromium.
+Every part is bounded; what is omitted for its number is counted in a sentence.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _LEGEND = (
 
 
 def audit_page(audit: Audit, provenance: Provenance) -> Page:
-    """Make the page of an audit."""
+    """Return the page of an audit."""
     errors = [each for each in audit.findings if each.level is Level.ERROR]
     return Page(
         subject=PageSubject(audit.subject.name, "Checkpoint", audit.subject.identity),
@@ -70,7 +67,7 @@ def audit_page(audit: Audit, provenance: Provenance) -> Page:
 
 
 def audit_panel(audit: Audit) -> Panel:
-    """The panel alone, for a page that other runs have begun."""
+    """Return the panel alone, for a page that other runs have begun."""
     blocks: list[Block] = [
         _facts(audit),
         _parts(audit),
@@ -115,7 +112,7 @@ def _parts(audit: Audit) -> Table:
 
 
 def _map(audit: Audit) -> list[Block]:
-    """Kinds by layers, coloured by the worst finding."""
+    """Return kinds by layers, coloured by the worst finding."""
     about = audit.subject
     worst: dict[tuple[int | None, str], Mark] = {}
     for index, finding in enumerate(audit.findings):  # the worst come first

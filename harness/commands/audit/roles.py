@@ -1,8 +1,6 @@
-"""The weights of a checkpoint, summed up by role: 300,000 tensors are some fifty lines.
+"""Summarise a checkpoint's weights by role: 300,000 tensors become about fifty lines.
 
-Owns what is told of a role (how many weights, in which formats, between which numbers), and in
-which words a single weight's order of packing and of scales is told.
-What keeps it honest: suites/commands/audit/test_roles.py.
+A role's summary has the number of weights, their formats, and the range of each measured number.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Role:
 
 
 def roles_of(table: NumberTable) -> list[Role]:
-    """Sum up a table by role, in the order of names."""
+    """Summarise a table by role, in the order of names."""
     rows: dict[str, list[int]] = defaultdict(list)
     for index, unit in enumerate(table.units):
         rows[unit.role].append(index)
@@ -74,7 +72,7 @@ def _role(table: NumberTable, name: str, rows: NDArray[np.int64]) -> Role:
 
 
 def _known(data: NDArray[np.void], column: str) -> NDArray[np.bool_]:
-    """Tell which rows have that number at all; a column may hold a number for none."""
+    """Mark rows that have this number at all; a column may contain a code for none."""
     if column in _WHERE_PRESENT:
         present: NDArray[np.bool_] = data[_WHERE_PRESENT[column]] >= 0
         return present
@@ -84,7 +82,7 @@ def _known(data: NDArray[np.void], column: str) -> NDArray[np.bool_]:
 
 
 def span(values: NDArray[np.float64]) -> Span:
-    """Give smallest, median and largest of what is finite; None without any."""
+    """Return smallest, median and largest of the finite values; None without any."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
@@ -97,7 +95,7 @@ def _orders(orders: NDArray[np.int8]) -> str:
 
 
 def order_told(order: int) -> str:
-    """Tell a packing order of the table in words."""
+    """Return the name of a packing order of the table."""
     if order == NOT_PACKED:
         return "not packed"
     return "undecided" if order == _UNDECIDED else ORDER_NAMES[order]

@@ -1,10 +1,9 @@
-"""The walks over a checkpoint's numbers, by threads here or by the machines of a cluster.
+"""Distribute the walk over a checkpoint's numbers to threads here or to a cluster.
 
-Owns how a walk is cut: by places (blocks and ends of the model, which are judged together), into
-pieces of about one size. Tables of the pieces are joined in the order of the files, so that what is
-judged does not depend on who walked. A machine of a cluster has to see the checkpoint, and the
+A walk is cut by places (blocks and ends of the model, which have to be judged together) into pieces
+of about one size. Tables of the pieces are joined in the order of the files, so that results do not
+depend on which worker walked a piece. A machine of a cluster needs the checkpoint, and the
 reference, under the same paths.
-What keeps it honest: suites/commands/audit/test_spread.py: joined tables are the table of one walk.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Piece(NamedTuple):
 def measured(
     checkpoint: Checkpoint, path: Path, workers: Workers, advance: Callable[[int], None]
 ) -> NumberTable:
-    """Walk the checkpoint at `path`, by so many threads or by a cluster."""
+    """Walk the checkpoint at `path`, with so many threads or a cluster."""
     if isinstance(workers, int):
         return measure_numbers(checkpoint, workers=workers, progress=advance)
     found = units_of(checkpoint)
@@ -63,7 +62,7 @@ def compared(
     workers: Workers,
     advance: Callable[[int], None],
 ) -> AgainstTable:
-    """Walk a checkpoint beside its reference, by so many threads or by a cluster."""
+    """Walk a checkpoint and its reference, with so many threads or a cluster."""
     if isinstance(workers, int):
         return measure_against(checkpoint, reference, workers=workers, progress=advance)
     found = pairs_of(named_alike(checkpoint, reference), reference)
@@ -81,7 +80,7 @@ def compared(
 
 
 def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[Piece]:
-    """Cut places, told by each of their weights, into at most so many pieces of about one size."""
+    """Cut places, given for each weight, into at most so many pieces of about one size."""
     counted: Counter[str] = Counter()
     for name, size in sizes:
         counted[name] += size
@@ -110,13 +109,13 @@ def _done(
 
 
 def _file_order(units: Sequence[Unit]) -> list[int]:
-    """Give the order in which one walk would have made the rows."""
+    """Return the order in which a single walk would have made the rows."""
     return sorted(range(len(units)), key=lambda row: units[row].position)
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Measures a piece, on whichever machine."""
+    """A task that measures a piece, on any machine."""
 
     path: Path
 
@@ -127,7 +126,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Compares a piece, on whichever machine."""
+    """A task that compares a piece, on any machine."""
 
     path: Path
     reference: Path

@@ -1,8 +1,7 @@
-"""An audit on one screen: verdict, what was judged and what not, findings with the worst first.
+"""The terminal output of `degarble audit`: verdict, judged parts, findings with the worst first.
 
-Owns how much is shown: of a few rules the first finding whole (what was found, what was expected,
-what to do) with the number of places, of the others the number alone. Page and JSON have the rest.
-What keeps it honest: suites/commands/audit/test_text.py, with a snapshot.
+For a few rules the first finding is shown in full (found, expected, remedy) with the number of
+places, for the others the number alone. Page and JSON contain the rest.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _others(others: Sequence[Broken], has_more: bool) -> Iterator[Text]:
 
 
 def _columns(front: str, text: str, width: int, style: str) -> Iterator[Text]:
-    """Write a text behind a front, its further lines below its first."""
+    """Wrap text after a prefix, with further lines indented below the first."""
     shown = visible(text).replace("\n", " ")
     shown = shown if len(shown) <= _WORDS else f"{shown[: _WORDS - 1]}…"
     lines = textwrap.wrap(shown, max(20, width - len(front) - 2)) or [""]

@@ -1,8 +1,7 @@
-"""Weights in the audit panel: a line for each role, details of those worth a look, the loading.
+"""The weights in the audit panel: a line for each role, details of selected weights, the loading.
 
-Owns which weights of 300,000 are shown one by one: those with a finding, and the first of each
-role, up to a number that is stated beside them.
-What keeps it honest: suites/commands/audit/test_weights.py.
+Shown one by one are weights with a finding and the first of each role, up to a number that the page
+states.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _TONES = {Level.ERROR: Tone.BAD, Level.WARNING: Tone.WARNING, Level.NOTE: Tone.N
 
 
 def weight_blocks(audit: Audit) -> list[Block]:
-    """Tell the weights: by role, then those worth a look one by one."""
+    """Return the blocks about weights: by role, then selected ones one by one."""
     table = audit.table
     if table is None or not len(table):
         return []
@@ -63,7 +62,7 @@ def weight_blocks(audit: Audit) -> list[Block]:
 
 
 def loader_blocks(audit: Audit) -> list[Block]:
-    """Tell what becomes of the stored tensors under the loader map, and what each rank holds."""
+    """Return how the loader map uses the stored tensors, and what each rank holds."""
     proof = audit.loader
     if proof is None:
         return []
@@ -148,7 +147,7 @@ def _chosen(audit: Audit, table: NumberTable, roles: list[Role]) -> list[Block]:
 
 
 def _with_findings(audit: Audit, table: NumberTable) -> dict[int, Tone]:
-    """Give the rows that findings name, with the worst tone of each, the worst first."""
+    """Return the rows that findings name, with the worst severity of each, the worst first."""
     rows: dict[str, int] = {}
     for index, unit in enumerate(table.units):
         rows.setdefault(unit.module, index)
@@ -172,7 +171,7 @@ def _farthest(audit: Audit, table: NumberTable) -> list[int]:
 
 
 def _beside(audit: Audit) -> tuple[AgainstTable, dict[str, int]] | None:
-    """Give the table of the comparison with its rows by name."""
+    """Return the comparison's table with its rows by name."""
     if audit.beside is None:
         return None
     table = audit.beside.table
@@ -199,7 +198,7 @@ def _or_none(value: float) -> float | None:
 
 
 class _Row:
-    """One weight of the table, told in facts."""
+    """One weight of the table, described by facts."""
 
     def __init__(
         self, table: NumberTable, row: int, beside: tuple[AgainstTable, dict[str, int]] | None
@@ -208,20 +207,20 @@ class _Row:
         self._data, self._beside = table.data[row], beside
 
     def errors(self) -> Iterator[float | None]:
-        """Give its error beside the reference, where there is one: a cell of its own."""
+        """Return its error against the reference, if there is one, as a cell."""
         if self._beside is not None:
             table, rows = self._beside
             row = rows.get(self.unit.name)
             yield None if row is None else error_of(table, row)
 
     def facts_beside(self) -> Iterator[Fact]:
-        """Tell it beside the reference's weight."""
+        """Describe it compared with the reference's weight."""
         if self._beside is not None and self.unit.name in self._beside[1]:
             table, rows = self._beside
             yield from beside_facts(table, rows[self.unit.name])
 
     def count(self, column: str) -> int:
-        """Return a whole number."""
+        """Return an integer."""
         return int(self._data[column])
 
     def value(self, column: str) -> float:
@@ -229,7 +228,7 @@ class _Row:
         return float(self._data[column])
 
     def facts(self) -> Iterator[Fact]:
-        """Tell where it is stored, how large it is, what values it has."""
+        """Describe where it is stored, its size and its values."""
         yield Fact("Stored in", self.unit.module, code=True)
         names = CONVENTIONS[self.count("convention")]
         yield Fact("As", f"{FORMATS[self.count('format')]}, {names} names")
@@ -247,7 +246,7 @@ class _Row:
         yield Fact("Entropy", bits)
 
     def facts_of_scales(self) -> Iterator[Fact]:
-        """Tell its tensor scale and its input scale."""
+        """Describe its tensor scale and its input scale."""
         if self.count("scale_bits") >= 0:
             stored, decodes = self._told("tensor_scale"), self._told("decode_scale")
             yield Fact("Tensor scale", f"{stored} is stored, decodes by {decodes}")
@@ -255,7 +254,7 @@ class _Row:
             yield Fact("Input scale", f"decodes by {self._told('input_scale')}")
 
     def facts_of_blocks(self) -> Iterator[Fact]:
-        """Tell its block scales, and in which order they and the codes lie."""
+        """Describe its block scales, and the order of scales and codes."""
         if not self.count("blocks"):
             return
         odd = "".join(

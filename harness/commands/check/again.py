@@ -1,12 +1,9 @@
-"""The prompts of a capture run again on other kernels, for `degarble check --backend`.
+"""Rerun the prompts of a capture on other kernels, for `degarble check --backend`.
 
-Owns the way from a capture to a run of its prompts: their token ids, as many new tokens, the same
-filters, on the checkpoint that was captured. The new run is captured into a folder that goes when
-the check is over; `degarble capture --backend` writes one that stays. The old capture's tensors are
-not read, so that one with statistics only will do.
-
-Refuses captures without the beginning of a prompt, and all that capturing refuses.
-Kept honest by suites/commands/check/test_again.py.
+The new run uses the capture's token ids, number of new tokens, filters and checkpoint. It is
+captured into a temporary folder; `degarble capture --backend` writes one that stays. The old
+capture's tensors are not read, so one with statistics only is sufficient. Captures that lack the
+beginning of a prompt are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 def ran_again(
     wanted: Wanted, asked: AskedBackend, watch: Watch, told: Callable[..., None]
 ) -> Iterator[Wanted]:
-    """Run the prompts of `wanted.capture` on a backend; give what is to be checked instead."""
+    """Run the prompts of `wanted.capture` on a backend; yield the options to check that run."""
     require_device("--device", wanted.device)
     require_backend(asked.name)
     seen = Capture.open(wanted.capture)
@@ -68,7 +65,7 @@ def ran_again(
 
 
 def prompts_of(seen: Capture) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The token ids of every prompt, and how many new tokens the longest answer had."""
+    """Return the token ids of every prompt, and the number of new tokens in the longest answer."""
     begun = {
         owner
         for step in seen.steps
@@ -88,7 +85,7 @@ def prompts_of(seen: Capture) -> tuple[tuple[tuple[int, ...], ...], int]:
 
 
 def filter_of(seen: Capture) -> Filter:
-    """The filter that a capture was made with."""
+    """Return the filter that a capture was made with."""
     stated = seen.facts.get("filters")
     if not isinstance(stated, dict):
         return Filter()

@@ -1,10 +1,10 @@
-"""`degarble check` as one run: a capture, its twin from the checkpoint on disk, the BF16 reference.
+"""Run `degarble check`: compare a capture with its twin and the BF16 reference, and find the cause.
 
-The checkpoint that the capture names is the twin's, known by its fingerprint and never by its path
-alone; its weights come from the disk, since what a patched candidate held is the suspect. The order
-is: localise, diagnose every origin, say how much of the final difference each explains, cut the
-smallest case that shows it. A reference with another content than its manifest states is refused,
-because its damage would be put down to the run.
+The twin's checkpoint is the one that the capture names, identified by its fingerprint and never by
+its path alone; its weights come from disk, since what a patched candidate held is the suspect. The
+order is: localise, diagnose every origin, compute how much of the final difference each explains,
+write a minimal reproducer. A reference whose content does not match its manifest is refused,
+because its damage would be attributed to the run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ATTRIBUTED = 6  # origins whose share of the final difference is measured
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to check, and against what."""
+    """The options of a check."""
 
     capture: Path
     reference: Path
@@ -63,7 +63,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """One origin: the trouble, what explains it, and its share of the final difference."""
+    """One origin: the discrepancy, its diagnosis, and its share of the final difference."""
 
     trouble: Trouble
     diagnosed: Diagnosed | None = None
@@ -73,7 +73,7 @@ class Judgement:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """What a check found."""
+    """The result of a check."""
 
     name: str
     checkpoint: Path
@@ -88,12 +88,12 @@ class Checked:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the whole run."""
+        """Return the verdict of the whole run."""
         return self.localised.verdict
 
 
 class CheckRun:
-    """A check with its models open: use it as a context, and then what it found."""
+    """A check with its models open: enter it as a context, then read the result."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
@@ -144,7 +144,7 @@ class CheckRun:
         put_on(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
-        """Refuse a reference that is not what its manifest states."""
+        """Raise if the reference does not match its manifest."""
         self._verified = require_as_written(
             reference.checkpoint, usable_workers(), lambda _nbytes: None
         )
@@ -155,7 +155,7 @@ class CheckRun:
         told: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
     ) -> Checked:
-        """Localise, diagnose, attribute; reproducers go into the folder `cases`."""
+        """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
         found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
@@ -203,7 +203,7 @@ class CheckRun:
 
 
 def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
-    """Who computed what, where it was not all torch on the CPU."""
+    """Return which backend computed what, unless it was all torch on the CPU."""
     told = {}
     taken, fallen = (facts.get(name) for name in ("by_backend", "fell_to_torch"))
     if isinstance(taken, list) and isinstance(fallen, list):
@@ -235,7 +235,7 @@ def _diagnosed(trouble: Trouble, found: Localised) -> Diagnosed | None:
 
 
 def _with_case(each: Judgement, folder: Path, number: int) -> Judgement:
-    """Cut the smallest case of an origin, and write it."""
+    """Write the minimal reproducer of an origin."""
     named = each.diagnosed.named if each.diagnosed is not None else ()
     way = named[0].way if named else None
     case = shrunk(each.trouble, way) if number < DIAGNOSED else None
@@ -246,7 +246,7 @@ def _with_case(each: Judgement, folder: Path, number: int) -> Judgement:
 
 
 def source_of(capture: Capture, checkpoint: Path | None) -> Path:
-    """The folder of the quantised checkpoint: the one that was named, else the capture's own."""
+    """Return the folder of the quantised checkpoint: the one requested, else the capture's own."""
     if checkpoint is not None:
         return checkpoint
     stated = _source(capture).get("path")
@@ -270,7 +270,7 @@ def _source(capture: Capture) -> dict[str, Any]:
 
 
 def require_captured(capture: Capture, model: OpenModel, path: Path) -> None:
-    """Refuse a checkpoint that is not the one of the capture: every difference would be its own."""
+    """Raise if the checkpoint is not the capture's, because then every weight could differ."""
     stated = _source(capture).get("fingerprint")
     found = fingerprint(model.checkpoint)
     if isinstance(stated, str) and stated != found:
@@ -293,7 +293,7 @@ _SHAPES = ("hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts",
 
 
 def require_same_model(config: Config, other: Config, path: Path) -> None:
-    """Refuse a reference of another model."""
+    """Raise if the reference is of another model."""
     if isinstance(config, V4Config) != isinstance(other, V4Config):
         raise InvalidArgument(
             f"family of {path.name}", other.family, config.family, "Pass the BF16 source."

@@ -1,14 +1,10 @@
-"""`degarble compare` as one run: two captures beside each other, site by site, no checkpoint.
+"""Run `degarble compare`: two captures against each other, site by site, without a checkpoint.
 
-Owns the pairing (the steps in which both were given the same tokens; where prompts were cut
-otherwise, compare_tokens pairs token by token), the numbers of each output, and the verdict. Hashes
-decide what is equal; only what is not is read. No budget is known here, so equal means to the bit.
-A component that was given the same inputs and put out something else is an origin: what lies behind
-it inherits. Two runs of the same weights (by their hash) with the same code that differ are
-UNSTABLE.
-
-Refuses captures of models of other extents, and those without a step in common. Kept honest by
-suites/commands/check/test_compare_runs.py.
+Steps that got the same tokens are paired; where prompts were split otherwise, compare_tokens pairs
+token by token. Hashes decide equality, and only unequal tensors are read. Without a checkpoint
+there is no budget, so equal means bit for bit. A component with equal inputs and unequal outputs is
+an origin; later differences are inherited. Two runs of the same weights (by hash) with the same
+code that differ are UNSTABLE.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _SAME = (
 
 @dataclass(eq=False)
 class Line:
-    """One output of one component over the steps that both have."""
+    """One output of one component over the common steps."""
 
     component: str
     output: str
@@ -67,13 +63,13 @@ class Line:
 
     @property
     def equal(self) -> bool:
-        """Whether every element has the same bits."""
+        """Return whether every element has the same bits."""
         return self.first is None
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """What two captures have in common, and what not."""
+    """The result of comparing two captures."""
 
     captures: tuple[Capture, Capture]
     lines: tuple[Line, ...]
@@ -84,12 +80,12 @@ class Compared:
 
     @property
     def origins(self) -> list[Line]:
-        """Outputs that differ though what went in was equal."""
+        """Return the outputs that differ though all inputs were equal."""
         return [line for line in self.lines if line.own is not None]
 
     @property
     def verdict(self) -> Verdict:
-        """AGREES to the bit; UNSTABLE where one candidate gave two answers; else DIFFERS."""
+        """Return AGREES if bit-equal, UNSTABLE if one candidate gave two results, else DIFFERS."""
         if all(line.equal for line in self.lines):
             return Verdict.AGREES
         asked_alike = self.same_candidate and not self.tokens
@@ -97,12 +93,12 @@ class Compared:
 
     @property
     def extent(self) -> str:
-        """What was compared."""
+        """Describe what was compared."""
         return f"{self.tokens:,} tokens" if self.tokens else f"{self.steps} steps"
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """Return the verdict in one sentence."""
         apart = [line for line in self.lines if not line.equal]
         if not apart:
             return f"Both runs are equal to the bit: {len(self.lines):,} outputs, {self.extent}."
@@ -115,7 +111,7 @@ class Compared:
 
 
 def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compared:
-    """Open and compare two captures; with `partial` also what a killed run left."""
+    """Open and compare two captures; with `partial` also the steps of a killed run."""
     captures = (Capture.open(first), Capture.open(second))
     for each in captures if not partial else ():
         each.require_complete()
@@ -154,7 +150,7 @@ def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compare
 def _by_tokens(
     captures: tuple[Capture, Capture], tokens: tuple[Token, ...], notes: list[str]
 ) -> Compared:
-    """Compare runs that were given the same tokens in other steps."""
+    """Compare runs that got the same tokens in other steps."""
     found, left = beside_by_tokens(captures, tokens)
     notes.append("The runs were cut otherwise: what both put out for a token is compared.")
     if left:
@@ -175,7 +171,7 @@ def _compared(
 
 
 def _require_one_model(first: Capture, second: Capture) -> None:
-    """Refuse what no output can have in common: another family, or other extents, where stated."""
+    """Raise if no output can match: another family, or other extents, where stated."""
     sides = []
     for each in (first, second):
         config = each.facts.get("config")
@@ -192,7 +188,7 @@ def _require_one_model(first: Capture, second: Capture) -> None:
 
 
 def _common_steps(first: Capture, second: Capture) -> int:
-    """How many leading steps were given the same tokens of the same sequences."""
+    """Return how many leading steps got the same tokens of the same sequences."""
     common = 0
     for one, other in zip(first.steps, second.steps, strict=False):
         if (one.tokens, one.positions, one.sequences) != (
@@ -209,9 +205,9 @@ def _common_steps(first: Capture, second: Capture) -> int:
 
 
 def _one_candidate(first: Capture, second: Capture) -> bool:
-    """Tell whether the same weights ran with the same code, so that a difference is a race.
+    """Return whether the same weights ran with the same code, so that a difference is a race.
 
-    A capture that does not say which weights ran is nobody's second run: it can only differ.
+    If a capture does not state its weights, the runs can only differ, not be UNSTABLE.
     """
     if _weights_that_ran(first) != _weights_that_ran(second) or _weights_that_ran(first) is None:
         return False
@@ -219,7 +215,7 @@ def _one_candidate(first: Capture, second: Capture) -> bool:
 
 
 def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
-    """Hash of the model's tensors, or what tells its checkpoint from others; None if unstated."""
+    """Return the hash of the weights, or what identifies the checkpoint; None if unstated."""
     source = capture.facts.get("source")
     stated = source if isinstance(source, dict) else {}
     found = capture.facts.get("weights"), stated.get("fingerprint"), stated.get("content")
@@ -254,7 +250,7 @@ def _add(
 
 
 def _measure(line: Line, captures: tuple[Capture, Capture], kept: tuple[Kept, Kept]) -> int:
-    """Add the numbers of two tensors that differ; give the first row that does."""
+    """Add the sums of two unequal tensors; return the first unequal row."""
     one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
     same = equal_elements(one, other)
     line.identical += int(same.sum())
@@ -271,7 +267,7 @@ def _measure(line: Line, captures: tuple[Capture, Capture], kept: tuple[Kept, Ke
 
 
 def _complete(line: Line) -> None:
-    """Add what was equal to the sums of an output that differs elsewhere."""
+    """Add equal tensors to the sums of an output that differs elsewhere."""
     if line.equal or not line.measured:
         return
     for capture, kept in line.equal_calls:
@@ -300,7 +296,7 @@ def _same_inputs(one: Call, other: Call) -> bool:
 
 
 def compared_document(compared: Compared) -> dict[str, Any]:
-    """Give the machine's view of it."""
+    """Return the comparison as plain data."""
     return {
         "verdict": compared.verdict,
         "origins": [_origin(line) for line in compared.origins[:MOST_ORIGINS]],
@@ -370,7 +366,7 @@ def _evidence(line: Line) -> str:
 
 
 def compared_lines(compared: Compared) -> Iterator[str]:
-    """Tell it in a few lines."""
+    """Return the comparison as a few lines of text."""
     yield f"{compared.verdict}  {compared.sentence}"
     names = " and ".join(_name(each) for each in compared.captures)
     yield f"  captures    {names}, {compared.extent} in common"
@@ -392,7 +388,7 @@ def _name(capture: Capture) -> str:
 
 
 def compared_page(compared: Compared, provenance: Provenance) -> Page:
-    """A page of its own: a comparison belongs to no checkpoint."""
+    """Return a separate page: a comparison belongs to no checkpoint."""
     key = "".join(each.hash[:32] for each in compared.captures)
     remedy = (
         "Run it again and look at this component: races, stale memory, unwritten output."

@@ -1,13 +1,11 @@
-"""Two captures of the same tokens that were cut into other steps, beside each other token by token.
+"""Compare two captures token by token when the same prompts were split into different steps.
 
-Owns the pairing by sequence and position, where prompts agree and their prefills were cut
-otherwise (in chunks, or in other company), and the comparison of outputs that have a row a token in
-every call. An output is at fault at a token if every row that went in for its sequence, up to that
-token, is equal: what a component remembers came in with those. What has no row a token (entries of
-a compressor, offsets) is left out and counted; so is a component that reads any but as memory.
-
-Refuses nothing: what cannot be paired is left to whoever compares by steps. Kept honest by
-suites/commands/check/test_compare_tokens.py.
+Tokens are paired by sequence and position, where prompts agree but their prefills were split
+otherwise (in chunks, or batched with others). Compared are outputs that have a row a token in every
+call. An output is an origin at a token if all input rows of its sequence up to that token are
+equal: a component's memory consists of those. Outputs without a row a token (entries of a
+compressor, offsets) are left out and counted, and so is any component that reads them other than as
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MEMORY = "state_"
 
 
 class Side(NamedTuple):
-    """A capture, and the step and row of every token of it."""
+    """A capture, and the step and row of every token."""
 
     capture: Capture
     calls: Mapping[str, Sequence[Call]]
@@ -45,7 +43,7 @@ class Side(NamedTuple):
 
 @dataclass(eq=False)
 class Beside:
-    """One output over the tokens that both have; `first` and `own` are tokens."""
+    """One output over the common tokens; `first` and `own` are tokens."""
 
     component: str
     output: str
@@ -59,7 +57,7 @@ class Beside:
 
 
 def tokens_in_common(first: Capture, second: Capture) -> tuple[Token, ...]:
-    """Tokens that both were given, where prompts are one and were cut otherwise; else none."""
+    """Return the common tokens if the prompts are equal and were split otherwise; else none."""
     cuts = [[_fed(step) for step in each.steps if step.phase is Phase.PREFILL]
             for each in (first, second)]  # fmt: skip
     if cuts[0] == cuts[1]:
@@ -84,7 +82,7 @@ def _fed(step: Step) -> tuple[tuple[int, ...], ...]:
 
 
 def _by_sequence(steps: Iterable[Step]) -> dict[int, list[int]]:
-    """The tokens of each sequence in the order of their positions; a gap ends it."""
+    """Return the tokens of each sequence in order of position, up to the first gap."""
     found: dict[int, list[int]] = defaultdict(list)
     for step in steps:
         for owner, position, token in zip(step.sequences, step.positions, step.tokens, strict=True):
@@ -96,7 +94,7 @@ def _by_sequence(steps: Iterable[Step]) -> dict[int, list[int]]:
 def beside_by_tokens(
     captures: tuple[Capture, Capture], tokens: Sequence[Token]
 ) -> tuple[list[Beside], int]:
-    """Every output that has a row a token on both sides, and how many have none."""
+    """Return every output with a row a token on both sides, and the number of those without."""
     sides = [_side(each) for each in captures]
     made, left = [], 0
     for component in sides[0].calls.keys() & sides[1].calls.keys():
@@ -121,7 +119,7 @@ def _side(capture: Capture) -> Side:
 
 
 def _rows(side: Side, component: str, port: str, name: str) -> dict[Token, Tensor] | None:
-    """The row of every token at a site; None where a call has not one for each, or no bytes."""
+    """Return the row of every token at a site; None if a call has other rows, or no bytes."""
     found: dict[Token, Tensor] = {}
     for call in side.calls[component]:
         kept: Kept | None = getattr(call, port).get(name)
@@ -140,7 +138,7 @@ def _rows(side: Side, component: str, port: str, name: str) -> dict[Token, Tenso
 def _pair(
     sides: Sequence[Side], component: str, port: str, name: str
 ) -> tuple[dict[Token, Tensor], dict[Token, Tensor]] | None:
-    """The rows of both. Scores and choices are as wide as memory was: the rest was hidden."""
+    """Return the rows of both; pad scores and choices, whose width is that of the memory."""
     one, other = (_rows(side, component, port, name) for side in sides)
     if one is None or other is None:
         return None
@@ -161,7 +159,7 @@ def _form(rows: Mapping[Token, Tensor]) -> set[tuple[torch.dtype, torch.Size]]:
 def _alike_until(
     component: str, sides: Sequence[Side], tokens: Sequence[Token]
 ) -> dict[int, int] | None:
-    """How many leading tokens of each sequence went in equal; None where rows are not all told."""
+    """Return how many leading tokens of each sequence have equal inputs; None if unknown."""
     first = [side.calls[component][0] for side in sides]
     names = {name for call in first for name in call.inputs if not name.startswith(_MEMORY)}
     kept = {name: call.inputs[name] for call in first for name in call.inputs}

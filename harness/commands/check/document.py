@@ -1,9 +1,8 @@
-"""A check as plain data, and as JUnit: what `degarble check --json` writes (docs/checking.md).
+"""The JSON and JUnit of `degarble check`: a check as plain data (docs/checking.md).
 
-Owns the document's keys beside the contract's three (verdict, origins, cosines): one line of
-cosines an output, what was not judged and why, shares of the final difference. JUnit has one case a
-component, so that a CI shows which one failed. Refuses nothing.
-Kept honest by suites/commands/check/test_check.py, which holds docs/checking.md against it.
+Besides the keys of every command (verdict, origins, cosines) the document has one line of cosines
+an output, what was not judged and why, and shares of the final difference. JUnit has one case a
+component, so that a CI shows which one failed.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 
 
 def found_of(checked: Checked) -> tuple[Found, ...]:
-    """Every origin as the page has it."""
+    """Return every origin in the form that the page uses."""
     return tuple(
         Found(each.trouble, each.diagnosed, each.reproducer, each.share) for each in checked.origins
     )
 
 
 def as_page(checked: Checked, subject: Subject, where: Provenance, looker: Looker) -> PageChecked:
-    """What the page tells."""
+    """Return the data of the page."""
     localised = checked.localised
     localised = replace(localised, notes=(*checked.notes, *localised.notes))
     facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
@@ -49,19 +48,19 @@ def as_page(checked: Checked, subject: Subject, where: Provenance, looker: Looke
 
 
 def built_in(facts: Mapping[str, Any]) -> bool:
-    """Tell whether degarble's own references computed all of a captured run."""
+    """Return whether degarble's own references computed the whole captured run."""
     return facts.get("backend") == TORCH and "patch" not in facts
 
 
 def sentence_of(checked: Checked) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     nobody = Subject(checked.name, "Checkpoint", "")
     where = Provenance("", "", "", ())
     return page_sentence(as_page(checked, nobody, where, Looker(checked.config)))
 
 
 def check_document(checked: Checked, sentence: str) -> dict[str, Any]:
-    """Give the machine's view of a check."""
+    """Return a check as plain data."""
     found = checked.localised
     first = found.first_non_finite
     return {
@@ -132,7 +131,7 @@ def _known(value: float) -> float | None:
 
 
 def junit(checked: Checked, sentence: str) -> str:
-    """One test case a component."""
+    """Return JUnit XML with one test case a component."""
     rows: dict[str, list[Row]] = {}
     for row in checked.localised.rows:
         rows.setdefault(row.component.name, []).append(row)
@@ -165,5 +164,5 @@ _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _xml(text: str) -> str:
-    """Text without the characters that XML 1.0 cannot hold."""
+    """Return text without the characters that XML 1.0 cannot represent."""
     return _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,10 +1,9 @@
-"""A close look at every judged output, taken while its tensors are at hand.
+"""Collect statistics of every judged output while its tensors are in memory.
 
-Owns what is kept of them: sums along positions, heads, experts and tiles, a histogram of distances,
-the worst element with its codes. A few numbers an output stay, whatever the size of the run; what
-has no numbers (chosen rows, packed codes) is compared code by code.
+Kept are sums along positions, heads, experts and tiles, a histogram of ULP distances, and the worst
+element with its codes: a few numbers an output, whatever the size of the run. Outputs that are no
+numbers (chosen rows, packed codes) are compared code by code.
 
-Refuses nothing. Kept honest by suites/commands/check/test_output_statistics.py.
 Shape letters: R rows, W columns, N all elements, E experts, H heads.
 """
 
@@ -51,7 +50,7 @@ _AXES = {"attn.hc_post": "stream", "ffn.hc_post": "stream", "ffn.experts": "slot
 
 @dataclass
 class _Sums:
-    """Squares of the difference and of the twin, by label."""
+    """Sums of squares of the difference and of the twin, by label."""
 
     dd: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     tt: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -62,7 +61,7 @@ class _Sums:
             self.tt[label] += t
 
     def along(self, name: str) -> Along | None:
-        """Relative differences in the order of labels; None where there is one label at most."""
+        """Return relative differences in the order of labels; None with fewer than two labels."""
         labels = sorted(self.dd)
         if len(labels) < 2:
             return None
@@ -81,7 +80,7 @@ def _relative(dd: float, tt: float) -> float | None:
 
 @dataclass
 class _Seen:
-    """What is kept of one output."""
+    """The statistics of one output."""
 
     along: dict[str, _Sums] = field(default_factory=lambda: defaultdict(_Sums))
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BINS) + 2))
@@ -92,18 +91,18 @@ class _Seen:
 
 
 class Looker:
-    """Sees every replay; gives a close look of each output afterwards."""
+    """A callback for every replay that collects statistics of each output."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     def forget(self, component: str) -> None:
-        """Drop what was seen of a component that is judged again, by another convention."""
+        """Drop the statistics of a component that is judged again, under another convention."""
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] != component}
 
     def __call__(self, replay: Replay, judged: Mapping[str, Judged]) -> None:
-        """Look at one replay."""
+        """Add one replay."""
         if replay.undecided:
             return
         outputs, expected = replay.batch.outputs, replay.expected
@@ -146,7 +145,7 @@ class Looker:
     def _axes(
         self, batch: Batch, name: str, d_N: Tensor, t_N: Tensor
     ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """Sums along every axis that has a name here."""
+        """Return sums along every axis that is known by name."""
         found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         count, component = d_N.shape[0], batch.component
         by_row = d_N.reshape(count, -1).sum(1), t_N.reshape(count, -1).sum(1)
@@ -167,12 +166,12 @@ class Looker:
         return found
 
     def judged(self, component: str, output: str) -> Judged | None:
-        """What was said of the calls that are furthest off."""
+        """Return the judgement of the call that is furthest off."""
         seen = self._seen.get((component, output))
         return None if seen is None else seen.judged
 
     def look(self, component: str, output: str) -> CloseLook:
-        """What was kept of one output."""
+        """Return the statistics of one output."""
         seen = self._seen.get((component, output))
         if seen is None:
             return CloseLook()
@@ -239,7 +238,7 @@ def _places(judged: Judged | None) -> tuple[PlaceJudged, ...]:
 
 
 def _tiles(judged: Judged | None) -> Along | None:
-    """The error map by tiles of the call that is furthest off; one tile is no map."""
+    """Return the error map by tiles of the worst call; None for a single tile."""
     if judged is None or judged.comparison is None:
         return None
     found = judged.comparison.tiles
@@ -260,7 +259,7 @@ def _both(sums: Sums, at: tuple[int, int]) -> tuple[float, float]:
 
 
 def _worst_of(judged: Judged, pair: tuple[Tensor, Tensor]) -> WorstElement | None:
-    """The element that the judgement names, with both codes."""
+    """Return the element that the judgement names, with both codes."""
     named = next((f for f in judged.findings if f.level == "element" and f.measured), None)
     candidate, twin = pair
     if named is None or len(named.place) != 2 or not candidate.ndim:

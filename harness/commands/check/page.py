@@ -1,11 +1,8 @@
-"""A judged run as panels of its checkpoint's page: records, texts, tables beside the page.
+"""The panels of a check on its checkpoint's HTML page, and the tables written with it.
 
-Owns the mapping from what localising and diagnosing found to harness.report.replay_panel, the
-findings of the first screen, and the page's size: close looks give way until it can be mailed. The
-page is that of the checkpoint, under its manifest hash; panels of earlier runs stay.
-
-Refuses what the report folder refuses. Kept honest by suites/commands/check/test_page.py, and in
-real Chromium by test_page_browser.py.
+The results of localising and diagnosing become the records of harness.report.replay_panel. If the
+page is too large to be mailed, statistics of outputs are left out. The page is that of the
+checkpoint, under its manifest hash; panels of earlier runs stay.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _NEAREST = 3  # excluded faults that are told
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """One trouble, what was diagnosed of it, and the command that shows it by itself.
+    """One discrepancy, its diagnosis, and the command that reproduces it alone.
 
     `share` is how much of the difference of the final logits it explains.
     """
@@ -60,14 +57,14 @@ class Found:
 
     @property
     def cause(self) -> str:
-        """The fault in words."""
+        """Return the fault as text."""
         if self.diagnosed is None or not self.diagnosed.named:
             return UNNAMED
         return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """Return what to do about it."""
         if self.diagnosed is None or not self.diagnosed.named:
             return "Look at this component first: what it was given is right."
         return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
@@ -75,10 +72,10 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """All that a check has to tell: whose page it is, what was found, and what was said.
+    """All data of a check's page: checkpoint, findings and texts.
 
-    `sentence` replaces the one that follows from what was found; `preface` stands in front.
-    `built_in` says that the captured run used degarble's own references throughout.
+    `sentence` replaces the sentence derived from the findings; `preface` precedes it. `built_in`
+    states that the captured run used degarble's own references throughout.
     """
 
     subject: Subject
@@ -94,7 +91,7 @@ class Checked:
 
 
 def write_check_page(folder: Path, telling: Checked) -> Path:
-    """Add the panels to the checkpoint's page, and write the tables beside it; give the page."""
+    """Add the panels to the checkpoint's page, write the tables, and return the page."""
     usable_folder("report folder", folder)
     record = replay_record(telling)
     page = page_of(telling, record)
@@ -111,7 +108,7 @@ def write_check_page(folder: Path, telling: Checked) -> Path:
 
 
 def page_of(telling: Checked, record: ReplayRecord, most: int = LOOKS) -> Page:
-    """Make the page of a check alone."""
+    """Return the page of a check alone."""
     files = tuple((name, _TABLES[name.rpartition("-")[2]]) for name in _names(telling.subject.key))
     panels = [replay_panel(record, files, most)]
     if telling.texts is not None:
@@ -127,7 +124,7 @@ def page_of(telling: Checked, record: ReplayRecord, most: int = LOOKS) -> Page:
 
 
 def replay_record(telling: Checked) -> ReplayRecord:
-    """Everything that the replay panel shows, as plain numbers and words."""
+    """Return all data of the replay panel as plain numbers and text."""
     localised = telling.localised
     notes = list(localised.notes)
     first = localised.first_non_finite
@@ -147,7 +144,7 @@ def replay_record(telling: Checked) -> ReplayRecord:
 
 
 def sentence_of(telling: Checked) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     localised, found = telling.localised, telling.found
     if localised.unstable:
         return f"{localised.unstable[0]} gave two answers to the same question."
@@ -166,13 +163,13 @@ def sentence_of(telling: Checked) -> str:
 
 
 def placed(trouble: Trouble) -> str:
-    """Layer and component of a trouble in words."""
+    """Return layer and component of a discrepancy as text."""
     layer, role = _layer_and_role(trouble.component)
     return role if layer is None else f"Layer {layer}, {role}"
 
 
 def share_sentence(value: float) -> str:
-    """Say how much of the difference of the final logits one origin explains alone."""
+    """Return how much of the difference of the final logits one origin alone explains, as text."""
     if value < 0:
         return (
             f"Mending it alone makes the difference of the logits {share(-value)} larger:"
@@ -182,7 +179,7 @@ def share_sentence(value: float) -> str:
 
 
 def origin_of(found: Found) -> Origin:
-    """The origin as data."""
+    """Return the origin as data."""
     trouble, named = found.trouble, None
     if found.diagnosed is not None and found.diagnosed.named:
         named = found.diagnosed.named[0]
@@ -224,7 +221,7 @@ def _finding(found: Found) -> Finding:
 
 
 def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    """What a capture says of the run beside a check's own facts: recipe, sums, versions."""
+    """Return what a capture states about its run, for display: recipe, sums, versions."""
     rules = [f"{r.match}: {r.weight} x {r.activation}" for r in recipe.rules]
     told = [("recipe", "; ".join(rules) or recipe.name)]
     told += [(name, str(facts[name])) for name in ("family", "sums", "form") if facts.get(name)]
@@ -235,7 +232,7 @@ def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str,
 
 
 def _measured(trouble: Trouble) -> tuple[float | None, float | None, float | None]:
-    """Cosine, relative difference and budget of the call that shows most."""
+    """Return cosine, relative difference and budget of the worst call."""
     judged = trouble.judged
     if judged is None or judged.comparison is None:
         return None, None, None
@@ -303,7 +300,7 @@ def _names(key: str) -> tuple[str, ...]:
 
 
 def tables(key: str, record: ReplayRecord) -> dict[str, str]:
-    """The files beside the page, by name."""
+    """Return the files that accompany the page, by name."""
     # Half a second, and only where a report is written.
     import pandas as pd  # noqa: PLC0415
 

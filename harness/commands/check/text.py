@@ -1,7 +1,7 @@
-"""A check on one screen: the verdict, then every origin with cause, evidence, share and remedy.
+"""The terminal output of `degarble check`: verdict, then origins with cause, evidence and remedy.
 
-Owns how much is shown: the first origins whole, the others by name; of what was not judged its
-number and an example. Refuses nothing. Kept honest by suites/commands/check/test_check.py.
+The first origins are shown in full, the others by name; of what was not judged, the number and an
+example.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _origin(place: int, each: Judgement, width: int) -> Iterator[Text]:
 
 
 def _columns(front: str, text: str, width: int) -> Iterator[Text]:
-    """Write a text behind a front, its further lines below its first."""
+    """Wrap text after a prefix, with further lines indented below the first."""
     shown = visible(text).replace("\n", " ")
     shown = shown if len(shown) <= _WORDS else f"{shown[: _WORDS - 1]}…"
     for place, line in enumerate(textwrap.wrap(shown, max(20, width - 14)) or [""]):

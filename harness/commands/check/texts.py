@@ -1,11 +1,9 @@
-"""What the model said and what its twin says to the same prompts, for the text panel of a check.
+"""The text panel of a check: the model's answers and its twin's answers to the same prompts.
 
-Owns which prompts are told (few, and short ones), and how a capture's tokens become prompts and
-texts: its own record of them where it has one, else the steps. The twin continues the very ids that
-the candidate was given, greedily, for as many tokens. Where weights are streamed, nothing is said
-in the twin's place: a token would cost a pass over the disk.
-
-Refuses nothing; what cannot be told is a note. Kept honest by suites/commands/check/test_texts.py.
+A few short prompts are shown. Tokens come from the capture's own record of prompts and answers if
+it has one, else from its steps. The twin continues the same token ids greedily, for as many tokens.
+With streamed weights the twin generates nothing: each token would read the whole checkpoint from
+disk. What cannot be shown becomes a note.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ NEW_TOKENS = 64
 
 
 def texts_of(run: SeenRun, model: OpenModel) -> TextRecord:
-    """Candidate and twin side by side."""
+    """Return the texts of candidate and twin."""
     spoken = spoken_in(run)
     notes = []
     if len(spoken) > PROMPTS:
@@ -52,7 +50,7 @@ def texts_of(run: SeenRun, model: OpenModel) -> TextRecord:
 
 
 def spoken_in(run: SeenRun) -> list[tuple[list[int], list[int]]]:
-    """The prompts of a run and the tokens behind them, sequence by sequence."""
+    """Return each sequence's prompt and the tokens after it."""
     stated = run.facts.get("sequences")
     if isinstance(stated, list):
         pairs = [_stated(each) for each in stated]
@@ -67,7 +65,7 @@ def spoken_in(run: SeenRun) -> list[tuple[list[int], list[int]]]:
 
 
 def _stated(raw: Any) -> tuple[list[int], list[int]] | None:
-    """A capture's own record of one sequence; None where it is none."""
+    """Return a capture's own record of one sequence; None without one."""
     if not isinstance(raw, dict):
         return None
     sides = raw.get("prompt"), raw.get("new")
@@ -91,7 +89,7 @@ def _said(pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokeni
 
 
 def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """A piece of text for each token; its number where there are no words."""
+    """Return a piece of text for each token; its number if there is no tokenizer."""
     if tokenizer is None:
         return tuple(f"{number} " for number in ids)
     growing = Growing(tokenizer)
